@@ -1,0 +1,69 @@
+"""The errors g4spec raises on purpose. Everything else is a bug.
+
+    G4Error
+    ├── CheckFailed         exit 1   a check that was asked for did not hold
+    ├── UsageError          exit 2   the command line cannot mean anything
+    ├── InputError          exit 3   a file, folder or prompt is not what it must be
+    │   └── Unsupported     exit 3   it is valid, but this version has no code for it
+    └── EnvironmentProblem  exit 4   this machine lacks something: memory, disk, a package
+
+A message says what failed, what was expected, what was found, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class G4Error(Exception):
+    """Base of all errors a user can cause. Its text is complete: no traceback is needed.
+
+    Args:
+        what: what failed, naming the file, key or tensor.
+        expected, found: both sides of the comparison, when there is one.
+        fix: what the user can do about it.
+    """
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: object = None,
+        found: object = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.expected, self.found, self.fix = what, expected, found, fix
+        text = what
+        if expected is not None:
+            text += f": expected {expected}"
+        if found is not None:
+            text += f"{',' if expected is not None else ':'} found {found}"
+        if fix:
+            text += f". {fix[0].upper()}{fix[1:]}"
+        super().__init__(text)
+
+
+class CheckFailed(G4Error):
+    """A check that the user asked for did not hold (verify, validate, bench compare)."""
+
+    exit_code = 1
+
+
+class UsageError(G4Error):
+    """Options or arguments that cannot mean anything together."""
+
+    exit_code = 2
+
+
+class InputError(G4Error):
+    """A file, folder or prompt that is not what it must be."""
+
+
+class Unsupported(InputError):
+    """Valid input for which this version has no code; names the missing feature."""
+
+
+class EnvironmentProblem(G4Error):
+    """The machine lacks something: memory, disk space, a package."""
+
+    exit_code = 4

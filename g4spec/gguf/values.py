@@ -1,0 +1,63 @@
+"""GGUF metadata values with their exact types: upstream's loader refuses a U32 where it wants I32.
+
+Source: ggml `docs/gguf.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+
+class T(IntEnum):
+    """Value types by their number in the file."""
+
+    U8 = 0
+    I8 = 1
+    U16 = 2
+    I16 = 3
+    U32 = 4
+    I32 = 5
+    F32 = 6
+    BOOL = 7
+    STRING = 8
+    ARRAY = 9
+    U64 = 10
+    I64 = 11
+    F64 = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One metadata value: `data` is a Python scalar, or a sequence when `type` is ARRAY."""
+
+    type: T
+    data: Any
+    item: T | None = None
+
+
+KV = dict[str, Value]
+"""Metadata in file order."""
+
+
+def u32(x: int) -> Value:
+    return Value(T.U32, int(x))
+
+
+def f32(x: float) -> Value:
+    return Value(T.F32, float(x))
+
+
+def boolean(x: bool) -> Value:
+    return Value(T.BOOL, bool(x))
+
+
+def string(x: str) -> Value:
+    return Value(T.STRING, x)
+
+
+def array(item: T, data: Sequence[Any]) -> Value:
+    """`data` may be a numpy array for number types."""
+    return Value(T.ARRAY, data, item)

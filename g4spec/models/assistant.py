@@ -1,0 +1,230 @@
+"""Google's MTP assistants for Gemma 4, GGUF architecture `gemma4-assistant`.
+
+Four Gemma 4 layers without keys and values of their own: they read the target's cache, at one
+constant position for every drafted token of a step. Small assistants have a centroid head that
+scores clusters of tokens first. Upstream's loader refuses its tensors, so they travel as `g4spec.*`
+metadata, and upstream uses the dense head instead.
+
+Sources: transformers `models/gemma4_assistant` and `SinglePositionMultiTokenCandidateGenerator`,
+llama.cpp `src/models/gemma4-assistant.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import KV, u32
+from g4spec.models import gemma4
+from g4spec.models.fields import Fields
+from g4spec.models.spec import MAX_DRAFT, Checkpoint, Chooser, Committed, TargetView, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from g4spec.runtime.ops import Ops
+
+ARCH = "gemma4-assistant"
+TITLE = "Gemma 4 MTP assistant"
+PREFIXES = ("model.",)
+ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+DROPS = gemma4.DROPS
+
+CENTROIDS = "g4spec.assistant.centroids"
+ORDERING = "g4spec.assistant.token_ordering"
+TOP_K = "g4spec.assistant.centroid_top_k"
+METADATA_TENSORS = {
+    "masked_embedding.centroids.weight": CENTROIDS,
+    "masked_embedding.token_ordering": ORDERING,
+}
+"""Checkpoint tensors that become metadata arrays: F32 [n * h], I32 [V] cluster slot -> token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Hyperparameters of an assistant.
+
+    Attributes:
+        body: its layers, as a Gemma 4 configuration (no keys and values of their own).
+        backbone: the target's hidden size.
+        n_centroids, centroid_top_k: centroid head, or 0 when the head is dense.
+    """
+
+    body: gemma4.Config
+    backbone: int
+    n_centroids: int
+    centroid_top_k: int
+    arch: str = ARCH
+
+    @property
+    def n_vocab(self) -> int:
+        return self.body.n_vocab
+
+    @property
+    def n_embd(self) -> int:
+        return self.body.n_embd
+
+    @property
+    def layers(self) -> tuple[gemma4.LayerSpec, ...]:
+        return self.body.layers
+
+
+def claims(checkpoint: Checkpoint) -> bool:
+    """Whether the folder holds an MTP assistant."""
+    return any(a in ARCHITECTURES for a in checkpoint.config.get("architectures") or ())
+
+
+def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
+    """Hyperparameters from `config.json`; `target` is its gemma4.Config."""
+    raw = checkpoint.config
+    text = dict(raw.get("text_config") or raw)
+    # Published files say 0 or nothing here; all layers share, whatever the number.
+    text["num_kv_shared_layers"] = 0
+    body = gemma4.parse_hf(replace(checkpoint, config=text))
+    body = replace(body, arch=ARCH, softcap=0.0,
+                   layers=tuple(replace(s, v_from_k=False) for s in body.layers))  # fmt: skip
+    f = Fields(raw, "config.json")
+    ordered = f.get(bool, "use_ordered_embeddings", False)
+    config = Config(
+        body=body,
+        backbone=f.positive("backbone_hidden_size"),
+        n_centroids=f.positive("num_centroids", 2048) if ordered else 0,
+        centroid_top_k=f.positive("centroid_intermediate_top_k", 32) if ordered else 0,
+    )
+    check_pair(config, target)
+    return config
+
+
+def check_pair(config: Config, target: Any) -> None:
+    """Raise unless the assistant's shapes fit this target's cache and hidden size."""
+    if config.backbone != target.n_embd:
+        raise InputError("the assistant's backbone width must equal its target's hidden size",
+                         expected=target.n_embd, found=config.backbone,
+                         fix="pass the target this assistant was made for")  # fmt: skip
+    if config.n_vocab != target.n_vocab:
+        raise InputError("the assistant's vocabulary must equal its target's",
+                         expected=target.n_vocab, found=config.n_vocab)  # fmt: skip
+    for spec in config.layers:
+        donor = target.layers[target.donor(spec.window is not None)]
+        mine, its = (spec.n_kv, spec.head_dim), (donor.n_kv, donor.head_dim)
+        if mine != its:
+            raise InputError(f"assistant layer {spec.index} must match KV heads and head size of "
+                             f"target layer {donor.index}, whose cache it reads",
+                             expected=its, found=mine)  # fmt: skip
+
+
+def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
+    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    body = gemma4.parse_gguf(kv, tensors, ARCH)
+    f = Fields(kv, "GGUF metadata")
+    n_centroids = len(kv[CENTROIDS]) // body.n_embd if f.has(CENTROIDS) else 0
+    if n_centroids and (len(kv[ORDERING]) != body.n_vocab or body.n_vocab % n_centroids):
+        raise InputError("the centroid head's token ordering must cover the vocabulary",
+                         expected=body.n_vocab, found=len(kv[ORDERING]))  # fmt: skip
+    return Config(
+        body=body,
+        backbone=f.positive(f"{ARCH}.embedding_length_out"),
+        n_centroids=n_centroids,
+        centroid_top_k=f.positive(TOP_K) if n_centroids else 0,
+    )
+
+
+def metadata(config: Config) -> KV:
+    """Upstream's keys; the centroid head's arrays are added by the converter."""
+    n_layer = len(config.layers)
+    kv = gemma4.metadata(config.body)
+    kv[f"{ARCH}.attention.shared_kv_layers"] = u32(n_layer)
+    kv[f"{ARCH}.embedding_length_out"] = u32(config.backbone)
+    kv[f"{ARCH}.nextn_predict_layers"] = u32(n_layer)
+    if config.n_centroids:
+        kv[TOP_K] = u32(config.centroid_top_k)
+    return kv
+
+
+def tensors(config: Config) -> list[TensorSpec]:
+    """Every tensor of the GGUF file, in order."""
+    h, b = config.n_embd, config.backbone
+    out = [
+        TensorSpec("token_embd.weight", (config.n_vocab, h), "embed", "embed_tokens.weight"),
+        gemma4.rope_tensor(config.body),
+        TensorSpec("nextn.pre_projection.weight", (h, 2 * b), "matrix", "pre_projection.weight"),
+        TensorSpec("nextn.post_projection.weight", (b, h), "matrix", "post_projection.weight"),
+    ]
+    for spec in config.layers:
+        out += gemma4.layer_tensors(spec, h, own_kv=False)
+    out.append(TensorSpec("output_norm.weight", (h,), "vector", "norm.weight"))
+    return out
+
+
+class Drafter:
+    """Drafts a chain of tokens from the target's last hidden row (`models.spec.Draft`)."""
+
+    name = ARCH
+    taps: tuple[int, ...] = ()
+    max_tokens = MAX_DRAFT
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, Any],
+        ops: Ops,
+        target: TargetView,
+        centroids: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        if config.n_centroids and centroids is None:
+            raise Unsupported("the assistant's centroid head needs its arrays")
+        self.config, self.w, self.ops, self.target = config, weights, ops, target
+        self.centroids = centroids  # [n, h] and slots [n, V / n]
+        divisors = weights["rope_freqs.weight"]
+        self._freqs = [
+            ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)
+            for s in config.layers
+        ]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._hidden: torch.Tensor | None = None
+
+    def commit(self, step: Committed) -> None:
+        """Keep the target's final-norm output of the newest verified position."""
+        self._hidden = step.hidden[-1:]
+
+    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
+        """Up to `count` tokens for positions `position + 1 ...`."""
+        assert self._hidden is not None, "propose before commit"
+        ops, token, hidden, out = self.ops, anchor, self._hidden, []
+        for j in range(count):
+            e = self.target.embed(ops.ids([token]), scaled=True)
+            x = ops.linear(ops.concat([e, hidden]), self.w["nextn.pre_projection.weight"])
+            for i in range(len(self.config.layers)):
+                x = self._layer(i, x, position)
+            x = ops.rms_norm(x, self.w["output_norm.weight"], self.config.body.eps)
+            token = chooser.choose(self.logits(x)[0], position + 1 + j)
+            out.append(token)
+            hidden = ops.linear(x, self.w["nextn.post_projection.weight"])
+        return out
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [1, h] -> logits [1, V], -inf outside the best clusters of a centroid head."""
+        table = self.w["token_embd.weight"]
+        z = self.ops.linear(x, table)
+        if self.centroids is None:
+            return z
+        centres, slots = self.centroids
+        clusters = self.ops.linear(x, centres).topk(self.config.centroid_top_k).indices[0]
+        return self.ops.only(z, slots[clusters].flatten())
+
+    def _layer(self, i: int, x: torch.Tensor, position: int) -> torch.Tensor:
+        ops, w, b, eps = self.ops, self.w, f"blk.{i}.", self.config.body.eps
+        spec = self.config.layers[i]
+        h = ops.rms_norm(x, w[b + "attn_norm.weight"], eps)
+        q = ops.heads(h, w[b + "attn_q.weight"], w[b + "attn_q_norm.weight"], spec.head_dim, eps)
+        here = ops.positions(position, 1)
+        cache = self.target.kv(self.target.config.donor(spec.window is not None))
+        first = here * 0 if spec.window is None else (here - spec.window + 1).clamp(min=0)
+        h = ops.attend(ops.rope(q, here, self._freqs[i]), cache, first, here - 1, 1.0)
+        h = ops.linear(h, w[b + "attn_output.weight"])
+        return gemma4.sandwich(ops, w, b, x, h, eps)

@@ -1,0 +1,425 @@
+"""DFlash drafts, GGUF architecture `dflash`: z-lab and speculators checkpoints.
+
+A draft of a few Qwen3-style layers fills a block [anchor, mask, mask, ...] in one pass. Its keys
+and values of earlier positions come from target features: layer inputs of the target, fused by `fc`.
+
+Sources: z-lab/dflash `model.py`, speculators 0.9.0 `models/dflash`, llama.cpp `src/models/dflash.cpp`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import KV, T, array, boolean, f32, string, u32
+from g4spec.models.fields import Fields
+from g4spec.models.spec import (
+    MAX_DRAFT,
+    Checkpoint,
+    Chooser,
+    Committed,
+    Drop,
+    LayerSpec,
+    TargetView,
+    TensorSpec,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from g4spec.runtime.kv import LayerKV
+    from g4spec.runtime.ops import Ops
+
+ARCH = "dflash"
+TITLE = "DFlash draft"
+PREFIXES = ("model.", "")
+DROPS = (
+    Drop(r"t2d", "a mask that repeats what d2t says; its digest is kept"),
+    Drop(r"verifier_(norm|lm_head)\..*", "a copy of the target's own tensor"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Hyperparameters of a DFlash draft.
+
+    Attributes:
+        target_layers: layers of the target whose *input* is a feature, in the order of `fc`.
+        block_size: rows of one pass, anchor included; block_size - 1 tokens are drafted.
+        embed_scale: factor on token rows: sqrt(H) for z-lab drafts (trained on Gemma's scaled
+            embedding), 1 for speculators drafts (trained on the raw table).
+        own_embed, own_head: whether the file brings its own tables or borrows the target's.
+        n_draft: rows of a reduced head (`d2t` present), or None.
+        window_from_anchor: a sliding layer's window is counted from the anchor (speculators: W
+            context rows for every row of the block) or from each row (z-lab, as engines run it).
+    """
+
+    n_vocab: int
+    n_embd: int
+    n_ctx: int
+    eps: float
+    softcap: float
+    layers: tuple[LayerSpec, ...]
+    target_layers: tuple[int, ...]
+    block_size: int
+    mask_token: int
+    embed_scale: float
+    own_embed: bool
+    own_head: bool
+    n_draft: int | None
+    window_from_anchor: bool
+    arch: str = ARCH
+
+
+def claims(checkpoint: Checkpoint) -> bool:
+    """Whether the folder holds a DFlash draft of a layout known here."""
+    raw = checkpoint.config
+    if "speculators_model_type" in raw:
+        return bool(raw["speculators_model_type"] == "dflash")
+    return "dflash_config" in raw and "DFlashDraftModel" in (raw.get("architectures") or ())
+
+
+def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
+    """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
+    nested = "speculators_model_type" in checkpoint.config
+    config = (_parse_speculators if nested else _parse_zlab)(checkpoint, target)
+    if config.n_embd != target.n_embd:
+        raise InputError("the draft's hidden size must equal its target's",
+                         expected=target.n_embd, found=config.n_embd,
+                         fix="pass the target this draft was trained for")  # fmt: skip
+    if config.n_vocab != target.n_vocab:
+        raise InputError("the draft's vocabulary must equal its target's",
+                         expected=target.n_vocab, found=config.n_vocab,
+                         fix="pass the target this draft was trained for")  # fmt: skip
+    return config
+
+
+def _parse_zlab(checkpoint: Checkpoint, target: Any) -> Config:
+    f = Fields(checkpoint.config, "config.json")
+    inner = f.sub("dflash_config")
+    ids = inner.list(int, "target_layer_ids")
+    names = _stripped(checkpoint)
+    causal = inner.raw.get("causal", f.raw.get("is_causal"))
+    window = f.positive("sliding_window") if f.get(bool, "use_sliding_window", False) else None
+    return Config(
+        n_vocab=f.positive("vocab_size"),
+        n_embd=f.positive("hidden_size"),
+        n_ctx=f.positive("max_position_embeddings"),
+        eps=f.get(float, "rms_norm_eps", 1e-6),
+        softcap=inner.get(float, "final_logit_softcapping",
+                          f.get(float, "final_logit_softcapping", 0.0)),
+        layers=_layers(f, window, causal),
+        target_layers=tuple(i + 1 for i in ids),
+        block_size=inner.get(int, "block_size", f.get(int, "block_size", 16)),
+        mask_token=inner.get(int, "mask_token_id"),
+        embed_scale=math.sqrt(target.n_embd),
+        own_embed="embed_tokens.weight" in names,
+        own_head="lm_head.weight" in names,
+        n_draft=None,
+        window_from_anchor=False,
+    )  # fmt: skip
+
+
+def _parse_speculators(checkpoint: Checkpoint, target: Any) -> Config:
+    f = Fields(checkpoint.config, "config.json")
+    f.require("sample_from_anchor", (False,), False)
+    inner = f.sub("transformer_layer_config")
+    names = _stripped(checkpoint)
+    n_vocab = inner.positive("vocab_size", target.n_vocab)
+    n_draft = f.positive("draft_vocab_size", n_vocab)
+    n_layer = inner.positive("num_hidden_layers")
+    f.require("target_hidden_size", (None, inner.positive("hidden_size")), None)
+    ids = f.list(int, "aux_hidden_state_layer_ids", _default_taps(len(target.layers)))
+    mask = f.get(int, "mask_token_id", None)
+    if mask is None:
+        raise InputError("config.json: mask_token_id is missing; a DFlash block needs it")
+    sliding = "sliding_attention" in (inner.raw.get("layer_types") or ["full_attention"] * n_layer)
+    causal = False if f.get(bool, "sliding_window_non_causal", False) else None
+    return Config(
+        n_vocab=n_vocab,
+        n_embd=inner.positive("hidden_size"),
+        n_ctx=inner.positive("max_position_embeddings", target.n_ctx),
+        eps=inner.get(float, "rms_norm_eps", 1e-6),
+        softcap=0.0,
+        layers=_layers(inner, inner.positive("sliding_window") if sliding else None, causal),
+        target_layers=tuple(ids),
+        block_size=f.positive("block_size", 8),
+        mask_token=mask,
+        embed_scale=1.0,
+        own_embed="embed_tokens.weight" in names,
+        own_head="lm_head.weight" in names,
+        n_draft=n_draft if "d2t" in names else None,
+        window_from_anchor=True,
+    )
+
+
+def _default_taps(n_layer: int) -> list[int]:
+    """What speculators assumes when the configuration names no layers."""
+    return [2, n_layer // 2, n_layer - 3]
+
+
+def _stripped(checkpoint: Checkpoint) -> set[str]:
+    return {name.removeprefix("model.") for name in checkpoint.tensors}
+
+
+def _layers(f: Fields, window: int | None, causal: bool | None) -> tuple[LayerSpec, ...]:
+    """`causal` None: sliding layers are causal inside the block, full layers are not."""
+    f.require("hidden_act", ("silu",), "silu")
+    f.require("attention_bias", (False,), False)
+    f.require("rope_scaling", (None,), None)
+    n_layer = f.positive("num_hidden_layers")
+    types = f.list(str, "layer_types", ["full_attention"] * n_layer)
+    if len(types) != n_layer:
+        raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
+    rope = f.get(dict, "rope_parameters", {})
+    if rope.get("rope_type", "default") != "default":
+        raise Unsupported(f"{f.where}: rope_type {rope['rope_type']!r} in a DFlash draft")
+    theta = rope.get("rope_theta", f.raw.get("rope_theta"))
+    n_head = f.positive("num_attention_heads")
+    sliding = [window is not None and t == "sliding_attention" for t in types]
+    return tuple(
+        LayerSpec(
+            index=i,
+            window=window if s else None,
+            n_head=n_head,
+            n_kv=f.positive("num_key_value_heads", n_head),
+            head_dim=f.positive("head_dim", f.positive("hidden_size") // n_head),
+            n_ff=f.positive("intermediate_size"),
+            rope_base=10000.0 if theta is None else float(theta),
+            causal=s if causal is None else causal,
+        )
+        for i, s in enumerate(sliding)
+    )
+
+
+def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
+    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    f = Fields(kv, "GGUF metadata", "dflash.")
+    for name, feature in (("markov_w1.weight", "DSpark's Markov head"),
+                          ("selector_hidden.weight", "DFlash2's selector")):  # fmt: skip
+        if name in tensors:
+            raise Unsupported(f"{feature} is not supported yet")
+    n_layer = f.positive("block_count")
+    window = f.get(int, "attention.sliding_window", 0)
+    sliding = f.list(bool, "attention.sliding_window_pattern", [False] * n_layer)
+    every = f.get(bool, "attention.causal", False)
+    own = Fields(kv, "GGUF metadata", "g4spec.dflash.")
+    causal = own.list(bool, "layer_causal", [every] * n_layer)
+    if len(sliding) != n_layer or len(causal) != n_layer:
+        raise InputError("GGUF metadata: per-layer arrays must have one entry a layer",
+                         expected=n_layer, found=(len(sliding), len(causal)))  # fmt: skip
+    head_dim = f.positive("attention.key_length")
+    layers = tuple(
+        LayerSpec(
+            index=i,
+            window=window if sliding[i] and window else None,
+            n_head=f.positive("attention.head_count"),
+            n_kv=f.positive("attention.head_count_kv"),
+            head_dim=head_dim,
+            n_ff=f.positive("feed_forward_length"),
+            rope_base=f.get(float, "rope.freq_base", 10000.0),
+            causal=causal[i],
+        )
+        for i in range(n_layer)
+    )
+    d2t = tensors.get("d2t")
+    return Config(
+        n_vocab=f.get(int, "vocab_size", len(kv.get("tokenizer.ggml.tokens") or ())),
+        n_embd=f.positive("embedding_length"),
+        n_ctx=f.positive("context_length"),
+        eps=f.get(float, "attention.layer_norm_rms_epsilon"),
+        softcap=f.get(float, "final_logit_softcapping", 0.0),
+        layers=layers,
+        target_layers=tuple(f.list(int, "target_layers")),
+        block_size=f.positive("block_size", 16),
+        mask_token=Fields(kv, "GGUF metadata").get(int, "tokenizer.ggml.mask_token_id"),
+        embed_scale=f.get(float, "embedding_scale", 1.0),
+        own_embed="token_embd.weight" in tensors,
+        own_head="output.weight" in tensors,
+        n_draft=d2t[0] if d2t else None,
+        window_from_anchor=own.get(bool, "window_from_anchor", False),
+    )
+
+
+def metadata(config: Config) -> KV:
+    """Upstream's keys, and under `g4spec.` what upstream has no key for."""
+    layer = config.layers[0]
+    causal = [s.causal for s in config.layers]
+    kv: KV = {
+        "general.architecture": string(ARCH),
+        "dflash.context_length": u32(config.n_ctx),
+        "dflash.embedding_length": u32(config.n_embd),
+        "dflash.block_count": u32(len(config.layers)),
+        "dflash.feed_forward_length": u32(layer.n_ff),
+        "dflash.attention.head_count": u32(layer.n_head),
+        "dflash.attention.head_count_kv": u32(layer.n_kv),
+        "dflash.attention.key_length": u32(layer.head_dim),
+        "dflash.attention.value_length": u32(layer.head_dim),
+        "dflash.attention.layer_norm_rms_epsilon": f32(config.eps),
+        "dflash.rope.freq_base": f32(layer.rope_base),
+        "dflash.rope.dimension_count": u32(layer.head_dim),
+        "dflash.block_size": u32(config.block_size),
+        "dflash.target_layers": array(T.I32, list(config.target_layers)),
+        "dflash.attention.causal": boolean(all(causal)),
+        "tokenizer.ggml.mask_token_id": u32(config.mask_token),
+        "g4spec.dflash.layer_causal": array(T.BOOL, causal),
+        "g4spec.dflash.window_from_anchor": boolean(config.window_from_anchor),
+    }
+    window = next((s.window for s in config.layers if s.window), None)
+    if window:
+        kv["dflash.attention.sliding_window"] = u32(window)
+        kv["dflash.attention.sliding_window_pattern"] = array(
+            T.BOOL, [s.window is not None for s in config.layers]
+        )
+    if config.embed_scale != 1.0:
+        kv["dflash.embedding_scale"] = f32(config.embed_scale)
+    if config.softcap:
+        kv["dflash.final_logit_softcapping"] = f32(config.softcap)
+    return kv
+
+
+def tensors(config: Config) -> list[TensorSpec]:
+    """Every tensor of the GGUF file, in order."""
+    e = config.n_embd
+    out = [
+        TensorSpec("fc.weight", (e, len(config.target_layers) * e), "matrix", "fc.weight"),
+        TensorSpec("enc.output_norm.weight", (e,), "vector", "hidden_norm.weight"),
+        TensorSpec("output_norm.weight", (e,), "vector", "norm.weight"),
+    ]
+    if config.own_embed:
+        out.append(TensorSpec("token_embd.weight", (config.n_vocab, e), "embed",
+                              "embed_tokens.weight"))  # fmt: skip
+    if config.own_head:
+        rows = config.n_draft or config.n_vocab
+        out.append(TensorSpec("output.weight", (rows, e), "output", "lm_head.weight"))
+    if config.n_draft:
+        out.append(TensorSpec("d2t", (config.n_draft,), "index", "d2t", "absolute_d2t"))
+    for spec in config.layers:
+        out += _layer_tensors(spec, e)
+    return out
+
+
+def _layer_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
+    i, hd = spec.index, spec.head_dim
+    q, k = spec.n_head * hd, spec.n_kv * hd
+    rows = (
+        ("attn_norm", (e,), "input_layernorm"),
+        ("attn_q", (q, e), "self_attn.q_proj"),
+        ("attn_k", (k, e), "self_attn.k_proj"),
+        ("attn_v", (k, e), "self_attn.v_proj"),
+        ("attn_output", (e, q), "self_attn.o_proj"),
+        ("attn_q_norm", (hd,), "self_attn.q_norm"),
+        ("attn_k_norm", (hd,), "self_attn.k_norm"),
+        ("ffn_norm", (e,), "post_attention_layernorm"),
+        ("ffn_gate", (spec.n_ff, e), "mlp.gate_proj"),
+        ("ffn_up", (spec.n_ff, e), "mlp.up_proj"),
+        ("ffn_down", (e, spec.n_ff), "mlp.down_proj"),
+    )
+    return [
+        TensorSpec(f"blk.{i}.{name}.weight", shape, "vector" if len(shape) == 1 else "matrix",
+                   f"layers.{i}.{source}.weight")
+        for name, shape, source in rows
+    ]  # fmt: skip
+
+
+class Drafter:
+    """Proposes a block of tokens in one pass (`g4spec.models.spec.Draft`).
+
+    Args:
+        window: bound on the context rows that full-attention layers keep, or None.
+        kv: one `LayerKV` per layer, as `cache_shapes` asks for them.
+    """
+
+    name = ARCH
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, Any],
+        ops: Ops,
+        target: TargetView,
+        kv: list[LayerKV],
+        window: int | None = None,
+    ) -> None:
+        self.config, self.w, self.ops, self.target, self.kv = config, weights, ops, target, kv
+        self.window = window
+        self.taps = config.target_layers
+        self.max_tokens = min(config.block_size - 1, MAX_DRAFT)
+        self._freqs = ops.rope_freqs(config.layers[0].rope_base, config.layers[0].head_dim)
+
+    def reset(self) -> None:
+        """Nothing to forget: cache rows are addressed by position and overwritten."""
+
+    def commit(self, step: Committed) -> None:
+        """Append the context keys and values of verified tokens."""
+        ops, w, eps = self.ops, self.w, self.config.eps
+        context = ops.rms_norm(ops.linear(step.taps, w["fc.weight"]),
+                               w["enc.output_norm.weight"], eps)  # fmt: skip
+        positions = ops.positions(step.start, len(step.ids))
+        for spec in self.config.layers:
+            self._append(spec, context, positions)
+
+    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
+        """Up to `count` tokens for positions `position + 1 ...`."""
+        c, ops = self.config, self.ops
+        ids = ops.ids([anchor] + [c.mask_token] * (c.block_size - 1))
+        if c.own_embed:
+            x = ops.embed(self.w["token_embd.weight"], ids, c.embed_scale)
+        else:
+            x = self.target.embed(ids, scaled=False) * c.embed_scale
+        positions = ops.positions(position, c.block_size)
+        for spec in c.layers:
+            x = self._layer(spec, x, positions, position)
+        hidden = ops.rms_norm(x, self.w["output_norm.weight"], c.eps)
+        logits = self.logits(hidden[1 : 1 + count])
+        return [chooser.choose(row, position + 1 + j) for j, row in enumerate(logits)]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H] -> logits over the target's vocabulary [T, V], -inf where undraftable."""
+        c = self.config
+        if c.own_head:
+            z = self.ops.linear(hidden, self.w["output.weight"])
+        elif c.own_embed:
+            z = self.ops.linear(hidden, self.w["token_embd.weight"])
+        else:
+            z = self.target.head(hidden)
+        if c.softcap:
+            z = self.ops.softcap(z, c.softcap)
+        return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
+
+    def _append(self, spec: LayerSpec, h: torch.Tensor, positions: torch.Tensor) -> None:
+        ops, w, b, eps = self.ops, self.w, f"blk.{spec.index}.", self.config.eps
+        k = ops.heads(h, w[b + "attn_k.weight"], w[b + "attn_k_norm.weight"], spec.head_dim, eps)
+        v = ops.linear(h, w[b + "attn_v.weight"]).view(len(h), spec.n_kv, spec.head_dim)
+        self.kv[spec.index].append(int(positions[0]), ops.rope(k, positions, self._freqs), v)
+
+    def _layer(
+        self, spec: LayerSpec, x: torch.Tensor, positions: torch.Tensor, anchor: int
+    ) -> torch.Tensor:
+        ops, w, b, eps = self.ops, self.w, f"blk.{spec.index}.", self.config.eps
+        h = ops.rms_norm(x, w[b + "attn_norm.weight"], eps)
+        self._append(spec, h, positions)
+        q = ops.heads(h, w[b + "attn_q.weight"], w[b + "attn_q_norm.weight"], spec.head_dim, eps)
+        first, last = self._interval(spec, positions, anchor)
+        h = ops.attend(ops.rope(q, positions, self._freqs), self.kv[spec.index], first, last,
+                       spec.head_dim**-0.5)  # fmt: skip
+        x = x + ops.linear(h, w[b + "attn_output.weight"])
+        h = ops.rms_norm(x, w[b + "ffn_norm.weight"], eps)
+        return x + ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
+                             w[b + "ffn_down.weight"], ops.silu)  # fmt: skip
+
+    def _interval(
+        self, spec: LayerSpec, positions: torch.Tensor, anchor: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and last position each row of the block sees, [B] each."""
+        last = positions if spec.causal else positions * 0 + positions[-1]
+        if spec.window is None:
+            first = positions * 0 + max(0, anchor - self.window if self.window else 0)
+        elif self.config.window_from_anchor:
+            first = positions * 0 + max(0, anchor - spec.window)
+        else:
+            first = (positions - spec.window + 1).clamp(min=0)
+        return first, last

@@ -1,0 +1,86 @@
+"""Typed access to a configuration: required or optional is explicit, a wrong type is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, overload
+
+from g4spec.errors import InputError
+
+T = TypeVar("T")
+_MISSING = object()
+
+
+class Fields:
+    """A mapping (config.json or GGUF metadata) read by type.
+
+    Args:
+        raw: the mapping. `where`: how errors call it, e.g. "config.json".
+        prefix: put before each key, e.g. "gemma4." for GGUF metadata.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], where: str, prefix: str = "") -> None:
+        self.raw, self.where, self.prefix = raw, where, prefix
+
+    def has(self, key: str) -> bool:
+        return self.raw.get(self.prefix + key) is not None
+
+    @overload
+    def get(self, kind: type[T], key: str) -> T: ...
+    @overload
+    def get(self, kind: type[T], key: str, default: T) -> T: ...
+    @overload
+    def get(self, kind: type[T], key: str, default: None) -> T | None: ...
+    def get(self, kind: type[Any], key: str, default: Any = _MISSING) -> Any:
+        """The value of `key` as `kind` (int, float, bool, str, dict); ints serve as floats.
+
+        Raises InputError if it is missing without a default, or of another type.
+        """
+        value = self.raw.get(self.prefix + key)
+        if value is None:
+            if default is _MISSING:
+                raise InputError(f"{self.where}: key {self.prefix + key!r} is missing")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise InputError(
+                f"{self.where}: key {self.prefix + key!r}",
+                expected=kind.__name__,
+                found=f"{value!r:.80}",
+            )
+        return value
+
+    def list(self, kind: type[T], key: str, default: list[T] | None = None) -> list[T]:
+        """The value of `key` as a list of `kind`."""
+        value = self.raw.get(self.prefix + key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(v, kind) and (kind is bool or not isinstance(v, bool)) for v in value
+        ):
+            raise InputError(
+                f"{self.where}: key {self.prefix + key!r}",
+                expected=f"a list of {kind.__name__}",
+                found=f"{value!r:.80}",
+            )
+        return [v for v in value if isinstance(v, kind)]
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A positive int."""
+        value = self.get(int, key) if default is None else self.get(int, key, default)
+        if value <= 0:
+            raise InputError(f"{self.where}: {self.prefix + key}", expected="> 0", found=value)
+        return value
+
+    def sub(self, key: str) -> Fields:
+        """The nested mapping under `key`, empty if absent."""
+        return Fields(self.get(dict, key, {}), f"{self.where}: {key}")
+
+    def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
+        """Refuse values that this code does not implement."""
+        value = self.raw.get(self.prefix + key, default)
+        if value not in allowed:
+            raise InputError(
+                f"{self.where}: {self.prefix + key}", expected=f"one of {allowed}", found=value
+            )

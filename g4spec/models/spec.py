@@ -1,0 +1,167 @@
+"""The words in which targets and drafts describe themselves.
+
+A *noun* file in this package (gemma4, dflash, assistant, ngram) says what one kind of model is:
+how its checkpoint is recognised, its hyperparameters, its tensors under both names, and its
+forward pass written with :class:`g4spec.runtime.ops.Ops`. Nothing here imports torch at run time,
+so that converting, inspecting and `--help` stay light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_STEP_ROWS = 16
+"""Rows of one verification step, anchor included (design decision 4)."""
+
+MAX_DRAFT = MAX_STEP_ROWS - 1
+"""Most tokens drafted per step."""
+
+GEMMA_STOP_IDS = frozenset({1, 106, 50})
+"""`<eos>`, `<turn|>`, `<|tool_response>`; a file's own stop ids are added to these."""
+
+Role = Literal["matrix", "embed", "output", "vector", "index"]
+"""What a tensor is for, which decides its type: `matrix`, `embed` and `output` are quantized,
+`vector` (norms, scales) stays F32, `index` stays an integer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of the converted file.
+
+    Attributes:
+        name: GGUF tensor name.
+        shape: PyTorch order, `[out, in]` for matrices.
+        source: name in the checkpoint after its prefix was stripped, or None when the tensor is
+            made at conversion.
+        make: `rule` name of a value made or changed at conversion: "rope_freqs" (from the
+            configuration) or "absolute_d2t" (delta to absolute ids). None: copied.
+        optional: the file may lack it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    source: str | None
+    make: Literal["rope_freqs", "absolute_d2t"] | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A checkpoint tensor that is left out on purpose, and why."""
+
+    pattern: str  # regular expression matched against the whole stripped name
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """What differs between the layers of one model.
+
+    Attributes:
+        window: sliding window in tokens, counting the query itself; None attends to everything.
+        causal: whether rows of one block see only earlier rows (always true in targets).
+        v_from_k: the value is the key projection before norm and rotation (no `attn_v`).
+        rope_base: theta. `rope_partial`: rotated share of the head, 1.0 rotates all of it.
+    """
+
+    index: int
+    window: int | None
+    n_head: int
+    n_kv: int
+    head_dim: int
+    n_ff: int
+    rope_base: float
+    rope_partial: float = 1.0
+    v_from_k: bool = False
+    causal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A source as `models/` sees it: parsed configuration and tensor names, no file access.
+
+    Attributes:
+        config: the parsed `config.json`.
+        tensors: name as stored -> (shape in PyTorch order, dtype string of safetensors).
+        generation: the parsed `generation_config.json`, or an empty dict.
+    """
+
+    config: Mapping[str, Any]
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Committed:
+    """Tokens that the target has verified, handed to a draft after prefill chunks and steps.
+
+    Attributes:
+        ids: the tokens, [n]. `start`: position of the first.
+        hidden: target output after its final norm, [n, H].
+        taps: concatenated layer inputs that the draft asked for, [n, len(taps) * H]; empty
+            second dimension when it asked for none.
+    """
+
+    ids: Sequence[int]
+    start: int
+    hidden: torch.Tensor
+    taps: torch.Tensor
+
+
+class Chooser(Protocol):
+    """Turns logits into a token; the same object serves the target and the draft."""
+
+    def choose(self, logits: torch.Tensor, position: int) -> int:
+        """`logits` [V] float32 for the token at absolute `position`."""
+        ...
+
+
+class Draft(Protocol):
+    """Anything that proposes tokens. The loop knows nothing else about it."""
+
+    name: str
+    taps: tuple[int, ...]
+    max_tokens: int
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        ...
+
+    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
+        """At most `count` tokens for positions `position + 1 ...`; `anchor` is the newest token,
+        at `position`, which the target has chosen but not yet read."""
+        ...
+
+    def commit(self, step: Committed) -> None:
+        """The target has read `step.ids`; called in order, without gaps."""
+        ...
+
+
+class TargetView(Protocol):
+    """What a draft may use of its target."""
+
+    @property
+    def config(self) -> Any: ...
+
+    def embed(self, ids: torch.Tensor, *, scaled: bool) -> torch.Tensor:
+        """Rows of the token table, [T] -> [T, H]; times sqrt(H) if `scaled`."""
+        ...
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Output table times `hidden` [T, H] -> [T, V], without norm and softcap."""
+        ...
+
+    def kv(self, layer: int) -> Any:
+        """The `LayerKV` of a target layer."""
+        ...
+
+
+def stop_ids(*sources: Iterable[int]) -> frozenset[int]:
+    """Union of Gemma's stop ids and those that a file or configuration names."""
+    return GEMMA_STOP_IDS.union(*sources)
