@@ -1,0 +1,133 @@
+"""The only place that prints.
+
+stdout carries what was asked for (text, tables, or one JSON object); stderr carries everything
+about the run (notices, progress, errors), so that a pipe receives the product and nothing else.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any, TextIO
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, no text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notices, figures or progress.")]
+
+Progress = Callable[[int, int], None]
+
+STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1"}
+"""Names that commands may use for colours -> ANSI code."""
+
+
+def colour(file: TextIO) -> bool:
+    """Whether `file` is a terminal that wants colours (https://no-color.org)."""
+    return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def styled(text: str, style: str | None, file: TextIO) -> str:
+    """`text` in a colour of STYLES, or unchanged where colours are off."""
+    if style is None or not text or not colour(file):
+        return text
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
+
+
+def one_line(text: str) -> str:
+    """`text` without line breaks and control characters: names inside may come from a file."""
+    flat = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in flat)
+
+
+def _clean(value: Any) -> Any:
+    """JSON has no NaN and no infinity; numpy scalars and arrays become Python's."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _clean(v) for k, v in value.items()}
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value)
+    if isinstance(value, (list, tuple)):
+        return [_clean(v) for v in value]
+    return value
+
+
+class Output:
+    """What one command says. With `json`, stdout is exactly one object; with `quiet`, stdout is
+    only the product (`stream`, `result`) and stderr is empty."""
+
+    printed = False  # per process: an error after a result must not add a second object
+
+    def __init__(self, json: bool = False, quiet: bool = False) -> None:
+        self.json, self.quiet = json, quiet
+        self._said: set[str] = set()
+
+    def line(self, text: str = "", style: str | None = None) -> None:
+        """A line of the human answer; absent with `json` and `quiet`."""
+        if not self.json and not self.quiet:
+            print(styled(text, style, sys.stdout), flush=True)
+
+    def note(self, text: str) -> None:
+        """A notice on stderr, said once per run however often it is raised."""
+        if not self.quiet and text not in self._said:
+            self._said.add(text)
+            print(styled(one_line(text), "dim", sys.stderr), file=sys.stderr, flush=True)
+
+    def stream(self, text: str, style: str | None = None) -> None:
+        """Text that is the product itself, as it comes; no line break is added."""
+        if not self.json:
+            print(styled(text, style, sys.stdout), end="", flush=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """A table of the human answer; columns that hold only numbers are aligned right."""
+        if self.json or self.quiet:
+            return
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        plain = not colour(sys.stdout)
+        console = Console(width=240 if not sys.stdout.isatty() else None, no_color=plain)
+        table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
+        for i, name in enumerate(columns):
+            numeric = bool(rows) and all(isinstance(r[i], (int, float)) for r in rows)
+            table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(one_line(str(cell))) for cell in row))
+        console.print(table)
+
+    def result(self, value: Mapping[str, Any]) -> None:
+        """The whole answer as one JSON object on stdout; nothing without `json`."""
+        if self.json:
+            print(jsonlib.dumps(_clean(value), ensure_ascii=False, default=str), flush=True)
+            Output.printed = True
+
+    @contextmanager
+    def progress(self, label: str) -> Iterator[Progress]:
+        """Gives `callback(done, total)`; drawn on stderr only when that is a terminal."""
+        if self.quiet or not sys.stderr.isatty():
+            yield lambda done, total: None
+            return
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(one_line(label).replace("[", r"\["), total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def error(text: str, exit_code: int, *, json: bool = False) -> int:
+    """Says why the run failed: one line on stderr and, with `json`, an object on stdout when no
+    result was printed before. Returns `exit_code`."""
+    with suppress(BrokenPipeError):
+        print(f"{styled('error:', 'bad', sys.stderr)} {one_line(text)}", file=sys.stderr)
+        if json and not Output.printed:
+            print(jsonlib.dumps({"error": text, "exit_code": exit_code}, ensure_ascii=False))
+    return exit_code
