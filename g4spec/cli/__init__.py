@@ -82,7 +82,12 @@ def _as_error(problem: Exception) -> G4Error | None:
         return UsageError(text, fix=f"see `{path} --help`")
     if isinstance(problem, MemoryError):
         return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
-    if not isinstance(problem, OSError) or problem.errno is None:
+    return _refused(problem) if isinstance(problem, OSError) else None
+
+
+def _refused(problem: OSError) -> G4Error | None:
+    """What the operating system refused; None when there is no such refusal in it."""
+    if problem.errno is None:
         return None
     where = f" {os.fspath(problem.filename)!r}" if problem.filename else ""
     reason = (problem.strerror or os.strerror(problem.errno)).lower()
