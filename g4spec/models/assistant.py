@@ -15,15 +15,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from g4spec.errors import InputError, Unsupported
+from g4spec.errors import InputError
 from g4spec.gguf import KV, u32
 from g4spec.models import gemma4
 from g4spec.models.fields import Fields
-from g4spec.models.spec import MAX_DRAFT, Checkpoint, Chooser, Committed, TargetView, TensorSpec
+from g4spec.models.spec import (
+    MAX_DRAFT,
+    CacheShape,
+    Checkpoint,
+    Chooser,
+    Committed,
+    TargetView,
+    TensorSpec,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from g4spec.gguf import GGUF
+    from g4spec.runtime.kv import LayerKV
     from g4spec.runtime.ops import Ops
 
 ARCH = "gemma4-assistant"
@@ -158,8 +168,18 @@ def tensors(config: Config) -> list[TensorSpec]:
     return out
 
 
+def caches(config: Config, window: int | None) -> list[CacheShape]:
+    """None: an assistant reads its target's cache."""
+    return []
+
+
 class Drafter:
-    """Drafts a chain of tokens from the target's last hidden row (`models.spec.Draft`)."""
+    """Drafts a chain of tokens from the target's last hidden row (`models.spec.Draft`).
+
+    Args:
+        file: holds the centroid head's arrays in its metadata.
+        kv, window: unused; see `caches`.
+    """
 
     name = ARCH
     taps: tuple[int, ...] = ()
@@ -171,12 +191,15 @@ class Drafter:
         weights: Mapping[str, Any],
         ops: Ops,
         target: TargetView,
-        centroids: tuple[torch.Tensor, torch.Tensor] | None = None,
+        file: GGUF,
+        kv: list[LayerKV],
+        window: int | None = None,
     ) -> None:
-        if config.n_centroids and centroids is None:
-            raise Unsupported("the assistant's centroid head needs its arrays")
         self.config, self.w, self.ops, self.target = config, weights, ops, target
-        self.centroids = centroids  # [n, h] and slots [n, V / n]
+        self.centroids: tuple[torch.Tensor, torch.Tensor] | None = None
+        if n := config.n_centroids:  # centres [n, h], and the tokens of each cluster [n, V / n]
+            centres = ops.array(file.numbers(CENTROIDS)).view(n, config.n_embd)
+            self.centroids = centres, ops.array(file.numbers(ORDERING)).view(n, -1)
         divisors = weights["rope_freqs.weight"]
         self._freqs = [
             ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)

@@ -18,6 +18,7 @@ from g4spec.gguf import KV, T, array, boolean, f32, string, u32
 from g4spec.models.fields import Fields
 from g4spec.models.spec import (
     MAX_DRAFT,
+    CacheShape,
     Checkpoint,
     Chooser,
     Committed,
@@ -30,6 +31,7 @@ from g4spec.models.spec import (
 if TYPE_CHECKING:
     import torch
 
+    from g4spec.gguf import GGUF
     from g4spec.runtime.kv import LayerKV
     from g4spec.runtime.ops import Ops
 
@@ -86,15 +88,28 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
     """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
     nested = "speculators_model_type" in checkpoint.config
     config = (_parse_speculators if nested else _parse_zlab)(checkpoint, target)
-    if config.n_embd != target.n_embd:
-        raise InputError("the draft's hidden size must equal its target's",
-                         expected=target.n_embd, found=config.n_embd,
-                         fix="pass the target this draft was trained for")  # fmt: skip
-    if config.n_vocab != target.n_vocab:
-        raise InputError("the draft's vocabulary must equal its target's",
-                         expected=target.n_vocab, found=config.n_vocab,
-                         fix="pass the target this draft was trained for")  # fmt: skip
+    check_pair(config, target)
     return config
+
+
+def check_pair(config: Config, target: Any) -> None:
+    """Raise unless the draft's shapes and layer ids fit this target (its gemma4.Config)."""
+    fix = "pass the target this draft was trained for"
+    for what, mine, its in (
+        ("hidden size", config.n_embd, target.n_embd),
+        ("vocabulary", config.n_vocab, target.n_vocab),
+    ):
+        if mine != its:
+            raise InputError(f"the draft's {what} must equal its target's",
+                             expected=its, found=mine, fix=fix)  # fmt: skip
+    n_layer = len(target.layers)
+    if not all(1 <= i <= n_layer for i in config.target_layers):
+        raise InputError("the draft reads target layers that do not exist",
+                         expected=f"layer inputs 1..{n_layer}", found=list(config.target_layers),
+                         fix=fix)  # fmt: skip
+    if config.block_size - 1 > MAX_DRAFT:
+        raise Unsupported(f"a block of {config.block_size} rows: a step has at most "
+                          f"{MAX_DRAFT} drafted tokens")  # fmt: skip
 
 
 def _parse_zlab(checkpoint: Checkpoint, target: Any) -> Config:
@@ -325,12 +340,18 @@ def _layer_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
     ]  # fmt: skip
 
 
+def caches(config: Config, window: int | None) -> list[CacheShape]:
+    """What each layer's cache holds; `window` bounds layers with full attention."""
+    return [CacheShape(s.n_kv, s.head_dim, s.window or window) for s in config.layers]
+
+
 class Drafter:
     """Proposes a block of tokens in one pass (`g4spec.models.spec.Draft`).
 
     Args:
-        window: bound on the context rows that full-attention layers keep, or None.
-        kv: one `LayerKV` per layer, as `cache_shapes` asks for them.
+        file: the draft's GGUF file (unused: everything is in its tensors).
+        kv: one `LayerKV` per layer, shaped as `caches` asks.
+        window: bound on the context rows that full-attention layers see, or None.
     """
 
     name = ARCH
@@ -341,6 +362,7 @@ class Drafter:
         weights: Mapping[str, Any],
         ops: Ops,
         target: TargetView,
+        file: GGUF,
         kv: list[LayerKV],
         window: int | None = None,
     ) -> None:

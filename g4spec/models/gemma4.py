@@ -15,7 +15,7 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, array, f32, string, u32
 from g4spec.gguf import T as GT
 from g4spec.models.fields import Fields
-from g4spec.models.spec import Checkpoint, Drop, LayerSpec, TensorSpec
+from g4spec.models.spec import CacheShape, Checkpoint, Drop, LayerSpec, TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -276,6 +276,11 @@ def tensors(config: Config) -> list[TensorSpec]:
         out += layer_tensors(spec, config.n_embd)
     out.append(TensorSpec("output_norm.weight", (config.n_embd,), "vector", "norm.weight"))
     return out
+
+
+def caches(config: Config) -> list[CacheShape]:
+    """What each layer's cache holds."""
+    return [CacheShape(s.n_kv, s.head_dim, s.window) for s in config.layers]
 
 
 class Model:

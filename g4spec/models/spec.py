@@ -114,6 +114,15 @@ class Committed:
     taps: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Keys and values one layer keeps: rows [n_kv, head_dim] for a window, or for all positions."""
+
+    n_kv: int
+    head_dim: int
+    window: int | None
+
+
 class Chooser(Protocol):
     """Turns logits into a token; the same object serves the target and the draft."""
 

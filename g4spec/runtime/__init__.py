@@ -1,0 +1,1 @@
+"""Runs a target with a draft: reference ops, the one loop, sampling, measurement."""

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -42,9 +43,13 @@ class Ops:
 
     def load(self, file: GGUF, name: str) -> torch.Tensor:
         """Tensor `name` dequantized to float32, or int64 for index tensors; PyTorch order."""
-        array = torch.from_numpy(file.array(name))
-        index = not array.dtype.is_floating_point
-        return array.to(self.device, torch.int64 if index else torch.float32)
+        return self.array(file.array(name))
+
+    def array(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
+        """A numpy array on the device: floats as float32, integers as int64."""
+        index = data.dtype.kind in "iu"
+        dtype = np.int64 if index else np.float32
+        return torch.from_numpy(np.array(data, dtype=dtype)).to(self.device)
 
     def ids(self, tokens: list[int]) -> torch.Tensor:
         """Token ids as an index tensor [T]."""

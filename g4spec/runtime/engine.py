@@ -1,0 +1,350 @@
+"""Opens a target and a draft, and generates text with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from g4spec import models
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.gguf import GGUF
+from g4spec.models import gemma4, ngram
+from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, CacheShape, Committed, Draft
+from g4spec.runtime import memory
+from g4spec.runtime.kv import LayerKV
+from g4spec.runtime.length import Auto, Fixed, Length
+from g4spec.runtime.ops import Ops
+from g4spec.runtime.sampling import Sampler
+from g4spec.runtime.speculate import Backlog, Cycle, Speculation
+from g4spec.runtime.target import Target
+from g4spec.runtime.tokenizer import Tokenizer
+
+DEFAULT_CTX = 8192
+"""Context when none is asked for and the model was trained on more."""
+
+CHUNK = 512
+"""Rows of a prefill chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to generate.
+
+    Attributes:
+        n_predict: most new tokens.
+        draft_max: most drafted tokens a step, 0 to 15, or "auto".
+        stop: texts that end the generation; they are not part of it.
+        ignore_eos: go on after stop tokens.
+    """
+
+    n_predict: int = 256
+    sampler: Sampler = field(default_factory=Sampler)
+    draft_max: int | Literal["auto"] = "auto"
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_predict < 1:
+            raise UsageError("-n", expected=">= 1", found=self.n_predict)
+        if self.draft_max != "auto" and not 0 <= self.draft_max <= MAX_DRAFT:
+            raise UsageError("--draft-max", expected=f"0 to {MAX_DRAFT}, or auto",
+                             found=self.draft_max)  # fmt: skip
+        if "" in self.stop:
+            raise UsageError("--stop: an empty text would stop everything")
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a run measured. Seconds are wall time; prefill includes the draft's part of it."""
+
+    prompt_tokens: int = 0
+    prefill_seconds: float = 0.0
+    tokens: int = 0
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    draft_seconds: float = 0.0
+    step_seconds: float = 0.0
+    drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    stop_reason: str = ""
+
+    def add(self, cycle: Cycle) -> None:
+        """Count a cycle that ran a step (the first token comes from the prompt alone)."""
+        self.cycles += 1
+        self.drafted += len(cycle.drafted)
+        self.accepted += cycle.accepted
+        self.draft_seconds += cycle.draft_seconds
+        self.step_seconds += cycle.step_seconds
+        for i in range(len(cycle.drafted)):
+            self.drafted_by_position[i] += 1
+            self.accepted_by_position[i] += i < cycle.accepted
+
+    @property
+    def seconds(self) -> float:
+        """Decoding time."""
+        return self.draft_seconds + self.step_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the cycles over their time; the first token belongs to the prompt."""
+        return (self.cycles + self.accepted) / self.seconds if self.seconds else 0.0
+
+    @property
+    def committed_per_cycle(self) -> float:
+        """Accepted drafts plus the target's own token, a cycle."""
+        return (self.cycles + self.accepted) / self.cycles if self.cycles else 0.0
+
+
+class Run:
+    """One generation: iterate over its cycles; `stats`, `text` and `notes` grow meanwhile.
+
+    A cycle that reaches a stop token or stop text is cut there: stop tokens are reported in
+    `stop_reason`, not emitted.
+    """
+
+    def __init__(self, engine: Engine, cycles: Speculation, options: Options, stats: Stats) -> None:
+        self.stats, self.notes, self.text = stats, list(engine.notes), ""
+        self.ids: list[int] = []
+        self._cycles, self._options, self._engine = cycles, options, engine
+
+    def __iter__(self) -> Iterator[Cycle]:
+        stream = self._engine.tokenizer.stream()
+        first = True
+        for cycle in self._cycles:
+            if not first:
+                self.stats.add(cycle)
+            first = False
+            if self._cycles.failed and self._cycles.failed not in self.notes:
+                self.notes.append(self._cycles.failed)
+            kept = self._keep(cycle, stream)
+            cycle.tokens, cycle.logits = cycle.tokens[:kept], cycle.logits[:kept]
+            self.ids += cycle.tokens
+            self.stats.tokens += kept
+            yield cycle
+            if self.stats.stop_reason:
+                return
+        self.text += stream.finish()
+        self.stats.stop_reason = (
+            "length" if self.stats.tokens >= self._options.n_predict else "context"
+        )
+
+    def _keep(self, cycle: Cycle, stream: Any) -> int:
+        """How many of the cycle's tokens are emitted; extends `text`, sets `stop_reason`."""
+        for i, token in enumerate(cycle.tokens):
+            if token in self._engine.stop_ids and not self._options.ignore_eos:
+                self.text += stream.finish()
+                self.stats.stop_reason = f"stop token {token}"
+                return i
+            self.text += stream.push([token])
+            ends = [at for s in self._options.stop if (at := self.text.find(s)) >= 0]
+            if ends:
+                self.text = self.text[: min(ends)]
+                self.stats.stop_reason = "stop text"
+                return i + 1
+        return len(cycle.tokens)
+
+
+class Engine:
+    """A loaded target, with or without a draft. Make one with :meth:`load`."""
+
+    def __init__(
+        self, target: Target, draft: Draft | None, tokenizer: Tokenizer, plan: memory.MemoryPlan
+    ) -> None:
+        self.target, self.draft, self.tokenizer, self.memory = target, draft, tokenizer, plan
+        self.config, self.n_ctx = target.config, target.n_ctx
+        self.stop_ids = tokenizer.stop_ids
+        self.notes: list[str] = []
+        self._auto: Auto | None = None
+        target.taps = draft.taps if draft else ()
+
+    @classmethod
+    def load(
+        cls,
+        target: Path,
+        draft: Path | str | None = None,
+        *,
+        n_ctx: int | None = None,
+        draft_window: int | None = None,
+        chunk: int = CHUNK,
+        device: str = "cpu",
+    ) -> Engine:
+        """Open files, check the pair and the memory, load the weights.
+
+        Args:
+            draft: a draft GGUF, "ngram" for n-gram lookup, or None.
+            n_ctx: context in tokens; default: what the model was trained on, at most 8192.
+            draft_window: bound on the context that a draft's full-attention layers see.
+
+        Raises:
+            InputError: a file is not what it must be, or the two do not fit together.
+            EnvironmentProblem: the run does not fit into memory.
+        """
+        ops = Ops(device)
+        with GGUF(target) as file:
+            config = _target_config(file)
+            context = _context(n_ctx, config.n_ctx)
+            with _DraftFile(draft) as other:
+                plan = _plan(file, config, other, context, draft_window, chunk)
+                loaded = Target(config, _weights(file, ops), ops, context, chunk)
+                drafter = ngram.Drafter() if draft == "ngram" else None
+                if other.file is not None:
+                    drafter = other.build(ops, loaded, draft_window, chunk)
+            return cls(loaded, drafter, Tokenizer.from_gguf(file), plan)
+
+    def generate(self, prompt: Sequence[int], options: Options) -> Run:
+        """Read a prompt and return the run to iterate over.
+
+        Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt that leaves
+        no room in the context.
+        """
+        self._check_prompt(prompt)
+        stats = Stats(prompt_tokens=len(prompt))
+        length = self._length(options)
+        started = time.perf_counter()
+        if self.draft:
+            self.draft.reset()
+        for read in self.target.prefill(prompt):
+            if self.draft:
+                self.draft.commit(read)
+        logits = self.target.logits(read.hidden[-1:])[0]
+        stats.prefill_seconds = time.perf_counter() - started
+        draft = None if options.draft_max == 0 else self.draft
+        cycles = Speculation(self.target, Backlog(draft), options.sampler, length, logits,
+                             len(prompt), options.n_predict)  # fmt: skip
+        return Run(self, cycles, options, stats)
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise InputError("the prompt is empty", expected="at least one token")
+        if bad := [t for t in prompt if not 0 <= t < self.config.n_vocab]:
+            raise InputError("a prompt token is outside the vocabulary",
+                             expected=f"0..{self.config.n_vocab - 1}", found=bad[0])  # fmt: skip
+        if len(prompt) > self.n_ctx:
+            raise InputError("the prompt does not fit into the context",
+                             expected=f"at most {self.n_ctx} tokens", found=len(prompt),
+                             fix=f"use -c {len(prompt) + 256} or more")  # fmt: skip
+
+    def _length(self, options: Options) -> Length:
+        if options.draft_max != "auto":
+            return Fixed(options.draft_max)
+        if self.draft is None:
+            return Fixed(0)
+        if self._auto is None:
+            self._auto = Auto(self._measure())
+        return self._auto
+
+    def _measure(self) -> dict[int, float]:
+        """Seconds of a cycle without a draft, with 1 and with the most drafted tokens."""
+        assert self.draft is not None
+        start = [2] * MAX_STEP_ROWS
+        self.draft.reset()
+        read = self.target.read(start, 0)
+        self.draft.commit(read)
+        costs: dict[int, float] = {}
+        counts = [0, 1, min(self.draft.max_tokens, self.n_ctx - len(start) - 1)]
+        for count in [c for c in counts if c >= 0] * 3:
+            began = time.perf_counter()
+            if count:
+                self.draft.propose(2, len(start), count, Sampler())
+            self.target.step([2] * (1 + count), len(start))
+            costs[count] = min(costs.get(count, 1e9), time.perf_counter() - began)
+        return costs
+
+
+def _context(asked: int | None, trained: int) -> int:
+    if asked is None:
+        return min(trained, DEFAULT_CTX)
+    if not 1 <= asked <= trained:
+        raise UsageError("-c", expected=f"1 to {trained}, what the model was trained on",
+                         found=asked)  # fmt: skip
+    return asked
+
+
+def _target_config(file: GGUF) -> gemma4.Config:
+    arch = file.kv.get("general.architecture")
+    if arch not in models.targets():
+        drafts = arch in models.drafts()
+        raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
+                         found=f"architecture {arch!r}",
+                         fix="this is a draft: pass it with -md" if drafts else None)  # fmt: skip
+    return gemma4.parse_gguf(file.kv, file.shapes())
+
+
+def _weights(file: GGUF, ops: Ops) -> dict[str, Any]:
+    return {name: ops.load(file, name) for name in file.tensors}
+
+
+class _DraftFile:
+    """A draft file and its parsed configuration; empty for no draft and for n-gram lookup."""
+
+    def __init__(self, draft: Path | str | None) -> None:
+        self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None  # type: ignore[arg-type]
+        if self.file is None:
+            return
+        arch = self.file.kv.get("general.architecture")
+        self.kind = models.drafts().get(str(arch))
+        if self.kind is None:
+            self.file.close()
+            raise InputError(f"{self.file.path}: not a draft this version knows",
+                             expected=" or ".join(models.drafts()),
+                             found=f"architecture {arch!r}",
+                             fix="convert it with `g4spec convert`")  # fmt: skip
+        self.config = self.kind.parse_gguf(self.file.kv, self.file.shapes())
+
+    def __enter__(self) -> _DraftFile:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def shapes(self, window: int | None) -> list[CacheShape]:
+        return list(self.kind.caches(self.config, window)) if self.file and self.kind else []
+
+    def build(self, ops: Ops, target: Target, window: int | None, chunk: int) -> Draft:
+        assert self.file is not None and self.kind is not None
+        # A block may reach past the end of the context; its rows need a place all the same.
+        n_ctx = target.n_ctx + MAX_STEP_ROWS
+        kv = [
+            LayerKV(s.n_kv, s.head_dim, n_ctx, s.window, max(chunk, 2 * MAX_STEP_ROWS), ops.device)
+            for s in self.shapes(window)
+        ]
+        draft: Draft = self.kind.Drafter(
+            self.config, _weights(self.file, ops), ops, target, self.file, kv, window
+        )
+        return draft
+
+
+def _plan(
+    file: GGUF,
+    config: gemma4.Config,
+    draft: _DraftFile,
+    n_ctx: int,
+    window: int | None,
+    chunk: int,
+) -> memory.MemoryPlan:
+    """Compute what the run needs; refuse it if it cannot fit."""
+    if draft.file is not None and draft.kind is not None:
+        draft.kind.check_pair(draft.config, config)
+
+    def plan(n: int) -> memory.MemoryPlan:
+        n_ff, n_head = config.layers[0].n_ff, config.layers[0].n_head
+        shapes = draft.file.shapes() if draft.file else {}
+        return memory.MemoryPlan(
+            n_ctx=n,
+            weights=memory.weight_bytes(list(file.shapes().values())),
+            cache=memory.cache_bytes(gemma4.caches(config), n, chunk),
+            draft_weights=memory.weight_bytes(list(shapes.values())),
+            draft_cache=memory.cache_bytes(draft.shapes(window), n, chunk),
+            workspace=memory.workspace_bytes(
+                config.n_vocab, config.n_embd, n_ff, n_head, n, chunk
+            ),
+        )
+
+    asked = plan(n_ctx)
+    memory.require(asked, {n: plan(n) for n in range(256, n_ctx, 256)}, memory.available())
+    return asked

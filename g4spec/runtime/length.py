@@ -1,0 +1,112 @@
+"""How many tokens to draft in the next cycle."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from g4spec.models.spec import MAX_DRAFT
+
+MARGIN = 0.02
+"""Most that `Auto` may cost against plain decoding, as a share of it."""
+
+
+class Length(Protocol):
+    """A policy for the number of drafted tokens."""
+
+    def next(self, most: int) -> int:
+        """Tokens to draft now, at most `most`."""
+        ...
+
+    def observe(self, count: int, accepted: int, seconds: float) -> None:
+        """A cycle drafted `count` tokens, of which `accepted` held, and took `seconds`."""
+        ...
+
+
+class Fixed:
+    """Always the same number."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def next(self, most: int) -> int:
+        return min(self.count, most)
+
+    def observe(self, count: int, accepted: int, seconds: float) -> None:
+        pass
+
+
+class Costs:
+    """Seconds of a cycle by drafted tokens, from measurements; straight lines in between."""
+
+    def __init__(self, measured: dict[int, float]) -> None:
+        assert 0 in measured and len(measured) > 1, measured
+        self._seconds = dict(measured)
+
+    def __getitem__(self, count: int) -> float:
+        known = sorted(self._seconds)
+        if count in self._seconds:
+            return self._seconds[count]
+        # 0 is plain decoding, without a draft: it never takes part in the interpolation.
+        known = known[1:]
+        low = max((k for k in known if k < count), default=known[0])
+        high = min((k for k in known if k > count), default=known[-1])
+        a, b = self._seconds[low], self._seconds[high]
+        return a if low == high else a + (b - a) * (count - low) / (high - low)
+
+    def update(self, count: int, seconds: float, weight: float = 0.2) -> None:
+        old = self._seconds.get(count, seconds)
+        self._seconds[count] = old + weight * (seconds - old)
+
+
+class Auto:
+    """Picks the length with the most tokens per second, and never loses more than `MARGIN`.
+
+    Expected tokens of a cycle come from the running acceptance of each position given that the
+    ones before it held (rejection says nothing about later positions). A cycle with a draft is
+    only started while its whole cost could be wasted: time spent plus this cycle must stay within
+    (1 + MARGIN) of what plain decoding would have taken for one more token than there are now. So
+    the bound holds after every cycle, whatever the draft does, as far as costs are known.
+
+    Args:
+        measured: seconds of a cycle by number of drafted tokens, 0 (plain) included.
+        memory: cycles after which an observation's weight has halved.
+    """
+
+    def __init__(self, measured: dict[int, float], memory: int = 64) -> None:
+        self.costs = Costs(measured)
+        self._keep = 0.5 ** (1.0 / memory)
+        self._held = [1.2] * MAX_DRAFT  # prior: 0.6 of two observations
+        self._tried = [2.0] * MAX_DRAFT
+        self._spent = self._plain = 0.0
+        self._since_probe = 0
+
+    def next(self, most: int) -> int:
+        count = self._best(most)
+        if count == 0 and self._since_probe >= 64 and most:
+            count = min(2, most)  # a draft that was useless may have become useful
+        self._since_probe += 1
+        plain = self.costs[0]
+        if count and self._spent + self.costs[count] > (1 + MARGIN) * (self._plain + plain):
+            return 0
+        if count:
+            self._since_probe = 0
+        return count
+
+    def _best(self, most: int) -> int:
+        """The length with the most expected tokens per second; 0 if none beats plain decoding."""
+        best, rate = 0, 1.0 / self.costs[0]
+        reach, expected = 1.0, 1.0
+        for count in range(1, most + 1):
+            reach *= self._held[count - 1] / self._tried[count - 1]
+            expected += reach
+            if expected / self.costs[count] > rate:
+                best, rate = count, expected / self.costs[count]
+        return best
+
+    def observe(self, count: int, accepted: int, seconds: float) -> None:
+        self._spent += seconds
+        self.costs.update(count, seconds)
+        self._plain += (accepted + 1) * self.costs[0]
+        for i in range(min(accepted + 1, count)):
+            self._tried[i] = self._tried[i] * self._keep + 1
+            self._held[i] = self._held[i] * self._keep + (i < accepted)

@@ -1,0 +1,92 @@
+"""What a run needs in memory, computed before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from g4spec.errors import EnvironmentProblem
+from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
+from g4spec.runtime.kv import capacity
+
+FLOAT = 4
+"""Bytes of every weight and cache entry of the reference runtime (float32)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose for one context length."""
+
+    n_ctx: int
+    weights: int
+    cache: int
+    draft_weights: int
+    draft_cache: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.weights + self.cache + self.draft_weights + self.draft_cache + self.workspace
+        )
+
+
+def cache_bytes(shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
+    """Keys and values of all layers."""
+    return sum(
+        2 * FLOAT * capacity(n_ctx, s.window, slack) * s.n_kv * s.head_dim for s in shapes
+    )
+
+
+def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
+    """All tensors, dequantized."""
+    return FLOAT * sum(math.prod(shape) for shape in shapes)
+
+
+def workspace_bytes(n_vocab: int, n_embd: int, n_ff: int, n_head: int, n_ctx: int, chunk: int) -> int:
+    """Upper bound of what a step or a chunk holds at once: logits, activations, one attention."""
+    logits = 3 * MAX_STEP_ROWS * n_vocab
+    activations = chunk * (8 * n_embd + 3 * n_ff)
+    attention = 4 * MAX_STEP_ROWS * n_head * n_ctx
+    return FLOAT * (logits + activations + attention)
+
+
+def available() -> int:
+    """Bytes this process may still take: MemAvailable, and the control group's limit if lower.
+
+    Returns a very large number where neither can be read, so that nothing is refused by a guess.
+    """
+    found = [2**62]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+            found.append(int(limit) - used)
+    except OSError:
+        pass
+    return min(found)
+
+
+def require(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:
+    """Refuse a run that cannot fit, naming the largest context that would.
+
+    Args:
+        at: plans for smaller contexts. `free`: bytes available.
+    """
+    if plan.total <= free:
+        return
+    fitting = [n for n, p in at.items() if p.total <= free]
+    fix = (f"use -c {max(fitting)}, the largest context that fits" if fitting
+           else "no context fits: the weights alone are too large for this machine")  # fmt: skip
+    raise EnvironmentProblem(
+        f"not enough memory for a context of {plan.n_ctx} tokens",
+        expected=f"at most {free / 2**30:.2f} GiB free",
+        found=f"{plan.total / 2**30:.2f} GiB needed (weights {plan.weights / 2**30:.2f}, cache "
+        f"{plan.cache / 2**30:.2f}, draft {(plan.draft_weights + plan.draft_cache) / 2**30:.2f})",
+        fix=fix,
+    )
