@@ -1,0 +1,254 @@
+"""Text to tokens and back, from what a GGUF file holds.
+
+Gemma 4's tokenizer: spaces become U+2581, runs of newlines are words of their own, and each word
+goes through byte-pair merges without any further splitting; a character that is no token becomes
+its UTF-8 bytes. Tokens of type control, user-defined and unknown are recognised inside the text.
+The same as llama.cpp's `gemma4` vocabulary and, for text of valid UTF-8, transformers'
+GemmaTokenizer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gc
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.models.spec import stop_ids
+
+if TYPE_CHECKING:
+    from g4spec.gguf import GGUF
+
+SPACE = "\u2581"
+CONTROL, UNKNOWN, USER_DEFINED, BYTE = 3, 2, 4, 6
+"""Token types of GGUF (llama.h, `enum llama_token_type`)."""
+
+_KEY = "tokenizer.ggml."
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Tokenizer:
+    """Encodes and decodes. Make one with :meth:`from_gguf`.
+
+    Args:
+        tokens: text of each id. `types`: their GGUF token types.
+        merges: "left right", most important first.
+        bos: id of the token every prompt begins with.
+        stops: ids that end a text, beside Gemma's own.
+        template: chat template in Jinja, if there is one.
+        source: name of the file, for messages.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[str],
+        types: Sequence[int],
+        merges: Sequence[str],
+        *,
+        bos: int,
+        stops: Iterable[int] = (),
+        template: str | None = None,
+        source: str = "tokenizer",
+    ) -> None:
+        self.bos, self.template, self.source = bos, template, source
+        self.stop_ids = frozenset(i for i in stop_ids(stops) if 0 <= i < len(tokens))
+        self._tokens = tokens
+        self._special = {i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN, USER_DEFINED)}
+        self._hidden = {i for i in self._special if types[i] != USER_DEFINED}
+        self._bytes = {i for i, t in enumerate(types) if t == BYTE}
+        with _no_garbage_collection():
+            self._encoder = _encoder(tokens, merges, source)
+        added = sorted(self._special, key=lambda i: (-len(tokens[i]), i))
+        self._encoder.add_special_tokens(
+            [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in added]
+        )
+
+    @classmethod
+    def from_gguf(cls, file: GGUF) -> Tokenizer:
+        """The tokenizer of a target file.
+
+        Raises:
+            InputError: keys are missing or contradict one another.
+            Unsupported: the file holds another kind of tokenizer.
+        """
+        with _no_garbage_collection():
+            return _read(file.kv, str(file.path))
+
+    @property
+    def n_vocab(self) -> int:
+        """Number of ids."""
+        return len(self._tokens)
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """Tokens of `text`; with `bos` they begin with one BOS, also if the text has its own."""
+        try:
+            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        except UnicodeEncodeError as error:
+            raise InputError("the text is not valid Unicode", found=error.reason) from None
+        return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Text of `ids`. Control tokens (turn marks, BOS) are left out unless `special`."""
+        stream = self.stream(special=special)
+        return stream.push(ids) + stream.finish()
+
+    def stream(self, *, special: bool = False) -> Stream:
+        """A decoder for tokens that arrive a few at a time."""
+        return Stream(self, special)
+
+    def piece(self, token: int, *, special: bool = False) -> bytes:
+        """UTF-8 bytes that one token stands for; not always whole characters."""
+        if not 0 <= token < len(self._tokens):
+            raise InputError("token outside the vocabulary",
+                             expected=f"0..{len(self._tokens) - 1}", found=token)  # fmt: skip
+        text = self._tokens[token]
+        if token in self._special:
+            return text.encode() if special or token not in self._hidden else b""
+        if token in self._bytes:
+            return bytes([int(text[3:5], 16)])
+        return text.replace(SPACE, " ").encode()
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, system: str | None = None
+    ) -> list[int]:
+        """Tokens of a conversation up to where the model answers, by the file's chat template.
+
+        Args:
+            messages: {"role": "user" | "assistant" | ..., "content": text}, in order.
+            system: instructions put before them.
+
+        Raises InputError when the file has no template, or the template refuses or fails.
+        """
+        from g4spec.runtime import template
+
+        if not self.template:
+            raise InputError(f"{self.source}: no chat template (tokenizer.chat_template)",
+                             fix="give the whole prompt as text, with --no-chat")  # fmt: skip
+        first = [{"role": "system", "content": system}] if system else []
+        eos = self._tokens[min(self.stop_ids)] if self.stop_ids else ""
+        text = template.render(
+            self.template, [*first, *messages], bos=self._tokens[self.bos], eos=eos
+        )
+        return self.encode(text)
+
+
+class Stream:
+    """Decodes tokens as they arrive; holds bytes back until they form a whole character."""
+
+    def __init__(self, tokenizer: Tokenizer, special: bool) -> None:
+        self._tokenizer, self._show = tokenizer, special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that became certain with `ids`; may be empty."""
+        piece = self._tokenizer.piece
+        return self._utf8.decode(b"".join(piece(i, special=self._show) for i in ids))
+
+    def finish(self) -> str:
+        """What was held back; bytes that form no character become U+FFFD."""
+        text = self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        return text
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A million small objects are made here and none is garbage: looking for it takes a second."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _read(kv: Mapping[str, Any], source: str) -> Tokenizer:
+    model = kv.get(_KEY + "model")
+    if model != "gemma4":
+        raise Unsupported(f"{source}: {_KEY}model", expected="gemma4", found=model,
+                          fix="pass a Gemma 4 target")  # fmt: skip
+    tokens, merges = (_list(kv, name, str, source) for name in ("tokens", "merges"))
+    types = _list(kv, "token_type", int, source)
+    if len(types) != len(tokens):
+        raise InputError(f"{source}: {_KEY}token_type", expected=f"{len(tokens)} entries",
+                         found=len(types))  # fmt: skip
+    for i, kind in enumerate(types):
+        if kind == BYTE and not _BYTE.fullmatch(tokens[i]):
+            raise InputError(f"{source}: byte token {i}", expected="<0x00> to <0xFF>",
+                             found=repr(tokens[i]))  # fmt: skip
+    ids = {name: kv.get(f"{_KEY}{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    for name, value in ids.items():
+        if value is not None and not (isinstance(value, int) and 0 <= value < len(tokens)):
+            raise InputError(f"{source}: {_KEY}{name}_token_id",
+                             expected=f"0..{len(tokens) - 1}", found=value)  # fmt: skip
+    if ids["bos"] is None:
+        raise InputError(f"{source}: {_KEY}bos_token_id is missing")
+    template = kv.get("tokenizer.chat_template")
+    own = kv.get("g4spec.stop_ids")
+    stops = [*(own if isinstance(own, list) else []), *(ids[n] for n in ("eos", "eot", "eom"))]
+    return Tokenizer(
+        tokens, types, merges, bos=ids["bos"], stops=[i for i in stops if i is not None],
+        template=template if isinstance(template, str) else None, source=source,
+    )  # fmt: skip
+
+
+def _list(kv: Mapping[str, Any], name: str, kind: type, source: str) -> list[Any]:
+    value = kv.get(_KEY + name)
+    if not isinstance(value, list) or not value or not isinstance(value[0], kind):
+        raise InputError(f"{source}: {_KEY}{name}", expected=f"a list of {kind.__name__}",
+                         found=type(value).__name__ if value else "nothing",
+                         fix="convert the target again")  # fmt: skip
+    return value
+
+
+def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> tokenizers.Tokenizer:
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    if len(vocab) != len(tokens):
+        twice = next(t for i, t in enumerate(tokens) if vocab[t] != i)
+        raise InputError(
+            f"{source}: {_KEY}tokens", expected="different texts", found=f"{twice!r} twice"
+        )
+    # All at once: there are half a million of them, and a file should open in under a second.
+    halves = " ".join(merges).split(" ")
+    pairs = list(zip(halves[::2], halves[1::2], strict=False))
+    if len(halves) != 2 * len(merges):
+        _blame(vocab, merges, source)
+    with _Explained(vocab, merges, source):
+        model = models.BPE(vocab, pairs, byte_fallback=True, fuse_unk=True)
+    encoder = tokenizers.Tokenizer(model)
+    encoder.normalizer = normalizers.Replace(" ", SPACE)
+    newlines = tokenizers.Regex(r"\n+")
+    encoder.pre_tokenizer = pre_tokenizers.Split(newlines, behavior="isolated")
+    return encoder
+
+
+class _Explained:
+    """Names the merge that the library refused; it raises a bare `Exception`, nothing narrower."""
+
+    def __init__(self, *case: Any) -> None:
+        self._case = case
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is Exception:
+            _blame(*self._case)
+
+
+def _blame(vocab: Mapping[str, int], merges: Sequence[str], source: str) -> None:
+    for i, merge in enumerate(merges):
+        left, _, right = merge.partition(" ")
+        if not (left in vocab and right in vocab and left + right in vocab):
+            raise InputError(
+                f"{source}: {_KEY}merges, entry {i}",
+                expected="two tokens, a space between them, that make a token together",
+                found=repr(merge),
+            ) from None
