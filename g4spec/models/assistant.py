@@ -25,6 +25,7 @@ from g4spec.models.spec import (
     Checkpoint,
     Chooser,
     Committed,
+    LayerSpec,
     TargetView,
     TensorSpec,
 )
@@ -77,7 +78,7 @@ class Config:
         return self.body.n_embd
 
     @property
-    def layers(self) -> tuple[gemma4.LayerSpec, ...]:
+    def layers(self) -> tuple[LayerSpec, ...]:
         return self.body.layers
 
 

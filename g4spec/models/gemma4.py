@@ -136,12 +136,16 @@ def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
 def _rope(raw: Mapping[str, Any], full: bool) -> tuple[float, float]:
     kind = raw.get("rope_type", "proportional" if full else "default")
     if kind != ("proportional" if full else "default"):
-        raise Unsupported(f"config.json: rope_type {kind!r} on {'full' if full else 'sliding'} layers")
+        raise Unsupported(
+            f"config.json: rope_type {kind!r} on {'full' if full else 'sliding'} layers"
+        )
     partial = float(raw.get("partial_rotary_factor", 0.25)) if full else 1.0
     return float(raw.get("rope_theta", 1e6 if full else 1e4)), partial
 
 
-def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], arch: str = ARCH) -> Config:
+def parse_gguf(
+    kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], arch: str = ARCH
+) -> Config:
     """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
     f = Fields(kv, "GGUF metadata", f"{arch}.")
     n_layer = f.positive("block_count")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from g4spec import models
-from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram
-from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, CacheShape, Committed, Draft
+from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, CacheShape, Draft
 from g4spec.runtime import memory
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.length import Auto, Fixed, Length
@@ -190,7 +190,7 @@ class Engine:
             with _DraftFile(draft) as other:
                 plan = _plan(file, config, other, context, draft_window, chunk)
                 loaded = Target(config, _weights(file, ops), ops, context, chunk)
-                drafter = ngram.Drafter() if draft == "ngram" else None
+                drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
                 if other.file is not None:
                     drafter = other.build(ops, loaded, draft_window, chunk)
             return cls(loaded, drafter, Tokenizer.from_gguf(file), plan)
@@ -282,7 +282,7 @@ class _DraftFile:
     """A draft file and its parsed configuration; empty for no draft and for n-gram lookup."""
 
     def __init__(self, draft: Path | str | None) -> None:
-        self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None  # type: ignore[arg-type]
+        self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
         if self.file is None:
             return
         arch = self.file.kv.get("general.architecture")
@@ -340,9 +340,7 @@ def _plan(
             cache=memory.cache_bytes(gemma4.caches(config), n, chunk),
             draft_weights=memory.weight_bytes(list(shapes.values())),
             draft_cache=memory.cache_bytes(draft.shapes(window), n, chunk),
-            workspace=memory.workspace_bytes(
-                config.n_vocab, config.n_embd, n_ff, n_head, n, chunk
-            ),
+            workspace=memory.workspace_bytes(config.n_vocab, config.n_embd, n_ff, n_head, n, chunk),
         )
 
     asked = plan(n_ctx)

@@ -28,16 +28,12 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return (
-            self.weights + self.cache + self.draft_weights + self.draft_cache + self.workspace
-        )
+        return self.weights + self.cache + self.draft_weights + self.draft_cache + self.workspace
 
 
 def cache_bytes(shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
     """Keys and values of all layers."""
-    return sum(
-        2 * FLOAT * capacity(n_ctx, s.window, slack) * s.n_kv * s.head_dim for s in shapes
-    )
+    return sum(2 * FLOAT * capacity(n_ctx, s.window, slack) * s.n_kv * s.head_dim for s in shapes)
 
 
 def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
@@ -45,7 +41,9 @@ def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
     return FLOAT * sum(math.prod(shape) for shape in shapes)
 
 
-def workspace_bytes(n_vocab: int, n_embd: int, n_ff: int, n_head: int, n_ctx: int, chunk: int) -> int:
+def workspace_bytes(
+    n_vocab: int, n_embd: int, n_ff: int, n_head: int, n_ctx: int, chunk: int
+) -> int:
     """Upper bound of what a step or a chunk holds at once: logits, activations, one attention."""
     logits = 3 * MAX_STEP_ROWS * n_vocab
     activations = chunk * (8 * n_embd + 3 * n_ff)

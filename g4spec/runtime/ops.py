@@ -214,6 +214,6 @@ def _pad_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _tiles(x: torch.Tensor) -> tuple[list[torch.Tensor], int]:
     """x [T, K] cut into contiguous tiles [TILE, K], the last one padded."""
-    tiles = list(x.split(TILE))
+    tiles = [x[i : i + TILE] for i in range(0, len(x), TILE)]
     tiles[-1] = _pad_rows(tiles[-1])
     return [t.contiguous() for t in tiles], len(x)

@@ -102,9 +102,7 @@ class Speculation:
             chosen = accept(out.logits, drafted, position, self.chooser)
             n = len(chosen)
             read = out.read
-            self.backlog.add(
-                Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n])
-            )
+            self.backlog.add(Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n]))
             ended = time.perf_counter()
             self.length.observe(len(drafted), n - 1, ended - started)
             values = [float(out.logits[i, t]) for i, t in enumerate(chosen)]
