@@ -7,7 +7,6 @@ Nothing here, and nothing at the top of a command's file, may import torch or nu
 
 from __future__ import annotations
 
-import errno
 import importlib
 import os
 import pkgutil
@@ -19,16 +18,11 @@ import typer
 
 from g4spec import __version__
 from g4spec.cli import render
-from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
+from g4spec.cli._problems import CLICK_ERROR, as_error
+from g4spec.errors import G4Error
 
 ORDER = ("demo", "convert", "quantize", "validate", "inspect", "generate", "tokenize", "verify")
 """Order in `--help`: the way through the work. Commands that are not named come after, by name."""
-
-_INPUT_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-
-# click's ClickException, or that of typer's own copy of click in newer versions: both are
-# reachable from here without naming either.
-_CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def _version(value: bool) -> None:
@@ -54,7 +48,8 @@ def _top(
 
 def names() -> list[str]:
     """The files of this folder that may hold a command, in the order of `--help`."""
-    found = {info.name for info in pkgutil.iter_modules(__path__) if info.name != "render"}
+    found = {info.name for info in pkgutil.iter_modules(__path__)}
+    found = {name for name in found if not name.startswith("_") and name != "render"}
     listed = [name for name in ORDER if name in found]
     return listed + sorted(found - set(listed))
 
@@ -71,33 +66,6 @@ def app() -> typer.Typer:
     return made
 
 
-def _as_error(problem: Exception) -> G4Error | None:
-    """What the user, or the operating system, did, as one of our errors; None for a bug."""
-    if isinstance(problem, G4Error):
-        return problem
-    if isinstance(problem, _CLICK_ERROR):
-        context = getattr(problem, "ctx", None)
-        path = context.command_path if context is not None else "g4spec"
-        text = problem.format_message().rstrip(".")  # type: ignore[attr-defined]
-        return UsageError(text, fix=f"see `{path} --help`")
-    if isinstance(problem, MemoryError):
-        return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
-    return _refused(problem) if isinstance(problem, OSError) else None
-
-
-def _refused(problem: OSError) -> G4Error | None:
-    """What the operating system refused; None when there is no such refusal in it."""
-    if problem.errno is None:
-        return None
-    where = f" {os.fspath(problem.filename)!r}" if problem.filename else ""
-    reason = (problem.strerror or os.strerror(problem.errno)).lower()
-    if problem.errno in _INPUT_ERRNOS:
-        return InputError(f"cannot open{where}: {reason}", fix="check the path")
-    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        return EnvironmentProblem(f"cannot write{where}: {reason}", fix="free some disk space")
-    return EnvironmentProblem(f"cannot use{where}: {reason}")
-
-
 def run(argv: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
     json = "--json" in argv
@@ -112,8 +80,8 @@ def run(argv: Sequence[str]) -> int:
         # Python flushes stdout again at exit; nobody is left to read it or its complaint.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (G4Error, _CLICK_ERROR, MemoryError, OSError) as problem:
-        known = _as_error(problem)
+    except (G4Error, CLICK_ERROR, MemoryError, OSError) as problem:
+        known = as_error(problem)
         if known is None:
             raise
         return render.error(str(known), known.exit_code, json=json)

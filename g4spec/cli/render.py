@@ -21,8 +21,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notices, figures 
 
 Progress = Callable[[int, int], None]
 
-STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1"}
+STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1", "struck": "9;31"}
 """Names that commands may use for colours -> ANSI code."""
+
+MARKS = {"good": "[]", "struck": "~~"}
+"""What stands around text where the colour carries meaning and there are no colours."""
 
 
 def colour(file: TextIO) -> bool:
@@ -83,6 +86,23 @@ class Output:
         """Text that is the product itself, as it comes; no line break is added."""
         if not self.json:
             print(styled(text, style, sys.stdout), end="", flush=True)
+
+    def mark(self, text: str, style: str) -> None:
+        """Like `stream`, for a colour that means something: brackets where colours are off."""
+        if text and not colour(sys.stdout):
+            text = MARKS[style][0] + text + MARKS[style][1]
+        self.stream(text, style)
+
+    def legend(self, entries: Sequence[tuple[str, str | None]]) -> None:
+        """What the colours of `mark` mean, on stderr."""
+        if self.quiet or self.json:
+            return
+        shown = []
+        for name, style in entries:
+            plain = style is None or colour(sys.stderr)
+            marked = name if plain else MARKS[str(style)][0] + name + MARKS[str(style)][1]
+            shown.append(styled(marked, style, sys.stderr))
+        print("  ".join(shown), file=sys.stderr, flush=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table of the human answer; columns that hold only numbers are aligned right."""

@@ -1,0 +1,74 @@
+"""What several commands read: prompts, token lists, and the draft behind `-md`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from pathlib import Path
+
+from g4spec import __version__
+from g4spec.cli.render import Output
+from g4spec.errors import InputError
+
+NGRAM = "ngram"
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file, or standard input for `-`; one newline at its end is left out."""
+    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    try:
+        return data.decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path}: not a text", expected="UTF-8", found=f"{error.reason} at byte {error.start}"
+        ) from None
+
+
+def parse_ids(text: str, where: str) -> list[int]:
+    """Token ids between spaces, line breaks or commas; a list in brackets is fine too."""
+    words = [w for w in re.split(r"[\s,]+", text.strip().strip("[]")) if w]
+    for word in words:
+        if not re.fullmatch(r"[0-9]{1,9}", word):
+            raise InputError(f"{where}: not a token id", expected="numbers", found=repr(word))
+    return [int(word) for word in words]
+
+
+def cache_folder() -> Path:
+    """Where converted drafts are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "g4spec" / "drafts"
+
+
+def _fingerprint(folder: Path, target: Path) -> str:
+    """Changes whenever a conversion of `folder` for `target` could give another file."""
+    parts = [__version__]
+    for path in [*sorted(p for p in folder.iterdir() if p.is_file()), target]:
+        stat = path.stat()
+        parts.append(f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def open_draft(draft: str | None, target: Path, out: Output) -> Path | str | None:
+    """The file behind `-md`: a checkpoint folder is converted once and kept in a cache."""
+    if draft is None or draft == NGRAM:
+        return draft
+    path = Path(draft)
+    if not path.is_dir():
+        return path
+    ready = sorted(path.glob("*.gguf"))
+    if len(ready) == 1:
+        out.note(f"{path} holds a GGUF: taking {ready[0].name}")
+        return ready[0]
+    made = cache_folder() / f"{path.resolve().name}-{_fingerprint(path, target)}.gguf"
+    if made.exists():
+        out.note(f"{path}: using its conversion {made}")
+        return made
+    from g4spec import convert
+
+    made.parent.mkdir(parents=True, exist_ok=True)
+    with out.progress(f"converting {path.name}") as progress:
+        convert.convert(path, made, target=target, progress=progress)
+    out.note(f"{path}: converted into {made}")
+    return made

@@ -1,0 +1,61 @@
+"""Options that several commands share, spelt as other tools for GGUF files spell them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from g4spec.errors import UsageError
+from g4spec.models.spec import MAX_DRAFT
+
+Model = Annotated[Path, typer.Option("-m", "--model", help="Target: a GGUF file.")]
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "-md",
+        "--model-draft",
+        help="Draft: a GGUF file, a checkpoint folder (converted into a cache), or `ngram` for "
+        "n-gram lookup. Default: none.",
+        metavar="FILE|DIR|ngram",
+    ),
+]
+ContextSize = Annotated[
+    int | None,
+    typer.Option("-c", "--ctx-size", help="Context in tokens. Default: the model's, at most 8192."),
+]
+NPredict = Annotated[int, typer.Option("-n", "--n-predict", help="Most new tokens.")]
+DraftMax = Annotated[
+    str,
+    typer.Option(
+        "--draft-max",
+        "--spec-draft-n-max",
+        metavar="N|auto",
+        help=f"Most tokens drafted a step, 0 to {MAX_DRAFT}; `auto` picks the length each step "
+        "from measured costs and acceptance.",
+    ),
+]
+DraftWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-window", help="Context that full-attention layers of the draft see. Default: all."
+    ),
+]
+Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep the K likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep this much probability; 1 keeps all.")]
+MinP = Annotated[
+    float, typer.Option("--min-p", help="Keep tokens this likely relative to the best; 0: all.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
+
+
+def draft_max(text: str) -> int | Literal["auto"]:
+    """The value of `--draft-max`; its range is checked where it is used."""
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError("--draft-max", expected=f"0 to {MAX_DRAFT}, or auto", found=text) from None

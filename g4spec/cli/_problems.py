@@ -1,0 +1,43 @@
+"""What the user or the machine did wrong, told apart from bugs, which stay tracebacks."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import typer
+
+from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
+
+_INPUT_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+
+# click's ClickException, or that of typer's own copy of click in newer versions: both are
+# reachable from here without naming either.
+CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def as_error(problem: Exception) -> G4Error | None:
+    """What the user, or the operating system, did, as one of our errors; None for a bug."""
+    if isinstance(problem, G4Error):
+        return problem
+    if isinstance(problem, CLICK_ERROR):
+        context = getattr(problem, "ctx", None)
+        path = context.command_path if context is not None else "g4spec"
+        text = problem.format_message().rstrip(".")  # type: ignore[attr-defined]
+        return UsageError(text, fix=f"see `{path} --help`")
+    if isinstance(problem, MemoryError):
+        return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
+    return _refused(problem) if isinstance(problem, OSError) else None
+
+
+def _refused(problem: OSError) -> G4Error | None:
+    """What the operating system refused; None when there is no such refusal in it."""
+    if problem.errno is None:
+        return None
+    where = f" {os.fspath(problem.filename)!r}" if problem.filename else ""
+    reason = (problem.strerror or os.strerror(problem.errno)).lower()
+    if problem.errno in _INPUT_ERRNOS:
+        return InputError(f"cannot open{where}: {reason}", fix="check the path")
+    if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+        return EnvironmentProblem(f"cannot write{where}: {reason}", fix="free some disk space")
+    return EnvironmentProblem(f"cannot use{where}: {reason}")

@@ -1,0 +1,86 @@
+"""Generated text on its way to the terminal, and the figures after it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from g4spec.cli.render import Output
+
+if TYPE_CHECKING:
+    from g4spec.runtime.engine import Stats
+    from g4spec.runtime.speculate import Cycle
+    from g4spec.runtime.tokenizer import Tokenizer
+
+LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a stop text."""
+    longest = max(map(len, stops), default=0)
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(len(s) > n and s.startswith(text[-n:]) for s in stops):
+            return n
+    return 0
+
+
+class Writer:
+    """Writes text as soon as it is certain not to be part of a stop text.
+
+    Args:
+        show: mark each drafted token as accepted, or as rejected in front of its correction.
+    """
+
+    def __init__(self, out: Output, tokenizer: Tokenizer, stops: Sequence[str], show: bool) -> None:
+        self._out, self._tokenizer, self._stops, self._show = out, tokenizer, stops, show
+        self._stream = tokenizer.stream()
+        self._waiting: deque[tuple[str, str | None]] = deque()
+        self._written = 0
+        if show:
+            out.legend(LEGEND)
+
+    def cycle(self, cycle: Cycle, text: str) -> None:
+        """Take in a cycle after which the whole text is `text`."""
+        accepted, own = cycle.tokens[: cycle.accepted], cycle.tokens[cycle.accepted :]
+        self._waiting.append((self._stream.push(accepted), "good" if self._show else None))
+        if self._show and own and cycle.accepted < len(cycle.drafted):
+            wrong = self._tokenizer.decode([cycle.drafted[cycle.accepted]], special=True)
+            self._waiting.append((wrong, "struck"))
+        self._waiting.append((self._stream.push(own), None))
+        self._write(len(text) - held_back(text, self._stops))
+
+    def finish(self, text: str) -> None:
+        """Write what is left of `text`, which is now complete."""
+        self._waiting.append((self._stream.finish(), None))
+        self._write(len(text))
+        self._out.stream("\n")
+
+    def _write(self, end: int) -> None:
+        """Write until `end` characters of text are out; rejected tokens are no part of it."""
+        while self._waiting and (self._written < end or self._waiting[0][0] == ""):
+            piece, style = self._waiting.popleft()
+            if style == "struck":
+                self._out.mark(piece, style)
+                continue
+            now, later = piece[: end - self._written], piece[end - self._written :]
+            if later:
+                self._waiting.appendleft((later, style))
+            self._written += len(now)
+            if style is None:
+                self._out.stream(now)
+            else:
+                self._out.mark(now, style)
+
+
+def figures(stats: Stats) -> str:
+    """One line about a run."""
+    parts = [f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tok/s"]
+    if stats.drafted:
+        share = 100 * stats.accepted / stats.drafted
+        parts.append(f"{stats.cycles} cycles of {stats.committed_per_cycle:.2f} tokens")
+        parts.append(f"drafted {stats.drafted}, accepted {stats.accepted} ({share:.0f} %)")
+    rate = stats.prompt_tokens / stats.prefill_seconds if stats.prefill_seconds else 0.0
+    parts.append(f"prompt {stats.prompt_tokens} tokens, {rate:.0f} tok/s")
+    parts.append(f"ended by {stats.stop_reason}")
+    return " | ".join(parts)

@@ -1,0 +1,43 @@
+"""Text to token ids, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import _inputs, _options
+from g4spec.cli.render import Json, Output, Quiet
+from g4spec.errors import UsageError
+
+
+def command(
+    model: _options.Model,
+    text: Annotated[str | None, typer.Argument(help="Text, or ids with --ids-to-text.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read it from a file; - is stdin.")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Commas between ids, not spaces.")] = False,
+    ids_to_text: Annotated[bool, typer.Option("--ids-to-text", help="The other way.")] = False,
+    bos: Annotated[bool, typer.Option(help="Begin with BOS.")] = True,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show how the target's tokenizer cuts a text."""
+    if (text is None) == (file is None):
+        raise UsageError("give either a TEXT or --file")
+    given = text if file is None else _inputs.read_text(file)
+    from g4spec.gguf import GGUF
+    from g4spec.runtime.tokenizer import Tokenizer
+
+    with GGUF(model) as opened:
+        tokenizer = Tokenizer.from_gguf(opened)
+    out = Output(json, quiet)
+    assert given is not None
+    if ids_to_text:
+        ids = _inputs.parse_ids(given, "TEXT" if file is None else str(file))
+        given = tokenizer.decode(ids, special=True)
+        out.stream(given + "\n")
+    else:
+        ids = tokenizer.encode(given, bos=bos)
+        out.stream(("," if csv else " ").join(map(str, ids)) + "\n")
+    out.result({"ids": ids, "text": given})
