@@ -1,0 +1,56 @@
+"""Quant types. A file in `formats/` that defines FORMAT is one."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from g4spec.errors import Unsupported, UsageError
+from g4spec.quant import formats
+from g4spec.quant.format import Format, Unrepresentable
+from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS
+
+__all__ = ["Format", "Unrepresentable", "by_type", "get", "names"]
+
+
+@cache
+def _codecs() -> dict[str, Format]:
+    found = [importlib.import_module(f"{formats.__name__}.{info.name}").FORMAT
+             for info in pkgutil.iter_modules(formats.__path__)]  # fmt: skip
+    return {f.name: f for f in sorted(found, key=lambda f: f.type)}
+
+
+@cache
+def _all() -> dict[str, Format]:
+    return {**{f.name: f for f in FORMATS}, **_codecs()}
+
+
+@cache
+def _by_type() -> dict[int, Format]:
+    return {f.type: f for f in _all().values()}
+
+
+def names() -> list[str]:
+    """Types that can be asked for, e.g. as `--type`."""
+    return list(_codecs())
+
+
+def get(name: str) -> Format:
+    """A type by name, in any case. UsageError if there is none of that name."""
+    found = _all().get(name.lower())
+    if found is None:
+        raise UsageError("unknown tensor type", expected=f"one of {', '.join(names())}", found=name)
+    return found
+
+
+def by_type(number: int, name: str = "a tensor") -> Format:
+    """A type by its number in the file. Unsupported, naming the tensor, if unknown."""
+    found = _by_type().get(number)
+    if found is None:
+        fix = None
+        if number >= FIRST_CLASHING_TYPE:
+            fix = ("numbers from 41 on mean different types in different forks of llama.cpp; "
+                   "convert with upstream's tools instead")  # fmt: skip
+        raise Unsupported(f"{name}: unknown ggml type number {number}", fix=fix)
+    return found

@@ -1,0 +1,345 @@
+"""Reads GGUF files by memory mapping. Opening scans the header once; everything else is lazy.
+
+Nothing in a file is trusted: every count, length and offset is checked against the file's size
+before it is used, so a damaged or hostile file costs at most a scan of itself.
+Source: ggml `docs/gguf.md`, `ggml/src/gguf.cpp`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec import quant
+from g4spec.errors import EnvironmentProblem, InputError, Unsupported
+from g4spec.gguf.values import T, Value
+
+MAGIC = b"GGUF"
+MAX_DIMS = 4
+MAX_NAME = 63
+MAX_COUNT = 1 << 30
+DEFAULT_ALIGNMENT = 32
+NUMBERS: dict[T, np.dtype[Any]] = {
+    T.U8: np.dtype("<u1"), T.I8: np.dtype("<i1"), T.U16: np.dtype("<u2"), T.I16: np.dtype("<i2"),
+    T.U32: np.dtype("<u4"), T.I32: np.dtype("<i4"), T.F32: np.dtype("<f4"),
+    T.BOOL: np.dtype("<u1"), T.U64: np.dtype("<u8"), T.I64: np.dtype("<i8"),
+    T.F64: np.dtype("<f8"),
+}  # fmt: skip
+_U64 = struct.Struct("<Q")
+
+
+def pad(n: int, alignment: int) -> int:
+    """`n` rounded up to a multiple of `alignment`."""
+    return -(-n // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of a file.
+
+    Attributes:
+        shape: PyTorch order, the fastest dimension last.
+        type: ggml type number. `offset`: from the start of the data section. `nbytes`: size.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+    nbytes: int
+
+    @property
+    def format(self) -> quant.Format:
+        return quant.by_type(self.type, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a metadata value stands: `item` and `count` describe arrays (count 1: a scalar)."""
+
+    type: T
+    item: T
+    count: int
+    start: int
+
+
+class GGUF(Mapping[str, Any]):
+    """An open GGUF file, and a mapping of its metadata to plain Python values.
+
+    Args:
+        path: the file; InputError if it is malformed, Unsupported if it is of another kind
+            (big-endian, version 1, split in parts).
+
+    Attributes:
+        version, alignment: of the container. `size`: of the file, in bytes.
+        kv: the metadata (the object itself). `tensors`: TensorInfo by name, in file order.
+        data_start: where the data section begins.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._cache: dict[str, Any] = {}
+        self._places: dict[str, _Place] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        self._open()
+        try:
+            self._header()
+        except BaseException:
+            self.close()
+            raise
+
+    # ---- metadata
+
+    @property
+    def kv(self) -> Mapping[str, Any]:
+        return self
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._cache:
+            self._cache[key] = self._read(key)
+        return self._cache[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def value(self, key: str) -> Value:
+        """A value with its exact type; number arrays come as numpy arrays."""
+        place = self._places[key]
+        if place.type is not T.ARRAY:
+            return Value(place.type, self[key])
+        data = self[key] if place.item is T.STRING else self.numbers(key)
+        return Value(T.ARRAY, data, place.item)
+
+    def length(self, key: str) -> int:
+        """Entries of an array, without reading it."""
+        return self._places[key].count
+
+    def numbers(self, key: str) -> NDArray[Any]:
+        """A number array, copied out of the file, without making a list."""
+        place = self._places[key]
+        if place.type is not T.ARRAY or place.item is T.STRING:
+            raise InputError(f"{self.path}: key {key!r} must be an array of numbers")
+        got = np.frombuffer(self._map, NUMBERS[place.item], place.count, place.start)
+        return got.astype(bool) if place.item is T.BOOL else got.copy()
+
+    def _read(self, key: str) -> Any:
+        place = self._places[key]
+        if place.type is T.ARRAY:
+            if place.item is T.STRING:
+                return self._strings(place, key)
+            return self.numbers(key).tolist()
+        if place.type is T.STRING:
+            return self._string(place.start, f"key {key!r}")[0]
+        number = np.frombuffer(self._map, NUMBERS[place.type], 1, place.start)[0]
+        return bool(number) if place.type is T.BOOL else number.item()
+
+    def _strings(self, place: _Place, key: str) -> list[str]:
+        view, at, out = self._view, place.start, []
+        try:
+            for _ in range(place.count):
+                end = at + 8 + _U64.unpack_from(view, at)[0]
+                out.append(str(view[at + 8 : end], "utf-8"))
+                at = end
+        except UnicodeDecodeError as e:
+            raise self._bad(f"key {key!r}, entry {len(out)}: not UTF-8 ({e.reason})") from e
+        return out
+
+    # ---- tensors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, PyTorch order."""
+        return {name: info.shape for name, info in self.tensors.items()}
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """Bytes of a tensor, mapped read-only. Valid while the file is open."""
+        info = self.tensors[name]
+        return np.frombuffer(self._map, np.uint8, info.nbytes, self.data_start + info.offset)
+
+    def array(self, name: str) -> NDArray[Any]:
+        """Values of a tensor as float32; integers and F64 as stored. Unsupported if the type
+        has no dequantizer."""
+        info = self.tensors[name]
+        try:
+            return info.format.array(self.raw(name), info.shape)
+        except Unsupported as e:
+            raise Unsupported(f"{self.path}: tensor {name}: {e}") from e
+
+    # ---- opening
+
+    def _open(self) -> None:
+        try:
+            with open(self.path, "rb") as f:
+                self.size = f.seek(0, 2)
+                if self.size < 24:
+                    raise self._bad("too short for a GGUF file", "24 bytes or more", self.size)
+                self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise InputError(f"{self.path}: no such file") from None
+        except (IsADirectoryError, PermissionError) as e:
+            raise InputError(f"{self.path}: {e.strerror}") from e
+        except OSError as e:
+            raise EnvironmentProblem(f"{self.path}: {e.strerror}") from e
+        self._view = memoryview(self._map)
+
+    def close(self) -> None:
+        """Unmap the file, unless arrays made by `raw` or `array` still use it."""
+        self._view.release()
+        with suppress(BufferError):  # then the mapping goes when the last array does
+            self._map.close()
+
+    def __enter__(self) -> GGUF:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:  # fmt: skip
+        self.close()
+
+    def _bad(self, what: str, expected: object = None, found: object = None) -> InputError:
+        return InputError(f"{self.path}: {what}", expected=expected, found=found)
+
+    def _take(self, code: str, at: int, what: str) -> tuple[Any, int]:
+        """Unpack one number of struct format `code`; the value and the position after it."""
+        size = struct.calcsize("<" + code)
+        if at + size > self.size:
+            raise self._bad(f"the file ends inside {what}, at byte {at}")
+        return struct.unpack_from("<" + code, self._view, at)[0], at + size
+
+    def _string(self, at: int, what: str) -> tuple[str, int]:
+        length, at = self._take("Q", at, what)
+        if length > self.size - at:
+            raise self._bad(f"the file ends inside {what}, at byte {at}", f"{length} bytes more",
+                            self.size - at)  # fmt: skip
+        try:
+            return str(self._view[at : at + length], "utf-8"), at + length
+        except UnicodeDecodeError as e:
+            raise self._bad(f"{what} is not UTF-8 ({e.reason})") from e
+
+    def _header(self) -> None:
+        if self._view[:4] != MAGIC:
+            raise self._bad("not a GGUF file", "magic GGUF", bytes(self._view[:4]))
+        self.version, at = self._take("I", 4, "the version")
+        if self.version & 0xFFFF == 0 and self.version:
+            raise Unsupported(f"{self.path}: a big-endian GGUF file",
+                              fix="convert it on a little-endian machine")  # fmt: skip
+        if self.version not in (2, 3):
+            raise Unsupported(f"{self.path}: GGUF version", expected="2 or 3", found=self.version)
+        n_tensors, at = self._take("q", at, "the tensor count")
+        n_kv, at = self._take("q", at, "the metadata count")
+        # The smallest entry of either kind takes 13 and 24 bytes.
+        for what, count, least in (("metadata", n_kv, 13), ("tensor", n_tensors, 24)):
+            if not 0 <= count <= (self.size - at) // least:
+                raise self._bad(f"impossible {what} count", "what fits into the file", count)
+        for _ in range(n_kv):
+            at = self._scan_kv(at)
+        self.alignment = self._alignment()
+        for _ in range(n_tensors):
+            at = self._scan_tensor(at)
+        self.data_start = pad(at, self.alignment)
+        self._check_bounds()
+        if self.get("split.count", 0) not in (0, 1):
+            raise Unsupported(f"{self.path}: one part of a split GGUF",
+                              fix="join the parts with llama-gguf-split --merge")  # fmt: skip
+
+    def _scan_kv(self, at: int) -> int:
+        key, at = self._string(at, f"metadata key {len(self._places)}")
+        if not key or key in self._places:
+            raise self._bad(f"metadata key {key!r} is {'empty' if not key else 'repeated'}")
+        kind, at = self._kind(at, key)
+        if kind is not T.ARRAY:
+            self._places[key] = _Place(kind, kind, 1, at)
+            return self._skip(at, kind, 1, key)
+        item, at = self._kind(at, key)
+        if item is T.ARRAY:
+            raise self._bad(f"key {key!r}: an array of arrays is not allowed")
+        count, at = self._take("Q", at, f"key {key!r}")
+        if count > MAX_COUNT:
+            raise self._bad(f"key {key!r}: array length", f"at most {MAX_COUNT}", count)
+        self._places[key] = _Place(kind, item, count, at)
+        return self._skip(at, item, count, key)
+
+    def _kind(self, at: int, key: str) -> tuple[T, int]:
+        number, at = self._take("i", at, f"key {key!r}")
+        try:
+            return T(number), at
+        except ValueError:
+            raise self._bad(f"key {key!r}: value type", "0 to 12", number) from None
+
+    def _skip(self, at: int, item: T, count: int, key: str) -> int:
+        """The position after `count` values of type `item`."""
+        least = 8 if item is T.STRING else NUMBERS[item].itemsize
+        if count > (self.size - at) // least:
+            raise self._bad(f"the file ends inside key {key!r}", f"{count} entries")
+        if item is not T.STRING:
+            return at + count * least
+        view, unpack = self._view, _U64.unpack_from
+        try:
+            for _ in range(count):
+                at += 8 + unpack(view, at)[0]
+        except struct.error:
+            at = self.size + 1
+        if at > self.size:
+            raise self._bad(f"the file ends inside key {key!r}")
+        return at
+
+    def _alignment(self) -> int:
+        place = self._places.get("general.alignment")
+        if place is None:
+            return DEFAULT_ALIGNMENT
+        value = self["general.alignment"]
+        if place.type is not T.U32 or value == 0 or value & (value - 1):
+            raise self._bad("general.alignment", "a power of two, of type U32", value)
+        return int(value)
+
+    def _scan_tensor(self, at: int) -> int:
+        name, at = self._string(at, f"tensor name {len(self.tensors)}")
+        if name in self.tensors:
+            raise self._bad(f"tensor {name!r} is repeated")
+        if len(name.encode()) > MAX_NAME:
+            raise self._bad(f"tensor name {name[:80]!r}", f"at most {MAX_NAME} bytes")
+        n_dims, at = self._take("I", at, f"tensor {name!r}")
+        if n_dims > MAX_DIMS:
+            raise self._bad(f"tensor {name!r}: dimensions", f"at most {MAX_DIMS}", n_dims)
+        dims = []
+        for _ in range(n_dims):
+            n, at = self._take("q", at, f"tensor {name!r}")
+            dims.append(n)
+        number, at = self._take("i", at, f"tensor {name!r}")
+        offset, at = self._take("Q", at, f"tensor {name!r}")
+        shape = tuple(reversed(dims))
+        if min(shape, default=0) < 0 or prod(shape) > 1 << 62:
+            raise self._bad(f"tensor {name!r}: impossible shape {shape}")
+        where = f"{self.path}: tensor {name!r}"
+        nbytes = quant.by_type(number, where).nbytes(shape, where)
+        if offset % self.alignment:
+            raise self._bad(f"tensor {name!r}: offset", f"a multiple of {self.alignment}", offset)
+        self.tensors[name] = TensorInfo(name, shape, number, offset, nbytes)
+        return at
+
+    def _check_bounds(self) -> None:
+        room = self.size - self.data_start
+        for name, info in self.tensors.items():
+            if info.offset + info.nbytes > room:
+                raise self._bad(f"tensor {name!r} reaches beyond the end of the file; it is "
+                                "truncated or damaged", f"{max(room, 0)} bytes of data at most",
+                                info.offset + info.nbytes)  # fmt: skip

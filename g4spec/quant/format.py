@@ -1,0 +1,105 @@
+"""What a quant type is: its place in a file, and how values become its blocks and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec.errors import InputError, Unsupported
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+
+class Unrepresentable(ValueError):
+    """A value that a format cannot hold.
+
+    Attributes:
+        index: flat position in the array that was given. `value`: what stands there.
+    """
+
+    def __init__(self, index: int, value: float) -> None:
+        self.index, self.value = index, value
+        super().__init__(f"value {value} at {index}")
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One ggml tensor type.
+
+    Attributes:
+        name: as people type it, e.g. "q8_0". `type`: its number in the file.
+        block: values in a block, `block_bytes`: bytes of a block.
+        file_type: `general.file_type` of a file mostly of this type, or None.
+        encode: float32 [n] (n a multiple of `block`) -> uint8, or None: cannot be written.
+        decode: uint8 -> float32, or None: cannot be read.
+        stored: numpy type of plain numbers, None for blocks.
+    """
+
+    name: str
+    type: int
+    block: int
+    block_bytes: int
+    file_type: int | None = None
+    encode: Callable[[Floats], Bytes] | None = None
+    decode: Callable[[Bytes], Floats] | None = None
+    stored: str | None = None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether values lose precision in blocks that share a scale."""
+        return self.block > 1
+
+    @property
+    def integer(self) -> bool:
+        return self.stored is not None and np.dtype(self.stored).kind == "i"
+
+    def row_bytes(self, n: int, name: str = "a tensor") -> int:
+        """Bytes of a row of `n` values; InputError if they do not divide into blocks."""
+        if n % self.block:
+            raise InputError(
+                f"{name}: a row of {self.name.upper()} must divide into blocks",
+                expected=f"a multiple of {self.block}",
+                found=n,
+            )
+        return n // self.block * self.block_bytes
+
+    def nbytes(self, shape: Sequence[int], name: str = "a tensor") -> int:
+        """Bytes of a tensor of `shape` (PyTorch order)."""
+        row = shape[-1] if shape else 1
+        return prod(shape[:-1]) * self.row_bytes(row, name)
+
+    def quantize(self, x: Floats) -> Bytes:
+        """Values [..., n] -> bytes [..., row_bytes]. Raises Unrepresentable."""
+        if self.encode is None:
+            raise Unsupported(f"type {self.name.upper()} cannot be written")
+        rows = x.shape[:-1]
+        size = self.row_bytes(x.shape[-1])
+        return self.encode(np.ascontiguousarray(x, np.float32).reshape(-1)).reshape(*rows, size)
+
+    def dequantize(self, raw: Bytes) -> Floats:
+        """Bytes [..., row_bytes] -> float32 [..., n]."""
+        if self.decode is None:
+            raise Unsupported(
+                f"type {self.name.upper()} has no dequantizer here",
+                fix="use a file of type F32, F16, BF16 or Q8_0",
+            )
+        shape = (*raw.shape[:-1], raw.shape[-1] // self.block_bytes * self.block)
+        return self.decode(np.ascontiguousarray(raw).reshape(-1)).reshape(shape)
+
+    def array(self, raw: Bytes, shape: Sequence[int]) -> NDArray[Any]:
+        """Bytes of a tensor -> float32 of `shape`; integers and F64 keep their type."""
+        if self.stored is not None and (self.integer or self.stored == "<f8"):
+            return raw.view(self.stored).reshape(shape)
+        return self.dequantize(raw.reshape(-1)).reshape(shape)
+
+
+def first_bad(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
+    """The error for the first value of `x` that is not `good`."""
+    index = int(np.argmin(good.reshape(-1)))
+    return Unrepresentable(index, float(x.reshape(-1)[index]))

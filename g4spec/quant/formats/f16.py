@@ -1,0 +1,24 @@
+"""F16: IEEE half precision, rounded to nearest even."""
+
+import numpy as np
+
+from g4spec.quant.format import Bytes, Floats, Format, first_bad
+
+
+def encode(x: Floats) -> Bytes:
+    """Finite values beyond 65504 are refused: they would become infinite."""
+    with np.errstate(over="ignore"):
+        half = x.astype("<f2")
+    good = np.isfinite(half)
+    if not good.all():
+        good |= ~np.isfinite(x)
+        if not good.all():
+            raise first_bad(x, good)
+    return half.view(np.uint8)
+
+
+def decode(raw: Bytes) -> Floats:
+    return raw.view("<f2").astype(np.float32)
+
+
+FORMAT = Format("f16", 1, 1, 2, 1, encode, decode, stored="<f2")

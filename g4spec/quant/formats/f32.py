@@ -1,0 +1,16 @@
+"""F32: IEEE single precision."""
+
+import numpy as np
+
+from g4spec.quant.format import Bytes, Floats, Format
+
+
+def encode(x: Floats) -> Bytes:
+    return x.view(np.uint8)
+
+
+def decode(raw: Bytes) -> Floats:
+    return raw.view("<f4")
+
+
+FORMAT = Format("f32", 0, 1, 4, 0, encode, decode, stored="<f4")

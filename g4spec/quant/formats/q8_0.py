@@ -1,0 +1,48 @@
+"""Q8_0: 32 signed bytes and one half-precision scale, byte for byte as ggml's C reference.
+
+The scale is amax / 127. Values are divided by the scale before it is rounded to half precision,
+and rounded to the nearest integer, halves away from zero (C `roundf`).
+Source: ggml `quantize_row_q8_0_ref`.
+"""
+
+import numpy as np
+
+from g4spec.quant.format import Bytes, Floats, Format, first_bad
+
+BLOCK = 32
+DTYPE = np.dtype([("d", "<f2"), ("q", "i1", BLOCK)])
+_HALF = np.nextafter(np.float32(0.5), np.float32(0))
+"""Adding the float below one half, then truncating, is `roundf`: adding 0.5 itself would take
+0.49999997 to 1."""
+
+
+def encode(x: Floats) -> Bytes:
+    blocks = x.reshape(-1, BLOCK)
+    work = np.abs(blocks)
+    amax = work.max(axis=1, keepdims=True)
+    d = amax / np.float32(127)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        half = d.astype("<f2")
+        inverse = np.float32(1) / d
+    if not np.isfinite(half).all():
+        raise first_bad(x, np.repeat(np.isfinite(half), BLOCK) & np.isfinite(x) | (np.abs(x) == 0))
+    # 0 for all-zero blocks; and for scales below 2**-128, which have no finite inverse (there C
+    # multiplies by infinity and the cast to a byte yields 0 on x86).
+    inverse[~np.isfinite(inverse)] = 0
+    np.multiply(blocks, inverse, out=work)
+    rounding = np.copysign(_HALF, work)
+    rounding += work
+    out = np.empty(len(blocks), DTYPE)
+    out["d"] = half[:, 0]
+    out["q"] = rounding
+    return out.view(np.uint8)
+
+
+def decode(raw: Bytes) -> Floats:
+    blocks = raw.view(DTYPE)
+    values = blocks["q"].astype(np.float32)
+    values *= blocks["d"].astype(np.float32)[:, None]
+    return values.reshape(-1)
+
+
+FORMAT = Format("q8_0", 8, BLOCK, DTYPE.itemsize, 7, encode, decode)

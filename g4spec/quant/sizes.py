@@ -1,0 +1,49 @@
+"""Geometry of the ggml types that this package can measure, but not read.
+
+Source: ggml `ggml.c` type table of late 2026. Forks give the numbers from 41 on other meanings.
+"""
+
+from g4spec.quant.format import Format
+
+FIRST_CLASHING_TYPE = 41
+"""From this number on, forks of llama.cpp and upstream disagree about what a type is."""
+
+_BLOCKS = (
+    ("q4_0", 2, 32, 18, 2),
+    ("q4_1", 3, 32, 20, 3),
+    ("q5_0", 6, 32, 22, 8),
+    ("q5_1", 7, 32, 24, 9),
+    ("q8_1", 9, 32, 36, None),
+    ("q2_k", 10, 256, 84, 10),
+    ("q3_k", 11, 256, 110, 12),
+    ("q4_k", 12, 256, 144, 15),
+    ("q5_k", 13, 256, 176, 17),
+    ("q6_k", 14, 256, 210, 18),
+    ("q8_k", 15, 256, 292, None),
+    ("iq2_xxs", 16, 256, 66, 19),
+    ("iq2_xs", 17, 256, 74, 20),
+    ("iq3_xxs", 18, 256, 98, 23),
+    ("iq1_s", 19, 256, 50, 24),
+    ("iq4_nl", 20, 32, 18, 25),
+    ("iq3_s", 21, 256, 110, 26),
+    ("iq2_s", 22, 256, 82, 28),
+    ("iq4_xs", 23, 256, 136, 30),
+    ("iq1_m", 29, 256, 56, 31),
+    ("tq1_0", 34, 256, 54, 36),
+    ("tq2_0", 35, 256, 66, 37),
+    ("mxfp4", 39, 32, 17, 38),
+    ("nvfp4", 40, 64, 36, 39),
+    ("q1_0", 41, 128, 18, 40),
+    ("q2_0", 42, 64, 18, 41),
+)
+_NUMBERS = (
+    ("i8", 24, "<i1"),
+    ("i16", 25, "<i2"),
+    ("i32", 26, "<i4"),
+    ("i64", 27, "<i8"),
+    ("f64", 28, "<f8"),
+)
+
+FORMATS = tuple(Format(*row) for row in _BLOCKS) + tuple(
+    Format(name, number, 1, int(dtype[2]), stored=dtype) for name, number, dtype in _NUMBERS
+)
