@@ -9,6 +9,9 @@ from g4spec.models.spec import MAX_DRAFT
 MARGIN = 0.02
 """Most that `Auto` may cost against plain decoding, as a share of it."""
 
+CREDIT = 64
+"""Plain steps of time won that may at most be risked later, when a good draft turns bad."""
+
 
 class Length(Protocol):
     """A policy for the number of drafted tokens."""
@@ -63,9 +66,10 @@ class Auto:
 
     Expected tokens of a cycle come from the running acceptance of each position given that the
     ones before it held (rejection says nothing about later positions). A cycle with a draft is
-    only started while its whole cost could be wasted: time spent plus this cycle must stay within
+    only started if its whole cost could be wasted: time spent plus this cycle must stay within
     (1 + MARGIN) of what plain decoding would have taken for one more token than there are now. So
-    the bound holds after every cycle, whatever the draft does, as far as costs are known.
+    the bound holds after every cycle since the policy was made, whatever the draft does, as far as
+    costs are known. Between any two later moments at most `CREDIT` steps are lost beyond it.
 
     Args:
         measured: seconds of a cycle by number of drafted tokens, 0 (plain) included.
@@ -77,7 +81,7 @@ class Auto:
         self._keep = 0.5 ** (1.0 / memory)
         self._held = [1.2] * MAX_DRAFT  # prior: 0.6 of two observations
         self._tried = [2.0] * MAX_DRAFT
-        self._spent = self._plain = 0.0
+        self._balance = 0.0  # seconds that may still be lost
         self._since_probe = 0
 
     def next(self, most: int) -> int:
@@ -85,8 +89,7 @@ class Auto:
         if count == 0 and self._since_probe >= 64 and most:
             count = min(2, most)  # a draft that was useless may have become useful
         self._since_probe += 1
-        plain = self.costs[0]
-        if count and self._spent + self.costs[count] > (1 + MARGIN) * (self._plain + plain):
+        if count and self.costs[count] > self._balance + (1 + MARGIN) * self.costs[0]:
             return 0
         if count:
             self._since_probe = 0
@@ -104,9 +107,10 @@ class Auto:
         return best
 
     def observe(self, count: int, accepted: int, seconds: float) -> None:
-        self._spent += seconds
         self.costs.update(count, seconds)
-        self._plain += (accepted + 1) * self.costs[0]
+        plain = self.costs[0]
+        won = (1 + MARGIN) * (accepted + 1) * plain - seconds
+        self._balance = min(self._balance + won, CREDIT * plain)
         for i in range(min(accepted + 1, count)):
             self._tried[i] = self._tried[i] * self._keep + 1
             self._held[i] = self._held[i] * self._keep + (i < accepted)

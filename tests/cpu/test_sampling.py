@@ -1,0 +1,82 @@
+"""Sampling: noise is keyed by (seed, position, token), filters and distribution are right."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from g4spec.errors import UsageError
+from g4spec.runtime.sampling import NotFinite, Sampler, gumbel, philox
+
+
+@pytest.mark.parametrize(
+    "counter,key,want",
+    [  # known answers of the Random123 library
+        ("00000000 00000000 00000000 00000000", "00000000 00000000",
+         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)  # fmt: skip
+def test_philox_known_answers(counter: str, key: str, want: str) -> None:
+    words = [[int(w, 16) for w in text.split()] for text in (counter, key, want)]
+    got = philox(np.array([words[0]], dtype=np.uint64), (words[1][0], words[1][1]))
+    assert got[0].tolist() == words[2]
+
+
+def test_noise_depends_on_seed_position_and_token_only() -> None:
+    assert torch.equal(gumbel(1, 5, 100), gumbel(1, 5, 1000)[:100])
+    assert not torch.equal(gumbel(1, 5, 100), gumbel(2, 5, 100))
+    assert not torch.equal(gumbel(1, 5, 100), gumbel(1, 6, 100))
+    assert torch.equal(gumbel(7, 2**40, 64), gumbel(7, 2**40, 64))
+    assert not torch.equal(gumbel(7, 2**40, 64), gumbel(7, 0, 64))
+
+
+def test_samples_follow_the_distribution() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -5.0])
+    sampler, n = Sampler(temperature=0.8, seed=11), 4000
+    counts = np.bincount([sampler.choose(logits, p) for p in range(n)], minlength=5) / n
+    want = (logits / 0.8).softmax(0).numpy()
+    assert np.abs(counts - want).max() < 4 * math.sqrt(0.25 / n)
+
+
+@pytest.mark.parametrize(
+    "kw,allowed",
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.6}, {0}),  # softmax: .64 .24 .09 .03
+        ({"top_p": 0.7}, {0, 1}),
+        ({"min_p": 0.2}, {0, 1}),
+        ({"top_k": 3, "min_p": 0.3}, {0, 1}),
+    ],
+)
+def test_filters_keep_the_right_tokens(kw: dict[str, float], allowed: set[int]) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    sampler = Sampler(temperature=3.0, seed=1, **kw)  # type: ignore[arg-type]
+    assert {sampler.choose(logits, p) for p in range(200)} == allowed
+
+
+def test_greedy_takes_the_lowest_id_on_a_tie() -> None:
+    assert Sampler().choose(torch.tensor([0.0, 3.0, 3.0, 1.0]), 0) == 1
+
+
+@pytest.mark.parametrize("bad", [[math.nan, 1.0], [-math.inf, -math.inf], [math.inf, 0.0]])
+def test_logits_without_a_largest_one_are_refused(bad: list[float]) -> None:
+    for sampler in (Sampler(), Sampler(temperature=1.0, top_k=1)):
+        with pytest.raises(NotFinite, match="not finite"):
+            sampler.choose(torch.tensor(bad), 0)
+
+
+@pytest.mark.parametrize(
+    "kw",
+    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0},
+     {"top_p": 1.1}, {"min_p": -0.1}, {"seed": -1}, {"seed": 2**64}],
+)  # fmt: skip
+def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="--"):
+        Sampler(**kw)  # type: ignore[arg-type]
