@@ -1,0 +1,52 @@
+# The one door: `make demo` and `make test` set everything up on a fresh machine.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+
+# Two pytest workers share the machine; torch must not start a thread per core in each.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test check bench-cpu clean
+
+help:
+	@echo "make demo       set up, then do the whole job on the bundled model family"
+	@echo "make test       set up, then linters, types, import layers and all tests"
+	@echo "make check      linters, types and import layers only"
+	@echo "make bench-cpu  the long comparisons (an hour); results go to benchmarks/results"
+	@echo "make clean      remove $(VENV)"
+
+demo: $(VENV)/.package
+	OMP_NUM_THREADS=$$($(BIN)/python -c 'import os; print(os.cpu_count() or 1)') $(BIN)/g4spec demo
+
+test: check
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+check: $(VENV)/.tests
+	$(BIN)/ruff check g4spec tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+bench-cpu: $(VENV)/.tests
+	@for script in benchmarks/cpu_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "g4spec needs Python 3.10 or newer; try: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: installing again happens only when what is to be installed changed.
+$(VENV)/.package: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing into $(VENV): minutes the first time'
+	@$(PIP) -e '.[report]'
+	@touch $@
+
+$(VENV)/.tests: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing into $(VENV): minutes the first time'
+	@$(PIP) -e '.[report,test,dev,oracle]'
+	@# Their own requirements name builds of torchvision and torchaudio that are not needed here.
+	@$(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	@touch $@ $(VENV)/.package
