@@ -49,6 +49,30 @@ MinP = Annotated[
     float, typer.Option("--min-p", help="Keep tokens this likely relative to the best; 0: all.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
+Prompt = Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt.")]
+PromptFile = Annotated[
+    Path | None, typer.Option("-f", "--file", help="Prompt from a file; - is stdin.")
+]
+TokensFile = Annotated[
+    Path | None,
+    typer.Option("--tokens-file", help="Prompt as token ids (see `tokenize`), taken as they are."),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        help="Put the prompt into the file's chat template. Off by default: a prompt then means "
+        "the same here as in other tools, and works with models that have no template."
+    ),
+]
+System = Annotated[str | None, typer.Option("--system", help="System message for --chat.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")]
+ShowDraft = Annotated[
+    bool, typer.Option("--show-draft", help="Mark drafted, accepted and corrected tokens.")
+]
 
 
 def draft_max(text: str) -> int | Literal["auto"]:

@@ -33,7 +33,7 @@ class Writer:
     """
 
     def __init__(self, out: Output, tokenizer: Tokenizer, stops: Sequence[str], show: bool) -> None:
-        self._out, self._tokenizer, self._stops, self._show = out, tokenizer, stops, show
+        self.out, self._tokenizer, self._stops, self._show = out, tokenizer, stops, show
         self._stream = tokenizer.stream()
         self._waiting: deque[tuple[str, str | None]] = deque()
         self._written = 0
@@ -54,23 +54,23 @@ class Writer:
         """Write what is left of `text`, which is now complete."""
         self._waiting.append((self._stream.finish(), None))
         self._write(len(text))
-        self._out.stream("\n")
+        self.out.stream("\n")
 
     def _write(self, end: int) -> None:
         """Write until `end` characters of text are out; rejected tokens are no part of it."""
         while self._waiting and (self._written < end or self._waiting[0][0] == ""):
             piece, style = self._waiting.popleft()
             if style == "struck":
-                self._out.mark(piece, style)
+                self.out.mark(piece, style)
                 continue
             now, later = piece[: end - self._written], piece[end - self._written :]
             if later:
                 self._waiting.appendleft((later, style))
             self._written += len(now)
             if style is None:
-                self._out.stream(now)
+                self.out.stream(now)
             else:
-                self._out.mark(now, style)
+                self.out.mark(now, style)
 
 
 def figures(stats: Stats) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from g4spec.cli import _inputs, _options
 from g4spec.cli._spoken import Writer, figures
@@ -14,6 +12,7 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
+    from g4spec.runtime.engine import Run
     from g4spec.runtime.tokenizer import Tokenizer
 
 
@@ -36,21 +35,11 @@ def _prompt(
 def command(
     model: _options.Model,
     draft: _options.DraftModel = None,
-    prompt: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("-f", "--file", help="Prompt from a file; - is stdin.")
-    ] = None,
-    tokens_file: Annotated[
-        Path | None, typer.Option(help="Prompt as token ids (see `tokenize`), taken as they are.")
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            help="Put the prompt into the file's chat template. Off by default: a prompt then "
-            "means the same here as in other tools, and works with models that have no template."
-        ),
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="System message for --chat.")] = None,
+    prompt: _options.Prompt = None,
+    file: _options.PromptFile = None,
+    tokens_file: _options.TokensFile = None,
+    chat: _options.Chat = False,
+    system: _options.System = None,
     ctx_size: _options.ContextSize = None,
     n_predict: _options.NPredict = 256,
     temp: _options.Temperature = 0.0,
@@ -60,15 +49,9 @@ def command(
     seed: _options.Seed = 0,
     draft_max: _options.DraftMax = "auto",
     draft_window: _options.DraftWindow = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="End before this text; may be repeated.")
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")
-    ] = False,
-    show_draft: Annotated[
-        bool, typer.Option("--show-draft", help="Mark drafted, accepted and corrected tokens.")
-    ] = False,
+    stop: _options.Stop = None,
+    ignore_eos: _options.IgnoreEos = False,
+    show_draft: _options.ShowDraft = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -77,10 +60,10 @@ def command(
         raise UsageError("give the prompt by exactly one of -p, --file and --tokens-file")
     if system is not None and not chat:
         raise UsageError("--system needs --chat")
-    out = Output(json, quiet)
     from g4spec.runtime.engine import Engine, Options
     from g4spec.runtime.sampling import Sampler
 
+    out = Output(json, quiet)
     options = Options(
         n_predict,
         Sampler(temp, top_k, top_p, min_p, seed),
@@ -91,15 +74,16 @@ def command(
     draft_file = _inputs.open_draft(draft, model, out)
     engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
     ids = _prompt(engine.tokenizer, prompt, file, tokens_file, chat, system)
-    run = engine.generate(ids, options)
-    writer = Writer(out, engine.tokenizer, options.stop, show_draft)
+    _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft))
+
+
+def _write(run: Run, writer: Writer) -> None:
+    out = writer.out
     for cycle in run:
+        writer.cycle(cycle, run.text)
         for note in run.notes:
             out.note(note)
-        writer.cycle(cycle, run.text)
     writer.finish(run.text)
     out.note(figures(run.stats))
-    out.result(
-        {"text": run.text, "ids": run.ids, "notes": run.notes, "prompt_ids": ids,
-         "stats": asdict(run.stats)}
-    )  # fmt: skip
+    stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
+    out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})

@@ -1,0 +1,137 @@
+"""What must stay true of the package's shape while everything else changes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from g4spec import cli, models
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "g4spec"
+FILES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(f.relative_to(ROOT)) for f in FILES]
+
+
+def python(code: str) -> str:
+    """Output of a fresh interpreter: this one has imported torch long ago."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def functions(file: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(file.read_text())
+    return [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+
+
+def test_imports_go_one_way() -> None:
+    from importlinter.cli import lint_imports
+
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_sizes(file: Path) -> None:
+    lines = len(file.read_text().splitlines())
+    # A command's file parses, calls and renders; rendering itself may be longer.
+    limit = 120 if file.parent.name == "cli" and file.name != "render.py" else 400
+    assert lines <= limit, f"{lines} lines, at most {limit}"
+    long = [f"{f.name}: {n}" for f in functions(file)
+            if (n := (f.end_lineno or 0) - f.lineno + 1) > 60]  # fmt: skip
+    assert not long, f"functions of more than 60 lines: {long}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_only_render_prints(file: Path) -> None:
+    if file == PACKAGE / "cli" / "render.py":
+        return
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called != "print", f"line {node.lineno}"
+            assert not re.fullmatch(
+                r"(sys\.(stdout|stderr)\.write|typer\.echo|click\.echo)", called
+            )
+
+
+@pytest.mark.parametrize("file", FILES, ids=NAMES)
+def test_no_blanket_except(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "everything"
+            last = node.body[-1]
+            cleanup = isinstance(last, ast.Raise) and last.exc is None  # tidies up and passes it on
+            blanket = caught in ("everything", "Exception", "BaseException")
+            assert cleanup or not blanket, f"line {node.lineno}"
+
+
+@pytest.mark.parametrize("package", ["convert", "gguf", "quant", "models", "errors", "cli"])
+def test_light_packages_do_not_import_torch(package: str) -> None:
+    python(
+        "import importlib, pkgutil, sys, g4spec\n"
+        f"m = importlib.import_module('g4spec.{package}')\n"
+        "for i in pkgutil.walk_packages(getattr(m, '__path__', []), m.__name__ + '.'):\n"
+        "    importlib.import_module(i.name)\n"
+        "assert 'torch' not in sys.modules"
+    )
+
+
+def nouns() -> set[str]:
+    """Words by which kinds of models are known."""
+    found = {arch for arch in models.kinds()} | {m.__name__.split(".")[-1]
+                                                 for m in models.kinds().values()}  # fmt: skip
+    return found | {"ngram", "eagle", "dspark"}
+
+
+VERBS = ["runtime/speculate.py", "runtime/sampling.py", "runtime/length.py", "runtime/kv.py"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_never_name_nouns(verb: str) -> None:
+    text = (PACKAGE / verb).read_text().lower()
+    assert [noun for noun in sorted(nouns()) if noun.lower() in text] == []
+
+
+def test_every_kind_is_documented() -> None:
+    for arch, module in {**models.targets(), **models.drafts()}.items():
+        assert module.__doc__ and module.TITLE, arch
+        assert len(module.__doc__.strip().splitlines()[0]) > 10, arch
+    documents = "\n".join(p.read_text() for p in [*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+    missing = [arch for arch in models.kinds() if arch not in documents]
+    assert missing == [], "not named in docs/ or README.md"
+
+
+def test_every_command_says_what_it_does() -> None:
+    for name in cli.names():
+        module = __import__(f"g4spec.cli.{name}", fromlist=["command"])
+        assert callable(module.command), name
+        assert module.command.__doc__, name
+
+
+def test_help_is_quick_and_light() -> None:
+    command = [sys.executable, "-m", "g4spec", "--help"]
+    times = []
+    for _ in range(5):  # the best of five: the machine may be busy with other tests
+        started = time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.3, times
+    assert all(name in done.stdout for name in cli.names())
+    loaded = python(
+        "import sys\nfrom g4spec.cli import run\nrun(['--help'])\n"
+        "sys.stderr.write('')\nsys.stdout.write('\\nLOADED ' + ' '.join(sys.modules))"
+    ).split("LOADED ")[1].split()  # fmt: skip
+    assert not {"torch", "numpy", "rich", "tokenizers", "jinja2"} & set(loaded)
+
+
+def test_ci_runs_the_same_door() -> None:
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
