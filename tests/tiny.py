@@ -7,29 +7,16 @@ same arguments write the same bytes. Only numpy is needed.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-VOCAB = 512
-SPECIALS = {
-    0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>",
-    48: "<|tool_call>", 49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>",
-    52: '<|"|>', 98: "<|think|>", 100: "<|channel>", 101: "<channel|>", 105: "<|turn>",
-    106: "<turn|>",
-}  # fmt: skip
-NEWLINE, FIRST_BYTE, FIRST_CHAR = 107, 108, 364
-TEXT = ("the quick brown fox jumps over the lazy dog and then the dog thinks that the other fox "
-        "is there in this or that thing for the and of to in is it that was with as his on be at "
-        "return self def function class import from not none true false")  # fmt: skip
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m['role'] == 'assistant' else "
-    "m['role'] }}\n{{ m['content'] | trim }}<turn|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
-)
+from tests.tiny_tokenizer import NEWLINE, SPECIALS, VOCAB, dump, tokenizer
 
+
+__all__ = ["NEWLINE", "SPECIALS", "VOCAB", "assistant", "save", "save_all", "speculators_dflash",
+           "target", "tokenizer", "zlab_dflash"]  # fmt: skip
 
 # ---- safetensors
 
@@ -72,10 +59,6 @@ def save_all(folder: Path, tensors: dict[str, tuple[np.ndarray, str]], shards: i
     dump(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
-def dump(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
 class Weights:
     """Collects seeded random tensors under a name prefix."""
 
@@ -91,72 +74,6 @@ class Weights:
 
     def put(self, name: str, x: np.ndarray, dtype: str | None = None) -> None:
         self.out[self.prefix + name] = (x, dtype or self.dtype)
-
-
-# ---- tokenizer
-
-
-def merges(count: int) -> list[list[str]]:
-    """The first `count` byte-pair merges of TEXT; ties go to the pair seen first."""
-    words = [["▁", *w] for w in TEXT.split()]
-    found: list[list[str]] = []
-    while len(found) < count:
-        pairs = Counter(p for w in words for p in zip(w, w[1:], strict=False))
-        if not pairs:
-            break
-        a, b = max(pairs, key=pairs.__getitem__)
-        found.append([a, b])
-        for w in words:
-            i = 0
-            while i < len(w) - 1:
-                if (w[i], w[i + 1]) == (a, b):
-                    w[i : i + 2] = [a + b]
-                i += 1
-    return found
-
-
-def tokenizer(folder: Path, tokens: int = VOCAB) -> None:
-    """A byte-fallback BPE tokenizer in Gemma's form with `tokens` (>= 512) entries."""
-    names = {i: f"<unused{i}>" for i in range(NEWLINE)} | SPECIALS | {NEWLINE: "\n"}
-    names |= {FIRST_BYTE + b: f"<0x{b:02X}>" for b in range(256)}
-    chars = ["▁", *(chr(c) for c in range(33, 127))]
-    names |= {FIRST_CHAR + i: c for i, c in enumerate(chars)}
-    pairs = merges(VOCAB - FIRST_CHAR - len(chars))
-    names |= {FIRST_CHAR + len(chars) + i: a + b for i, (a, b) in enumerate(pairs)}
-    names |= {i: f"<unused{i}>" for i in range(tokens) if i not in names}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    model = {
-        "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
-        "ignore_merges": False, "vocab": {names[i]: i for i in sorted(names)}, "merges": pairs,
-    }  # fmt: skip
-    dump(folder / "tokenizer.json", {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": i, "content": s, **flags, "special": True}
-                         for i, s in SPECIALS.items()],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "},
-                          "behavior": "MergedWithPrevious", "invert": False},
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": model,
-    })  # fmt: skip
-    dump(folder / "tokenizer_config.json", {
-        "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>",
-        "mask_token": "<mask>", "sot_token": "<|turn>", "eot_token": "<turn|>",
-        "soc_token": "<|channel>", "eoc_token": "<channel|>", "stc_token": "<|tool_call>",
-        "etc_token": "<tool_call|>", "std_token": "<|tool>", "etd_token": "<tool|>",
-        "str_token": "<|tool_response>", "etr_token": "<tool_response|>",
-        "escape_token": '<|"|>', "think_token": "<|think|>", "tokenizer_class": "GemmaTokenizer",
-        "padding_side": "left", "model_max_length": 10**30,
-    })  # fmt: skip
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    dump(folder / "generation_config.json", {
-        "bos_token_id": 2, "eos_token_id": [1, 106, 50], "pad_token_id": 0, "do_sample": True,
-        "temperature": 1.0, "top_k": 64, "top_p": 0.95,
-    })  # fmt: skip
 
 
 # ---- checkpoints
@@ -198,7 +115,9 @@ def _gemma_config(*, layers: int, hidden: int, inter: int, heads: int, kv: int, 
     return config
 
 
-def _gemma_layers(w: Weights, c: dict[str, Any], *, own_kv: bool, kv_full: int, hd_full: int) -> None:  # fmt: skip
+def _gemma_layers(
+    w: Weights, c: dict[str, Any], *, own_kv: bool, kv_full: int, hd_full: int
+) -> None:
     e, ff = c["hidden_size"], c["intermediate_size"]
     for i, kind in enumerate(c["layer_types"]):
         full, p = kind == "full_attention", f"layers.{i}."
