@@ -1,0 +1,74 @@
+"""Which draft length to use, from a sweep, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from g4spec.runtime.bench import ALL, Row
+
+NOISE = 0.02
+"""Differences in speed below this say nothing, even when the repeats agree better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Length by category, what `auto` reaches of the best fixed length, and both in words."""
+
+    lengths: dict[str, int]
+    auto: dict[str, float]
+    words: str
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def recommend(rows: Sequence[Row]) -> Recommendation:
+    """The fastest fixed length of each category.
+
+    Lengths whose speed-up lies within the spread of the fastest one's repeats, or within `NOISE`,
+    are ties; the smallest of them is taken, because it wastes the least.
+    """
+    by_category: dict[str, list[Row]] = {}
+    for row in rows:
+        by_category.setdefault(row.category, []).append(row)
+    if len(by_category) > 1:
+        by_category.pop(ALL, None)
+    lengths: dict[str, int] = {}
+    auto: dict[str, float] = {}
+    for category, mine in by_category.items():
+        fixed = [r for r in mine if r.length != "auto"]
+        best = max(fixed, key=lambda r: r.ratio)
+        enough = min(best.ratio_spread[0], best.ratio * (1 - NOISE))
+        lengths[category] = min(int(r.length) for r in fixed if r.ratio >= enough)
+        for row in mine:
+            if row.length == "auto" and best.ratio:
+                auto[category] = row.ratio / best.ratio
+    return Recommendation(lengths, auto, _words(lengths, auto, len(rows) > len(by_category)))
+
+
+def _words(lengths: dict[str, int], auto: dict[str, float], drafted: bool) -> str:
+    if not drafted:
+        return "Only plain decoding was measured."
+    groups: dict[int, list[str]] = {}
+    for category, length in lengths.items():
+        groups.setdefault(length, []).append(category)
+    parts = [
+        f"{length} for {_listed(names)}"
+        for length, names in sorted(groups.items(), key=lambda g: -len(g[1]))
+        if length
+    ]
+    text = f"Draft {', '.join(parts)}." if parts else ""
+    if 0 in groups:
+        text += f" No draft for {_listed(groups[0])}: it gains nothing there."
+    if auto:
+        mean = sum(auto.values()) / len(auto)
+        lowest = min(auto, key=lambda name: auto[name])
+        text += f" auto reaches {mean:.0%} of the best fixed length"
+        text += f" (lowest: {auto[lowest]:.0%}, {lowest})." if len(auto) > 1 else "."
+    return text.strip()
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
