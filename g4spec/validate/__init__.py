@@ -1,0 +1,113 @@
+"""Finds what makes a target or draft fail, above all what makes it fail silently.
+
+A rule (`rule.py`) is one function in `rules/`; `docs/rules.md` lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from g4spec.errors import InputError, UsageError
+from g4spec.validate.report import Report
+from g4spec.validate.rule import ERROR, Needs, Rule, all_rules
+from g4spec.validate.subject import Subject
+
+__all__ = ["Report", "all_rules", "validate"]
+
+
+def validate(
+    path: str | Path,
+    target: str | Path | None = None,
+    against: str | Path | None = None,
+    *,
+    only: Collection[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Examine a GGUF file of a target or draft.
+
+    Args:
+        target: the target GGUF that a draft is paired with.
+        against: the checkpoint folder the file was converted from, to compare every tensor.
+        only: ids of the rules to ask; all by default.
+        progress: called with bytes done and bytes in all while tensor data is read.
+
+    Returns a report, also for a file so broken that it cannot be opened. Raises InputError if the
+    file is missing or unreadable, or if the target is no valid target.
+    """
+    chosen = _chosen(only)
+    other = _open_target(Path(target)) if target is not None else None
+    subject = Subject(
+        Path(path),
+        target=other,
+        source=Path(against) if against is not None else None,
+        progress=progress,
+    )
+    report = Report(subject.path, subject.arch)
+    try:
+        _examine(subject, chosen, report)
+    finally:
+        subject.close()
+        if other is not None:
+            other.close()
+    return report
+
+
+def _chosen(only: Collection[str]) -> list[Rule]:
+    known = all_rules()
+    for name in only:
+        if name not in known:
+            raise UsageError("unknown rule", expected="an id from --list-rules", found=name)
+    return [r for r in known.values() if not only or r.id in only]
+
+
+def _open_target(path: Path) -> Subject:
+    target = Subject(path)
+    target.open()
+    target.configure()
+    if target.config is None:
+        raise InputError(f"{path} cannot serve as target",
+                         found=target.refusal or target.config_refusal or target.arch,
+                         fix=f"see g4spec validate {path}")  # fmt: skip
+    if not hasattr(target.config, "donor"):
+        raise InputError(f"{path} is no target", expected="a Gemma 4 target",
+                         found=f"architecture {target.arch}",
+                         fix="give the draft first and its target after --target")  # fmt: skip
+    return target
+
+
+def _examine(s: Subject, chosen: list[Rule], report: Report) -> None:
+    """Ask the rules in the order of what they need, opening the file a step further each time.
+
+    The next step is taken only from solid ground: data is not read through a broken header, nor a
+    configuration from keys of the wrong type.
+    """
+    ask = [r for r in chosen if not r.fallback and (not r.on or s.arch in r.on)]
+    if not any(list(r.check(s)) for r in _gate(Needs.HEADER, "GGUF")):
+        s.open()
+    if s.file is not None and not any(list(r.check(s)) for r in _gate(Needs.FILE, "KEY", "CEN")):
+        s.configure()
+    for r in ask:
+        _ask(s, r, report)
+    for r in chosen:
+        if r.fallback and report.ok:
+            _ask(s, r, report)
+    if s.source is not None and s.config is not None:
+        report.tensors = [c.json() for c in s.comparison.tensors]
+
+
+def _gate(needs: Needs, *families: str) -> list[Rule]:
+    """Rules that must hold before the next step is taken."""
+    return [r for r in all_rules().values()
+            if r.family in families and r.needs is needs and r.severity is ERROR
+            and not r.fallback]  # fmt: skip
+
+
+def _ask(s: Subject, r: Rule, report: Report) -> None:
+    reason = s.missing(r.needs)
+    if reason is not None:
+        report.skipped[r.id] = reason
+        return
+    report.checked.append(r.id)
+    for finding in r.check(s):
+        report.add(r, finding)

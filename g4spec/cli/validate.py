@@ -1,0 +1,67 @@
+"""`g4spec validate`: is this the right file, and will it run as it was trained?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import render
+
+
+def command(
+    path: Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option("--target", "-m", help="GGUF of the target that the draft is paired with."),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint folder it was converted from: compare every tensor."),
+    ] = None,
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(help="Ask only this rule; may be repeated."),
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
+    list_rules: Annotated[bool, typer.Option("--list-rules", help="Show all rules.")] = False,
+    json: render.Json = False,
+    quiet: render.Quiet = False,
+) -> None:
+    """Check a draft or target for everything that makes it fail, above all silently.
+
+    Exits 1 if there are errors. docs/rules.md explains each rule.
+    """
+    from g4spec import validate
+    from g4spec.errors import CheckFailed, UsageError
+    from g4spec.validate.rule import Severity
+
+    out = render.Output(json, quiet)
+    if list_rules:
+        _list(out)
+        return
+    if path is None:
+        raise UsageError("no file given", expected="g4spec validate FILE.gguf")
+    with out.progress("reading tensors") as progress:
+        report = validate.validate(path, target, against, only=rule or (), progress=progress)
+    report.show(out)
+    if report.tensors and not json:
+        worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
+        columns = ("tensor", "type", "largest error", "relative RMS")
+        rows = [(t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}")
+                for t in worst]  # fmt: skip
+        out.table("Largest errors against the source", columns, rows)
+    out.result(report.json())
+    if not report.ok or (strict and report.count(Severity.WARNING)):
+        raise CheckFailed(report.summary())
+
+
+def _list(out: render.Output) -> None:
+    from g4spec.validate import all_rules
+
+    rows = [(r.id, str(r.severity), ", ".join(r.on) or "all", r.title)
+            for r in all_rules().values()]  # fmt: skip
+    out.table("Rules", ("id", "severity", "applies to", "what must hold"), rows)
+    out.result({"rules": [dict(zip(("id", "severity", "on", "title"), row, strict=True))
+                          for row in rows]})  # fmt: skip

@@ -1,0 +1,217 @@
+"""A second, forgiving walk over a GGUF header.
+
+The strict reader stops at the first thing wrong; this one writes everything down, so that the
+container rules can say all that is wrong with a broken file, and where. It reads no tensor data.
+
+Source: ggml `docs/gguf.md` and `ggml/src/gguf.cpp`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from g4spec import quant
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import T
+
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 20
+MAX_STRINGS = 1 << 24  # of one array: 64 times Gemma's vocabulary
+MAX_NAME = 64  # ggml's limit, terminating zero included
+
+_SCALARS = {
+    T.U8: "<B", T.I8: "<b", T.U16: "<H", T.I16: "<h", T.U32: "<I", T.I32: "<i", T.F32: "<f",
+    T.BOOL: "<?", T.U64: "<Q", T.I64: "<q", T.F64: "<d",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One metadata key: its type, for arrays the item type and length, for scalars the value."""
+
+    name: str
+    type: T
+    item: T | None = None
+    count: int = 0
+    value: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor entry as written; `shape` in PyTorch order, `offset` into the data section."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+    @property
+    def format(self) -> quant.Format | None:
+        """None when ggml has no such type."""
+        try:
+            return quant.by_type(self.type)
+        except Unsupported:
+            return None
+
+    @property
+    def type_name(self) -> str:
+        return self.format.name.upper() if self.format is not None else f"type {self.type}"
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of data, or None when the type is unknown or the row does not divide."""
+        row = self.shape[-1] if self.shape else 1
+        if self.format is None or row % self.format.block:
+            return None
+        return self.format.nbytes(self.shape)
+
+
+@dataclass(slots=True)
+class Header:
+    """What the walk saw. `broken` says where it had to stop, and is None when it did not."""
+
+    size: int
+    magic: bytes = b""
+    version: int = 0
+    n_tensors: int = 0
+    n_keys: int = 0
+    keys: list[Key] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    end: int = 0
+    broken: str | None = None
+
+    def key(self, name: str) -> Key | None:
+        return next((k for k in self.keys if k.name == name), None)
+
+    def text(self, name: str) -> str | None:
+        key = self.key(name)
+        return key.value if key is not None and isinstance(key.value, str) else None
+
+    def number(self, name: str, default: int) -> int:
+        key = self.key(name)
+        return key.value if key is not None and isinstance(key.value, int) else default
+
+    @property
+    def alignment(self) -> int:
+        return self.number("general.alignment", 32)
+
+    @property
+    def data_start(self) -> int:
+        return self.pad(self.end)
+
+    def pad(self, n: int) -> int:
+        """`n` rounded up to the alignment; unchanged when the alignment makes no sense."""
+        a = self.alignment
+        return -(-n // a) * a if a > 0 else n
+
+
+class _Broken(Exception):
+    """The bytes ran out or cannot be what they are meant to be."""
+
+
+def read(path: Path) -> Header:
+    """Walk the header of `path`. Raises InputError only if the file cannot be read at all."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if not size:
+                return Header(0, broken="the file is empty")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                header = Header(size)
+                _Walk(data, header).run()
+                return header
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+class _Walk:
+    def __init__(self, data: mmap.mmap, header: Header) -> None:
+        self.data, self.h, self.at, self.what = data, header, 0, "magic"
+
+    def run(self) -> None:
+        h = self.h
+        try:
+            h.magic = self.bytes(4)
+            if h.magic != b"GGUF":
+                raise _Broken("the magic is wrong")
+            self.what = "version"
+            h.version = int(self.scalar("<I"))
+            self.what = "counts"
+            h.n_tensors, h.n_keys = int(self.scalar("<q")), int(self.scalar("<q"))
+            if not (0 <= h.n_tensors <= MAX_TENSORS and 0 <= h.n_keys <= MAX_KEYS):
+                raise _Broken(f"{h.n_tensors} tensors and {h.n_keys} keys cannot be")
+            for i in range(h.n_keys):
+                self.what = f"metadata key {i}"
+                h.keys.append(self.key())
+            for i in range(h.n_tensors):
+                self.what = f"tensor entry {i}"
+                h.tensors.append(self.tensor())
+        except _Broken as error:
+            h.broken = f"{self.what}, byte {self.at}: {error}"
+        h.end = self.at
+
+    def bytes(self, n: int) -> bytes:
+        if n > self.h.size - self.at:
+            raise _Broken("the file ends here")
+        self.at += n
+        return self.data[self.at - n : self.at]
+
+    def scalar(self, form: str) -> int | float | bool:
+        value: int | float | bool = struct.unpack(form, self.bytes(struct.calcsize(form)))[0]
+        return value
+
+    def string(self) -> str:
+        try:
+            return self.bytes(int(self.scalar("<Q"))).decode()
+        except UnicodeDecodeError as error:
+            raise _Broken("the text is not UTF-8") from error
+
+    def type(self) -> T:
+        number = int(self.scalar("<i"))
+        if number not in set(T):
+            raise _Broken(f"value type {number} does not exist")
+        return T(number)
+
+    def key(self) -> Key:
+        name = self.string()
+        self.what = f"metadata key {name!r:.80}"
+        kind = self.type()
+        if kind is T.STRING:
+            return Key(name, kind, value=self.string())
+        if kind is not T.ARRAY:
+            return Key(name, kind, value=self.scalar(_SCALARS[kind]))
+        item, count = self.type(), int(self.scalar("<Q"))
+        if item is T.ARRAY:
+            raise _Broken("arrays of arrays are not allowed")
+        if item is T.STRING:
+            self.skip_strings(count)
+        else:
+            self.skip(count * struct.calcsize(_SCALARS[item]))
+        return Key(name, kind, item, count)
+
+    def skip(self, n: int) -> None:
+        if n > self.h.size - self.at:
+            raise _Broken("the file ends here")
+        self.at += n
+
+    def skip_strings(self, count: int) -> None:
+        if count > MAX_STRINGS:
+            raise _Broken(f"an array of {count} strings cannot be")
+        length, data, at, size = struct.Struct("<Q").unpack_from, self.data, self.at, self.h.size
+        for _ in range(count):
+            if at + 8 > size:
+                raise _Broken("the file ends here")
+            at += 8 + length(data, at)[0]
+        self.skip(at - self.at)
+
+    def tensor(self) -> Tensor:
+        name = self.string()
+        self.what = f"tensor entry {name!r:.80}"
+        n_dims = int(self.scalar("<I"))
+        if n_dims > 4:
+            raise _Broken(f"{n_dims} dimensions, at most 4 are allowed")
+        shape = tuple(int(self.scalar("<q")) for _ in range(n_dims))[::-1]
+        return Tensor(name, shape, int(self.scalar("<i")), int(self.scalar("<Q")))

@@ -1,0 +1,95 @@
+"""What a validation found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from g4spec.validate.rule import Finding, Rule, Severity
+
+
+class Out(Protocol):
+    """The part of `cli.render.Output` that a report needs."""
+
+    def line(self, text: str = "", style: str | None = None) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rule and what it found."""
+
+    rule: Rule
+    finding: Finding
+
+    def json(self) -> dict[str, Any]:
+        f, r = self.finding, self.rule
+        return {"id": r.id, "severity": str(r.severity), "title": r.title, "where": f.where,
+                "expected": str(f.expected), "found": str(f.found), "fix": f.fix,
+                "why": " ".join(r.why.split())}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Report:
+    """Findings about one file.
+
+    Attributes:
+        failures: worst first, then by rule id.
+        checked: ids of the rules that were asked.
+        skipped: rule id -> why it could not be asked.
+        tensors: with a source, one row a tensor: name, type, largest and relative error.
+    """
+
+    path: Path
+    arch: str | None = None
+    failures: list[Failure] = field(default_factory=list)
+    checked: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    tensors: list[dict[str, Any]] = field(default_factory=list)
+
+    def count(self, severity: Severity) -> int:
+        return sum(f.rule.severity is severity for f in self.failures)
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [f.finding for f in self.failures]
+
+    @property
+    def ok(self) -> bool:
+        """No errors; warnings and notes may remain."""
+        return not self.count(Severity.ERROR)
+
+    def add(self, rule: Rule, finding: Finding) -> None:
+        self.failures.append(Failure(rule, finding))
+        self.failures.sort(key=lambda f: (f.rule.severity, f.rule.id))
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "architecture": self.arch,
+            "ok": self.ok,
+            "counts": {str(s): self.count(s) for s in Severity},
+            "findings": [f.json() for f in self.failures],
+            "checked": self.checked,
+            "skipped": self.skipped,
+            "tensors": self.tensors,
+        }
+
+    def summary(self) -> str:
+        """One line: what was checked and how it went."""
+        counts = [f"{self.count(s)} {s}{'s' * (self.count(s) != 1)}" for s in Severity]
+        return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}"
+
+    def show(self, out: Out) -> None:
+        """The findings as text, worst first."""
+        style = {Severity.ERROR: "bad", Severity.WARNING: "warn", Severity.NOTE: "dim"}
+        for failure in self.failures:
+            r, f = failure.rule, failure.finding
+            out.line(f"{r.severity} {r.id}: {r.title}", style[r.severity])
+            out.line(f"  {f.where}: expected {f.expected}, found {f.found}")
+            out.line(f"  to do: {f.fix}")
+        for reason in dict.fromkeys(self.skipped.values()):
+            n = sum(v == reason for v in self.skipped.values())
+            out.note(f"{n} rules not checked: {reason}")
+        out.line(self.summary(), "good" if self.ok else "bad")

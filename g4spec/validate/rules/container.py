@@ -1,0 +1,169 @@
+"""The GGUF container: what makes a file unreadable, or readable by one loader and not another.
+
+Source of the limits: ggml `src/gguf.cpp`, each tried against a build of llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from g4spec import models
+from g4spec.validate.header import MAX_NAME
+from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.subject import Subject
+
+HEADER = Needs.HEADER
+AGAIN = "download or convert the file again"
+
+DIALECTS = {
+    "gemma4_assistant": "AtomicChat's assistant",
+    "gemma4_mtp": "ik_llama.cpp's assistant",
+    "gemma4-dflash-draft": "lucebox's DFlash",
+    "dflash-draft": "an early DFlash",
+    "qwen35-dflash-draft": "lucebox's DFlash",
+}
+"""Architecture names of forks that hold the same models in another form."""
+
+
+@rule("G4-GGUF-001", ERROR, "the file begins with GGUF", needs=HEADER)
+def magic(s: Subject) -> Findings:
+    """A download that failed leaves a web page, a Git LFS pointer or an empty file under the
+    right name; servers that only looked at the name took it for another kind of model."""
+    if s.header.magic != b"GGUF":
+        found = s.header.magic.hex(" ") or "an empty file"
+        yield Finding("byte 0", "47 47 55 46 (GGUF)", found, AGAIN)
+
+
+@rule("G4-GGUF-002", ERROR, "the container version is 2 or 3", needs=HEADER)
+def version(s: Subject) -> Findings:
+    """Loaders refuse 0, 1 and unknown versions; a value in the high half is a big-endian file."""
+    if s.header.magic == b"GGUF" and s.header.version not in (2, 3):
+        yield Finding("byte 4", "2 or 3", s.header.version,
+                      "convert the model again with a current converter")  # fmt: skip
+
+
+@rule("G4-GGUF-003", ERROR, "the header is whole", needs=HEADER)
+def whole(s: Subject) -> Findings:
+    """An interrupted copy or a damaged length field ends the header in the middle; parsers
+    without bounds checks then read garbage sizes and allocate gigabytes."""
+    if s.header.broken and s.header.magic == b"GGUF":
+        yield Finding("header", "a complete header", s.header.broken, AGAIN)
+
+
+@rule("G4-GGUF-004", ERROR, "metadata keys are unique and not empty", needs=HEADER)
+def unique_keys(s: Subject) -> Findings:
+    """Rewriting tools append a corrected key and leave the old one; loaders refuse the file, or
+    use whichever they meet first."""
+    for name, n in Counter(k.name for k in s.header.keys).items():
+        if n > 1 or not name:
+            yield Finding(repr(name), "one key of each name", n, "write the file again")
+
+
+@rule("G4-GGUF-005", ERROR, "tensor names are unique and fit 63 bytes", needs=HEADER)
+def unique_tensors(s: Subject) -> Findings:
+    """A second tensor of the same name hides the first one."""
+    for name, n in Counter(t.name for t in s.header.tensors).items():
+        if n > 1 or not 0 < len(name.encode()) < MAX_NAME:
+            yield Finding(f"{name!r:.80}", "one short name a tensor", n, "write the file again")
+
+
+@rule("G4-GGUF-006", ERROR, "tensor types are ggml's", needs=HEADER)
+def known_types(s: Subject) -> Findings:
+    """Type numbers from 41 on mean different things in TurboQuant forks: 42 is Q2_0 upstream,
+    TQ3_0 in one fork, TURBO3_0 in another; the wrong guess decodes to noise."""
+    for t in s.header.tensors:
+        if t.format is None:
+            yield Finding(t.name, "a type of ggml", f"type {t.type}",
+                          "convert from the original checkpoint")  # fmt: skip
+
+
+@rule("G4-GGUF-007", ERROR, "shapes are possible and rows divide into blocks", needs=HEADER)
+def rows_divide(s: Subject) -> Findings:
+    """A row that does not divide shifts every following block by part of a row."""
+    for t in s.header.tensors:
+        if not t.shape or min(t.shape) <= 0:
+            yield Finding(t.name, "positive dimensions", t.shape, AGAIN)
+        elif t.format is not None and t.nbytes is None:
+            yield Finding(t.name, f"rows of a multiple of {t.format.block}", t.shape[-1],
+                          "store this tensor as F16")  # fmt: skip
+
+
+@rule("G4-GGUF-008", ERROR, "the alignment is a power of two", needs=HEADER)
+def alignment(s: Subject) -> Findings:
+    """Everything after the header is placed by it; 0 divides by zero."""
+    n = s.header.alignment
+    if n <= 0 or n & (n - 1):
+        yield Finding("general.alignment", "a power of two", n, "write the file again")
+
+
+@rule("G4-GGUF-009", ERROR, "tensors lie one after the other", needs=HEADER)
+def running_sum(s: Subject) -> Findings:
+    """A tool that dropped or swapped tensors and kept the old offsets makes a file that its own
+    reader accepts and ggml refuses; reading it without the check gives weights of other layers."""
+    expected = 0
+    for t in s.header.tensors:
+        if t.offset != expected:
+            yield Finding(t.name, f"offset {expected}", t.offset, "write the file again")
+            return
+        if t.nbytes is None:
+            return
+        expected += s.header.pad(t.nbytes)
+
+
+@rule("G4-GGUF-010", ERROR, "all tensor data is inside the file", needs=HEADER)
+def complete(s: Subject) -> Findings:
+    """A truncated download opens, and reads beyond its end, or as zeros on sparse disks."""
+    end = _data_end(s)
+    if end > s.header.size:
+        yield Finding("end of file", f"{end} bytes", f"{s.header.size} bytes", AGAIN)
+
+
+@rule("G4-GGUF-011", WARNING, "nothing follows the last tensor", needs=HEADER)
+def trailing(s: Subject) -> Findings:
+    """Loaders ignore what follows, so a file written over a longer one looks healthy."""
+    end = s.header.pad(_data_end(s))
+    if s.header.broken is None and s.header.tensors and s.header.size > end:
+        yield Finding("end of file", f"{end} bytes", f"{s.header.size} bytes",
+                      "write the file again if you did not append to it")  # fmt: skip
+
+
+@rule("G4-GGUF-012", ERROR, "there are tensors and metadata", needs=HEADER)
+def not_empty(s: Subject) -> Findings:
+    """Converters that matched no tensor name wrote a valid file with nothing in it and said
+    that they succeeded."""
+    h = s.header
+    if h.broken is None and not (h.tensors and h.keys):
+        yield Finding("header", "tensors and metadata",
+                      f"{len(h.tensors)} tensors, {len(h.keys)} keys", AGAIN)  # fmt: skip
+
+
+@rule("G4-GGUF-013", ERROR, "the file is not one part of several", needs=HEADER)
+def split(s: Subject) -> Findings:
+    """One part of a split model opens, and lacks most layers."""
+    parts = s.integer("split.count") or 1
+    if parts > 1:
+        yield Finding("split.count", 1, parts, "merge the parts with llama-gguf-split --merge")
+
+
+@rule("G4-GGUF-014", ERROR, "the reader opens the file", needs=HEADER, fallback=True)
+def opens(s: Subject) -> Findings:
+    """What the rules above do not name: whatever the reader refuses, the runtime cannot load."""
+    if s.refusal:
+        yield Finding("header", "a file that opens", s.refusal, AGAIN)
+
+
+@rule("G4-GGUF-015", ERROR, "the architecture is known", needs=HEADER)
+def architecture(s: Subject) -> Findings:
+    """Forks store the same drafts under other names, tensors and layer-id conventions
+    (`gemma4_mtp`, `gemma4-dflash-draft`); loading one as the other is silently wrong."""
+    if s.header.broken is None and s.kind is None:
+        dialect = DIALECTS.get(s.arch or "", "")
+        yield Finding("general.architecture", ", ".join(models.kinds()),
+                      f"{s.arch!r}" + (f" ({dialect})" if dialect else ""),
+                      "convert from the original checkpoint with g4spec convert")  # fmt: skip
+
+
+def _data_end(s: Subject) -> int:
+    """First byte after the last tensor, as far as offsets and sizes make sense."""
+    ends = [t.offset + t.nbytes for t in s.header.tensors if t.nbytes is not None]
+    return s.header.data_start + max(ends, default=0)

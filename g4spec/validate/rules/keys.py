@@ -1,0 +1,186 @@
+"""Metadata keys: there, of the exact type, one entry a layer.
+
+Upstream's loader compares the stored type with the one it wants and refuses any other width; the
+table is what it reads (llama.cpp `src/llama-model.cpp` and `src/models/*.cpp`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from g4spec import quant
+from g4spec.gguf import T
+from g4spec.validate.header import Key
+from g4spec.validate.rule import DFLASH, ERROR, GEMMA, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.subject import Subject
+
+FILE = Needs.FILE
+REWRITE = "convert again with g4spec convert, which writes the exact types"
+INTS = (T.I32, T.U32)
+FLAGS = (T.BOOL, *INTS)
+
+
+class Want(NamedTuple):
+    """Accepted scalar types and item types of arrays; `on`: where the key is required."""
+
+    scalar: tuple[T, ...] = ()
+    items: tuple[T, ...] = ()
+    on: tuple[str, ...] = ()
+
+
+ALL = ("gemma4", "dflash", "gemma4-assistant")
+KEYS = {
+    ".block_count": Want((T.U32,), on=ALL),
+    ".context_length": Want((T.U32,), on=ALL),
+    ".embedding_length": Want((T.U32,), on=ALL),
+    ".embedding_length_out": Want((T.U32,), on=("gemma4-assistant",)),
+    ".nextn_predict_layers": Want((T.U32,), on=("gemma4-assistant",)),
+    ".embedding_length_per_layer_input": Want((T.U32,), on=("gemma4",)),
+    ".feed_forward_length": Want((T.U32,), INTS, ALL),
+    ".attention.head_count": Want((T.U32,), INTS, ALL),
+    ".attention.head_count_kv": Want((T.U32,), INTS, ALL),
+    ".attention.key_length": Want((T.U32,), on=ALL),
+    ".attention.value_length": Want((T.U32,), on=ALL),
+    ".attention.key_length_swa": Want((T.U32,), on=GEMMA),
+    ".attention.value_length_swa": Want((T.U32,), on=GEMMA),
+    ".attention.layer_norm_rms_epsilon": Want((T.F32,), on=ALL),
+    ".attention.sliding_window": Want((T.U32,), on=GEMMA),
+    ".attention.sliding_window_pattern": Want((), FLAGS, GEMMA),
+    ".attention.shared_kv_layers": Want((T.U32,)),
+    ".attention.causal": Want((T.BOOL,)),
+    ".attention.scale": Want((T.F32,)),
+    ".rope.freq_base": Want((T.F32,)),
+    ".rope.freq_base_swa": Want((T.F32,)),
+    ".rope.dimension_count": Want((T.U32,)),
+    ".rope.dimension_count_swa": Want((T.U32,)),
+    ".final_logit_softcapping": Want((T.F32,)),
+    ".block_size": Want((T.U32,), on=DFLASH),
+    ".target_layers": Want((), INTS, DFLASH),
+    ".embedding_scale": Want((T.F32,)),
+    ".hidden_activation": Want((T.STRING,)),
+    "general.alignment": Want((T.U32,)),
+    "general.file_type": Want((T.U32,)),
+    "tokenizer.ggml.model": Want((T.STRING,), on=ALL),
+    "tokenizer.ggml.tokens": Want((), (T.STRING,), ALL),
+    "tokenizer.ggml.merges": Want((), (T.STRING,), ALL),
+    "tokenizer.ggml.scores": Want((), (T.F32,)),
+    "tokenizer.ggml.token_type": Want((), (T.I32,), ALL),
+    "tokenizer.ggml.bos_token_id": Want((T.U32,), on=ALL),
+    "tokenizer.ggml.eos_token_id": Want((T.U32,), on=ALL),
+    "tokenizer.ggml.eot_token_id": Want((T.U32,)),
+    "tokenizer.ggml.unknown_token_id": Want((T.U32,)),
+    "tokenizer.ggml.padding_token_id": Want((T.U32,)),
+    "tokenizer.ggml.mask_token_id": Want((T.U32,)),
+    "tokenizer.ggml.add_bos_token": Want((T.BOOL,)),
+    "tokenizer.ggml.add_space_prefix": Want((T.BOOL,)),
+    "tokenizer.chat_template": Want((T.STRING,)),
+}
+PER_LAYER = (".feed_forward_length", ".attention.head_count", ".attention.head_count_kv",
+             ".attention.sliding_window_pattern")  # fmt: skip
+POSITIVE = (".block_count", ".context_length", ".embedding_length", ".attention.key_length",
+            ".attention.layer_norm_rms_epsilon", ".rope.freq_base")  # fmt: skip
+
+
+@rule("G4-KEY-001", ERROR, "every key that a loader requires is there", needs=FILE)
+def required(s: Subject) -> Findings:
+    """Assistants converted before `nextn_predict_layers` existed load as models of 0 layers and
+    fail with "expected 49, got 3"; drafts of one fork carry no tokenizer at all."""
+    for key, want in KEYS.items():
+        if s.arch in want.on and not s.has(key):
+            yield Finding(s.name(key), _types(want), "nothing", REWRITE)
+
+
+@rule("G4-KEY-002", ERROR, "scalars and arrays have the type that upstream reads", needs=FILE)
+def types(s: Subject) -> Findings:
+    """A library that guesses types writes 16 as I32 or I64 where the loader wants U32, and a
+    scalar `sliding_window_pattern` where it wants an array: "key has wrong type"."""
+    for key, want in KEYS.items():
+        entry = s.keys.get(s.name(key))
+        if entry is not None and not _fits(entry, want):
+            found = f"array of {_name(entry.item)}" if entry.item is not None else _name(entry.type)
+            yield Finding(entry.name, _types(want), found, REWRITE)
+
+
+@rule("G4-KEY-003", ERROR, "per-layer arrays have one entry a layer", needs=FILE)
+def per_layer(s: Subject) -> Findings:
+    """An array cut from another size of the model gives the last layers the wrong head count."""
+    n = s.integer(".block_count")
+    for key in PER_LAYER:
+        found = s.count(key)
+        if found is not None and n is not None and found != n:
+            yield Finding(s.name(key), f"{n} entries", found, "use the values of this model")
+
+
+@rule("G4-KEY-004", ERROR, "sizes, epsilon and rotation base are positive", needs=FILE)
+def positive(s: Subject) -> Findings:
+    """Exports that lost `rope_theta` wrote 0; everything rotates by infinity."""
+    for key in POSITIVE:
+        value = s.number(key)
+        if value is not None and not value > 0:
+            yield Finding(s.name(key), "> 0", value, "take the value from the checkpoint")
+
+
+@rule("G4-KEY-005", ERROR, "keys and values have the same head size", needs=FILE)
+def same_head_size(s: Subject) -> Findings:
+    """Upstream refuses a Gemma 4 file in which they differ."""
+    for swa in ("", "_swa"):
+        key, value = (s.integer(f".attention.{x}_length{swa}") for x in ("key", "value"))
+        if key is not None and value is not None and key != value:
+            yield Finding(s.name(f".attention.value_length{swa}"), key, value, REWRITE)
+
+
+@rule("G4-KEY-006", ERROR, "query heads divide among key and value heads")
+def grouped(s: Subject) -> Findings:
+    """Heads are shared in groups: 0,0,1,1. One engine repeated them 0,1,0,1 and drafted noise;
+    a count that does not divide has no right answer at all."""
+    for spec in s.config.layers:
+        if spec.n_kv <= 0 or spec.n_head % spec.n_kv:
+            yield Finding(f"layer {spec.index}", f"a divisor of {spec.n_head}", spec.n_kv,
+                          "take head_count and head_count_kv from the checkpoint")  # fmt: skip
+
+
+@rule("G4-KEY-007", ERROR, "rotation covers the whole head", needs=FILE)
+def rotation(s: Subject) -> Findings:
+    """Gemma's partial rotation is in `rope_freqs`; a fork put 0.25 into the dimension count and
+    rotated other pairs, at a tenth less acceptance."""
+    for swa in ("", "_swa"):
+        size = s.integer(f".attention.key_length{swa}")
+        dims = s.integer(f".rope.dimension_count{swa}")
+        if size is not None and dims is not None and size != dims:
+            yield Finding(s.name(f".rope.dimension_count{swa}"), size, dims, REWRITE)
+
+
+@rule("G4-KEY-008", WARNING, "file_type names the type that most weights have", needs=FILE)
+def file_type(s: Subject) -> Findings:
+    """A requantized file that kept the old number is listed, and chosen, as what it is not."""
+    number = s.integer("general.file_type")
+    formats = [quant.get(name) for name in quant.names()]
+    said = next((f.name.upper() for f in formats if f.file_type == number), None)
+    sizes: dict[str, int] = {}
+    for t in s.header.tensors:
+        if len(t.shape) > 1:
+            sizes[t.type_name] = sizes.get(t.type_name, 0) + (t.nbytes or 0)
+    most = max(sizes, key=lambda name: sizes[name], default=None)
+    if said and most and said != most:
+        yield Finding("general.file_type", most, said, "quantize again with g4spec quantize")
+
+
+@rule("G4-KEY-009", ERROR, "the metadata describes a model that can be loaded", needs=FILE,
+      fallback=True)  # fmt: skip
+def describes(s: Subject) -> Findings:
+    """What the rules above do not name: whatever the model's own parser refuses."""
+    if s.config_refusal:
+        yield Finding("metadata", "a complete configuration", s.config_refusal, REWRITE)
+
+
+def _fits(entry: Key, want: Want) -> bool:
+    return entry.item in want.items if entry.type is T.ARRAY else entry.type in want.scalar
+
+
+def _name(kind: T | None) -> str:
+    return kind.name if kind is not None else "nothing"
+
+
+def _types(want: Want) -> str:
+    names = [_name(t) for t in want.scalar] + [f"array of {_name(t)}" for t in want.items]
+    return " or ".join(names)

@@ -1,0 +1,133 @@
+"""A draft beside its target (`--target`), and what the target itself must be."""
+
+from __future__ import annotations
+
+from g4spec.validate import recorded
+from g4spec.validate.rule import (
+    DFLASH,
+    DRAFTS,
+    ERROR,
+    NOTE,
+    TARGETS,
+    WARNING,
+    Finding,
+    Findings,
+    Needs,
+    rule,
+)
+from g4spec.validate.rules.vocabulary import TOKENS, special_ids
+from g4spec.validate.subject import Subject
+
+TARGET = Needs.TARGET
+OTHER = "use the target this draft was trained for"
+FROM_TARGET = "convert the draft again with --target and this target"
+MERGES = "tokenizer.ggml.merges"
+
+
+@rule("G4-PAIR-001", ERROR, "hidden sizes are equal", on=DFLASH, needs=TARGET)
+def hidden(s: Subject) -> Findings:
+    """A draft for another size of target: upstream aborts inside a matrix product."""
+    target = _target(s)
+    if s.config.n_embd != target.config.n_embd:
+        yield Finding("dflash.embedding_length", target.config.n_embd, s.config.n_embd, OTHER)
+
+
+@rule("G4-PAIR-002", ERROR, "vocabularies have the same size", on=DRAFTS, needs=TARGET)
+def size(s: Subject) -> Findings:
+    """Compared with the target at hand, not with Gemma's 262,144: models with pruned or extended
+    vocabularies are right when both agree."""
+    target = _target(s)
+    if s.config.n_vocab != target.config.n_vocab:
+        yield Finding("vocabulary", target.config.n_vocab, s.config.n_vocab, OTHER)
+
+
+@rule("G4-PAIR-003", ERROR, "both have the same tokens", on=DRAFTS, needs=TARGET)
+def tokens(s: Subject) -> Findings:
+    """Same size, other tokens: a fine-tune that reused unused entries, or a draft of another
+    family. Proposals are then other words than the draft meant."""
+    mine, its = s.strings(TOKENS) or [], _target(s).strings(TOKENS) or []
+    if len(mine) == len(its) and mine != its:
+        i = next(i for i, (a, b) in enumerate(zip(mine, its, strict=True)) if a != b)
+        yield Finding(f"{TOKENS}[{i}]", f"{its[i]!r:.40}", f"{mine[i]!r:.40}", FROM_TARGET)
+
+
+@rule("G4-PAIR-004", WARNING, "both have the same merges", on=DRAFTS, needs=TARGET)
+def merges(s: Subject) -> Findings:
+    """The target's tokenizer is the one that counts; another one in the draft shows that it was
+    made beside another revision."""
+    mine, its = s.strings(MERGES), _target(s).strings(MERGES)
+    if mine is not None and its is not None and mine != its:
+        yield Finding(MERGES, f"the target's {len(its)}", f"{len(mine)} others", FROM_TARGET)
+
+
+@rule("G4-PAIR-005", WARNING, "special tokens have the same ids", on=DRAFTS, needs=TARGET)
+def special(s: Subject) -> Findings:
+    """A draft that says another end-of-text id was converted beside another checkpoint."""
+    mine, its = special_ids(s), special_ids(_target(s))
+    for role in ("bos", "eos", "unknown", "padding"):
+        if role in mine and role in its and mine[role] != its[role]:
+            yield Finding(f"tokenizer.ggml.{role}_token_id", its[role], mine[role], FROM_TARGET)
+
+
+@rule("G4-PAIR-006", ERROR, "the target has the layers that were there at conversion", on=DRAFTS,
+      needs=TARGET)  # fmt: skip
+def depth(s: Subject) -> Findings:
+    """Two targets of the same width and another depth: layer ids then name other layers."""
+    recorded_depth, n = s.integer(recorded.TARGET_LAYERS), len(_target(s).config.layers)
+    if recorded_depth is not None and recorded_depth != n:
+        yield Finding("target layers", recorded_depth, n, OTHER)
+
+
+@rule("G4-PAIR-007", WARNING, "the target's tokenizer is the one of the conversion", on=DRAFTS,
+      needs=TARGET)  # fmt: skip
+def tokenizer(s: Subject) -> Findings:
+    """The draft was converted beside another revision of the target; merges or tokens changed
+    since."""
+    said, its = s.text(recorded.TARGET_TOKENIZER), _target(s)
+    if said:
+        found = recorded.tokenizer_digest(its.strings(TOKENS) or [], its.strings(MERGES) or [])
+        if found != said:
+            yield Finding(recorded.TARGET_TOKENIZER, f"{said:.12}", f"{found:.12}", FROM_TARGET)
+
+
+@rule("G4-PAIR-008", WARNING, "logits are capped alike", on=DFLASH, needs=TARGET)
+def softcap(s: Subject) -> Findings:
+    """A draft that borrows the target's head caps its logits as the target does; a missing cap
+    changes nothing at temperature 0 and costs acceptance above."""
+    target = _target(s)
+    if not s.config.own_head and s.config.softcap != target.config.softcap:
+        yield Finding("dflash.final_logit_softcapping", target.config.softcap, s.config.softcap,
+                      "take final_logit_softcapping from the draft's configuration")  # fmt: skip
+
+
+@rule("G4-PAIR-009", NOTE, "the draft was trained for the target's context", on=DRAFTS,
+      needs=TARGET)  # fmt: skip
+def context(s: Subject) -> Findings:
+    """Beyond its own context a draft proposes worse: one reported 10.7 accepted tokens at 32,768
+    and 1.2 at 65,536 (there a cache bug had its part)."""
+    mine, its = s.integer(".context_length"), _target(s).integer(".context_length")
+    if mine is not None and its is not None and mine < its:
+        yield Finding(s.name(".context_length"), f"{its} or more", mine,
+                      "expect fewer accepted tokens beyond it")  # fmt: skip
+
+
+@rule("G4-LAY-001", WARNING, "the last layer attends to everything", on=TARGETS)
+def last_full(s: Subject) -> Findings:
+    """Every Gemma 4 ends with a full layer, whatever its configuration says; a pattern that ends
+    otherwise is cut, or belongs to another size."""
+    if s.config.layers[-1].window is not None:
+        yield Finding("gemma4.attention.sliding_window_pattern", "false at the end", "true",
+                      "take layer_types from the checkpoint, with the last one full")  # fmt: skip
+
+
+@rule("G4-LAY-002", WARNING, "the target caps its logits", on=TARGETS)
+def capped(s: Subject) -> Findings:
+    """Gemma 4 caps at 30. Without it sampling above temperature 0 is sharper than trained."""
+    if s.config.softcap <= 0:
+        yield Finding("gemma4.final_logit_softcapping", "30", "nothing",
+                      "take final_logit_softcapping from the checkpoint")  # fmt: skip
+
+
+def _target(s: Subject) -> Subject:
+    assert s.target is not None
+    return s.target

@@ -1,0 +1,108 @@
+"""Layer ids: whose input the draft was trained to read.
+
+The most common silent failure of DFlash and EAGLE-3 drafts: an id that is off by one gives
+features of the neighbouring layer, correct text and poor acceptance. GGUF holds the index of the
+layer whose *input* is read. z-lab's configuration counts outputs (one less), speculators' inputs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from g4spec.validate.rule import DFLASH, ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.subject import Subject
+
+KEY = "dflash.target_layers"
+FILE = Needs.FILE
+
+
+class Published(NamedTuple):
+    """Layer inputs that a published draft reads, and the target's layer count."""
+
+    n_layer: int
+    ids: tuple[int, ...]
+    who: str
+
+
+PUBLISHED = (
+    Published(30, (2, 7, 12, 18, 23, 28), "z-lab, 26B-A4B"),
+    Published(48, (2, 11, 20, 28, 37, 46), "z-lab, 12B"),
+    Published(48, (6, 18, 30, 42, 47), "DeepSpec, 12B"),
+    Published(60, (2, 13, 24, 36, 47, 58), "z-lab, 31B"),
+    Published(60, (1, 17, 29, 47, 58), "speculators, 31B"),
+)
+
+
+def ids(s: Subject) -> list[int]:
+    found = s.numbers(".target_layers")
+    return [] if found is None else [int(i) for i in found]
+
+
+@rule("G4-TAP-001", ERROR, "fc has one input block for each layer id", on=DFLASH, needs=FILE)
+def width(s: Subject) -> Findings:
+    """A loader that took the target's depth (60) for the number of layer ids (6) sized fc for
+    another model; an empty list divided by zero."""
+    shape, hidden, n = s.shape("fc.weight"), s.integer(".embedding_length"), len(ids(s))
+    if shape and hidden and (n == 0 or shape != (hidden, n * hidden)):
+        yield Finding("fc.weight", f"[{hidden}, {n} x {hidden} = {n * hidden}]", list(shape),
+                      f"{KEY} must name {shape[-1] / hidden:g} layers")  # fmt: skip
+
+
+@rule("G4-TAP-002", ERROR, "layer ids are unique", on=DFLASH, needs=FILE)
+def unique(s: Subject) -> Findings:
+    """Upstream accepts a repeated id without a word; one block of fc then reads the wrong layer."""
+    found = ids(s)
+    if len(set(found)) != len(found):
+        yield Finding(KEY, "different layers", found, "take the ids from the checkpoint")
+
+
+@rule("G4-TAP-003", WARNING, "layer ids increase", on=DFLASH, needs=FILE)
+def increasing(s: Subject) -> Findings:
+    """The order of the ids is the order of fc's blocks. Every published draft counts upwards; a
+    set that went through a Python `set` does not."""
+    found = ids(s)
+    if found != sorted(found):
+        yield Finding(KEY, sorted(found), found, "keep the order of the checkpoint's configuration")
+
+
+@rule("G4-TAP-004", ERROR, "layer ids are inputs of target layers", on=DFLASH, needs=FILE)
+def in_range(s: Subject) -> Findings:
+    """0 is the embedding and no trained draft reads it: it is an id that was never shifted. An
+    id equal to the layer count is the last layer's output, which upstream cannot read and
+    transformers returns with the final norm applied."""
+    n = s.n_target_layers
+    for i in ids(s):
+        if i < 1 or (n is not None and i >= n):
+            top = f"1 to {n - 1}" if n is not None else "1 or more"
+            yield Finding(KEY, top, i, "count layer inputs: a z-lab id plus one, a speculators "
+                          "id as it is, and use the target this draft was trained for")  # fmt: skip
+
+
+@rule("G4-TAP-005", ERROR, "layer ids are not off by one", on=DFLASH, needs=FILE)
+def off_by_one(s: Subject) -> Findings:
+    """z-lab ids taken as they are (several engines and forks), or speculators ids shifted once
+    more (some forks): drafts load, text stays right, acceptance collapses."""
+    found = tuple(ids(s))
+    if any(found == p.ids for p in PUBLISHED):
+        return
+    for p in PUBLISHED:
+        if found == tuple(i - 1 for i in p.ids):
+            why = "these count layer outputs, as z-lab's configuration and lucebox do: add 1"
+        elif found == tuple(i + 1 for i in p.ids):
+            why = "these were shifted once too often: subtract 1"
+        else:
+            continue
+        yield Finding(KEY, f"{list(p.ids)} ({p.who})", list(found), why)
+
+
+@rule("G4-TAP-006", WARNING, "layer ids are those of a published draft", on=DFLASH, needs=FILE)
+def published(s: Subject) -> Findings:
+    """An engine that computed evenly spaced ids instead of reading them had the wrong ones for
+    both sizes of target, and drafts that were mostly rejected."""
+    found, n = tuple(ids(s)), s.n_target_layers
+    sets = [p for p in PUBLISHED if p.n_layer == n]
+    near = {tuple(i + d for i in p.ids) for p in PUBLISHED for d in (-1, 0, 1)}
+    if sets and found and found not in near:
+        known = "; ".join(f"{list(p.ids)} ({p.who})" for p in sets)
+        yield Finding(KEY, known, list(found), "compare with the checkpoint's configuration; "
+                      "ignore this if the draft was trained with these ids")  # fmt: skip

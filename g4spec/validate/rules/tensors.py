@@ -1,0 +1,73 @@
+"""The set of tensors: exactly those of the architecture, with its shapes and storage types."""
+
+from __future__ import annotations
+
+import re
+
+from g4spec.validate.rule import ERROR, Finding, Findings, rule
+from g4spec.validate.subject import Subject
+
+RECONVERT = "convert again from the original checkpoint"
+
+KNOWN_EXTRAS = (
+    (r"t2d", "drop it: it repeats what d2t says"),
+    (r"(mtp\.|mtp_)?(masked_embd_|centroids|token_ordering).*",
+     "the centroid head belongs into g4spec.assistant.* metadata; upstream crashes on the tensor"),
+    (r"blk\.\d+\.attn_[kv](_norm)?\.weight",
+     "an assistant has no keys and values of its own, it reads its target's"),
+    (r"output\.weight", "the head of this model is tied to token_embd.weight"),
+    (r"verifier_.*", "drop it: it is a copy of the target's tensor"),
+    (r"dflash[._].*", "the file is in a fork's dialect; convert from the original checkpoint"),
+    (r"(v|a|mm)\..*", "vision and audio belong into a separate mmproj file"),
+)  # fmt: skip
+"""Extra tensors that files in the wild carry, and what to do about each."""
+
+
+@rule("G4-TNS-001", ERROR, "no tensor is missing")
+def missing(s: Subject) -> Findings:
+    """Converters whose tensor list lacked an entry (TOKEN_EMBD and OUTPUT of DFlash drafts,
+    buffers such as `layer_scalar` that are no parameters) left the tensor out and went on."""
+    have = s.open_file.tensors
+    for spec in s.specs.values():
+        if spec.name not in have and not spec.optional:
+            yield Finding(spec.name, list(spec.shape), "nothing", RECONVERT)
+
+
+@rule("G4-TNS-002", ERROR, "there is no tensor that upstream does not know")
+def extra(s: Subject) -> Findings:
+    """Upstream refuses a file with a single tensor too many ("wrong number of tensors"); an
+    assistant's centroid tensors even crash it."""
+    for name in s.open_file.tensors:
+        if name not in s.specs:
+            fix = next((f for pattern, f in KNOWN_EXTRAS if re.fullmatch(pattern, name)), "drop it")
+            yield Finding(name, "no such tensor", list(s.shape(name) or ()), fix)
+
+
+@rule("G4-TNS-003", ERROR, "shapes are those of the configuration")
+def shapes(s: Subject) -> Findings:
+    """A loader that derives row strides from a size it never checks reads shifted rows: the
+    31B loader of one fork carried the 26B constants."""
+    for spec in s.specs.values():
+        found = s.shape(spec.name)
+        if found is not None and found != spec.shape and spec.name not in ("d2t", "fc.weight"):
+            yield Finding(spec.name, list(spec.shape), list(found),
+                          "use the configuration that belongs to these weights")  # fmt: skip
+
+
+@rule("G4-TNS-004", ERROR, "norms and scales are F32")
+def vectors(s: Subject) -> Findings:
+    """Kernels add norms in F32 and upstream aborts on F16 ones; a quantized norm costs accuracy
+    in every layer and saves nothing."""
+    for spec in s.specs.values():
+        found = s.type_name(spec.name)
+        if spec.role == "vector" and found not in (None, "F32"):
+            yield Finding(spec.name, "F32", found, "quantize again with g4spec quantize")
+
+
+@rule("G4-TNS-005", ERROR, "matrices hold numbers, not indices")
+def matrices(s: Subject) -> Findings:
+    """An integer type on a weight is a converter's cast gone wrong; it loads and computes 0."""
+    for spec in s.specs.values():
+        found = s.type_name(spec.name) or ""
+        if spec.role in ("matrix", "embed", "output") and re.fullmatch(r"I\d+|F64", found):
+            yield Finding(spec.name, "a float or quantized type", found, RECONVERT)

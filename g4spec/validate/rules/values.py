@@ -1,0 +1,89 @@
+"""The numbers in the tensors. One pass over the data (`scan.py`) answers all of these."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+
+from g4spec.validate.rule import ERROR, GEMMA, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.scan import FLOATS, SCALES
+from g4spec.validate.subject import Subject
+
+FILE = Needs.FILE
+RECONVERT = "convert again from the original checkpoint, and check that file's digest first"
+
+
+@rule("G4-VAL-001", ERROR, "no float is NaN or infinite", needs=FILE)
+def finite(s: Subject) -> Findings:
+    """argmax over NaN logits is token 0: an engine reported perfect acceptance because target
+    and draft both wrote token 0 forever."""
+    for name, stats in s.stats.items():
+        if stats.first_bad is not None and s.type_name(name) in FLOATS:
+            shape = s.shape(name) or (1,)
+            at = tuple(int(i) for i in np.unravel_index(stats.first_bad, shape))
+            yield Finding(name, "finite numbers", f"NaN or infinity at {list(at)}", RECONVERT)
+
+
+@rule("G4-VAL-002", ERROR, "no quantized block has a NaN or infinite scale", needs=FILE)
+def finite_scales(s: Subject) -> Findings:
+    """Weights above 8.3 million overflow the fp16 scale of a Q8_0 block; only a loader run with
+    its check option says so."""
+    for name, stats in s.stats.items():
+        if stats.first_bad is not None and s.type_name(name) in SCALES:
+            yield Finding(name, "finite scales", f"a bad scale in block {stats.first_bad}",
+                          "store this tensor as BF16")  # fmt: skip
+
+
+@rule("G4-VAL-003", ERROR, "no tensor is all zero", needs=FILE)
+def zero(s: Subject) -> Findings:
+    """A tensor that was allocated and never filled; a zero `layer_scalar` silences its layer."""
+    for name, stats in s.stats.items():
+        if stats.zero:
+            yield Finding(name, "numbers", "zero everywhere", RECONVERT)
+
+
+@rule("G4-VAL-004", ERROR, "no matrix is the same everywhere", needs=FILE)
+def constant(s: Subject) -> Findings:
+    """A fill value that was meant to be overwritten: torch.empty, ones from an initializer."""
+    for name, stats in s.stats.items():
+        if stats.constant and not stats.zero and len(s.shape(name) or ()) > 1:
+            yield Finding(name, "numbers that differ", "one value everywhere", RECONVERT)
+
+
+@rule("G4-VAL-005", WARNING, "no two matrices are identical", needs=FILE)
+def duplicates(s: Subject) -> Findings:
+    """A loop over layers that reads layer 0 each time converts without complaint."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name, stats in s.stats.items():
+        shape = s.shape(name) or ()
+        if len(shape) > 1 and not stats.constant:
+            groups.setdefault((s.type_name(name), shape, stats.sample), []).append(name)
+    for names in groups.values():
+        for a, b in combinations(names[:8], 2):
+            if np.array_equal(s.open_file.raw(a), s.open_file.raw(b)):
+                yield Finding(b, "a tensor of its own", f"a copy of {a}", RECONVERT)
+
+
+@rule("G4-VAL-006", WARNING, "no block's scale was lost to underflow", needs=FILE)
+def underflow(s: Subject) -> Findings:
+    """Values below about 1e-6 have a scale that fp16 rounds to zero: the block reads as zeros
+    while its codes are not."""
+    for name, stats in s.stats.items():
+        if stats.lost_blocks:
+            yield Finding(name, "scales above zero", f"{stats.lost_blocks} blocks lost",
+                          "store this tensor as BF16 if it matters")  # fmt: skip
+
+
+@rule("G4-VAL-007", ERROR, "rope_freqs rotates a quarter of each global head", on=GEMMA)
+def rope_freqs(s: Subject) -> Findings:
+    """Gemma's global layers rotate 64 of 256 pairs: divisors are ones, then 1e30. A draft that
+    rotated everything lost a tenth of its acceptance; a file without the tensor rotates all."""
+    if s.type_name("rope_freqs.weight") != "F32":
+        return
+    found = s.open_file.array("rope_freqs.weight").reshape(-1)
+    n = next((int(spec.rope_partial * spec.head_dim / 2) for spec in s.config.layers
+              if spec.window is None), 0)  # fmt: skip
+    if not ((found[:n] == 1).all() and (found[n:] >= 1e29).all()):
+        ones = int((found == 1).sum())
+        yield Finding("rope_freqs.weight", f"{n} ones, then 1e30", f"{ones} ones", RECONVERT)

@@ -1,0 +1,130 @@
+"""The tokenizer in the file, its special tokens and its template.
+
+Every draft carries its target's tokenizer: upstream loads no file without one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from g4spec.validate.rule import ERROR, TARGETS, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.subject import Subject
+
+FILE = Needs.FILE
+TOKENS = "tokenizer.ggml.tokens"
+SPECIAL = ("bos", "eos", "eot", "unknown", "padding", "mask")
+STOP_TEXTS = {1: "<eos>", 50: "<|tool_response>", 106: "<turn|>"}
+FROM_TARGET = "convert again with --target, which copies the target's tokenizer"
+
+
+def special_ids(s: Subject) -> dict[str, int]:
+    """Special token ids that the file names, by role."""
+    found = {role: s.integer(f"tokenizer.ggml.{role}_token_id") for role in SPECIAL}
+    return {role: i for role, i in found.items() if i is not None}
+
+
+@rule("G4-VOC-001", ERROR, "the tokenizer is Gemma 4's", needs=FILE)
+def model(s: Subject) -> Findings:
+    """A DFlash converter that took the Qwen path, because the draft's layers are Qwen's, failed
+    on the tokenizer or wrote one that splits differently; some wrote none."""
+    found = s.text("tokenizer.ggml.model")
+    if found != "gemma4":
+        yield Finding("tokenizer.ggml.model", "gemma4", found or "nothing", FROM_TARGET)
+
+
+@rule("G4-VOC-002", ERROR, "scores and types have one entry a token", needs=FILE)
+def lengths(s: Subject) -> Findings:
+    """Lists of different tokenizers: types then mark the wrong tokens as control."""
+    n = s.count(TOKENS)
+    for key in ("tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
+        found = s.count(key)
+        if n is not None and found is not None and found != n:
+            yield Finding(key, n, found, FROM_TARGET)
+
+
+@rule("G4-VOC-003", ERROR, "tokens are unique", needs=FILE)
+def unique(s: Subject) -> Findings:
+    """Two ids for one text: which one the tokenizer gives depends on the loader."""
+    tokens = s.strings(TOKENS) or []
+    if len(set(tokens)) != len(tokens):
+        text, n = Counter(tokens).most_common(1)[0]
+        yield Finding(TOKENS, "different tokens", f"{text!r:.40} {n} times", FROM_TARGET)
+
+
+@rule("G4-VOC-004", ERROR, "merges are pairs", needs=FILE)
+def merges(s: Subject) -> Findings:
+    """Without its merges a BPE tokenizer spells every word letter by letter, and the text that
+    comes out still looks like text."""
+    found = s.strings("tokenizer.ggml.merges")
+    if found is None:
+        return
+    if not found:
+        yield Finding("tokenizer.ggml.merges", "pairs", "none", FROM_TARGET)
+    bad = next((m for m in found if " " not in m[1:]), None)
+    if bad is not None:
+        yield Finding("tokenizer.ggml.merges", "left and right half", f"{bad!r:.40}", FROM_TARGET)
+
+
+@rule("G4-VOC-005", ERROR, "special token ids are tokens", needs=FILE)
+def in_range(s: Subject) -> Findings:
+    """An id beyond the vocabulary aborts upstream ("invalid token") at the first use."""
+    n = s.count(TOKENS)
+    for role, i in special_ids(s).items():
+        if n is not None and not 0 <= i < n:
+            yield Finding(f"tokenizer.ggml.{role}_token_id", f"0 to {n - 1}", i, FROM_TARGET)
+
+
+@rule("G4-VOC-006", WARNING, "a BOS is added to raw prompts", needs=FILE)
+def add_bos(s: Subject) -> Findings:
+    """Gemma without `<bos>` at position 0 writes degenerate text, and its draft proposes
+    nothing that is accepted. Instruction-tuned checkpoints say false, as their template adds it."""
+    if s.flag("tokenizer.ggml.add_bos_token") is not True:
+        yield Finding("tokenizer.ggml.add_bos_token", "true",
+                      s.flag("tokenizer.ggml.add_bos_token"),
+                      "set it to true; no prompt ever gets a second one")  # fmt: skip
+
+
+@rule("G4-VOC-007", WARNING, "the target has a chat template", on=TARGETS, needs=FILE)
+def template(s: Subject) -> Findings:
+    """Without one, chat prompts are guessed, and an instruction-tuned model answers badly."""
+    if not s.text("tokenizer.chat_template"):
+        yield Finding("tokenizer.chat_template", "a template", "nothing",
+                      "add the checkpoint's template if this is a chat model")  # fmt: skip
+
+
+@rule("G4-VOC-008", ERROR, "the token table has one row a token", needs=FILE)
+def table(s: Subject) -> Findings:
+    """A table padded to a round number, or of another size of model, gives rows to no token."""
+    shape, n = s.shape("token_embd.weight"), s.count(TOKENS)
+    if shape and n is not None and shape[0] != n:
+        yield Finding("token_embd.weight", f"{n} rows", shape[0], FROM_TARGET)
+
+
+@rule("G4-VOC-009", WARNING, "stop ids are Gemma's stop tokens", needs=FILE)
+def stops(s: Subject) -> Findings:
+    """Generation ends at `<eos>`, `<turn|>` and `<|tool_response>`, ids 1, 106 and 50. With
+    another tokenizer these ids are other tokens, and text ends in the middle."""
+    tokens = s.strings(TOKENS) or []
+    for i, text in STOP_TEXTS.items():
+        if tokens and (i >= len(tokens) or tokens[i] != text):
+            found = repr(tokens[i]) if i < len(tokens) else "nothing"
+            yield Finding(f"token {i}", text, found, "use a Gemma 4 tokenizer")
+
+
+@rule("G4-VOC-010", ERROR, "the end of a turn is not a line break", needs=FILE)
+def newline(s: Subject) -> Findings:
+    """A loader that found no end-of-turn id fell back to 107, which is a line break: answers
+    ended at their first paragraph, or never where 106 went unnoticed."""
+    tokens = s.strings(TOKENS) or []
+    for role in ("eos", "eot"):
+        i = special_ids(s).get(role)
+        if i is not None and 0 <= i < len(tokens) and not tokens[i].strip():
+            yield Finding(f"tokenizer.ggml.{role}_token_id", "1 or 106", f"{i}, a line break",
+                          "set it to 106 (<turn|>)")  # fmt: skip
+
+
+@rule("G4-VOC-011", ERROR, "no space is put before a prompt", needs=FILE)
+def space_prefix(s: Subject) -> Findings:
+    """Upstream's default for a missing key is false, a true one changes the first token."""
+    if s.flag("tokenizer.ggml.add_space_prefix"):
+        yield Finding("tokenizer.ggml.add_space_prefix", "false", "true", FROM_TARGET)

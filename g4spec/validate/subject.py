@@ -1,0 +1,190 @@
+"""The file under examination, as rules see it: accessors that answer None instead of raising,
+because what they read may be anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec import models
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF, T
+from g4spec.models.spec import TensorSpec
+from g4spec.validate import header, recorded, scan
+from g4spec.validate.rule import Needs
+
+if TYPE_CHECKING:
+    from g4spec.validate.compare import Comparison
+
+Progress = Callable[[int, int], None]
+
+
+class Subject:
+    """One GGUF file. `target` and `source` are what it is compared with, when given.
+
+    Attributes:
+        header: what a forgiving walk over the header saw.
+        file: the open file, or None when the strict reader refused it (`refusal` says why).
+        arch, kind: its architecture and the module that knows it, or None.
+        config: parsed configuration, or None when `config_refusal` says why not.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        target: Subject | None = None,
+        source: Path | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.path, self.target, self.source, self.progress = path, target, source, progress
+        self.header = header.read(path)
+        self.file: GGUF | None = None
+        self.refusal = self.config_refusal = ""
+        self.config: Any = None
+        self.arch = self.header.text("general.architecture")
+        self.kind: ModuleType | None = models.kinds().get(self.arch or "")
+
+    def open(self) -> None:
+        """Open the container with the strict reader."""
+        try:
+            self.file = GGUF(self.path)
+        except InputError as error:
+            self.refusal = str(error)
+
+    def configure(self) -> None:
+        """Parse the configuration of an open file of a known kind."""
+        if self.file is None or self.kind is None:
+            return
+        try:
+            self.config = self.kind.parse_gguf(self.file.kv, self.file.shapes())
+        except InputError as error:
+            self.config_refusal = str(error)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def missing(self, needs: Needs) -> str | None:
+        """Why a rule with these needs cannot be asked, or None when it can."""
+        if needs >= Needs.FILE and self.file is None:
+            return "the container is broken"
+        if needs >= Needs.CONFIG and self.config is None:
+            return "the metadata does not describe a known model"
+        if needs == Needs.TARGET and (self.target is None or self.target.config is None):
+            return "no target was given"
+        if needs == Needs.SOURCE and self.source is None:
+            return "no source was given"
+        return None
+
+    @property
+    def open_file(self) -> GGUF:
+        assert self.file is not None
+        return self.file
+
+    @property
+    def is_dflash(self) -> bool:
+        return self.arch == "dflash"
+
+    def name(self, key: str) -> str:
+        """A key; one that begins with a dot is put under the architecture."""
+        return f"{self.arch}{key}" if key.startswith(".") else key
+
+    def has(self, key: str) -> bool:
+        return self.name(key) in self.keys
+
+    @cached_property
+    def keys(self) -> Mapping[str, header.Key]:
+        """Metadata keys by name, as the header declares them."""
+        return {k.name: k for k in self.header.keys}
+
+    def number(self, key: str) -> int | float | None:
+        """A scalar number, or None."""
+        entry = self.keys.get(self.name(key))
+        value = entry.value if entry is not None else None
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+    def integer(self, key: str) -> int | None:
+        value = self.number(key)
+        return value if isinstance(value, int) else None
+
+    def flag(self, key: str) -> bool | None:
+        entry = self.keys.get(self.name(key))
+        return entry.value if entry is not None and isinstance(entry.value, bool) else None
+
+    def text(self, key: str) -> str | None:
+        entry = self.keys.get(self.name(key))
+        return entry.value if entry is not None and isinstance(entry.value, str) else None
+
+    def numbers(self, key: str) -> NDArray[Any] | None:
+        """An array of numbers or booleans, or None."""
+        entry = self.keys.get(self.name(key))
+        if entry is None or entry.type is not T.ARRAY or entry.item in (T.STRING, None):
+            return None
+        return np.asarray(self.open_file.numbers(entry.name))
+
+    def strings(self, key: str) -> list[str] | None:
+        """An array of strings, or None."""
+        entry = self.keys.get(self.name(key))
+        if entry is None or entry.item is not T.STRING:
+            return None
+        return list(self.open_file.kv[entry.name])
+
+    def count(self, key: str) -> int | None:
+        """Length of an array, or None."""
+        entry = self.keys.get(self.name(key))
+        return entry.count if entry is not None and entry.type is T.ARRAY else None
+
+    def shape(self, tensor: str) -> tuple[int, ...] | None:
+        info = self.open_file.tensors.get(tensor)
+        return info.shape if info is not None else None
+
+    def type_name(self, tensor: str) -> str | None:
+        entry = next((t for t in self.header.tensors if t.name == tensor), None)
+        return entry.type_name if entry is not None else None
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        """The tensors that a file of this configuration has."""
+        assert self.kind is not None
+        return {spec.name: spec for spec in self.kind.tensors(self.config)}
+
+    @cached_property
+    def d2t(self) -> NDArray[np.int64] | None:
+        """Draft row -> target id, if there is a usable one."""
+        if self.type_name("d2t") not in ("I64", "I32"):
+            return None
+        return np.asarray(self.open_file.array("d2t")).reshape(-1).astype(np.int64)
+
+    @cached_property
+    def n_vocab(self) -> int | None:
+        """Tokens the target knows: the target's own count, else the file's token list."""
+        if self.target is not None and self.target.config is not None:
+            return int(self.target.config.n_vocab)
+        return self.count("tokenizer.ggml.tokens")
+
+    @cached_property
+    def n_target_layers(self) -> int | None:
+        """Layers of the target: its own count, else what was recorded at conversion."""
+        if self.target is not None and self.target.config is not None:
+            return len(self.target.config.layers)
+        return self.integer(recorded.TARGET_LAYERS)
+
+    @cached_property
+    def stats(self) -> dict[str, scan.Stats]:
+        """One pass over the data of every tensor."""
+        return scan.scan(self.open_file, self.header, self.progress)
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        """Every tensor held against the source checkpoint."""
+        from g4spec.validate import compare
+
+        assert self.source is not None
+        return compare.compare(self)

@@ -1,0 +1,282 @@
+"""For each rule: a healthy file, and the one thing to break so that this rule must speak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from g4spec.gguf import T
+from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
+from g4spec.validate import recorded
+from tests.cpu.gguf_fixtures import N_DRAFT, Entry, File, H, V, array, d2t_ids, string, u32
+
+Break = Callable[[File, File], Any]
+"""Called with the file under examination and its target; changes them in place."""
+
+TOKENS, MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
+CAUSAL = "g4spec.dflash.layer_causal"
+
+
+def put(key: str, type: T, data: Any, item: T | None = None) -> Break:
+    return lambda f, t: f.set(key, type, data, item)
+
+
+def number(key: str, value: int) -> Break:
+    return put(key, T.U32, value)
+
+
+def drop(key: str) -> Break:
+    return lambda f, t: f.kv.pop(key)
+
+
+def attr(name: str, value: Any) -> Break:
+    return lambda f, t: setattr(f, name, value)
+
+
+def no_tensor(name: str) -> Break:
+    return lambda f, t: f.tensors.pop(name)
+
+
+def entry(name: str, attribute: str, value: Any) -> Break:
+    return lambda f, t: setattr(f.tensors[name], attribute, value)
+
+
+def taps(*ids: int) -> Break:
+    """Layer ids, and an fc of fitting width."""
+
+    def change(f: File, t: File) -> None:
+        f.set("dflash.target_layers", T.ARRAY, list(ids), T.I32)
+        f.set(recorded.TARGET_LAYERS, T.U32, 60)
+        shape = (H, len(ids) * H)
+        f.tensors["fc.weight"] = Entry(shape, 0, np.arange(H * shape[1], dtype="<f4").tobytes())
+
+    return change
+
+
+def map_(change: Callable[[np.ndarray], np.ndarray]) -> Break:
+    """A changed d2t."""
+
+    def apply(f: File, t: File) -> None:
+        values = change(f.tensors["d2t"].numbers("<i8"))
+        f.tensors["d2t"] = Entry(values.shape, 27, values.astype("<i8").tobytes())
+
+    return apply
+
+
+def cell(name: str, dtype: str, index: int, value: Any) -> Break:
+    """One number of a tensor's data, e.g. a scale of a Q8_0 block at an even byte."""
+
+    def change(f: File, t: File) -> None:
+        values = f.tensors[name].numbers(dtype)
+        values[index] = value
+        f.tensors[name].set(values)
+
+    return change
+
+
+def fill(name: str, dtype: str, value: float) -> Break:
+    def change(f: File, t: File) -> None:
+        values = f.tensors[name].numbers(dtype)
+        f.tensors[name].set(np.full_like(values, value))
+
+    return change
+
+
+def token(key: str, index: int, text: str) -> Break:
+    def change(f: File, t: File) -> None:
+        f.kv[key].data[index] = text
+
+    return change
+
+
+def both(*changes: Break) -> Break:
+    return lambda f, t: [change(f, t) for change in changes]
+
+
+def in_target(change: Break) -> Break:
+    """The same change, to the target."""
+    return lambda f, t: change(t, t)
+
+
+def ordering(change: Callable[[np.ndarray], np.ndarray]) -> Break:
+    def apply(f: File, t: File) -> None:
+        f.kv[ORDERING] = array(T.I32, change(np.array(f.kv[ORDERING].data)).tolist())
+
+    return apply
+
+
+def centroids(count: int, value: float = 1.0) -> Break:
+    return lambda f, t: f.set(CENTROIDS, T.ARRAY, [value] * count, T.F32)
+
+
+def replace(values: np.ndarray, index: int, value: int) -> np.ndarray:
+    values = values.copy()
+    values[index] = value
+    return values
+
+
+def copy_tensor(a: str, b: str) -> Break:
+    return lambda f, t: setattr(f.tensors[b], "data", f.tensors[a].data)
+
+
+def extra(name: str) -> Break:
+    return lambda f, t: f.extra_tensors.append((name, Entry((32,), 0, bytes(range(128)))))
+
+
+def repeated_key(f: File, t: File) -> None:
+    f.extra_keys.append(("general.architecture", string("dflash")))
+
+
+def repeated_tensor(f: File, t: File) -> None:
+    f.extra_tensors.append(("fc.weight", f.tensors["fc.weight"]))
+
+
+def no_tensors(f: File, t: File) -> None:
+    f.tensors.clear()
+
+
+def lost_scale(f: File, t: File) -> None:
+    """The scale of a Q8_0 block becomes zero, its codes stay."""
+    cell("fc.weight", "<u2", 0, 0)(f, t)
+
+
+GGUF: dict[str, tuple[str, Break]] = {
+    "G4-GGUF-001": ("zlab", attr("magic", b"<htm")),
+    "G4-GGUF-002": ("zlab", attr("version", 1)),
+    "G4-GGUF-003": ("zlab", attr("cut", 300)),
+    "G4-GGUF-004": ("zlab", repeated_key),
+    "G4-GGUF-005": ("zlab", repeated_tensor),
+    "G4-GGUF-006": ("zlab", entry("fc.weight", "type", 44)),
+    "G4-GGUF-007": ("zlab", entry("fc.weight", "shape", (64, 190))),
+    "G4-GGUF-008": ("zlab", number("general.alignment", 24)),
+    "G4-GGUF-009": ("zlab", entry("output_norm.weight", "offset", 0)),
+    "G4-GGUF-010": ("zlab", attr("cut", -64)),
+    "G4-GGUF-011": ("zlab", attr("tail", bytes(100))),
+    "G4-GGUF-012": ("zlab", no_tensors),
+    "G4-GGUF-013": ("zlab", put("split.count", T.U16, 2)),
+    "G4-GGUF-014": ("zlab", put("general.alignment", T.U64, 32)),
+    "G4-GGUF-015": ("zlab", put("general.architecture", T.STRING, "gemma4-dflash-draft")),
+}
+KEYS: dict[str, tuple[str, Break]] = {
+    "G4-KEY-001": ("assistant", drop("gemma4-assistant.nextn_predict_layers")),
+    "G4-KEY-002": ("zlab", put("dflash.block_size", T.I32, 4)),
+    "G4-KEY-003": ("target", put("gemma4.attention.head_count_kv", T.ARRAY, [2, 1], T.I32)),
+    "G4-KEY-004": ("zlab", put("dflash.rope.freq_base", T.F32, 0.0)),
+    "G4-KEY-005": ("zlab", number("dflash.attention.value_length", 32)),
+    "G4-KEY-006": ("zlab", number("dflash.attention.head_count_kv", 3)),
+    "G4-KEY-007": ("target", number("gemma4.rope.dimension_count", 8)),
+    "G4-KEY-008": ("zlab", number("general.file_type", 32)),
+    "G4-KEY-009": ("zlab", put(CAUSAL, T.STRING, "no array")),
+}
+TENSORS: dict[str, tuple[str, Break]] = {
+    "G4-TNS-001": ("zlab", no_tensor("blk.1.attn_v.weight")),
+    "G4-TNS-002": ("zlab", extra("t2d")),
+    "G4-TNS-003": ("zlab", entry("blk.0.attn_q.weight", "shape", (32, 128))),
+    "G4-TNS-004": ("zlab", lambda f, t: f.tensors.update(
+        {"output_norm.weight": Entry((H,), 1, np.ones(H, "<f2").tobytes())})),
+    "G4-TNS-005": ("assistant", entry("nextn.post_projection.weight", "type", 26)),
+    "G4-VAL-001": ("target", cell("token_embd.weight", "<u2", 70, 0x7FC0)),
+    "G4-VAL-002": ("zlab", cell("fc.weight", "<u2", 17, 0x7C00)),
+    "G4-VAL-003": ("target", fill("blk.3.layer_output_scale.weight", "<f4", 0)),
+    "G4-VAL-004": ("assistant", fill("nextn.pre_projection.weight", "<f4", 0.5)),
+    "G4-VAL-005": ("zlab", copy_tensor("blk.0.attn_q.weight", "blk.2.attn_q.weight")),
+    "G4-VAL-006": ("zlab", lost_scale),
+    "G4-VAL-007": ("target", fill("rope_freqs.weight", "<f4", 1)),
+}  # fmt: skip
+TAPS: dict[str, tuple[str, Break]] = {
+    "G4-TAP-001": ("zlab", put("dflash.target_layers", T.ARRAY, [2, 6], T.I32)),
+    "G4-TAP-002": ("zlab", taps(2, 6, 6)),
+    "G4-TAP-003": ("zlab", taps(6, 2, 10)),
+    "G4-TAP-004": ("zlab", taps(2, 6, 12)),
+    "G4-TAP-005": ("zlab", taps(1, 12, 23, 35, 46, 57)),
+    "G4-TAP-006": ("zlab", both(
+        taps(8, 17, 25, 34, 42, 51),
+        in_target(lambda f, t: None),
+    )),
+}  # fmt: skip
+D2T: dict[str, tuple[str, Break]] = {
+    "G4-D2T-001": ("speculators", lambda f, t: f.tensors.update(
+        d2t=Entry((N_DRAFT,), 26, d2t_ids().astype("<i4").tobytes()))),
+    "G4-D2T-002": ("speculators", map_(lambda d: d[:-1])),
+    "G4-D2T-003": ("speculators", map_(lambda d: d - np.arange(len(d)))),
+    "G4-D2T-004": ("speculators", map_(lambda d: replace(d, -1, V))),
+    "G4-D2T-005": ("speculators", map_(lambda d: replace(d, 5, d[4]))),
+    "G4-D2T-006": ("speculators", map_(lambda d: d[::-1])),
+    "G4-D2T-007": ("speculators", no_tensor("output.weight")),
+    "G4-D2T-008": ("speculators", no_tensor("d2t")),
+    "G4-D2T-009": ("speculators", map_(lambda d: replace(d, -1, d[-1] + 1))),
+    "G4-D2T-010": ("speculators", map_(lambda d: np.arange(len(d)) + 107)),
+    "G4-D2T-011": ("speculators", map_(lambda d: d + np.arange(len(d)))),
+}  # fmt: skip
+VOCABULARY: dict[str, tuple[str, Break]] = {
+    "G4-VOC-001": ("zlab", put("tokenizer.ggml.model", T.STRING, "gpt2")),
+    "G4-VOC-002": ("zlab", put("tokenizer.ggml.scores", T.ARRAY, [0.0] * 3, T.F32)),
+    "G4-VOC-003": ("zlab", token(TOKENS, 300, "w301")),
+    "G4-VOC-004": ("zlab", put(MERGES, T.ARRAY, ["ab"], T.STRING)),
+    "G4-VOC-005": ("zlab", number("tokenizer.ggml.eos_token_id", V)),
+    "G4-VOC-006": ("zlab", put("tokenizer.ggml.add_bos_token", T.BOOL, False)),
+    "G4-VOC-007": ("target", drop("tokenizer.chat_template")),
+    "G4-VOC-008": ("target", entry("token_embd.weight", "shape", (V * 2, H // 2))),
+    "G4-VOC-009": ("zlab", token(TOKENS, 106, "<end_of_turn>")),
+    "G4-VOC-010": ("target", number("tokenizer.ggml.eot_token_id", 107)),
+    "G4-VOC-011": ("zlab", put("tokenizer.ggml.add_space_prefix", T.BOOL, True)),
+    "G4-MASK-001": ("zlab", drop("tokenizer.ggml.mask_token_id")),
+    "G4-MASK-002": ("zlab", number("tokenizer.ggml.mask_token_id", 248070)),
+    "G4-MASK-003": ("zlab", number("tokenizer.ggml.mask_token_id", 5)),
+    "G4-MASK-004": ("zlab", number("tokenizer.ggml.mask_token_id", 106)),
+}
+BLOCK: dict[str, tuple[str, Break]] = {
+    "G4-BLK-001": ("zlab", number("dflash.block_size", 1)),
+    "G4-BLK-002": ("zlab", number("dflash.block_size", 32)),
+    "G4-BLK-003": ("zlab", drop("dflash.embedding_scale")),
+    "G4-BLK-004": ("zlab", put("dflash.embedding_scale", T.F32, 64.0)),
+    "G4-BLK-005": ("speculators", put("dflash.embedding_scale", T.F32, 8.0)),
+    "G4-BLK-006": ("zlab", put(CAUSAL, T.ARRAY, [True], T.BOOL)),
+    "G4-BLK-007": ("zlab", drop(CAUSAL)),
+    "G4-BLK-008": ("zlab", put(CAUSAL, T.ARRAY, [False, False, True], T.BOOL)),
+    "G4-BLK-009": ("zlab", put(CAUSAL, T.ARRAY, [True, True, False], T.BOOL)),
+    "G4-BLK-010": ("zlab", drop("dflash.attention.sliding_window_pattern")),
+    "G4-BLK-011": ("zlab", number("dflash.attention.sliding_window", 3)),
+    "G4-BLK-012": ("zlab", put("dflash.hidden_activation", T.STRING, "gelu")),
+}
+A = "gemma4-assistant."
+ASSISTANT: dict[str, tuple[str, Break]] = {
+    "G4-DON-001": ("assistant", number(A + "embedding_length_out", 128)),
+    "G4-DON-002": ("assistant", put(A + "attention.head_count_kv", T.ARRAY, [1, 1, 1, 2], T.I32)),
+    "G4-DON-003": ("assistant", number(A + "attention.sliding_window", 16)),
+    "G4-DON-004": ("assistant", put(A + "rope.freq_base", T.F32, 1e4)),
+    "G4-DON-005": ("assistant", number(A + "nextn_predict_layers", 3)),
+    "G4-DON-006": ("assistant", number(A + "embedding_length_out", 32)),
+    "G4-DON-007": ("assistant", number(A + "attention.shared_kv_layers", 0)),
+    "G4-CEN-001": ("assistant", drop(ORDERING)),
+    "G4-CEN-002": ("assistant", centroids(15 * 32)),
+    "G4-CEN-003": ("assistant", ordering(lambda o: o[:-1])),
+    "G4-CEN-004": ("assistant", ordering(lambda o: o // 32)),
+    "G4-CEN-005": ("assistant", ordering(lambda o: replace(o, 0, int(o[1])))),
+    "G4-CEN-006": ("assistant", centroids(16 * 32, float("nan"))),
+    "G4-CEN-007": ("assistant", number(TOP_K, 17)),
+}
+PAIRING: dict[str, tuple[str, Break]] = {
+    "G4-PAIR-001": ("zlab", number("dflash.embedding_length", 128)),
+    "G4-PAIR-002": ("zlab", both(put("dflash.vocab_size", T.U32, V - 1))),
+    "G4-PAIR-003": ("zlab", in_target(token(TOKENS, 400, "other"))),
+    "G4-PAIR-004": ("zlab", in_target(token(MERGES, 0, "w 3"))),
+    "G4-PAIR-005": ("zlab", number("tokenizer.ggml.eos_token_id", 106)),
+    "G4-PAIR-006": ("zlab", number(recorded.TARGET_LAYERS, 60)),
+    "G4-PAIR-007": ("zlab", put(recorded.TARGET_TOKENIZER, T.STRING, "0" * 64)),
+    "G4-PAIR-008": ("zlab", drop("dflash.final_logit_softcapping")),
+    "G4-PAIR-009": ("zlab", number("dflash.context_length", 2048)),
+    "G4-LAY-001": ("target", put("gemma4.attention.sliding_window_pattern", T.ARRAY,
+                                 [True] * 5 + [False] + [True] * 6, T.BOOL)),
+    "G4-LAY-002": ("target", drop("gemma4.final_logit_softcapping")),
+}  # fmt: skip
+
+BREAK = {**GGUF, **KEYS, **TENSORS, **TAPS, **D2T, **VOCABULARY, **BLOCK, **ASSISTANT, **PAIRING}
+"""Rule id -> kind of file (see `gguf_fixtures.KINDS`) and what to break."""
+
+ALONE = {"G4-TAP-006"}
+"""Rules whose failure is about a target of a size that no fixture has: no target is given."""
+
+assert u32  # re-exported for tests that break something of their own

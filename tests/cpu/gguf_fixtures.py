@@ -1,0 +1,229 @@
+"""Small healthy GGUF files, held as plain data so that a test can break one thing and write it.
+
+The serializer is independent of `g4spec.gguf.write`, which refuses most of what is to be written.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from g4spec import quant
+from g4spec.gguf import KV, T, Value, array, boolean, f32, string, u32
+from g4spec.models import assistant, dflash, gemma4
+from g4spec.models.spec import LayerSpec
+from g4spec.validate import recorded
+
+CODES = {T.U8: "B", T.I8: "b", T.U16: "H", T.I16: "h", T.U32: "I", T.I32: "i", T.F32: "f",
+         T.BOOL: "?", T.U64: "Q", T.I64: "q", T.F64: "d"}  # fmt: skip
+V, H, N_LAYER, N_DRAFT = 512, 64, 12, 96
+
+
+@dataclass
+class Entry:
+    """A tensor: PyTorch shape, ggml type number, bytes; `offset` None: where it belongs."""
+
+    shape: tuple[int, ...]
+    type: int
+    data: bytes
+    offset: int | None = None
+
+    def numbers(self, dtype: str) -> np.ndarray:
+        """The data as a writable array; hand it back to `set`."""
+        return np.frombuffer(self.data, dtype).copy()
+
+    def set(self, values: np.ndarray) -> None:
+        self.data = values.tobytes()
+
+
+@dataclass
+class File:
+    """A GGUF file as data; `extra_keys` and `extra_tensors` come after the others."""
+
+    kv: KV
+    tensors: dict[str, Entry]
+    magic: bytes = b"GGUF"
+    version: int = 3
+    extra_keys: list[tuple[str, Value]] = field(default_factory=list)
+    extra_tensors: list[tuple[str, Entry]] = field(default_factory=list)
+    cut: int | None = None
+    tail: bytes = b""
+
+    def bytes(self) -> bytes:
+        keys = [*self.kv.items(), *self.extra_keys]
+        tensors = [*self.tensors.items(), *self.extra_tensors]
+        out = self.magic + struct.pack("<Iqq", self.version, len(tensors), len(keys))
+        out += b"".join(_string(k) + _value(v) for k, v in keys)
+        body, at = b"", 0
+        for name, t in tensors:
+            out += _string(name) + struct.pack("<I", len(t.shape))
+            out += struct.pack(f"<{len(t.shape)}q", *reversed(t.shape))
+            out += struct.pack("<iQ", t.type, at if t.offset is None else t.offset)
+            body += t.data + bytes(-len(t.data) % 32)
+            at = len(body)
+        return (out + bytes(-len(out) % 32) + body)[: self.cut] + self.tail
+
+    def write(self, path: Path) -> Path:
+        path.write_bytes(self.bytes())
+        return path
+
+    def set(self, key: str, type: T, data: Any, item: T | None = None) -> None:
+        self.kv[key] = Value(type, data, item)
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _scalar(kind: T, value: Any) -> bytes:
+    return _string(value) if kind is T.STRING else struct.pack("<" + CODES[kind], value)
+
+
+def _value(v: Value) -> bytes:
+    if v.type is not T.ARRAY:
+        return struct.pack("<i", v.type) + _scalar(v.type, v.data)
+    assert v.item is not None
+    items = b"".join(_scalar(v.item, x) for x in v.data)
+    return struct.pack("<iiQ", v.type, v.item, len(v.data)) + items
+
+
+def tokenizer(n: int = V) -> KV:
+    """Gemma's special tokens at their ids, then invented words."""
+    tokens = [f"w{i}" for i in range(n)]
+    named = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 50: "<|tool_response>",
+             105: "<|turn>", 106: "<turn|>", 107: "\n"}  # fmt: skip
+    for i, text in named.items():
+        tokens[i] = text
+    return {
+        "tokenizer.ggml.model": string("gemma4"),
+        "tokenizer.ggml.tokens": array(T.STRING, tokens),
+        "tokenizer.ggml.scores": array(T.F32, [-1000.0] * n),
+        "tokenizer.ggml.token_type": array(T.I32, [3 if i in named else 1 for i in range(n)]),
+        "tokenizer.ggml.merges": array(T.STRING, ["w 1", "w 2"]),
+        "tokenizer.ggml.bos_token_id": u32(2),
+        "tokenizer.ggml.eos_token_id": u32(1),
+        "tokenizer.ggml.unknown_token_id": u32(3),
+        "tokenizer.ggml.padding_token_id": u32(0),
+        "tokenizer.ggml.mask_token_id": u32(4),
+        "tokenizer.ggml.add_bos_token": boolean(True),
+        "tokenizer.ggml.add_space_prefix": boolean(False),
+        "tokenizer.chat_template": string("{{ bos_token }}"),
+    }
+
+
+def _layers(
+    n: int, head_dim: tuple[int, int], n_kv: tuple[int, int], v_from_k: bool
+) -> tuple[LayerSpec, ...]:
+    """Gemma layers: five sliding, one full, and so on; the last one full."""
+    full = [i % 6 == 5 or i == n - 1 for i in range(n)]
+    return tuple(
+        LayerSpec(i, None if f else 8, 4, n_kv[f], head_dim[f], 96, 1e6 if f else 1e4,
+                  0.25 if f else 1.0, v_from_k and f)
+        for i, f in enumerate(full)
+    )  # fmt: skip
+
+
+def target_config() -> gemma4.Config:
+    return gemma4.Config(V, H, 4096, 1e-6, 30.0, _layers(N_LAYER, (16, 32), (2, 1), True))
+
+
+def zlab_config() -> dflash.Config:
+    layers = tuple(LayerSpec(i, w, 4, 2, 16, 96, 1e6, causal=w is not None)
+                   for i, w in enumerate((8, 8, None)))  # fmt: skip
+    return dflash.Config(
+        n_vocab=V, n_embd=H, n_ctx=4096, eps=1e-6, softcap=30.0, layers=layers,
+        target_layers=(2, 6, 10), block_size=4, mask_token=4, embed_scale=8.0, own_embed=False,
+        own_head=False, n_draft=None, window_from_anchor=False,
+    )  # fmt: skip
+
+
+def speculators_config() -> dflash.Config:
+    layers = tuple(LayerSpec(i, None, 4, 2, 16, 96, 1e4, causal=False) for i in range(2))
+    return dflash.Config(
+        n_vocab=V, n_embd=H, n_ctx=4096, eps=1e-6, softcap=0.0, layers=layers,
+        target_layers=(2, 6, 10), block_size=4, mask_token=4, embed_scale=1.0, own_embed=True,
+        own_head=True, n_draft=N_DRAFT, window_from_anchor=True,
+    )  # fmt: skip
+
+
+def assistant_config() -> assistant.Config:
+    layers = _layers(4, (16, 32), (2, 1), False)
+    body = gemma4.Config(V, 32, 4096, 1e-6, 0.0, layers, arch=assistant.ARCH)
+    return assistant.Config(body, backbone=H, n_centroids=16, centroid_top_k=4)
+
+
+def d2t_ids() -> np.ndarray:
+    """Ascending target ids with neighbours, stop tokens among them."""
+    ids = {1, 50, 106, *range(110, 110 + N_DRAFT // 2)}
+    ids |= set(range(200, 200 + 5 * N_DRAFT, 3))
+    return np.array(sorted(ids)[:N_DRAFT], np.int64)
+
+
+def _build(module: ModuleType, config: Any, matrix: str) -> File:
+    """A file of `config`; matrices in type `matrix`, the rest as the converter stores it."""
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for spec in module.tensors(config):
+        if spec.role == "index":
+            tensors[spec.name] = Entry(spec.shape, 27, d2t_ids().tobytes())
+            continue
+        x = rng.standard_normal(prod(spec.shape)).astype(np.float32).reshape(spec.shape)
+        if spec.make == "rope_freqs":
+            x = np.where(np.arange(spec.shape[0]) < 4, 1, 1e30).astype(np.float32)
+        form = quant.get("f32" if spec.role == "vector" else matrix)
+        tensors[spec.name] = Entry(spec.shape, form.type, form.quantize(x).tobytes())
+    kv: KV = {**module.metadata(config), **tokenizer()}
+    kv["general.file_type"] = u32(quant.get(matrix).file_type or 0)
+    return File(kv, tensors)
+
+
+def _recorded() -> KV:
+    lists = (tokenizer()["tokenizer.ggml.tokens"].data, tokenizer()["tokenizer.ggml.merges"].data)
+    return {
+        recorded.TARGET_LAYERS: u32(N_LAYER),
+        recorded.TARGET_TOKENIZER: string(recorded.tokenizer_digest(*lists)),
+    }
+
+
+def target() -> File:
+    return _build(gemma4, target_config(), "bf16")
+
+
+def zlab() -> File:
+    file = _build(dflash, zlab_config(), "q8_0")
+    file.kv |= _recorded()
+    return file
+
+
+def speculators() -> File:
+    file = _build(dflash, speculators_config(), "f16")
+    file.kv |= {**_recorded(), recorded.T2D: string(recorded.t2d_digest(d2t_ids(), V))}
+    return file
+
+
+def assistant_file() -> File:
+    config = assistant_config()
+    file = _build(assistant, config, "f32")
+    rng = np.random.default_rng(1)
+    file.kv[assistant.CENTROIDS] = array(T.F32, rng.standard_normal(16 * 32).tolist())
+    file.kv[assistant.ORDERING] = array(T.I32, rng.permutation(V).tolist())
+    file.kv |= {assistant.TOP_K: u32(4), **_recorded()}
+    return file
+
+
+KINDS = {
+    "target": target,
+    "zlab": zlab,
+    "speculators": speculators,
+    "assistant": assistant_file,
+}
+"""Name -> builder of a healthy file."""
+
+__all__ = ["KINDS", "N_DRAFT", "N_LAYER", "Entry", "File", "H", "V", "array", "boolean", "d2t_ids",
+           "f32", "string", "tokenizer", "u32"]  # fmt: skip
