@@ -88,9 +88,10 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         """Tokens of `text`; with `bos` they begin with one BOS, also if the text has its own."""
         try:
-            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+            text.encode()
         except UnicodeEncodeError as error:
             raise InputError("the text is not valid Unicode", found=error.reason) from None
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -172,7 +173,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def _read(kv: Mapping[str, Any], source: str) -> Tokenizer:
     model = kv.get(_KEY + "model")
     if model != "gemma4":
-        raise Unsupported(f"{source}: {_KEY}model", expected="gemma4", found=model,
+        raise Unsupported(f"{source}: {_KEY}model", expected="gemma4", found=model or "nothing",
                           fix="pass a Gemma 4 target")  # fmt: skip
     tokens, merges = (_list(kv, name, str, source) for name in ("tokens", "merges"))
     types = _list(kv, "token_type", int, source)
@@ -183,20 +184,24 @@ def _read(kv: Mapping[str, Any], source: str) -> Tokenizer:
         if kind == BYTE and not _BYTE.fullmatch(tokens[i]):
             raise InputError(f"{source}: byte token {i}", expected="<0x00> to <0xFF>",
                              found=repr(tokens[i]))  # fmt: skip
-    ids = {name: kv.get(f"{_KEY}{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
-    for name, value in ids.items():
-        if value is not None and not (isinstance(value, int) and 0 <= value < len(tokens)):
-            raise InputError(f"{source}: {_KEY}{name}_token_id",
-                             expected=f"0..{len(tokens) - 1}", found=value)  # fmt: skip
-    if ids["bos"] is None:
+    ids = {name: _id(kv, name, len(tokens), source) for name in ("bos", "eos", "eot", "eom")}
+    bos = ids.pop("bos")
+    if bos is None:
         raise InputError(f"{source}: {_KEY}bos_token_id is missing")
+    own = kv.get("g4spec.stop_ids", [])
+    if not isinstance(own, list) or not all(isinstance(i, int) for i in own):
+        raise InputError(f"{source}: g4spec.stop_ids", expected="a list of ids", found=own)
+    stops = [*own, *(i for i in ids.values() if i is not None)]
     template = kv.get("tokenizer.chat_template")
-    own = kv.get("g4spec.stop_ids")
-    stops = [*(own if isinstance(own, list) else []), *(ids[n] for n in ("eos", "eot", "eom"))]
-    return Tokenizer(
-        tokens, types, merges, bos=ids["bos"], stops=[i for i in stops if i is not None],
-        template=template if isinstance(template, str) else None, source=source,
-    )  # fmt: skip
+    template = template if isinstance(template, str) else None
+    return Tokenizer(tokens, types, merges, bos=bos, stops=stops, template=template, source=source)
+
+
+def _id(kv: Mapping[str, Any], name: str, n_vocab: int, source: str) -> int | None:
+    value = kv.get(f"{_KEY}{name}_token_id")
+    if value is None or (type(value) is int and 0 <= value < n_vocab):
+        return value
+    raise InputError(f"{source}: {_KEY}{name}_token_id", expected=f"0..{n_vocab - 1}", found=value)
 
 
 def _list(kv: Mapping[str, Any], name: str, kind: type, source: str) -> list[Any]:

@@ -1,0 +1,235 @@
+"""The tokenizer: the same ids as transformers, and text that comes back whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import GGUF, T, Value, array, boolean, string, u32, write
+from g4spec.runtime import template
+from g4spec.runtime.tokenizer import Tokenizer
+from tests import tokens as tiny
+
+SAMPLES = [
+    "", " ", "  hello  world ", "hello\nworld", "\n", "\n\n\n", "a\n\n\n\n\n\n\nb", "\r\n\t x",
+    "def f(x):\n    return x's 100\n\n", "日本語 é ü", "🙂🦙", "\u00a0\u2009\u3000", "▁hello ▁",
+    "<|turn>user\nhello<turn|>\n", "<|channel>thought\n<channel|>", '<|"|>x<|"|>', "<0x41>",
+    "<unk><pad>", "<|tool_call>a<tool_call|><|tool_response>", "<unused6>", "e\u0301 \u0000 \x7f",
+    "<|turn", "<<bos>>", "👩‍👩‍👧 مرحبا",
+]  # fmt: skip
+TEXT = st.text(max_size=60) | st.lists(st.sampled_from(SAMPLES), max_size=5).map("".join)
+
+
+def make(**kwargs: Any) -> Tokenizer:
+    tokens, types, merges = tiny.vocabulary()
+    return Tokenizer(tokens, types, merges, bos=2, template=tiny.TEMPLATE, **kwargs)
+
+
+TOKENIZER = make()
+
+
+@pytest.fixture(scope="module")
+def peer() -> Any:
+    transformers = pytest.importorskip("transformers")
+    tokens, _, merges = tiny.vocabulary()
+    special = [*tiny.NAMED.values(), *tiny.USER.values()]
+    return transformers.GemmaTokenizer(
+        vocab={t: i for i, t in enumerate(tokens)},
+        merges=[tuple(m.split(" ")) for m in merges],
+        extra_special_tokens=special,
+        add_bos_token=False,
+    )
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("text", SAMPLES)
+def test_same_ids_as_transformers(peer: Any, text: str) -> None:
+    assert TOKENIZER.encode(text, bos=False) == peer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.oracle
+@settings(max_examples=300, deadline=None)
+@given(text=TEXT)
+def test_same_ids_as_transformers_for_any_text(peer: Any, text: str) -> None:
+    assert TOKENIZER.encode(text, bos=False) == peer.encode(text, add_special_tokens=False)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TEXT)
+def test_text_comes_back(text: str) -> None:
+    # U+2581 stands for a space in tokens, so it comes back as one, as it does everywhere.
+    back = TOKENIZER.decode(TOKENIZER.encode(text, bos=False), special=True)
+    assert back == text.replace("▁", " ")
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXT, cuts=st.lists(st.integers(1, 4), max_size=30))
+def test_stream_equals_decode_and_never_shows_half_a_character(text: str, cuts: list[int]) -> None:
+    ids, stream, shown = TOKENIZER.encode(text), TOKENIZER.stream(special=True), ""
+    for n in [*cuts, len(ids)]:
+        part = stream.push(ids[:n])
+        ids = ids[n:]
+        shown += part
+        assert "\ufffd" not in part or "\ufffd" in text
+    assert shown + stream.finish() == "<bos>" * (not text.startswith("<bos>")) + text.replace(
+        "▁", " "
+    )
+
+
+def test_bytes_that_form_no_character() -> None:
+    tokens = tiny.vocabulary()[0]
+    first, second = tokens.index("<0xF0>"), tokens.index("<0x9F>")
+    stream = TOKENIZER.stream()
+    assert stream.push([first]) == "" and stream.push([second]) == ""
+    assert stream.finish() == "\ufffd"
+    assert TOKENIZER.decode([first, tokens.index("h")]) == "\ufffdh"
+
+
+def test_bos_exactly_once() -> None:
+    plain = TOKENIZER.encode("hello", bos=False)
+    assert TOKENIZER.encode("hello") == [2, *plain]
+    assert TOKENIZER.encode("<bos>hello") == [2, *plain]
+    assert TOKENIZER.encode("") == [2]
+    assert TOKENIZER.encode("", bos=False) == []
+
+
+@pytest.mark.parametrize("n", range(1, 12))
+def test_runs_of_newlines(n: int) -> None:
+    ids = TOKENIZER.encode("a" + "\n" * n + "b", bos=False)
+    assert all(set(tiny.vocabulary()[0][i]) == {"\n"} for i in ids[1:-1])
+    if n <= 4:
+        assert len(ids) == 3
+
+
+def test_control_tokens_are_not_shown_and_user_defined_are() -> None:
+    ids = TOKENIZER.encode("<|turn>a<|channel>b<turn|>")
+    assert TOKENIZER.decode(ids) == "a<|channel>b"
+    assert TOKENIZER.decode(ids, special=True) == "<bos><|turn>a<|channel>b<turn|>"
+
+
+def test_surrogates_are_refused() -> None:
+    with pytest.raises(InputError, match="not valid Unicode"):
+        TOKENIZER.encode("a\udc80")
+
+
+@pytest.mark.parametrize("token", [-1, 100_000])
+def test_ids_outside_the_vocabulary(token: int) -> None:
+    with pytest.raises(InputError, match="outside the vocabulary"):
+        TOKENIZER.decode([token])
+
+
+def test_stop_ids_are_a_union() -> None:
+    assert make(stops=[7]).stop_ids == {1, 50, 106, 7}
+    assert make(stops=[10**9]).stop_ids == {1, 50, 106}
+
+
+# ---- from a file
+
+
+def test_file_gives_the_same(tmp_path: Path) -> None:
+    with GGUF(tiny.vocabulary_file(tmp_path / "v.gguf", eot_token_id=u32(49))) as file:
+        read = Tokenizer.from_gguf(file)
+    assert [read.encode(s) for s in SAMPLES] == [TOKENIZER.encode(s) for s in SAMPLES]
+    assert read.stop_ids == {1, 49, 50, 106}
+    assert read.n_vocab == len(tiny.vocabulary()[0])
+
+
+BROKEN = {
+    "other model": ({"model": string("llama")}, "expected gemma4, found llama"),
+    "no model": ({"model": None}, "expected gemma4, found nothing"),
+    "no tokens": ({"tokens": None}, "tokens: expected a list of str, found nothing"),
+    "number tokens": ({"tokens": array(T.I32, [1, 2])}, "expected a list of str"),
+    "no merges": ({"merges": None}, "merges: expected a list of str"),
+    "no types": ({"token_type": None}, "token_type: expected a list of int"),
+    "short types": ({"token_type": array(T.I32, [1])}, "token_type: expected [0-9]+ entries"),
+    "scalar tokens": ({"tokens": string("abc")}, "expected a list of str"),
+    "no bos": ({"bos_token_id": None}, "bos_token_id is missing"),
+    "far bos": ({"bos_token_id": u32(10**6)}, "bos_token_id: expected 0"),
+    "negative eos": ({"eos_token_id": Value(T.I32, -1)}, "eos_token_id: expected 0"),
+    "boolean bos": ({"bos_token_id": boolean(True)}, "bos_token_id: expected 0"),
+    "merge without space": ({"merges": array(T.STRING, ["ab"])}, "merges, entry 0"),
+    "merge with two spaces": ({"merges": array(T.STRING, ["d e", "a b c"])}, "merges, entry 1"),
+    "merge of strangers": ({"merges": array(T.STRING, ["d e", "zz y"])}, "merges, entry 1"),
+    "merge into a stranger": ({"merges": array(T.STRING, ["d e", "z y"])}, "merges, entry 1"),
+    "byte type on a word": (
+        {"token_type": array(T.I32, [6] * len(tiny.vocabulary()[0]))},
+        "byte token 0: expected <0x00>",
+    ),
+    "same token twice": (
+        {"tokens": array(T.STRING, [*tiny.vocabulary()[0][:-1], "<bos>"])},
+        "'<bos>' twice",
+    ),
+}
+
+
+def test_stop_ids_of_another_kind(tmp_path: Path) -> None:
+    kv = {"g4spec.stop_ids": array(T.STRING, ["a"]), **tiny.keys()}
+    write(tmp_path / "v.gguf", kv, [])
+    with GGUF(tmp_path / "v.gguf") as file, pytest.raises(InputError, match="a list of ids"):
+        Tokenizer.from_gguf(file)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_malformed_metadata(name: str, tmp_path: Path) -> None:
+    changed, message = BROKEN[name]
+    with (
+        GGUF(tiny.vocabulary_file(tmp_path / "v.gguf", **changed)) as file,
+        pytest.raises(Unsupported if "model" in name else InputError, match=message),
+    ):
+        Tokenizer.from_gguf(file)
+
+
+# ---- chat
+
+
+def test_chat() -> None:
+    ids = TOKENIZER.chat([{"role": "user", "content": " hello "}], system="the")
+    assert ids.count(2) == 1 and ids[0] == 2
+    assert TOKENIZER.decode(ids, special=True) == (
+        "<bos><|turn>system\nthe<turn|>\n<|turn>user\nhello<turn|>\n<|turn>model\n"
+    )
+
+
+def test_chat_without_a_template() -> None:
+    tokens, types, merges = tiny.vocabulary()
+    with pytest.raises(InputError, match=r"no chat template.*--no-chat"):
+        Tokenizer(tokens, types, merges, bos=2).chat([{"role": "user", "content": "x"}])
+
+
+def render(text: str) -> str:
+    return template.render(text, [{"role": "user", "content": "<b>"}], bos="<bos>", eos="<eos>")
+
+
+def test_templates_get_what_they_expect() -> None:
+    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "<b>"}]'
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert (
+        render("{% for i in range(3) %}{% if i == 1 %}{% break %}{% endif %}x{% endfor %}") == "x"
+    )
+    assert render("{{ tools is none }} {{ eos_token }}") == "True <eos>"
+
+
+BAD_TEMPLATES = {
+    "syntax": "{% for %}",
+    "refusal": "{{ raise_exception('roles must alternate') }}",
+    "undefined": "{{ nothing.here }}",
+    "type": "{{ 1 + 'a' }}",
+    "division": "{{ 1 // 0 }}",
+    "escape from the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "change of its input": "{{ messages.append(1) }}",
+    "flood": "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+    "long loop": "{% for i in range(10 ** 9) %}{% endfor %}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "too long": "x" * (template.LONGEST_TEMPLATE + 1),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEMPLATES)
+def test_bad_templates_are_the_files_fault(name: str) -> None:
+    with pytest.raises(InputError, match="chat template"):
+        render(BAD_TEMPLATES[name])
