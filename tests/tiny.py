@@ -14,7 +14,6 @@ import numpy as np
 
 from tests.tiny_tokenizer import NEWLINE, SPECIALS, VOCAB, dump, tokenizer
 
-
 __all__ = ["NEWLINE", "SPECIALS", "VOCAB", "assistant", "save", "save_all", "speculators_dflash",
            "target", "tokenizer", "zlab_dflash"]  # fmt: skip
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
+from numpy.typing import NDArray
+
 
 class T(IntEnum):
     """Value types by their number in the file."""
@@ -58,6 +60,6 @@ def string(x: str) -> Value:
     return Value(T.STRING, x)
 
 
-def array(item: T, data: Sequence[Any]) -> Value:
+def array(item: T, data: Sequence[Any] | NDArray[Any]) -> Value:
     """`data` may be a numpy array for number types."""
     return Value(T.ARRAY, data, item)

@@ -154,6 +154,15 @@ def metadata(config: Config) -> KV:
     return kv
 
 
+def metadata_tensors(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Checkpoint tensor -> (metadata key, shape) of the centroid head; empty if dense."""
+    if not config.n_centroids:
+        return {}
+    shapes = ((config.n_centroids, config.n_embd), (config.n_vocab,))
+    return {name: (key, shape)
+            for (name, key), shape in zip(METADATA_TENSORS.items(), shapes, strict=True)}  # fmt: skip
+
+
 def tensors(config: Config) -> list[TensorSpec]:
     """Every tensor of the GGUF file, in order."""
     h, b = config.n_embd, config.backbone

@@ -31,7 +31,7 @@ ARCHITECTURES = ("Gemma4ForConditionalGeneration", "Gemma4ForCausalLM")
 DROPS = (
     Drop(r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
          "vision and audio are not part of a text GGUF"),
-    Drop(r"(model\.)?lm_head\.weight", "tied to the token table"),
+    Drop(r"(model\.)?lm_head\.weight", "tied to the token table", "embed_tokens.weight"),
 )  # fmt: skip
 
 

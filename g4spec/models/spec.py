@@ -57,6 +57,7 @@ class Drop:
 
     pattern: str  # regular expression matched against the whole stripped name
     reason: str
+    same_as: str | None = None  # stripped name of the tensor that it must repeat, byte for byte
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,193 @@
+"""The plan of a conversion: every source tensor and every tensor of the result, accounted for.
+
+A plan is made before anything is written. A source tensor without a rule, a missing one, and a
+shape that disagrees are all reported together in one error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from types import ModuleType
+from typing import Any, Literal
+
+from g4spec.convert.tensors import Stored, equal
+from g4spec.errors import InputError, Unsupported
+from g4spec.models.spec import Drop, TensorSpec
+from g4spec.quant import Format, policy
+
+MOST_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What happens to one tensor.
+
+    Attributes:
+        action: copy (maybe in another type), make (a value computed), metadata (kept as an array
+            in a key), drop.
+        source: name in the source, None for what is made. `name`: in the result, None if dropped.
+        shape: in the result (in the source, if dropped), PyTorch order.
+        type: in the result, e.g. "Q8_0"; empty if dropped. `note`: the reason, where there is one.
+        nbytes: size in the result.
+    """
+
+    action: Literal["copy", "make", "metadata", "drop"]
+    source: str | None
+    name: str | None
+    shape: tuple[int, ...]
+    type: str
+    note: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The rows in the order of the result, dropped tensors last."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors of the result."""
+        return sum(r.nbytes for r in self.rows)
+
+    def of(self, action: str) -> list[Row]:
+        """Rows of one action."""
+        return [r for r in self.rows if r.action == action]
+
+    def types(self) -> dict[str, int]:
+        """Type -> how many tensors of the result have it."""
+        kept = [r.type for r in self.rows if r.action in ("copy", "make")]
+        return {t: kept.count(t) for t in sorted(set(kept))}
+
+
+def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: Format,
+          n_tokens: int) -> Plan:  # fmt: skip
+    """The plan for a checkpoint of `kind`.
+
+    Args:
+        config: the kind's parsed configuration. `asked`: type for matrices.
+        n_tokens: entries of the tokenizer; token tables are cut to it.
+    """
+    return _Builder(kind, config, tensors, asked, n_tokens).build()
+
+
+class _Builder:
+    def __init__(self, kind: ModuleType, config: Any, tensors: Mapping[str, Stored],
+                 asked: Format, n_tokens: int) -> None:  # fmt: skip
+        self.kind, self.config, self.tensors, self.asked = kind, config, tensors, asked
+        self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[Row]()
+        self.names: dict[str, str] = {}
+        for name in tensors:
+            short = stripped(name, kind.PREFIXES)
+            if short in self.names:
+                self.problems.append(f"{name} and {self.names[short]} are the same tensor")
+            self.names[short] = name
+
+    def build(self) -> Plan:
+        if self.config.n_vocab < self.n_tokens:
+            raise InputError("the tokenizer has more entries than the token table has rows",
+                             expected=f"at most {self.config.n_vocab}", found=self.n_tokens,
+                             fix="use the tokenizer that belongs to this model")  # fmt: skip
+        left = dict(self.names)
+        for spec in self.kind.tensors(self.config):
+            left.pop(spec.source or "", None)
+            self._tensor(self._fitted(spec))
+        for short, (key, shape) in self._metadata().items():
+            left.pop(short, None)
+            self._array(short, key, shape)
+        for short, name in left.items():
+            self._rest(short, name)
+        if self.problems:
+            self._fail()
+        return Plan(tuple(self.rows))
+
+    def _metadata(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        rule = getattr(self.kind, "metadata_tensors", None)
+        return rule(self.config) if rule else {}
+
+    def _fitted(self, spec: TensorSpec) -> TensorSpec:
+        """Token tables have a row for each token of the tokenizer, not more (as upstream)."""
+        if spec.role in ("embed", "output") and spec.shape[0] == self.config.n_vocab:
+            return replace(spec, shape=(self.n_tokens, *spec.shape[1:]))
+        return spec
+
+    def _tensor(self, spec: TensorSpec) -> None:
+        form, note = policy.choose(spec.name, spec.shape, spec.role, self.asked)
+        size = form.nbytes(spec.shape, spec.name)
+        if spec.source is None:
+            self.rows.append(Row("make", None, spec.name, spec.shape, form.name.upper(),
+                                 f"{spec.make} from the configuration", size))  # fmt: skip
+            return
+        name = self.names.get(spec.source)
+        if name is None:
+            if not spec.optional:
+                self.problems.append(f"{spec.source} {list(spec.shape)} is missing")
+            return
+        rows, wanted = self._source_shape(spec)
+        if self._usable(name, wanted):
+            if rows:
+                note = f"first {self.n_tokens} of {rows} rows, as many as tokens; {note}".rstrip(
+                    "; "
+                )
+            action: Literal["copy", "make"] = "copy"
+            if spec.make:
+                action, note = "make", spec.make
+            self.rows.append(Row(action, name, spec.name, spec.shape, form.name.upper(), note,
+                                 size))  # fmt: skip
+
+    def _source_shape(self, spec: TensorSpec) -> tuple[int, tuple[int, ...]]:
+        """Rows of the source if they are cut (else 0), and the source's shape."""
+        cut = spec.role in ("embed", "output") and spec.shape[0] == self.n_tokens
+        rows = self.config.n_vocab if cut and self.n_tokens < self.config.n_vocab else 0
+        return rows, (rows or spec.shape[0], *spec.shape[1:]) if spec.shape else ()
+
+    def _usable(self, name: str, shape: Sequence[int]) -> bool:
+        tensor = self.tensors[name]
+        if tensor.shape != tuple(shape):
+            self.problems.append(f"{name}: expected {list(shape)}, found {list(tensor.shape)}")
+        elif tensor.format is None:
+            self.problems.append(f"{name}: type {tensor.dtype} cannot be read")
+        else:
+            return True
+        return False
+
+    def _array(self, short: str, key: str, shape: tuple[int, ...]) -> None:
+        name = self.names.get(short)
+        if name is None:
+            self.problems.append(f"{short} {list(shape)} is missing")
+        elif self._usable(name, shape):
+            integer = self.tensors[name].format.integer  # type: ignore[union-attr]
+            self.rows.append(Row("metadata", name, key, shape, "I32" if integer else "F32",
+                                 "upstream has no tensor for it", 4 * prod(shape)))  # fmt: skip
+
+    def _rest(self, short: str, name: str) -> None:
+        """A source tensor that nothing asked for: dropped for a reason, or a problem."""
+        drop = next((d for d in self.kind.DROPS if re.fullmatch(d.pattern, short)), None)
+        if drop is None:
+            self.problems.append(f"{name} {list(self.tensors[name].shape)}: no rule for it")
+            return
+        self._check_copy(name, drop)
+        self.rows.append(Row("drop", name, None, self.tensors[name].shape, "", drop.reason))
+
+    def _check_copy(self, name: str, drop: Drop) -> None:
+        original = self.names.get(drop.same_as or "")
+        if original and not equal(self.tensors[name], self.tensors[original]):
+            raise Unsupported(f"{name} differs from {original}; only tied tables are supported")
+
+    def _fail(self) -> None:
+        shown = self.problems[:MOST_PROBLEMS]
+        more = len(self.problems) - len(shown)
+        raise InputError(
+            f"the tensors do not fit a {self.kind.TITLE} of this configuration: "
+            + "; ".join(shown)
+            + (f"; and {more} more" if more else "")
+        )
+
+
+def stripped(name: str, prefixes: Sequence[str]) -> str:
+    """`name` without the first of `prefixes` that it starts with."""
+    return name.removeprefix(next((p for p in prefixes if name.startswith(p)), ""))

@@ -1,0 +1,91 @@
+"""Where a file came from, as `g4spec.*` keys, and the facts by which a pair is recognised."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from g4spec import __version__
+from g4spec.convert.sources import Folder
+from g4spec.gguf import GGUF, KV, string
+
+SOURCE = "g4spec.source"
+REVISION = "g4spec.source_revision"
+DIGEST = "g4spec.source_digest"
+T2D_DIGEST = "g4spec.t2d_digest"
+TARGET_DIGEST = "g4spec.target_digest"
+COMMAND = "g4spec.command"
+VERSIONS = "g4spec.versions"
+
+SAMPLES, SAMPLE_BYTES = 64, 4096
+SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+         "chat_template.jinja")  # fmt: skip
+_REVISION = re.compile(r"[0-9a-f]{40}")
+
+
+def keys(source: Folder, command: str, target_digest: str) -> KV:
+    """Provenance of a conversion."""
+    kv = {SOURCE: string(name(source.path))}
+    revision = source.path.resolve().name
+    if _REVISION.fullmatch(revision):
+        kv[REVISION] = string(revision)
+    kv[DIGEST] = string(digest(source))
+    kv[TARGET_DIGEST] = string(target_digest)
+    kv[COMMAND] = string(command)
+    kv[VERSIONS] = string(
+        f"g4spec {__version__}, numpy {np.__version__}, Python {platform.python_version()}"
+    )
+    return kv
+
+
+def name(path: Path) -> str:
+    """What a checkpoint is called: its folder, or its repository in a Hugging Face cache."""
+    path = path.resolve()
+    if _REVISION.fullmatch(path.name) and path.parent.name == "snapshots":
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.stem if path.is_file() else path.name
+
+
+def digest(source: Folder | GGUF) -> str:
+    """Fingerprint of a source's content, cheap enough to compute at every start.
+
+    sha256 over the small files in full and, of every tensor file, its size, its header and
+    64 samples of 4 KiB at even distances. Weights that were trained further differ in all samples.
+    """
+    sha = hashlib.sha256()
+    if isinstance(source, GGUF):
+        files = [(source.path, source.data_start)]
+    else:
+        for small in SMALL:
+            path = source.path / small
+            if path.is_file():
+                sha.update(small.encode() + b"\0" + path.read_bytes())
+        files = [(p, 8 + int.from_bytes(_slice(p, 0, 8), "little")) for p in source.files]
+    for path, head in files:
+        size = path.stat().st_size
+        sha.update(f"{path.name if len(files) > 1 else ''}\0{size}\0".encode())
+        sha.update(_slice(path, 0, head))
+        for i in range(SAMPLES):
+            sha.update(_slice(path, head + (size - head) * i // SAMPLES, SAMPLE_BYTES))
+    return "sampled-sha256:" + sha.hexdigest()
+
+
+def _slice(path: Path, start: int, count: int) -> bytes:
+    with open(path, "rb") as f:
+        f.seek(start)
+        return f.read(count)
+
+
+def pairing(tokens: Sequence[str], n_embd: int, n_layer: int) -> str:
+    """What must be the same in a draft and its target: vocabulary, hidden size and depth.
+
+    Quantizing a target does not change it.
+    """
+    sha = hashlib.sha256(f"{n_embd}\0{n_layer}\0{len(tokens)}".encode())
+    sha.update("\0".join(tokens).encode())
+    return "sha256:" + sha.hexdigest()

@@ -1,0 +1,249 @@
+"""Converting and quantizing: from a plan to a file."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g4spec import __version__, gguf, quant
+from g4spec.convert import make, provenance, sources
+from g4spec.convert import plan as planning
+from g4spec.convert import target as targets
+from g4spec.convert.plan import Plan, Row
+from g4spec.convert.sources import Folder, Found
+from g4spec.convert.target import Target
+from g4spec.convert.tensors import Stored, recode, workers
+from g4spec.errors import InputError, UsageError
+from g4spec.gguf import GGUF, KV, T, TensorData, array, string, u32
+from g4spec.gguf.writer import Progress
+from g4spec.quant import Format, policy
+
+QUANTIZATION_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a conversion did, or would do.
+
+    Attributes:
+        plan: every tensor. `notes`: what the user should know. `out`: the file.
+        seconds: it took. `nbytes`: size of the file, in a dry run of its tensors.
+        written: false after a dry run.
+    """
+
+    plan: Plan
+    notes: list[str]
+    out: Path
+    seconds: float
+    nbytes: int
+    written: bool
+
+
+def convert(source: Path, out: Path, *, target: Path | None = None, type: str = "q8_0",
+            dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
+    """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
+
+    Args:
+        source: a target's or a draft's checkpoint; a GGUF (alone or in a folder) is requantized.
+        target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
+            shapes come from it.
+        type: of matrices, one of `quant.names()`; vectors stay F32.
+        dry_run: make the plan only.
+
+    Raises:
+        InputError: before anything is written, whenever the plan does not work out.
+    """
+    start, asked = time.perf_counter(), quant.get(type)
+    source, out = Path(source), Path(out)
+    found = sources.detect(source)
+    if isinstance(found.source, GGUF):
+        with found.source:
+            note = f"{found.path} is a GGUF already; only its types are changed"
+            return _requantize(found.source, out, asked, dry_run, False, progress,
+                               [*found.notes, note])  # fmt: skip
+    folder = found.source
+    _refuse_same(out, [*folder.files, *([target] if target else [])])
+    pair = targets.of(found) if found.is_target else _target_of(found, target)
+    config = (found.kind.parse_hf(folder.checkpoint) if found.is_target
+              else found.kind.parse_hf(folder.checkpoint, pair.config))  # fmt: skip
+    plan = planning.build(found.kind, config, folder.tensors, asked, pair.n_tokens)
+    made = _made(plan, folder, config)
+    kv = _metadata(found, config, asked, pair, made, plan, out, target)
+    notes = [*found.notes, *pair.notes]
+    if dry_run:
+        return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
+    with workers() as pool:
+        rows = plan.of("copy") + plan.of("make")
+        order = {r.name: i for i, r in enumerate(plan.rows)}
+        rows.sort(key=lambda r: order[r.name])
+        data = [_data(r, folder.tensors, made, pool) for r in rows]
+        size = gguf.write(out, kv, data, progress)
+    return Result(plan, notes, out, time.perf_counter() - start, size, True)
+
+
+def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
+             dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
+    """Write a GGUF again with matrices in another type, all metadata kept.
+
+    A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
+    twice, or grows without gaining any.
+    """
+    with GGUF(source) as file:
+        return _requantize(file, Path(out), quant.get(type), dry_run, allow_requantize, progress,
+                           [])  # fmt: skip
+
+
+def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
+           progress: Progress | None = None) -> Path:  # fmt: skip
+    """The GGUF of a draft folder, converted now or found in `cache_dir`.
+
+    The name holds a digest of both contents, so a changed checkpoint is converted again.
+    """
+    found, pair = sources.detect(source), sources.detect(target)
+    if isinstance(found.source, GGUF):
+        found.source.close()
+        return found.path
+    parts = [__version__, type, provenance.digest(found.source), provenance.digest(pair.source)]
+    if isinstance(pair.source, GGUF):
+        pair.source.close()
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
+    if not out.is_file():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        convert(source, out, target=target, type=type, progress=progress)
+    return out
+
+
+def _target_of(found: Found, target: Path | None) -> Target:
+    if target is not None:
+        return targets.load(Path(target))
+    assert isinstance(found.source, Folder)
+    spec = found.source.config.get("speculators_config")
+    verifier = spec.get("verifier") if isinstance(spec, dict) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    raise UsageError(
+        f"{found.path} is a {found.kind.TITLE}; its conversion needs the target too, for the "
+        "tokenizer and to check the shapes",
+        fix=f"pass --target DIR or --target FILE.gguf{f' (made for {name})' if name else ''}",
+    )
+
+
+def _refuse_same(out: Path, inputs: list[Path]) -> None:
+    """Writing onto an input would destroy it while it is read."""
+    for path in inputs:
+        if out.exists() and path.exists() and out.samefile(path):
+            raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
+
+
+def _made(plan: Plan, folder: Folder, config: Any) -> dict[str, np.ndarray[Any, Any]]:
+    """Values of the rows that are computed: by tensor name, or metadata key."""
+    out: dict[str, np.ndarray[Any, Any]] = {}
+    t2d = next((t for n, t in folder.tensors.items() if n.split(".")[-1] == "t2d"), None)
+    for row in plan.rows:
+        if row.action == "metadata":
+            tensor = folder.tensors[row.source or ""]
+            out[row.name or ""] = make.integers(tensor) if row.type == "I32" else tensor.array()
+        elif row.action == "make" and row.source is None:
+            out[row.name or ""] = make.rope_freqs(config)
+        elif row.action == "make":
+            source = folder.tensors[row.source or ""]
+            out[row.name or ""] = make.absolute_d2t(source, t2d, config.n_vocab)
+    if t2d is not None:
+        out[provenance.T2D_DIGEST] = np.array(make.t2d_digest(t2d))
+    return out
+
+
+def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
+          pool: ThreadPoolExecutor) -> TensorData:  # fmt: skip
+    form = quant.get(row.type)
+    assert row.name is not None
+    if row.action == "make":
+        return TensorData(row.name, row.shape, form.type, [made[row.name]])
+    tensor = tensors[row.source or ""]
+    if tensor.shape != row.shape:
+        tensor = tensor.first_rows(row.shape[0])
+    return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool))
+
+
+def _metadata(found: Found, config: Any, asked: Format, pair: Target, made: Mapping[str, Any],
+              plan: Plan, out: Path, target: Path | None) -> KV:  # fmt: skip
+    """All keys of the file: general, the kind's own, tokenizer, provenance."""
+    folder = found.source
+    assert isinstance(folder, Folder)
+    own: KV = found.kind.metadata(config)
+    kv: KV = {
+        "general.architecture": own.pop("general.architecture"),
+        "general.type": string("model"),
+        "general.name": string(provenance.name(folder.path).split("/")[-1]),
+        "general.file_type": u32(asked.file_type or 0),
+        "general.quantization_version": u32(QUANTIZATION_VERSION),
+    }
+    # A draft's own keys come last: its mask token overrides the tokenizer's.
+    kv |= {k: v for k, v in own.items() if not k.startswith("tokenizer.")}
+    kv |= pair.tokenizer | {k: v for k, v in own.items() if k.startswith("tokenizer.")}
+    for row in plan.of("metadata"):
+        assert row.name is not None
+        kv[row.name] = array(T.I32 if row.type == "I32" else T.F32, made[row.name].reshape(-1))
+    if provenance.T2D_DIGEST in made:
+        kv[provenance.T2D_DIGEST] = string(str(made[provenance.T2D_DIGEST]))
+    with_target = f" --target {provenance.name(Path(target))}" if target else ""
+    command = f"g4spec convert {folder.path.name}{with_target} -o {out.name} --type {asked.name}"
+    return kv | provenance.keys(folder, command, pair.digest)
+
+
+def _requantize(file: GGUF, out: Path, asked: Format, dry_run: bool, allow: bool,
+                progress: Progress | None, notes: list[str]) -> Result:  # fmt: skip
+    start = time.perf_counter()
+    _refuse_same(out, [file.path])
+    rows = tuple(_requantized(file, name, asked, allow) for name in file.tensors)
+    plan = Plan(rows)
+    if dry_run:
+        return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
+    kv = {key: file.value(key) for key in file}
+    kv["general.file_type"] = u32(asked.file_type or 0)
+    kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
+    with ExitStack() as stack:
+        pool = stack.enter_context(workers())
+        stored = {name: _stored(file, name) for name in file.tensors}
+        data = [_data(r, stored, {}, pool) for r in rows]
+        size = gguf.write(out, kv, data, progress)
+    return Result(plan, notes, out, time.perf_counter() - start, size, True)
+
+
+def _requantized(file: GGUF, name: str, asked: Format, allow: bool) -> Row:
+    info = file.tensors[name]
+    form, note = info.format, ""
+    if not form.integer:
+        to, note = policy.choose(name, info.shape, "matrix", asked)
+        if form.quantized and to is not form:
+            if not allow:
+                raise InputError(
+                    f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
+                    fix="start from a BF16 file, or pass --allow-requantize",
+                )
+            if form.decode is None:
+                form.dequantize(file.raw(name))  # says that there is no code for it
+        form = to
+    return Row("copy", name, name, info.shape, form.name.upper(), note,
+               form.nbytes(info.shape, name))  # fmt: skip
+
+
+def _stored(file: GGUF, name: str) -> Stored:
+    info = file.tensors[name]
+    return Stored(name, info.shape, info.format.name.upper(), info.format, file.raw(name))
+
+
+def tensors_of(found: Found) -> Iterator[Stored]:
+    """Every tensor of a source, for inspection."""
+    if isinstance(found.source, GGUF):
+        yield from (_stored(found.source, name) for name in found.source.tensors)
+    else:
+        yield from found.source.tensors.values()

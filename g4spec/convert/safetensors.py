@@ -1,0 +1,167 @@
+"""Reads safetensors files and folders of them: headers checked, tensors mapped, nothing loaded.
+
+Source: safetensors format description; Hugging Face sharding by `model.safetensors.index.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g4spec import quant
+from g4spec.convert.tensors import Stored
+from g4spec.errors import InputError
+
+MAX_HEADER = 100 << 20
+DTYPES = {
+    "F64": ("f64", 8), "F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2),
+    "I64": ("i64", 8), "I32": ("i32", 4), "I16": ("i16", 2), "I8": ("i8", 1),
+    "U64": (None, 8), "U32": (None, 4), "U16": (None, 2), "U8": (None, 1), "BOOL": (None, 1),
+    "F8_E4M3": (None, 1), "F8_E5M2": (None, 1),
+}  # fmt: skip
+"""safetensors type -> (quant type that reads it, bytes of one value)."""
+
+
+def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
+    """A JSON object from a file; InputError says what is wrong with it."""
+    try:
+        value = parse_json(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file", expected=what) from None
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror}") from e
+    return value
+
+
+def parse_json(raw: bytes, where: str) -> dict[str, Any]:
+    """A JSON object without repeated keys."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        got = dict(pairs)
+        if len(got) != len(pairs):
+            names = [k for k, _ in pairs]
+            twice = next(k for k in names if names.count(k) > 1)
+            raise InputError(f"{where}: {twice!r} stands there twice")
+        return got
+
+    try:
+        value = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise InputError(f"{where}: not valid JSON ({e})") from e
+    if not isinstance(value, dict):
+        raise InputError(where, expected="a JSON object", found=type(value).__name__)
+    return value
+
+
+def files(folder: Path) -> list[Path]:
+    """The safetensors files that make up a folder's checkpoint, validated against its index."""
+    found = sorted(folder.glob("*.safetensors"))
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indexes) > 1:
+        raise InputError(f"{folder}: several indexes", found=[p.name for p in indexes])
+    if not indexes:
+        if len(found) > 1:
+            raise InputError(
+                f"{folder}: several safetensors files but no index",
+                expected="model.safetensors.index.json",
+                found=[p.name for p in found][:8],
+                fix="download the index too, or name one file",
+            )
+        return found
+    names = sorted(set(_weight_map(indexes[0]).values()))
+    for name in names:
+        if Path(name).name != name or name in (".", ".."):
+            raise InputError(f"{indexes[0]}: shard {name!r} lies outside the folder")
+    missing = [n for n in names if not (folder / n).is_file()]
+    if missing:
+        raise InputError(f"{folder}: shards named in the index are missing",
+                         expected=f"{len(names)} shards", found=f"{missing[:8]} missing",
+                         fix="download them again")  # fmt: skip
+    extra = [p.name for p in found if p.name not in names]
+    if extra:
+        raise InputError(
+            f"{folder}: safetensors files that the index does not name",
+            expected=names[:8],
+            found=extra[:8],
+            fix="remove one of the two",
+        )
+    return [folder / n for n in names]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    got = load_json(index).get("weight_map")
+    if not isinstance(got, dict) or not got or not all(isinstance(v, str) for v in got.values()):
+        raise InputError(f"{index}: weight_map", expected="tensor name -> file name")
+    return got
+
+
+def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
+    """Every tensor of these files. InputError for repeats and for a disagreeing index."""
+    out: dict[str, Stored] = {}
+    place: dict[str, str] = {}
+    folder = None
+    for path in paths:
+        folder = path.parent
+        for name, tensor in read(path).items():
+            if name in out:
+                raise InputError(f"{folder}: tensor {name} is in {place[name]} and in {path.name}")
+            out[name], place[name] = tensor, path.name
+    indexes = sorted(folder.glob("*.safetensors.index.json")) if folder else []
+    if indexes:
+        promised = _weight_map(indexes[0])
+        wrong = [n for n in promised.keys() | place.keys() if promised.get(n) != place.get(n)]
+        if wrong:
+            n = min(wrong)
+            raise InputError(f"{indexes[0]}: weight_map disagrees with the files about "
+                             f"{len(wrong)} tensors, first {n}",
+                             expected=promised.get(n, "not there"),
+                             found=place.get(n, "not there"))  # fmt: skip
+    return out
+
+
+def read(path: Path) -> dict[str, Stored]:
+    """The tensors of one file, mapped."""
+    try:
+        with open(path, "rb") as f:
+            size = f.seek(0, 2)
+            f.seek(0)
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise InputError(
+                    f"{path}: not a safetensors file, or truncated",
+                    expected=f"a header within {size} bytes",
+                    found=length,
+                )
+            header = parse_json(f.read(length), f"{path}: header")
+            data = np.frombuffer(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror}") from e
+    header.pop("__metadata__", None)
+    data = data[8 + length :]
+    return {name: _stored(name, entry, data, path) for name, entry in header.items()}
+
+
+def _stored(name: str, entry: Any, data: Any, path: Path) -> Stored:
+    where = f"{path}: tensor {name}"
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, start, end]
+    except (TypeError, KeyError, ValueError) as e:
+        raise InputError(f"{where}: its entry needs dtype, shape and data_offsets") from e
+    if not isinstance(dtype, str) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise InputError(f"{where}: malformed entry", found=f"{entry!r:.120}")
+    format_name, item = DTYPES.get(dtype, (None, None))
+    if end > data.size or start > end:
+        raise InputError(f"{where} reaches beyond the end of the file; it is truncated",
+                         expected=f"{data.size} bytes of data", found=end)  # fmt: skip
+    if item is not None and end - start != prod(shape) * item:
+        raise InputError(f"{where}: size of {dtype} {shape}", expected=prod(shape) * item,
+                         found=end - start)  # fmt: skip
+    form = quant.get(format_name) if format_name else None
+    return Stored(name, tuple(shape), dtype, form, data[start:end])

@@ -1,0 +1,170 @@
+"""What a path given by the user is: a checkpoint folder or a GGUF, and of which kind.
+
+Judged by content, never by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from g4spec import models
+from g4spec.convert import safetensors
+from g4spec.convert.tensors import Stored
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import GGUF
+from g4spec.models.spec import Checkpoint
+
+UNSUPPORTED = {
+    "eagle3": "an EAGLE-3 draft",
+    "peagle": "a P-EAGLE draft",
+    "dspark": "a DSpark draft",
+    "dflash2": "a DFlash2 draft",
+    "mtp": "a speculators MTP draft",
+    "eagle": "an EAGLE draft",
+    "eagle3speculator": "an EAGLE-3 draft",
+    "eagle3draftmodel": "an EAGLE-3 draft",
+    "llamaforcausallmeagle3": "an EAGLE-3 draft",
+    "dflash2draftmodel": "a DFlash2 draft",
+    "dsparkspeculator": "a DSpark draft",
+    "dsparkdraftmodel": "a DSpark draft",
+    "qwen3dsparkmodel": "a DSpark draft",
+    "gemma4dsparkmodel": "a DSpark draft in DeepSpec's layout",
+    "gemma4unifiedforconditionalgeneration": "a unified (12B) Gemma 4 target",
+    "gemma4_assistant": "an assistant GGUF in a fork's dialect",
+    "gemma4_mtp": "an assistant GGUF in a fork's dialect",
+    "dflash-draft": "a DFlash GGUF in a fork's dialect",
+    "gemma4-dflash-draft": "a DFlash GGUF in a fork's dialect",
+}
+"""Kinds that are recognised (speculators_model_type, architecture; lower case) but have no code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A safetensors checkpoint.
+
+    Attributes:
+        path: the folder. `files`: its safetensors files.
+        config, generation: its parsed JSON files. `tensors`: by stored name.
+    """
+
+    path: Path
+    files: list[Path]
+    config: Mapping[str, Any]
+    generation: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The folder as `models/` sees it."""
+        shapes = {name: (t.shape, t.dtype) for name, t in self.tensors.items()}
+        return Checkpoint(self.config, shapes, self.generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A source and its kind.
+
+    Attributes:
+        kind: the module in `models/`. `source`: a Folder, or an open GGUF.
+        notes: what the user should know about how the source was chosen.
+    """
+
+    kind: ModuleType
+    source: Folder | GGUF
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.source.path
+
+    @property
+    def is_target(self) -> bool:
+        return self.kind.ARCH in models.TARGETS
+
+
+def detect(path: str | Path) -> Found:
+    """What lies at `path`. InputError when it is nothing known, Unsupported when it is known but
+    has no code; both say what was seen."""
+    path = Path(path)
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder")
+    notes: list[str] = []
+    if path.is_dir():
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) > 1:
+            raise InputError(f"{path}: several GGUF files", found=[p.name for p in ggufs][:8],
+                             fix="name the one to use")  # fmt: skip
+        if not ggufs:
+            return _detect_folder(_open_folder(path))
+        if any(path.glob("*.safetensors")):
+            notes.append(f"{path} holds a GGUF and safetensors; took {ggufs[0].name}")
+        path = ggufs[0]
+    elif path.suffix == ".safetensors":
+        return _detect_folder(_open_folder(path.parent, [path]))
+    return _detect_gguf(GGUF(path), notes)
+
+
+def _open_folder(folder: Path, files: list[Path] | None = None) -> Folder:
+    config = safetensors.load_json(
+        folder / "config.json", "the config.json of a checkpoint, or a GGUF file"
+    )
+    generation = folder / "generation_config.json"
+    files = files or safetensors.files(folder)
+    if not files:
+        raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
+    tensors = safetensors.read_all(files)
+    return Folder(folder, files, config,
+                  safetensors.load_json(generation) if generation.is_file() else {},
+                  tensors)  # fmt: skip
+
+
+def _detect_folder(folder: Folder) -> Found:
+    checkpoint = folder.checkpoint
+    claimed = [m for m in models.kinds().values() if m.claims(checkpoint)]
+    if len(claimed) == 1:
+        return Found(claimed[0], folder)
+    seen = _seen(folder)
+    if claimed:
+        raise InputError(
+            f"{folder.path}: looks like several kinds at once",
+            expected="one",
+            found=f"{[m.TITLE for m in claimed]} ({seen})",
+        )
+    raise _unknown(f"{folder.path}", _labels(folder.config), seen)
+
+
+def _labels(config: Mapping[str, Any]) -> list[str]:
+    architectures = config.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return [str(x) for x in (config.get("speculators_model_type"), *names) if x]
+
+
+def _seen(folder: Folder) -> str:
+    names = sorted(folder.tensors)
+    return (
+        f"architectures {folder.config.get('architectures')}, "
+        f"speculators_model_type {folder.config.get('speculators_model_type')}, "
+        f"{len(names)} tensors such as {', '.join(names[:4])}"
+    )
+
+
+def _unknown(where: str, labels: list[str], seen: str) -> InputError:
+    for label in labels:
+        if label.lower() in UNSUPPORTED:
+            return Unsupported(f"{where} is {UNSUPPORTED[label.lower()]} ({label}); "
+                               "this version has no code for it")  # fmt: skip
+    known = ", ".join(m.TITLE for m in models.kinds().values())
+    return InputError(f"{where}: not a kind known here", expected=f"one of {known}", found=seen)
+
+
+def _detect_gguf(gguf: GGUF, notes: list[str]) -> Found:
+    arch = gguf.get("general.architecture")
+    kind = models.kinds().get(arch) if isinstance(arch, str) else None
+    if kind is None:
+        gguf.close()
+        raise _unknown(str(gguf.path), [str(arch)], f"architecture {arch!r}")
+    return Found(kind, gguf, notes)

@@ -1,0 +1,109 @@
+"""Stored tensors of any source, and their bytes in another type, in blocks of rows."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec.errors import InputError
+from g4spec.quant import Format, Unrepresentable
+from g4spec.quant.format import Bytes
+
+BLOCK_VALUES = 1 << 18
+"""Values converted at once: the temporaries of a block stay in a core's cache."""
+COPY_BYTES = 1 << 23
+AHEAD = 4
+"""Blocks computed ahead of the one being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it lies in a source.
+
+    Attributes:
+        shape: PyTorch order. `dtype`: the source's name of its type, for messages.
+        format: how to read it, or None if this version cannot.
+        raw: its bytes, mapped, flat.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    format: Format | None
+    raw: Bytes
+
+    def first_rows(self, n: int) -> Stored:
+        """The tensor without the rows from `n` on."""
+        size = self.raw.size // self.shape[0] * n
+        return Stored(self.name, (n, *self.shape[1:]), self.dtype, self.format, self.raw[:size])
+
+    def array(self) -> NDArray[Any]:
+        """All values, in memory: float32, or integers as stored."""
+        assert self.format is not None, self.name
+        return self.format.array(self.raw, self.shape)
+
+
+def workers() -> ThreadPoolExecutor:
+    """Threads for `recode`; numpy releases the interpreter while it computes."""
+    return ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8))
+
+
+def recode(tensor: Stored, to: Format, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
+    """The tensor's bytes in format `to`, in order. InputError for values it cannot hold."""
+    source = tensor.format
+    assert source is not None, tensor.name
+    if source is to:
+        for at in range(0, tensor.raw.size, COPY_BYTES):
+            yield tensor.raw[at : at + COPY_BYTES]
+        return
+    width = tensor.shape[-1] if tensor.shape else 1
+    rows = prod(tensor.shape[:-1])
+    raw = tensor.raw.reshape(rows, -1)
+    step = max(1, BLOCK_VALUES // max(width, 1))
+
+    def block(first: int) -> Bytes:
+        try:
+            return to.quantize(source.dequantize(raw[first : first + step])).reshape(-1)
+        except Unrepresentable as e:
+            row, column = divmod(first * width + e.index, width)
+            raise InputError(
+                f"tensor {tensor.name} cannot be stored as {to.name.upper()}: value at row {row}, "
+                f"column {column}",
+                expected="a finite number within its range",
+                found=e.value,
+            ) from e
+
+    yield from _ordered(pool, block, range(0, rows, step))
+
+
+def _ordered(pool: ThreadPoolExecutor, work: Any, items: Iterable[int]) -> Iterator[Bytes]:
+    """`work(item)` for each item, computed by the pool a few ahead, yielded in order."""
+    pending: deque[Future[Bytes]] = deque()
+    try:
+        for item in items:
+            pending.append(pool.submit(work, item))
+            if len(pending) > AHEAD:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
+def equal(a: Stored, b: Stored) -> bool:
+    """Whether two tensors hold the same bytes."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return all(
+        np.array_equal(a.raw[at : at + COPY_BYTES], b.raw[at : at + COPY_BYTES])
+        for at in range(0, a.raw.size, COPY_BYTES)
+    )

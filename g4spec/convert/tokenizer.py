@@ -1,0 +1,169 @@
+"""The tokenizer of a target as GGUF metadata, the way upstream's Gemma 4 converter writes it.
+
+Source: llama.cpp `conversion/gemma.py` (set_vocab), `gguf-py/gguf/vocab.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g4spec.convert.safetensors import load_json
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import GGUF, KV, T, array, boolean, string, u32
+
+STOP_IDS = "g4spec.stop_ids"
+SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # upstream's spelling
+DEFAULTS = ("<bos>", "<eos>", "<unk>", "<pad>", "<mask>")
+"""Control tokens of Gemma's tokenizer class even where its configuration names none."""
+VISIBLE = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
+           "<tool_response|>", '<|"|>'}  # fmt: skip
+"""Control tokens that must appear in text, so that chat parsers can read them."""
+NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def from_gguf(gguf: GGUF) -> KV:
+    """The tokenizer keys of a converted target."""
+    if "tokenizer.ggml.tokens" not in gguf:
+        raise InputError(f"{gguf.path}: has no tokenizer, which a draft takes from its target")
+    kept = [k for k in gguf if k.startswith("tokenizer.") or k == STOP_IDS]
+    return {key: gguf.value(key) for key in kept}
+
+
+def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> KV:
+    """The tokenizer keys made from `tokenizer.json` and the files beside it."""
+    raw = load_json(folder / "tokenizer.json", "the target's tokenizer.json")
+    settings_path = folder / "tokenizer_config.json"
+    settings = load_json(settings_path) if settings_path.is_file() else {}
+    model = raw.get("model")
+    if not isinstance(model, dict) or model.get("type") != "BPE" or not model.get("byte_fallback"):
+        raise Unsupported(
+            f"{folder}/tokenizer.json: tokenizer model",
+            expected="BPE with byte fallback, as Gemma 4 has",
+            found=model.get("type") if isinstance(model, dict) else model,
+        )
+    added = [a for a in raw.get("added_tokens") or [] if isinstance(a, dict)]
+    ids = {str(a.get("content")): a.get("id") for a in added}
+    tokens = _tokens(model.get("vocab"), ids, folder)
+    kv: KV = {
+        "tokenizer.ggml.model": string("gemma4"),
+        "tokenizer.ggml.tokens": array(T.STRING, tokens),
+        "tokenizer.ggml.scores": array(T.F32, np.full(len(tokens), -1000, np.float32)),
+        "tokenizer.ggml.token_type": array(T.I32, _types(tokens, settings, len(model["vocab"]))),
+        "tokenizer.ggml.merges": array(T.STRING, _merges(model.get("merges"), folder)),
+    }
+    for name, number in _special_ids(settings, ids, config).items():
+        kv[f"tokenizer.ggml.{KEYS.get(name, name)}_token_id"] = u32(number)
+    kv["tokenizer.ggml.add_space_prefix"] = boolean(False)
+    kv["tokenizer.ggml.add_bos_token"] = boolean(True)
+    for name in ("eos", "sep"):
+        if isinstance(settings.get(f"add_{name}_token"), bool):
+            kv[f"tokenizer.ggml.add_{name}_token"] = boolean(settings[f"add_{name}_token"])
+    template = _template(folder, settings)
+    if template:
+        kv["tokenizer.chat_template"] = string(template)
+    kv[STOP_IDS] = array(T.I32, _stop_ids(config, generation))
+    return kv
+
+
+def _tokens(vocab: Any, added: dict[str, Any], folder: Path) -> list[str]:
+    """Tokens by id: the vocabulary, then added tokens beyond it."""
+    where = f"{folder}/tokenizer.json"
+    if not isinstance(vocab, dict) or not vocab:
+        raise InputError(f"{where}: model.vocab", expected="token -> id")
+    by_id = {i: text for text, i in (*vocab.items(), *added.items()) if isinstance(i, int)}
+    missing = next((i for i in range(len(by_id)) if i not in by_id), None)
+    if missing is not None or len(set(by_id.values())) != len(by_id):
+        found = "a token twice" if missing is None else f"no id {missing}"
+        raise InputError(f"{where}: ids", expected="0, 1, 2, ... once each", found=found)
+    return [by_id[i] for i in range(len(by_id))]
+
+
+def _types(tokens: list[str], settings: Mapping[str, Any], n_base: int) -> list[int]:
+    special = _control_tokens(settings)
+
+    def kind(number: int, text: str) -> int:
+        if text in VISIBLE:
+            return USER_DEFINED
+        if number < n_base and _BYTE.fullmatch(text):
+            return BYTE
+        if text in special:
+            return CONTROL
+        return NORMAL if number < n_base else USER_DEFINED
+
+    return [kind(i, text) for i, text in enumerate(tokens)]
+
+
+def _control_tokens(settings: Mapping[str, Any]) -> set[str]:
+    """Every token that `tokenizer_config.json` gives a role, as transformers counts them."""
+    named = [v for k, v in settings.items() if k.endswith("_token")]
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        more = settings.get(key) or []
+        named += more.values() if isinstance(more, dict) else more
+    return {_content(v) for v in named} - {""} | set(DEFAULTS)
+
+
+def _content(entry: Any) -> str:
+    """A token written as a string or as {"content": ...}."""
+    got = entry.get("content") if isinstance(entry, dict) else entry
+    return got if isinstance(got, str) else ""
+
+
+def _merges(merges: Any, folder: Path) -> list[str]:
+    """Merges as "left right"; a space inside a half becomes U+0120."""
+    try:
+        return [
+            m if isinstance(m, str) else " ".join(half.replace(" ", "\u0120") for half in m)
+            for m in merges
+        ]
+    except (TypeError, AttributeError) as e:
+        raise InputError(f"{folder}/tokenizer.json: model.merges",
+                         expected="pairs of strings") from e  # fmt: skip
+
+
+def _special_ids(
+    settings: Mapping[str, Any], added: dict[str, Any], config: Mapping[str, Any]
+) -> dict[str, int]:
+    """Ids by role: from the tokenizer's configuration, then from the model's."""
+    inner = config.get("text_config")
+    text: Mapping[str, Any] = inner if isinstance(inner, dict) else {}
+    out = {}
+    for name in SPECIAL:
+        number = added.get(_content(settings.get(f"{name}_token")))
+        if isinstance(number, int):
+            out[name] = number
+    for name in SPECIAL:
+        key = f"{name}_token_id"
+        number = config.get(key) if config.get(key) is not None else text.get(key)
+        if name not in out and isinstance(number, int) and number >= 0:
+            out[name] = number
+    return out
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    got: Any = settings.get("chat_template")
+    path = folder / "chat_template.jinja"
+    if got is None and path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as e:
+            raise InputError(f"{path}: not UTF-8") from e
+    if isinstance(got, list):
+        named = {t.get("name"): t.get("template") for t in got if isinstance(t, dict)}
+        got = named.get("default")
+    return got if isinstance(got, str) else None
+
+
+def _stop_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> list[int]:
+    """All ids that end a turn according to the model's configurations, sorted."""
+    found: set[int] = set()
+    for source in (config, config.get("text_config") or {}, generation):
+        ids = source.get("eos_token_id")
+        found.update(i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
+    return sorted(found)
