@@ -8,7 +8,6 @@ Nothing here, and nothing at the top of a command's file, may import torch or nu
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -63,6 +62,8 @@ def app() -> typer.Typer:
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "command"):
             made.command(name.replace("_", "-"))(module.command)
+        elif hasattr(module, "app"):
+            made.add_typer(module.app, name=name.replace("_", "-"))
     return made
 
 
@@ -72,14 +73,9 @@ def run(argv: Sequence[str]) -> int:
     render.Output.printed = False
     try:
         code = app()(list(argv), prog_name="g4spec", standalone_mode=False)
-        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:
-        # Python flushes stdout again at exit; nobody is left to read it or its complaint.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except (G4Error, CLICK_ERROR, MemoryError, OSError) as problem:
         known = as_error(problem)
         if known is None:

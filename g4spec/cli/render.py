@@ -6,18 +6,23 @@ about the run (notices, progress, errors), so that a pipe receives the product a
 
 from __future__ import annotations
 
+import io
 import json as jsonlib
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Annotated, Any, TextIO
 
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, no text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No notices, figures or progress.")]
+
+CLOSED_PIPE = 141
+"""Exit code when nobody reads on: what a shell reports for a program ended by SIGPIPE."""
 
 Progress = Callable[[int, int], None]
 
@@ -44,6 +49,16 @@ def one_line(text: str) -> str:
     """`text` without line breaks and control characters: names inside may come from a file."""
     flat = " ".join(text.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in flat)
+
+
+def _put(text: str, file: TextIO, end: str = "\n") -> None:
+    """Print at once; a reader that went away (`| head`) ends the run, quietly."""
+    try:
+        print(text, file=file, end=end, flush=True)
+    except BrokenPipeError:
+        # Python flushes again at exit; nobody is left to read that or its complaint.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        raise typer.Exit(CLOSED_PIPE) from None
 
 
 def _clean(value: Any) -> Any:
@@ -74,18 +89,18 @@ class Output:
     def line(self, text: str = "", style: str | None = None) -> None:
         """A line of the human answer; absent with `json` and `quiet`."""
         if not self.json and not self.quiet:
-            print(styled(text, style, sys.stdout), flush=True)
+            _put(styled(text, style, sys.stdout), sys.stdout)
 
     def note(self, text: str) -> None:
         """A notice on stderr, said once per run however often it is raised."""
         if not self.quiet and text not in self._said:
             self._said.add(text)
-            print(styled(one_line(text), "dim", sys.stderr), file=sys.stderr, flush=True)
+            _put(styled(one_line(text), "dim", sys.stderr), sys.stderr)
 
     def stream(self, text: str, style: str | None = None) -> None:
         """Text that is the product itself, as it comes; no line break is added."""
         if not self.json:
-            print(styled(text, style, sys.stdout), end="", flush=True)
+            _put(styled(text, style, sys.stdout), sys.stdout, end="")
 
     def mark(self, text: str, style: str) -> None:
         """Like `stream`, for a colour that means something: brackets where colours are off."""
@@ -102,7 +117,7 @@ class Output:
             plain = style is None or colour(sys.stderr)
             marked = name if plain else MARKS[str(style)][0] + name + MARKS[str(style)][1]
             shown.append(styled(marked, style, sys.stderr))
-        print("  ".join(shown), file=sys.stderr, flush=True)
+        _put("  ".join(shown), sys.stderr)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table of the human answer; columns that hold only numbers are aligned right."""
@@ -113,8 +128,9 @@ class Output:
         from rich.table import Table
         from rich.text import Text
 
-        plain = not colour(sys.stdout)
-        console = Console(width=240 if not sys.stdout.isatty() else None, no_color=plain)
+        colours, text = colour(sys.stdout), io.StringIO()
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 240
+        console = Console(file=text, width=width, force_terminal=colours, no_color=not colours)
         table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
         for i, name in enumerate(columns):
             numeric = bool(rows) and all(isinstance(r[i], (int, float)) for r in rows)
@@ -122,11 +138,12 @@ class Output:
         for row in rows:
             table.add_row(*(Text(one_line(str(cell))) for cell in row))
         console.print(table)
+        _put(text.getvalue().rstrip(), sys.stdout)
 
     def result(self, value: Mapping[str, Any]) -> None:
         """The whole answer as one JSON object on stdout; nothing without `json`."""
         if self.json:
-            print(jsonlib.dumps(_clean(value), ensure_ascii=False, default=str), flush=True)
+            _put(jsonlib.dumps(_clean(value), ensure_ascii=False, default=str), sys.stdout)
             Output.printed = True
 
     @contextmanager
@@ -146,8 +163,11 @@ class Output:
 def error(text: str, exit_code: int, *, json: bool = False) -> int:
     """Says why the run failed: one line on stderr and, with `json`, an object on stdout when no
     result was printed before. Returns `exit_code`."""
-    with suppress(BrokenPipeError):
-        print(f"{styled('error:', 'bad', sys.stderr)} {one_line(text)}", file=sys.stderr)
+    try:
+        _put(f"{styled('error:', 'bad', sys.stderr)} {one_line(text)}", sys.stderr)
         if json and not Output.printed:
-            print(jsonlib.dumps({"error": text, "exit_code": exit_code}, ensure_ascii=False))
+            said = {"error": text, "exit_code": exit_code}
+            _put(jsonlib.dumps(said, ensure_ascii=False), sys.stdout)
+    except typer.Exit:
+        pass  # nobody listens; the code still says it
     return exit_code

@@ -1,0 +1,238 @@
+"""The command line: one clear line for every mistake, the exit code that belongs to it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from g4spec import __version__, cli
+from g4spec.cli import render
+from g4spec.errors import CheckFailed, EnvironmentProblem, InputError, UsageError
+from tests import tokens
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a command `probe` that does what a test wants."""
+
+    def make(body: Any) -> None:
+        def command(json: render.Json = False, quiet: render.Quiet = False) -> None:
+            """A command for tests."""
+            body(render.Output(json, quiet))
+
+        monkeypatch.setattr(cli, "names", lambda: ["probe"])
+        monkeypatch.setitem(sys.modules, "g4spec.cli.probe", SimpleNamespace(command=command))
+
+    return make
+
+
+def raising(error: BaseException) -> Any:
+    def body(out: render.Output) -> None:
+        raise error
+
+    return body
+
+
+def one_error_line(err: str) -> str:
+    lines = err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (CheckFailed("texts differ"), 1, "texts differ"),
+        (UsageError("--top-p", expected="in (0, 1]", found=2), 2, "--top-p: expected in (0, 1]"),
+        (InputError("a.gguf: bad", fix="convert it"), 3, "a.gguf: bad. Convert it"),
+        (EnvironmentProblem("no memory"), 4, "no memory"),
+        (MemoryError(), 4, "out of memory"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "x.gguf"), 3, "cannot open 'x.gguf'"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 3, "cannot open 'x'"),
+        (PermissionError(errno.EACCES, "Permission denied", "x"), 4, "cannot use 'x'"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 4, "free some disk space"),
+        (OSError(errno.EIO, "Input/output error"), 4, "cannot use: input/output error"),
+    ],
+)
+def test_errors_become_one_line_and_a_code(
+    probe: Any, capsys: pytest.CaptureFixture[str], error: Exception, code: int, text: str
+) -> None:
+    probe(raising(error))
+    assert cli.run(["probe"]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and text.lower() in one_error_line(err).lower()
+    assert cli.run(["probe", "--json"]) == code
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert said["exit_code"] == code and text.lower() in said["error"].lower()
+    one_error_line(err)
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), AssertionError("bug"), OSError("no errno")])
+def test_bugs_stay_tracebacks(probe: Any, error: Exception) -> None:
+    probe(raising(error))
+    with pytest.raises(type(error)):
+        cli.run(["probe"])
+
+
+def test_interruption_is_quiet(probe: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    probe(raising(KeyboardInterrupt()))
+    assert cli.run(["probe"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_failed_check_after_a_result_stays_one_object(
+    probe: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(out: render.Output) -> None:
+        out.result({"ok": False})
+        raise CheckFailed("differs")
+
+    probe(body)
+    assert cli.run(["probe", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {"ok": False}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["nonsense"], ["generate"], ["generate", "--nope"], ["tokenize", "-m"], ["--nope"],
+     ["generate", "-m", "x", "-p", "a", "-n", "many"], ["generate", "-m", "x", "-p", "a", "extra"],
+     ["generate", "-m", "x"], ["generate", "-m", "x", "-p", "a", "--file", "b"],
+     ["generate", "-m", "x", "-p", "a", "--draft-max", "some"], ["tokenize", "-m", "x"],
+     ["generate", "-m", "x", "-p", "a", "--draft-max", "16"],
+     ["generate", "-m", "x", "-p", "a", "--top-p", "0"],
+     ["generate", "-m", "x", "-p", "a", "-n", "0"],
+     ["generate", "-m", "x", "-p", "a", "--stop", ""],
+     ["generate", "-m", "x", "-p", "a", "--system", "b"]],
+)  # fmt: skip
+def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(argv) == 2
+    one_error_line(capsys.readouterr().err)
+
+
+def test_without_arguments_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 2
+    assert "Usage: g4spec" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"g4spec {__version__}\n"
+
+
+@pytest.mark.parametrize("name", cli.names())
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([name.replace("_", "-"), "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Usage:" in out and "--json" in out and "--quiet" in out
+
+
+def test_names_from_files_cannot_break_the_line() -> None:
+    assert render.one_line("a\nb\x1b[31m\u202e") == "a b\\x1b[31m\\u202e"
+
+
+# ---- rendering
+
+
+def test_json_holds_only_json(capsys: pytest.CaptureFixture[str]) -> None:
+    out = render.Output(json=True)
+    out.line("text")
+    out.stream("text")
+    out.table("t", ["a"], [[1]])
+    out.legend([("x", None)])
+    out.result({"a": float("nan"), "b": [float("inf"), Path("p")], "c": {2, 1}})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, "p"], "c": [1, 2]}
+
+
+def test_quiet_leaves_the_product(capsys: pytest.CaptureFixture[str]) -> None:
+    out = render.Output(quiet=True)
+    out.line("line")
+    out.note("note")
+    out.table("t", ["a"], [[1]])
+    out.stream("product")
+    assert capsys.readouterr() == ("product", "")
+
+
+def test_notes_are_said_once_and_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    out = render.Output()
+    for _ in range(3):
+        out.note("careful")
+    assert capsys.readouterr() == ("", "careful\n")
+
+
+def test_tables_do_not_interpret_or_cut_their_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    out = render.Output()
+    out.table("T [x]", ["name", "n"], [["[bold]" + "x" * 120, 1.5], ["b", 20]])
+    text = capsys.readouterr().out
+    assert "T [x]" in text and "[bold]" + "x" * 120 in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("env", "tty", "wanted"),
+    [({}, True, True), ({}, False, False), ({"NO_COLOR": "1"}, True, False),
+     ({"TERM": "dumb"}, True, False)],
+)  # fmt: skip
+def test_colours(
+    env: dict[str, str], tty: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    file: Any = SimpleNamespace(isatty=lambda: tty)
+    assert (render.styled("x", "good", file) == "\x1b[32mx\x1b[0m") is wanted
+
+
+def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with render.Output().progress("work") as callback:
+        callback(1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+# ---- as a process
+
+
+def g4spec(*argv: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "g4spec", *argv]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60, **kwargs
+    )
+
+
+def test_process_exit_codes(tmp_path: Path) -> None:
+    assert g4spec("--version").returncode == 0
+    assert g4spec("nonsense").returncode == 2
+    missing = g4spec("tokenize", "-m", str(tmp_path / "none.gguf"), "x")
+    assert missing.returncode == 3 and "Traceback" not in missing.stderr
+
+
+def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
+    model = tokens.vocabulary_file(tmp_path / "v.gguf")
+    text = tmp_path / "long.txt"
+    text.write_text("hello world " * 50_000)
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "g4spec", "tokenize", "-m", str(model), "--file", str(text)]
+    with os.fdopen(writer, "w") as pipe:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_no_character_ends_a_run(tmp_path: Path) -> None:
+    model = tokens.vocabulary_file(tmp_path / "v.gguf")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = g4spec("tokenize", "-m", str(model), "日本🙂", "--json", env=env)
+    assert done.returncode == 0, done.stderr

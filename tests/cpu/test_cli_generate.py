@@ -1,0 +1,228 @@
+"""generate and tokenize, from the command line to the text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from g4spec import cli
+from g4spec.cli import _inputs, render
+from g4spec.cli._spoken import Writer, held_back
+from g4spec.errors import InputError
+from tests import tokens
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    target = tokens.target_file(folder / "target.gguf")
+    return str(target), str(tokens.draft_file(folder / "draft.gguf"))
+
+
+class Cli:
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *argv: object, code: int = 0) -> tuple[str, str]:
+        got = cli.run([str(a) for a in argv])
+        out, err = self._capsys.readouterr()
+        assert got == code, err
+        return out, err
+
+    def json(self, *argv: object) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self(*argv, "--json")[0])
+        return value
+
+
+@pytest.fixture
+def g4spec(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+PROMPT = ("-p", "hello world", "-n", 24, "-c", 256)
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temp", 1, "--top-k", 50, "--seed", 7)])
+def test_the_same_text_with_and_without_a_draft(
+    files: tuple[str, str], g4spec: Cli, sampling: tuple[object, ...]
+) -> None:
+    target, draft = files
+    plain = g4spec.json("generate", "-m", target, *PROMPT, *sampling)
+    assert len(plain["ids"]) == plain["stats"]["tokens"] == 24
+    for more in [("-md", draft, "--draft-max", 3), ("-md", "ngram"), ("-md", draft),
+                 ("--model-draft", draft, "--spec-draft-n-max", 15)]:  # fmt: skip
+        drafted = g4spec.json("generate", "-m", target, *PROMPT, *sampling, *more)
+        assert (drafted["ids"], drafted["text"]) == (plain["ids"], plain["text"]), more
+
+
+def test_text_on_stdout_and_figures_on_stderr(files: tuple[str, str], g4spec: Cli) -> None:
+    target, draft = files
+    text = g4spec.json("generate", "-m", target, *PROMPT)["text"]
+    out, err = g4spec("generate", "-m", target, "-md", draft, "--draft-max", 2, *PROMPT)
+    assert out == text + "\n"
+    assert "24 tokens" in err and "cycles" in err and "ended by length" in err
+    assert g4spec("generate", "-m", target, *PROMPT, "--quiet") == (text + "\n", "")
+
+
+def test_prompts_from_files(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
+    target = files[0]
+    want = g4spec.json("generate", "-m", target, *PROMPT)["ids"]
+    (tmp_path / "p.txt").write_text("hello world\n")
+    (tmp_path / "ids.csv").write_text(g4spec("tokenize", "-m", target, "hello world", "--csv")[0])
+    rest = ("-n", 24, "-c", 256)
+    for given in [("--file", tmp_path / "p.txt"), ("--tokens-file", tmp_path / "ids.csv")]:
+        assert g4spec.json("generate", "-m", target, *given, *rest)["ids"] == want
+
+
+def test_chat_and_its_absence(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
+    got = g4spec.json("generate", "-m", files[0], *PROMPT, "--chat", "--system", "be brief")
+    assert got["stats"]["prompt_tokens"] > 20
+    bare = tokens.target_file(tmp_path / "bare.gguf", chat_template=None)
+    assert "--no-chat" in g4spec("generate", "-m", bare, *PROMPT, "--chat", code=3)[1]
+
+
+def test_stop_text_is_no_part_of_the_answer(files: tuple[str, str], g4spec: Cli) -> None:
+    target, draft = files
+    text = g4spec.json("generate", "-m", target, *PROMPT)["text"]
+    stop = text[9:12]
+    want = text[: text.find(stop)]
+    for more in [(), ("-md", draft, "--draft-max", 5)]:
+        out, err = g4spec("generate", "-m", target, *PROMPT, "--stop", stop, "--stop", "$$", *more)
+        assert out == want + "\n" and "ended by stop text" in err
+
+
+def test_show_draft_marks_tokens(files: tuple[str, str], g4spec: Cli) -> None:
+    out, err = g4spec(
+        "generate", "-m", files[0], "-md", files[1], "--draft-max", 2, "--show-draft", *PROMPT
+    )
+    assert "~" in out and "accepted" in err and "rejected" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("-p", "x", "-c", "9999999"), "-c: expected 1 to"),
+        (("-p", "hello " * 99, "-c", "16"), "does not fit"),
+        (("--file", "/nonexistent"), "cannot open"),
+        (("-p", "x", "-md", "/nonexistent.gguf"), "/nonexistent.gguf"),
+    ],
+)
+def test_bad_input_is_one_line(
+    files: tuple[str, str], g4spec: Cli, argv: tuple[str, ...], text: str
+) -> None:
+    code = 2 if argv[-2:] == ("-c", "9999999") else 3
+    out, err = g4spec("generate", "-m", files[0], *argv, code=code)
+    assert out == "" and text in err and len(err.splitlines()) == 1
+
+
+def test_target_and_draft_swapped(files: tuple[str, str], g4spec: Cli) -> None:
+    assert "pass it with -md" in g4spec("generate", "-m", files[1], "-p", "x", code=3)[1]
+
+
+# ---- tokenize
+
+
+def test_tokenize_there_and_back(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
+    target, text = files[0], "hello  world\n\nthe 日本🙂<turn|>"
+    spaces, _ = g4spec("tokenize", "-m", target, text)
+    commas, _ = g4spec("tokenize", "-m", target, text, "--csv")
+    assert spaces.replace(" ", ",") == commas
+    back, _ = g4spec("tokenize", "-m", target, commas.strip(), "--ids-to-text")
+    assert back == "<bos>" + text + "\n"
+    (tmp_path / "t").write_text(text)
+    assert g4spec("tokenize", "-m", target, "--file", tmp_path / "t", "--csv")[0] == commas
+    ids = g4spec.json("tokenize", "-m", target, text, "--no-bos")["ids"]
+    assert [2, *ids] == [int(i) for i in commas.split(",")]
+
+
+@pytest.mark.parametrize("text", ["1,b", "-3", "1.5", "99999999999999"])
+def test_ids_that_are_none(files: tuple[str, str], g4spec: Cli, text: str) -> None:
+    argv = ("tokenize", "-m", files[0], "--ids-to-text", "--", text)
+    assert "not a token id" in g4spec(*argv, code=3)[1]
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"ok\xff\xfe")
+    with pytest.raises(InputError, match=r"expected UTF-8.*byte 2"):
+        _inputs.read_text(tmp_path / "b")
+
+
+def test_ids_may_stand_in_brackets() -> None:
+    assert _inputs.parse_ids("[1, 2,\n3]", "x") == [1, 2, 3]
+
+
+# ---- stop texts and the writer
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "n"),
+    [("abc", (), 0), ("abc", ("x",), 0), ("abc", ("cd",), 1), ("abc", ("bcd", "cx"), 2),
+     ("aa", ("aab",), 2), ("", ("a",), 0), ("abc", ("abc",), 0)],
+)  # fmt: skip
+def test_held_back(text: str, stops: tuple[str, ...], n: int) -> None:
+    assert held_back(text, stops) == n
+
+
+def test_writer_never_shows_a_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
+    words = {i: w for i, w in enumerate(["one ", "EN", "D two", " E"])}
+
+    class Stream:
+        def push(self, ids: list[int]) -> str:
+            return "".join(words[i] for i in ids)
+
+        def finish(self) -> str:
+            return ""
+
+    fake: Any = SimpleNamespace(stream=Stream)
+    writer = Writer(render.Output(), fake, ("END",), show=False)
+    for token, text, shown in [
+        (0, "one ", "one "),
+        (3, "one  E", " "),
+        (1, "one  EEN", "E"),
+        (2, "one  E", ""),  # the run found END and cut it off
+    ]:
+        cycle: Any = SimpleNamespace(tokens=[token], drafted=[], accepted=0)
+        writer.cycle(cycle, text)
+        assert capsys.readouterr().out == shown
+    writer.finish("one  E")
+    assert capsys.readouterr().out == "\n"
+
+
+# ---- a checkpoint folder behind -md
+
+
+def test_folder_with_a_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d.gguf").write_bytes(b"")
+    got = _inputs.open_draft(str(tmp_path), tmp_path / "t.gguf", render.Output())
+    assert got == tmp_path / "d.gguf"
+    assert "taking d.gguf" in capsys.readouterr().err
+
+
+def test_folder_is_converted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, target = tmp_path / "draft", tmp_path / "target.gguf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    target.write_bytes(b"x")
+    made: list[Path] = []
+
+    def convert(source: Path, out: Path, **kwargs: Any) -> None:
+        assert kwargs["target"] == target
+        made.append(out)
+        out.write_bytes(b"GGUF")
+
+    monkeypatch.setitem(sys.modules, "g4spec.convert", SimpleNamespace(convert=convert))
+    monkeypatch.setattr("g4spec.convert", SimpleNamespace(convert=convert), raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = render.Output()
+    first = _inputs.open_draft(str(folder), target, out)
+    assert _inputs.open_draft(str(folder), target, out) == first and len(made) == 1
+    assert "converted into" in capsys.readouterr().err
+    (folder / "config.json").write_text("{ }")
+    assert _inputs.open_draft(str(folder), target, out) != first and len(made) == 2
