@@ -1,4 +1,5 @@
-"""The command line. A file in this folder that defines `command` is a command of that name.
+"""The command line. A file in this folder that defines `command` is a command of that name, and
+one that defines `app` a command with commands of its own (`bench compare`).
 
 `main` is the only place where errors become messages and exit codes (see `g4spec.errors`).
 Nothing here, and nothing at the top of a command's file, may import torch or numpy: `--help` and
@@ -60,8 +61,10 @@ def app() -> typer.Typer:
     made.callback(invoke_without_command=True)(_top)
     for name in names():
         module = importlib.import_module(f"{__name__}.{name}")
-        if hasattr(module, "command"):
-            made.command(name.replace("_", "-"))(module.command)
+        if hasattr(module, "app"):
+            made.add_typer(module.app, name=name)
+        elif hasattr(module, "command"):
+            made.command(name)(module.command)
         elif hasattr(module, "app"):
             made.add_typer(module.app, name=name.replace("_", "-"))
     return made
