@@ -75,7 +75,7 @@ def _check_t2d(t2d: Stored, ids: NDArray[np.int64], n_vocab: int) -> None:
         )
 
 
-def t2d_digest(t2d: Stored) -> str:
+def t2d_sha256(t2d: Stored) -> str:
     """sha256 over one byte (0 or 1) for each token of the target."""
     return hashlib.sha256((t2d.raw != 0).tobytes()).hexdigest()
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from g4spec import __version__
 from g4spec.convert.sources import Folder
-from g4spec.gguf import GGUF, KV, string
+from g4spec.gguf import GGUF, KV, string, u32
 
 SOURCE = "g4spec.source"
 REVISION = "g4spec.source_revision"
 DIGEST = "g4spec.source_digest"
-T2D_DIGEST = "g4spec.t2d_digest"
-TARGET_DIGEST = "g4spec.target_digest"
+T2D_SHA256 = "g4spec.dflash.t2d_sha256"
+TARGET_LAYERS = "g4spec.target.block_count"
+TARGET_HIDDEN = "g4spec.target.embedding_length"
+TARGET_TOKENIZER = "g4spec.target.tokenizer_sha256"
 COMMAND = "g4spec.command"
 VERSIONS = "g4spec.versions"
 
@@ -28,14 +30,13 @@ SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
-def keys(source: Folder, command: str, target_digest: str) -> KV:
+def keys(source: Folder, command: str) -> KV:
     """Provenance of a conversion."""
     kv = {SOURCE: string(name(source.path))}
     revision = source.path.resolve().name
     if _REVISION.fullmatch(revision):
         kv[REVISION] = string(revision)
     kv[DIGEST] = string(digest(source))
-    kv[TARGET_DIGEST] = string(target_digest)
     kv[COMMAND] = string(command)
     kv[VERSIONS] = string(
         f"g4spec {__version__}, numpy {np.__version__}, Python {platform.python_version()}"
@@ -81,11 +82,20 @@ def _slice(path: Path, start: int, count: int) -> bytes:
         return f.read(count)
 
 
-def pairing(tokens: Sequence[str], n_embd: int, n_layer: int) -> str:
-    """What must be the same in a draft and its target: vocabulary, hidden size and depth.
+def pairing(tokenizer: KV, n_embd: int, n_layer: int) -> KV:
+    """What a draft remembers of its target, by which a pair is recognised. Quantizing the target
+    does not change it."""
+    lists = (tokenizer["tokenizer.ggml.tokens"].data, tokenizer["tokenizer.ggml.merges"].data)
+    return {
+        TARGET_LAYERS: u32(n_layer),
+        TARGET_HIDDEN: u32(n_embd),
+        TARGET_TOKENIZER: string(tokenizer_sha256(*lists)),
+    }
 
-    Quantizing a target does not change it.
-    """
-    sha = hashlib.sha256(f"{n_embd}\0{n_layer}\0{len(tokens)}".encode())
-    sha.update("\0".join(tokens).encode())
-    return "sha256:" + sha.hexdigest()
+
+def tokenizer_sha256(*lists: Iterable[str]) -> str:
+    """Digest of tokens and merges: entries joined by 0 bytes, each list ended by a byte 1."""
+    sha = hashlib.sha256()
+    for strings in lists:
+        sha.update("\0".join(strings).encode() + b"\1")
+    return sha.hexdigest()

@@ -157,7 +157,7 @@ def _made(plan: Plan, folder: Folder, config: Any) -> dict[str, np.ndarray[Any, 
             source = folder.tensors[row.source or ""]
             out[row.name or ""] = make.absolute_d2t(source, t2d, config.n_vocab)
     if t2d is not None:
-        out[provenance.T2D_DIGEST] = np.array(make.t2d_digest(t2d))
+        out[provenance.T2D_SHA256] = np.array(make.t2d_sha256(t2d))
     return out
 
 
@@ -192,11 +192,13 @@ def _metadata(found: Found, config: Any, asked: Format, pair: Target, made: Mapp
     for row in plan.of("metadata"):
         assert row.name is not None
         kv[row.name] = array(T.I32 if row.type == "I32" else T.F32, made[row.name].reshape(-1))
-    if provenance.T2D_DIGEST in made:
-        kv[provenance.T2D_DIGEST] = string(str(made[provenance.T2D_DIGEST]))
+    if provenance.T2D_SHA256 in made:
+        kv[provenance.T2D_SHA256] = string(str(made[provenance.T2D_SHA256]))
+    if target:
+        kv |= pair.pairing
     with_target = f" --target {provenance.name(Path(target))}" if target else ""
     command = f"g4spec convert {folder.path.name}{with_target} -o {out.name} --type {asked.name}"
-    return kv | provenance.keys(folder, command, pair.digest)
+    return kv | provenance.keys(folder, command)
 
 
 def _requantize(file: GGUF, out: Path, asked: Format, dry_run: bool, allow: bool,

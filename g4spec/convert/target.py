@@ -18,12 +18,12 @@ class Target:
 
     Attributes:
         config: its parsed configuration. `tokenizer`: its `tokenizer.*` keys and stop ids.
-        digest: `provenance.pairing` of it. `notes`: for the user.
+        pairing: keys by which a draft recognises it. `notes`: for the user.
     """
 
     config: Any
     tokenizer: KV
-    digest: str
+    pairing: KV
     notes: list[str]
 
     @property
@@ -51,6 +51,5 @@ def of(found: Found) -> Target:
     else:
         config = found.kind.parse_hf(source.checkpoint)
         kv = tokenizer.from_folder(source.path, source.config, source.generation)
-    tokens = kv["tokenizer.ggml.tokens"].data
-    digest = provenance.pairing(tokens, config.n_embd, len(config.layers))
-    return Target(config, kv, digest, found.notes)
+    pairing = provenance.pairing(kv, config.n_embd, len(config.layers))
+    return Target(config, kv, pairing, found.notes)
