@@ -30,10 +30,10 @@ class Characters:
 
     def stream(self) -> Any:
         class Stream:
-            def push(_, ids: Iterable[int]) -> str:  # noqa: N805
+            def push(_, ids: Iterable[int]) -> str:
                 return self.decode(ids)
 
-            def finish(_) -> str:  # noqa: N805
+            def finish(_) -> str:
                 return ""
 
         return Stream()

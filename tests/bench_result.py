@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from g4spec.runtime.bench import LENGTHS, Protocol, Result, Row
+from g4spec.runtime.bench import LENGTHS, Protocol, Result
 from g4spec.runtime.recommendation import recommend
+from g4spec.runtime.rows import Row
 
 HOLDS = {"code": 0.82, "chat": 0.62, "maths": 0.75, "extraction": 0.85, "rewriting": 0.9,
          "long": 0.7}  # fmt: skip
@@ -29,7 +30,8 @@ def row(category: str, length: Any, hold: float, scatter: float = 0.01) -> Row:
         tokens_per_second=speed, spread=spread, prompt_range=(speed * 0.8, speed * 1.3),
         ratio=ratio, ratio_spread=(ratio * (1 - scatter), ratio * (1 + scatter)),
         committed=committed, committed_range=(committed * 0.8, committed * 1.2),
-        acceptance=sum(accepted) / sum(drafted) if n else 0.0, drafted_by_position=drafted,
+        acceptance=sum(accepted) / sum(drafted) if n else 0.0, acceptance_range=(0.1, 0.9),
+        drafted_by_position=drafted,
         accepted_by_position=accepted, accepted_lengths=[*lengths, accepted[14]],
         draft_ms=draft, step_ms=step, prefill_tokens_per_second=2000.0, looping=0,
     )  # fmt: skip

@@ -13,17 +13,17 @@ How a number comes about:
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from g4spec.errors import InputError, UsageError
 from g4spec.models.spec import MAX_DRAFT
 from g4spec.runtime.engine import Engine, Options
 from g4spec.runtime.prompts import Prompt
+from g4spec.runtime.rows import ALL, Length, Row, Sample, summarize
 from g4spec.runtime.sampling import Sampler
 
 SCHEMA = "g4spec.bench/1"
@@ -33,10 +33,6 @@ LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 LOOPING = 0.5
 """Share of repeated n-grams above which an output counts as looping."""
 
-ALL = "all"
-"""Name of the row that sums up the categories."""
-
-Length = int | Literal["auto"]
 Progress = Callable[[int, int], None]
 
 _WARM_UP = "A list of words, one word a line:\napple\nbridge\ncandle\n"
@@ -85,68 +81,6 @@ def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
         return (0,)
     numbers = sorted({min(n, most) for n in chosen if n != "auto"})
     return (*numbers, "auto") if "auto" in chosen else tuple(numbers)
-
-
-@dataclass(slots=True)
-class Sample:
-    """One setting on one prompt. Lists of seconds have one entry a repeat."""
-
-    prompt: Prompt
-    length: Length
-    prompt_tokens: int
-    tokens: int = 0  # chosen after the prompt's own; the same for every setting of a prompt
-    seconds: list[float] = field(default_factory=list)
-    prefill: list[float] = field(default_factory=list)
-    draft: list[float] = field(default_factory=list)
-    step: list[float] = field(default_factory=list)
-    cycles: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    accepted_lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
-    looping: bool = False
-
-    @property
-    def committed(self) -> float:
-        """Tokens of a cycle."""
-        return (self.cycles + sum(self.accepted)) / self.cycles if self.cycles else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One setting on one category.
-
-    Attributes:
-        tokens_per_second: median of the repeats; `spread`: lowest and highest of them.
-        prompt_range: lowest and highest prompt, medians of the repeats.
-        ratio: speed over plain, median of the repeats; `ratio_spread`: lowest and highest.
-        committed: tokens of a cycle on average (accepted ones and the target's own);
-            `committed_range`: lowest and highest prompt.
-        acceptance: accepted over drafted tokens.
-        drafted_by_position, accepted_by_position: counts, first drafted token first.
-        accepted_lengths: cycles by number of accepted tokens, from 0.
-        draft_ms, step_ms: milliseconds of a cycle.
-        looping: prompts whose output repeats itself.
-    """
-
-    category: str
-    length: Length
-    prompts: int
-    tokens: int
-    tokens_per_second: float
-    spread: tuple[float, float]
-    prompt_range: tuple[float, float]
-    ratio: float
-    ratio_spread: tuple[float, float]
-    committed: float
-    committed_range: tuple[float, float]
-    acceptance: float
-    drafted_by_position: list[int]
-    accepted_by_position: list[int]
-    accepted_lengths: list[int]
-    draft_ms: float
-    step_ms: float
-    prefill_tokens_per_second: float
-    looping: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +165,7 @@ def sweep(
                 "prompt": _digest(encoded[prompt.name]), "text": _digest(ids[0])
             }  # fmt: skip
             result.notes += [n for n in engine.notes if n not in result.notes]
-    result.rows = _rows(list(samples.values()), protocol.lengths)
+    result.rows = summarize(list(samples.values()), protocol.lengths)
     result.notes += _remarks(result)
     result.memory = _memory(engine, idle, peak)
     return result
@@ -318,67 +252,6 @@ def _differences(prompt: str, ids: dict[Length, list[int]]) -> Iterable[Differen
             at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
             a, b = (x[at] if at < len(x) else None for x in (plain, other))
             yield Difference(prompt, length, at, a, b)
-
-
-def _rows(samples: list[Sample], lengths: tuple[Length, ...]) -> list[Row]:
-    categories = list(dict.fromkeys(s.prompt.category for s in samples))
-    rows = []
-    for category in categories if len(categories) == 1 else [*categories, ALL]:
-        mine = [s for s in samples if category in (s.prompt.category, ALL)]
-        plain = [s for s in mine if s.length == 0]
-        for length in lengths:
-            rows.append(_row(category, length, [s for s in mine if s.length == length], plain))
-    return rows
-
-
-def _row(category: str, length: Length, samples: list[Sample], plain: list[Sample]) -> Row:
-    # A prompt whose answer ends with its first token has nothing to time.
-    timed = [s for s in samples if s.cycles]
-    speeds, base = _speeds(timed), _speeds([s for s in plain if s.cycles])
-    ratios = [a / b for a, b in zip(speeds, base, strict=True)] or [0.0]
-    each = [statistics.median(s.tokens / t for t in s.seconds) for s in timed] or [0.0]
-    committed = [s.committed for s in timed] or [0.0]
-    cycles = sum(s.cycles for s in timed)
-    drafted = [sum(column) for column in zip(*(s.drafted for s in timed), strict=True)]
-    accepted = [sum(column) for column in zip(*(s.accepted for s in timed), strict=True)]
-    return Row(
-        category=category,
-        length=length,
-        prompts=len(samples),
-        tokens=sum(s.tokens for s in timed),
-        tokens_per_second=statistics.median(speeds) if speeds else 0.0,
-        spread=_range(speeds),
-        prompt_range=_range(each),
-        ratio=statistics.median(ratios),
-        ratio_spread=_range(ratios),
-        committed=(cycles + sum(accepted)) / cycles if cycles else 0.0,
-        committed_range=_range(committed),
-        acceptance=sum(accepted) / sum(drafted) if sum(drafted) else 0.0,
-        drafted_by_position=drafted,
-        accepted_by_position=accepted,
-        accepted_lengths=[sum(c) for c in zip(*(s.accepted_lengths for s in timed), strict=True)],
-        draft_ms=_milliseconds([s.draft for s in timed], cycles),
-        step_ms=_milliseconds([s.step for s in timed], cycles),
-        prefill_tokens_per_second=statistics.median(
-            s.prompt_tokens / statistics.median(s.prefill) for s in samples
-        ),
-        looping=sum(s.looping for s in samples),
-    )
-
-
-def _speeds(samples: list[Sample]) -> list[float]:
-    """Tokens per second over all samples, one entry a repeat."""
-    tokens = sum(s.tokens for s in samples)
-    return [tokens / sum(times) for times in zip(*(s.seconds for s in samples), strict=True)]
-
-
-def _milliseconds(times: list[list[float]], cycles: int) -> float:
-    sums = [sum(column) for column in zip(*times, strict=True)]
-    return 1000 * statistics.median(sums) / cycles if cycles else 0.0
-
-
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    return (min(values), max(values)) if values else (0.0, 0.0)
 
 
 def _remarks(result: Result) -> list[str]:

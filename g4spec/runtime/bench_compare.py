@@ -115,8 +115,8 @@ def compare(
     theirs = {(r["category"], r["length"]): r for r in new["rows"]}
     changes = [_change(ours[key], theirs[key], allowed) for key in ours if key in theirs]
     regressions = [f"{c.category}, length {c.length}: {c.worse}" for c in changes if c.worse]
-    for key in ours.keys() - theirs.keys():
-        unlike.append(f"{key[0]}, length {key[1]} is only in the old file")
+    if missing := len(ours.keys() - theirs.keys()):
+        unlike.append(f"{missing} of {len(ours)} settings are only in the old file")
     for name in old["texts"].keys() & new["texts"].keys():
         before, after = old["texts"][name], new["texts"][name]
         if before.get("prompt") == after.get("prompt") and before != after:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from g4spec.runtime.bench import ALL, Row
+from g4spec.runtime.prompts import TITLES
+from g4spec.runtime.rows import ALL, Row
 
 NOISE = 0.02
 """Differences in speed below this say nothing, even when the repeats agree better."""
@@ -53,12 +54,8 @@ def _words(lengths: dict[str, int], auto: dict[str, float], drafted: bool) -> st
         return "Only plain decoding was measured."
     groups: dict[int, list[str]] = {}
     for category, length in lengths.items():
-        groups.setdefault(length, []).append(category)
-    parts = [
-        f"{length} for {_listed(names)}"
-        for length, names in sorted(groups.items(), key=lambda g: -len(g[1]))
-        if length
-    ]
+        groups.setdefault(length, []).append(TITLES.get(category, category))
+    parts = [f"{n} for {_listed(names)}" for n, names in groups.items() if n]
     text = f"Draft {', '.join(parts)}." if parts else ""
     if 0 in groups:
         text += f" No draft for {_listed(groups[0])}: it gains nothing there."
@@ -66,7 +63,11 @@ def _words(lengths: dict[str, int], auto: dict[str, float], drafted: bool) -> st
         mean = sum(auto.values()) / len(auto)
         lowest = min(auto, key=lambda name: auto[name])
         text += f" auto reaches {mean:.0%} of the best fixed length"
-        text += f" (lowest: {auto[lowest]:.0%}, {lowest})." if len(auto) > 1 else "."
+        text += (
+            f" (lowest: {auto[lowest]:.0%}, {TITLES.get(lowest, lowest)})."
+            if len(auto) > 1
+            else "."
+        )
     return text.strip()
 
 

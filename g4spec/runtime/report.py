@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -11,7 +12,8 @@ import jinja2
 from markupsafe import Markup
 
 from g4spec.runtime import charts
-from g4spec.runtime.bench import ALL
+from g4spec.runtime.prompts import TITLES
+from g4spec.runtime.rows import ALL
 
 Rows = list[dict[str, Any]]
 
@@ -25,6 +27,7 @@ def page(data: Mapping[str, Any]) -> str:
     """The whole page. All text in `data` is escaped."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["bytes"] = _bytes
+    environment.filters["title_of"] = lambda name: TITLES.get(name, name)
     template = environment.from_string(
         resources.files("g4spec.runtime").joinpath("report.html").read_text(encoding="utf-8")
     )
@@ -108,7 +111,7 @@ def _committed(
 
 def _bytes(value: float | None) -> str:
     if value is None:
-        return "unknown"
-    unit = next((u for u in ("B", "KiB", "MiB") if abs(value) < 1024 ** ("B", "KiB", "MiB").index(u)
-                 * 1024), "GiB")  # fmt: skip
-    return f"{value / 1024 ** ('B', 'KiB', 'MiB', 'GiB').index(unit):.1f} {unit}"
+        return "an unknown amount"
+    units = ("B", "KiB", "MiB", "GiB")
+    power = min(int(math.log(max(value, 1), 1024)), len(units) - 1)
+    return f"{value / 1024**power:.1f} {units[power]}"

@@ -20,6 +20,9 @@ from g4spec.runtime.tokenizer import Tokenizer
 CATEGORIES = ("code", "chat", "maths", "extraction", "rewriting", "long")
 """In the order of every table."""
 
+TITLES = {"long": "long context", "all": "all prompts"}
+"""How a category is called in sentences, where its name does not say it."""
+
 LONG_PROMPTS = 8
 
 MT_BENCH_QUESTIONS = 80

@@ -1,0 +1,54 @@
+"""`bench compare`: has anything become worse between two results?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from g4spec.cli.render import Json, Output, Quiet
+from g4spec.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from g4spec.runtime.bench_compare import Comparison
+
+
+def compare(
+    old: Annotated[Path, typer.Argument(help="Earlier result (`bench -o`).")],
+    new: Annotated[Path, typer.Argument(help="Later result.")],
+    tolerance: Annotated[str, typer.Option(help="How much slower is still fine.")] = "5%",
+    force: Annotated[bool, typer.Option(help="Compare what is not alike.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two results; exit code 1 when something became worse."""
+    from g4spec.runtime import bench_compare as comparing
+
+    out = Output(json, quiet)
+    found = comparing.compare(
+        comparing.read(old), comparing.read(new), comparing.tolerance(tolerance), force=force
+    )
+    _show(found, out)
+    out.result(found.json())
+    if found.regressions:
+        raise CheckFailed(f"{len(found.regressions)} regressions", found=found.regressions[0])
+
+
+def _show(found: Comparison, out: Output) -> None:
+    """The table of ratios of `bench compare`, its warnings and its regressions."""
+    rows = [
+        (c.category, "plain" if c.length == 0 else str(c.length), f"{c.old_speed:.1f}",
+         f"{c.new_speed:.1f}", f"{c.speed:.3f}", f"{c.old_acceptance:.1%}",
+         f"{c.new_acceptance:.1%}", c.worse or "")
+        for c in found.changes
+    ]  # fmt: skip
+    columns = ("prompts", "drafted", "old tokens/s", "new tokens/s", "new/old", "old accepted",
+               "new accepted", "worse")  # fmt: skip
+    out.table("New against old", columns, rows)
+    for warning in found.warnings:
+        out.note(warning)
+    for regression in found.regressions:
+        out.line(regression, style="bad")
+    if not found.regressions:
+        out.line("Nothing became worse.", style="good")

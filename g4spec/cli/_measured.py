@@ -1,0 +1,67 @@
+"""What `bench` and `demo` do with a finished sweep: keep it, draw it, say it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from g4spec.cli.render import Output
+from g4spec.errors import CheckFailed
+
+
+def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None) -> None:
+    """Write the JSON file and the HTML page, as far as they were asked for."""
+    if save is not None:
+        save.parent.mkdir(parents=True, exist_ok=True)
+        save.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        out.note(f"wrote {save}")
+    if report is not None:
+        from g4spec.runtime import report as page
+
+        report.parent.mkdir(parents=True, exist_ok=True)
+        page.write(data, report)
+        out.note(f"wrote {report}")
+
+
+def show(data: Mapping[str, Any], out: Output) -> None:
+    """The table, the notes and the recommendation."""
+    rows = [
+        (r["category"], "plain" if r["length"] == 0 else str(r["length"]),
+         f"{r['tokens_per_second']:.1f}", f"{r['ratio']:.2f}", f"{r['committed']:.2f}",
+         f"{r['committed_range'][0]:.2f}-{r['committed_range'][1]:.2f}",
+         f"{r['acceptance']:.1%}" if r["length"] else "", f"{r['draft_ms']:.1f}",
+         f"{r['step_ms']:.1f}", f"{r['prefill_tokens_per_second']:.0f}")
+        for r in data["rows"]
+    ]  # fmt: skip
+    columns = ("prompts", "drafted", "tokens/s", "x plain", "tokens/cycle", "by prompt",
+               "accepted", "draft ms", "step ms", "prefill/s")  # fmt: skip
+    out.table("Draft lengths", columns, rows)
+    for note in data["notes"]:
+        out.note(note)
+    out.line(data["recommendation"]["words"], style="bold")
+
+
+def averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
+    """Throughput over all prompts with its range, the way serving benchmarks report it."""
+    for r in (r for r in rows if r["category"] == rows[-1]["category"]):
+        name = f"{r['length']} drafted" if r["length"] else "plain"
+        low, high = r["prompt_range"]
+        text = f"{name}: {r['tokens_per_second']:.2f} tokens/s ({low:.1f} to {high:.1f} by prompt)"
+        if r["length"]:
+            low, high = r["acceptance_range"]
+            text += (f", {r['ratio']:.2f} x plain, acceptance {r['acceptance']:.1%} "
+                     f"({low:.1%} to {high:.1%})")  # fmt: skip
+        out.line(text)
+
+
+def require_identical(data: Mapping[str, Any]) -> None:
+    """Raises CheckFailed when a draft length changed a text."""
+    if data["differences"]:
+        d = data["differences"][0]
+        raise CheckFailed(
+            f"{len(data['differences'])} texts differ from plain decoding; first: prompt "
+            f"{d['prompt']}, draft length {d['length']}, token {d['index']}",
+            expected=d["plain"], found=d["speculative"], fix="run `g4spec verify` for details",
+        )  # fmt: skip

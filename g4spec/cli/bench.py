@@ -1,0 +1,113 @@
+"""Finds the best draft length by measuring all of them; compares two such measurements."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from g4spec.cli import _compare, _inputs, _measured, _options
+from g4spec.cli.render import Json, Output, Quiet
+from g4spec.errors import UsageError
+
+MT_BENCH = "mt-bench"
+
+app = typer.Typer(rich_markup_mode=None)
+
+Model = Annotated[Path | None, typer.Option("-m", "--model", help="Target: a GGUF file.")]
+Lengths = Annotated[
+    str | None,
+    typer.Option("--draft-max", "--spec-draft-n-max", metavar="sweep|auto|N|N,N,...",
+                 help="Draft lengths to measure. Default: sweep."),
+]  # fmt: skip
+Number = Annotated[int | None, typer.Option("-n", "--n-predict", help="Most new tokens. [128]")]
+Names = Annotated[str | None, typer.Option(help="Prompt categories, with commas. Default: all.")]
+Count = Annotated[int | None, typer.Option("--prompts", help="Prompts a category. Default: all.")]
+Repeats = Annotated[int, typer.Option(help="How often each prompt is timed.")]
+LongTokens = Annotated[int | None, typer.Option(help="Length of long prompts. [at most 2048]")]
+Preset = Annotated[
+    str | None,
+    typer.Option(metavar=MT_BENCH, help="80 questions, one stream, 2048 tokens, temperature 0."),
+]
+Dataset = Annotated[Path | None, typer.Option(help="The preset's questions: question.jsonl.")]
+Save = Annotated[Path | None, typer.Option("-o", "--out", help="Keep the result as JSON.")]
+Report = Annotated[Path | None, typer.Option(help="Write a page with charts (HTML).")]
+
+
+@app.callback(invoke_without_command=True)
+def measure(
+    context: typer.Context,
+    model: Model = None,
+    draft: _options.DraftModel = None,
+    ctx_size: _options.ContextSize = None,
+    draft_max: Lengths = None,
+    n_predict: Number = None,
+    categories: Names = None,
+    prompts: Count = None,
+    repeats: Repeats = 3,
+    long_tokens: LongTokens = None,
+    preset: Preset = None,
+    dataset: Dataset = None,
+    temp: _options.Temperature = 0.0,
+    top_k: _options.TopK = 0,
+    top_p: _options.TopP = 1.0,
+    min_p: _options.MinP = 0.0,
+    seed: _options.Seed = 0,
+    ignore_eos: _options.IgnoreEos = False,
+    draft_window: _options.DraftWindow = None,
+    save: Save = None,
+    report: Report = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure draft lengths by kind of prompt and recommend one (`bench compare`: two results)."""
+    if context.invoked_subcommand is not None:
+        return
+    if model is None:
+        raise UsageError("-m is missing: pass the target, a GGUF file")
+    if preset not in (None, MT_BENCH):
+        raise UsageError("--preset", expected=MT_BENCH, found=preset)
+    if preset and (temp or categories):
+        raise UsageError("--preset fixes the prompts and temperature 0",
+                         fix="leave out --temp and --categories")  # fmt: skip
+    from g4spec.runtime import bench, provenance, recommendation
+    from g4spec.runtime import prompts as shipped
+    from g4spec.runtime.engine import Engine
+    from g4spec.runtime.sampling import Sampler
+
+    out = Output(json, quiet)
+    protocol = bench.Protocol((0,), n_predict or (2048 if preset else 128), repeats,
+                              Sampler(temp, top_k, top_p, min_p, seed), ignore_eos)  # fmt: skip
+    wanted = draft_max or ("8" if preset else "sweep")
+    bench.lengths_of(wanted, 15)  # a typing error should not cost the time of loading
+    questions = shipped.mt_bench(dataset or Path("question.jsonl"), prompts) if preset else []
+    draft_file = _inputs.open_draft(draft, model, out)
+    idle = bench.memory_in_use()
+    engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
+    most = engine.draft.max_tokens if engine.draft else None
+    protocol = replace(protocol, lengths=bench.lengths_of(wanted, most))
+    names = categories.split(",") if categories else shipped.CATEGORIES
+    room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
+    texts = questions or shipped.prompts(engine.tokenizer, names, prompts, room)
+    with out.progress("measuring") as progress:
+        result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
+    origin = provenance.describe(model, draft_file, engine.target.ops, sys.argv)
+    data = result.json(origin, recommendation.recommend(result.rows).json())
+    _finish(data, out, save, report, averages=preset is not None)
+
+
+def _finish(
+    data: dict[str, Any], out: Output, save: Path | None, report: Path | None, averages: bool
+) -> None:
+    _measured.keep(data, out, save, report)
+    _measured.show(data, out)
+    if averages:
+        _measured.averages(data["rows"], out)
+    out.result(data)
+    _measured.require_identical(data)
+
+
+app.command()(_compare.compare)

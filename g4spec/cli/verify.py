@@ -1,0 +1,58 @@
+"""Proves that a draft changes nothing about the text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import _inputs, _options
+from g4spec.cli.render import Json, Output, Quiet
+from g4spec.errors import CheckFailed
+
+Cases = Annotated[int, typer.Option("--cases", help="Comparisons: prompts x lengths x samplers.")]
+Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of each text.")]
+LongTokens = Annotated[int | None, typer.Option(help="Length of long prompts. [at most 1024]")]
+
+
+def command(
+    model: _options.Model,
+    draft: _options.DraftModel = None,
+    cases: Cases = 48,
+    n_predict: Number = 64,
+    ctx_size: _options.ContextSize = None,
+    draft_window: _options.DraftWindow = None,
+    long_tokens: LongTokens = None,
+    seed: _options.Seed = 0,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Generate with and without the draft, over prompts, draft lengths, seeds and temperatures;
+    exit code 1 at the first token that differs."""
+    from g4spec.runtime import prompts, verify
+    from g4spec.runtime.engine import Engine
+
+    out = Output(json, quiet)
+    draft_file = _inputs.open_draft(draft, model, out)
+    engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
+    most = engine.draft.max_tokens if engine.draft else 1
+    room = long_tokens or min(1024, engine.n_ctx - n_predict)
+    texts = prompts.prompts(engine.tokenizer, long_tokens=room)
+    todo = verify.cases(texts, cases, most, seed)
+    with out.progress("verifying") as progress:
+        verdict = verify.verify(engine, todo, n_predict, progress=progress)
+    for note in verdict.notes:
+        out.note(note)
+    out.result(verdict.json())
+    if verdict.mismatch is not None:
+        raise CheckFailed(f"the draft changed the text: {verdict.mismatch}")
+    if not verdict.drafted:
+        raise CheckFailed("the draft proposed nothing, so nothing about it was verified",
+                          fix="run `g4spec validate` on it")  # fmt: skip
+    share = verdict.accepted / verdict.drafted
+    out.line(
+        f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft: "
+        f"{verdict.tokens} tokens, {verdict.same_logits} of them with the very same logit",
+        style="good",
+    )
+    out.line(f"{verdict.drafted} tokens were drafted, {share:.1%} of them accepted")

@@ -1,0 +1,239 @@
+"""Sweeps: what is counted, what is compared, what is refused, what is recommended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from g4spec.errors import InputError, UsageError
+from g4spec.models.spec import MAX_DRAFT
+from g4spec.runtime import bench, speculate
+from g4spec.runtime.prompts import CATEGORIES, LONG_PROMPTS, Prompt, long_text, mt_bench, prompts
+from g4spec.runtime.recommendation import recommend
+from g4spec.runtime.rows import Sample, summarize
+from tests import bench_engine, bench_result
+
+
+@pytest.fixture(scope="module")
+def swept() -> bench.Result:
+    engine = bench_engine.engine()
+    protocol = bench.Protocol((0, 2, 4, "auto"), n_predict=40, repeats=2)
+    return bench.sweep(engine, bench_engine.prompts(), protocol, idle=0)
+
+
+def test_rows_cover_every_setting(swept: bench.Result) -> None:
+    keys = [(r.category, r.length) for r in swept.rows]
+    assert keys == [(c, n) for c in ("code", "chat", "all") for n in (0, 2, 4, "auto")]
+    assert not swept.differences
+
+
+def test_counts_add_up(swept: bench.Result) -> None:
+    for row in swept.rows:
+        cycles = sum(row.accepted_lengths)
+        assert row.tokens == row.prompts * 39  # the first token comes from the prompt
+        assert cycles + sum(row.accepted_by_position) == row.tokens
+        assert row.committed == pytest.approx(row.tokens / cycles)
+        assert sum(n * c for n, c in enumerate(row.accepted_lengths)) == sum(
+            row.accepted_by_position
+        )
+        if row.length != "auto":
+            assert sum(row.drafted_by_position[row.length :]) == 0
+        assert row.spread[0] <= row.tokens_per_second <= row.spread[1]
+    plain = swept.row("all", 0)
+    assert plain is not None and plain.committed == 1 and plain.ratio == 1
+
+
+def test_a_looping_target_is_flagged(swept: bench.Result) -> None:
+    # Random weights go in circles at temperature 0.
+    assert any("repeat themselves" in note for note in swept.notes)
+
+
+def test_memory_is_planned_and_measured(swept: bench.Result) -> None:
+    assert swept.memory["total"] == (1 << 20) + (1 << 19) + (1 << 18)
+    assert swept.memory["grown"] is None or swept.memory["grown"] > 0
+
+
+def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = speculate.accept
+
+    def careless(logits, drafted, position, chooser):  # type: ignore[no-untyped-def]
+        chosen = honest(logits, drafted, position, chooser)
+        return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
+
+    monkeypatch.setattr(speculate, "accept", careless)
+    protocol = bench.Protocol((0, 3), n_predict=24, repeats=1)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), protocol
+    )
+    assert {d.length for d in result.differences} == {3}
+    first = result.differences[0]
+    assert first.index is not None and first.plain != first.speculative
+    assert result.json({}, {})["identical"] is False
+
+
+def test_a_useless_draft_is_slower_and_not_recommended() -> None:
+    protocol = bench.Protocol((0, 8), n_predict=24, repeats=2)
+    result = bench.sweep(
+        bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), protocol
+    )
+    row = result.row("all", 8)
+    assert row is not None and row.acceptance == 0 and row.committed == 1
+    assert set(recommend(result.rows).lengths.values()) == {0}
+
+
+def test_the_same_prompt_twice_is_refused() -> None:
+    twice = [Prompt("a", "code", "raw", "x"), Prompt("b", "code", "raw", "x")]
+    with pytest.raises(InputError, match="same text"):
+        bench.sweep(bench_engine.engine(), twice, bench.Protocol((0,), 8, 1))
+
+
+def test_a_prompt_without_room_is_refused() -> None:
+    with pytest.raises(UsageError, match="do not fit"):
+        bench.sweep(bench_engine.engine(n_ctx=64), bench_engine.prompts(), bench.Protocol((0,), 64))
+
+
+def test_orders_rotate() -> None:
+    assert bench._rotated((0, 1, 2), 4) == (1, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "text, most, expected",
+    [
+        ("sweep", 15, (*bench.LENGTHS, "auto")),
+        ("sweep", 5, (0, 1, 2, 3, 4, 5, "auto")),
+        ("auto", 15, (0, "auto")),
+        ("0", 15, (0,)),
+        ("4", 15, (0, 4)),
+        ("8,2, 2,auto", 15, (0, 2, 8, "auto")),
+        ("sweep", None, (0,)),
+    ],
+)
+def test_lengths(text: str, most: int | None, expected: tuple[object, ...]) -> None:
+    assert bench.lengths_of(text, most) == expected
+
+
+@pytest.mark.parametrize("text", ["", "16", "-1", "two", "1;2"])
+def test_wrong_lengths(text: str) -> None:
+    with pytest.raises(UsageError, match="--draft-max"):
+        bench.lengths_of(text, MAX_DRAFT)
+
+
+def test_repetition_knows_loops() -> None:
+    assert bench.repetition(list(range(200))) == 0
+    assert bench.repetition([1, 2, 3, 4, 5] * 20) == 1
+    assert bench.repetition([*range(100), *([7, 8, 9] * 40)]) > 0.9  # late loops too
+    assert bench.repetition([1] * 31) == 0  # too short to judge
+    phrase = [5, 6, 7, 8, 9]
+    assert bench.repetition([*range(60), *phrase, *range(100, 140), *phrase]) < bench.LOOPING
+
+
+def sample(length: object, seconds: list[float], name: str = "a") -> Sample:
+    made = Sample(Prompt(name, "code", "raw", name), length, 10, 30, seconds, [0.5] * len(seconds))  # type: ignore[arg-type]
+    made.draft, made.step = [0.0] * len(seconds), seconds
+    made.cycles, made.drafted, made.accepted = 10, [10, 10], [8, 4]
+    return made
+
+
+def test_medians_of_repeats_and_paired_ratios() -> None:
+    # The machine is three times slower in the second repeat: the speed-up does not notice.
+    plain, fast = sample(0, [2.0, 6.0, 2.0]), sample(2, [1.0, 3.0, 1.0])
+    row = summarize([plain, fast], (0, 2))[1]
+    assert row.tokens_per_second == 30 and row.spread == (10, 30)
+    assert row.ratio == 2 and row.ratio_spread == (2, 2)
+    assert row.acceptance == 0.6 and row.step_ms == 100 and row.prefill_tokens_per_second == 20
+
+
+def test_an_answer_of_one_token_does_not_count() -> None:
+    empty = sample(0, [0.0], "b")
+    empty.tokens = empty.cycles = 0
+    row = summarize([sample(0, [1.0]), empty], (0,))[0]
+    assert row.prompts == 2 and row.tokens_per_second == 30
+    alone = summarize([empty], (0,))[0]
+    assert alone.tokens_per_second == 0 and alone.ratio == 0
+
+
+def made(length: object, ratio: float, scatter: float = 0.0, category: str = "code") -> bench.Row:
+    row = bench_result.row(category, 4 if length == "auto" else length, 0.5)
+    spread = (ratio * (1 - scatter), ratio * (1 + scatter))
+    return replace(row, length=length, ratio=ratio, ratio_spread=spread)  # type: ignore[arg-type]
+
+
+def test_recommends_the_fastest_length() -> None:
+    advice = recommend([made(0, 1.0), made(2, 1.5), made(4, 2.0), made("auto", 1.9)])
+    assert advice.lengths == {"code": 4} and advice.auto["code"] == pytest.approx(0.95)
+    assert advice.words == "Draft 4 for code. auto reaches 95% of the best fixed length."
+
+
+def test_ties_take_the_smaller_length() -> None:
+    assert recommend([made(0, 1.0), made(2, 1.97), made(4, 2.0)]).lengths == {"code": 2}
+    noisy = [made(0, 1.0), made(2, 1.7), made(4, 2.0, scatter=0.2)]
+    assert recommend(noisy).lengths == {"code": 2}
+    assert recommend([made(0, 1.0), made(2, 1.015)]).lengths == {"code": 0}
+
+
+def test_words_name_what_gains_nothing() -> None:
+    rows = [
+        made(0, 1.0),
+        made(4, 2.0),
+        made(0, 1.0, category="chat"),
+        made(4, 0.7, category="chat"),
+    ]
+    assert recommend(rows).words == "Draft 4 for code. No draft for chat: it gains nothing there."
+    assert recommend(rows[:1]).words == "Only plain decoding was measured."
+
+
+def test_shipped_prompts_are_different_and_short() -> None:
+    tokenizer = bench_engine.Characters()
+    found = prompts(tokenizer, long_tokens=1500)  # type: ignore[arg-type]
+    assert {p.category for p in found} == set(CATEGORIES)
+    assert all(sum(p.category == c for p in found) >= 6 for c in CATEGORIES)
+    assert len({p.text for p in found}) == len(found) == len({p.name for p in found})
+    assert all(len(p.text) < 800 for p in found if p.category != "long")
+
+
+@pytest.mark.parametrize("tokens", [300, 2000, 20000])
+def test_long_prompts_have_the_length_and_end_inside_a_new_function(tokens: int) -> None:
+    tokenizer = bench_engine.Characters()
+    for i in range(LONG_PROMPTS):
+        text = long_text(tokenizer, tokens, i)  # type: ignore[arg-type]
+        assert tokens - 100 <= len(tokenizer.encode(text)) <= tokens
+        *_, signature, docstring, end = text.split("\n")
+        assert signature.startswith("def ") and docstring.strip().startswith('"""') and not end
+        assert text.count(signature.partition("(")[0] + "(") == 1
+
+
+def test_unknown_category_and_too_many_prompts() -> None:
+    tokenizer = bench_engine.Characters()
+    with pytest.raises(UsageError, match="--categories"):
+        prompts(tokenizer, ["poems"])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="--prompts"):
+        prompts(tokenizer, ["code"], 99)  # type: ignore[arg-type]
+
+
+def test_mt_bench_takes_first_turns(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "question.jsonl"
+    path.write_text(
+        '{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}\n\n'
+        '{"question_id": 82, "category": "math", "turns": ["Add."]}\n'
+    )
+    found = mt_bench(path)
+    assert [(p.name, p.category, p.form, p.text) for p in found] == [
+        ("mt-bench-81", "writing", "chat", "Write."), ("mt-bench-82", "math", "chat", "Add."),
+    ]  # fmt: skip
+    assert len(mt_bench(path, 1)) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nonsense", '{"turns": []}', '{"turns": [""]}', '{"prompt": "x"}', "[]"]
+)
+def test_mt_bench_refuses_other_files(tmp_path, text: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "question.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match="turns"):
+        mt_bench(path)
+
+
+def test_mt_bench_says_where_the_file_comes_from(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(InputError, match=r"question\.jsonl.*FastChat.*--dataset"):
+        mt_bench(tmp_path / "question.jsonl")

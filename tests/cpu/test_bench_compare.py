@@ -1,0 +1,135 @@
+"""`bench compare`: regressions, noise, files that cannot be compared, files that are no results."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec.errors import InputError, UsageError
+from g4spec.runtime.bench_compare import compare, read, tolerance
+from tests import bench_result
+
+Data = dict[str, Any]
+
+
+@pytest.fixture
+def pair() -> tuple[Data, Data]:
+    old = bench_result.result()
+    return old, copy.deepcopy(old)
+
+
+def slower(row: Data, factor: float) -> None:
+    row["tokens_per_second"] *= factor
+    row["spread"] = [x * factor for x in row["spread"]]
+
+
+def test_equal_results_have_no_regression(pair: tuple[Data, Data]) -> None:
+    found = compare(*pair)
+    assert not found.regressions and not found.warnings
+    assert len(found.changes) == len(pair[0]["rows"]) and all(c.speed == 1 for c in found.changes)
+
+
+def test_slower_beyond_tolerance_and_spread(pair: tuple[Data, Data]) -> None:
+    old, new = pair
+    slower(new["rows"][3], 0.9)
+    assert "10.0% slower" in compare(old, new).regressions[0]
+    assert not compare(old, new, 0.15).regressions
+    new["rows"][3]["spread"][1] = old["rows"][3]["spread"][0]  # the repeats touch
+    assert not compare(old, new).regressions
+
+
+def test_faster_is_fine(pair: tuple[Data, Data]) -> None:
+    slower(pair[1]["rows"][3], 1.5)
+    assert not compare(*pair).regressions
+
+
+def test_lower_acceptance(pair: tuple[Data, Data]) -> None:
+    pair[1]["rows"][3]["acceptance"] -= 0.01
+    assert "acceptance fell" in compare(*pair).regressions[0]
+
+
+def test_acceptance_of_auto_depends_on_timing(pair: tuple[Data, Data]) -> None:
+    row = next(r for r in pair[1]["rows"] if r["length"] == "auto")
+    row["acceptance"] -= 0.1
+    assert not compare(*pair).regressions
+
+
+def test_changed_text(pair: tuple[Data, Data]) -> None:
+    pair[1]["texts"]["code-0"]["text"] = "other"
+    assert compare(*pair).regressions == ["the text of prompt code-0 changed"]
+
+
+def test_failed_new_result(pair: tuple[Data, Data]) -> None:
+    pair[1]["identical"] = False
+    assert "differ" in compare(*pair).regressions[0]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: d["provenance"]["machine"].update(cpu="Other"), "machine"),
+        (lambda d: d["provenance"]["target"].update(sha256="0"), "target"),
+        (lambda d: d["provenance"].update(draft=None), "draft"),
+        (lambda d: d["provenance"].update(ops="CudaOps"), "ops"),
+        (lambda d: d["options"].update(n_predict=9), "n_predict"),
+        (lambda d: d["options"]["sampler"].update(temperature=1.0), "sampler"),
+        (lambda d: d["texts"].pop("code-0"), "other prompts"),
+    ],
+)
+def test_unlike_files_are_refused(pair: tuple[Data, Data], change: Any, words: str) -> None:
+    change(pair[1])
+    with pytest.raises(InputError, match=f"cannot be compared.*{words}.*--force"):
+        compare(*pair)
+    assert any(words in w for w in compare(*pair, force=True).warnings)
+
+
+def test_missing_settings_are_said(pair: tuple[Data, Data]) -> None:
+    del pair[1]["rows"][0]
+    assert any("only in the old file" in w for w in compare(*pair).warnings)
+
+
+def test_read_accepts_what_bench_writes(tmp_path: Path, pair: tuple[Data, Data]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(pair[0]))
+    assert read(path) == pair[0]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d: d.update(schema="g4spec.bench/0"), "schema"),
+        (lambda d: d.pop("rows"), "rows: expected list"),
+        (lambda d: d["rows"][2].pop("acceptance"), r"rows\[2\]: acceptance"),
+        (lambda d: d["rows"].append(7), "an object"),
+        (lambda d: d["rows"][1].update(spread=[1]), "two numbers"),
+        (lambda d: d["rows"][1].update(spread=[1, "x"]), "two numbers"),
+        (lambda d: d["rows"][1].update(tokens_per_second=float("nan")), "two numbers"),
+    ],
+)
+def test_read_refuses_other_files(
+    tmp_path: Path, pair: tuple[Data, Data], change: Any, words: str
+) -> None:
+    change(pair[0])
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(pair[0]))
+    with pytest.raises(InputError, match=words):
+        read(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[1", b"[]", b"null"])
+def test_read_refuses_what_is_no_result(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=r"a\.json"):
+        read(path)
+
+
+def test_tolerance() -> None:
+    assert tolerance("5%") == tolerance("5 %") == tolerance("0.05") == 0.05
+    for text in ("", "5", "-1%", "nan", "5%%", "x", "100%"):
+        with pytest.raises(UsageError, match="--tolerance"):
+            tolerance(text)

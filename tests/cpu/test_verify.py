@@ -1,0 +1,125 @@
+"""`verify` passes for any honest draft and fails for every planted bug."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from g4spec.errors import UsageError
+from g4spec.runtime import speculate, verify
+from g4spec.runtime.engine import Engine
+from tests import bench_engine, memory_models
+
+
+def todo(count: int = 16) -> list[verify.Case]:
+    return verify.cases(bench_engine.prompts(), count, 15)
+
+
+def test_ngram_lookup_changes_nothing() -> None:
+    verdict = verify.verify(bench_engine.engine(), todo(), 32)
+    assert verdict.ok and verdict.cases == 16 and verdict.tokens == 16 * 32
+    assert verdict.accepted > 0
+    assert verdict.same_logits == verdict.tokens
+
+
+def test_a_model_draft_changes_nothing() -> None:
+    target = memory_models.target()
+    made = bench_engine.engine()
+    engine = Engine(target, memory_models.dflash_draft(target), made.tokenizer, made.memory)
+    verdict = verify.verify(engine, todo(8), 24)
+    assert verdict.ok and verdict.drafted > 0
+
+
+def test_a_draft_that_is_always_wrong_changes_nothing() -> None:
+    verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(8), 24)
+    assert verdict.ok and verdict.accepted < verdict.drafted / 10
+
+
+def test_a_draft_that_proposes_nothing_proves_nothing() -> None:
+    silent = bench_engine.Liar()
+    silent.propose = lambda *a: []  # type: ignore[method-assign]
+    verdict = verify.verify(bench_engine.engine(silent), todo(4), 8)
+    assert verdict.mismatch is None and not verdict.ok
+
+
+def believe_one(logits: Any, drafted: list[int], position: int, chooser: Any) -> list[int]:
+    """A planted bug: the first drafted token is taken without looking."""
+    if not drafted:
+        return [chooser.choose(logits[0], position + 1)]
+    return [drafted[0], chooser.choose(logits[1], position + 2)]
+
+
+def forget_position(logits: Any, drafted: list[int], position: int, chooser: Any) -> list[int]:
+    """A planted bug: all rows of a step draw the noise of the first."""
+    chosen: list[int] = []
+    for row, proposed in zip(logits, [*drafted, None], strict=True):
+        chosen.append(chooser.choose(row, position + 1))
+        if chosen[-1] != proposed:
+            break
+    return chosen
+
+
+def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculate, "accept", believe_one)
+    verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(), 24)
+    found = verdict.mismatch
+    assert found is not None and not verdict.ok
+    assert found.speculative.id != found.plain.id
+    assert found.plain.logit is not None and found.speculative.logit is not None
+    for part in (f"token {found.index}", str(found.plain.id), str(found.speculative.id), "logit"):
+        assert part in str(found)
+    assert found.json()["case"]["prompt"] == found.case.prompt.name
+
+
+def test_wrong_noise_is_found_above_temperature_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculate, "accept", forget_position)
+    verdict = verify.verify(bench_engine.engine(), todo(32), 40)
+    assert verdict.mismatch is not None and verdict.mismatch.case.sampler.temperature > 0
+
+
+def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = memory_models.target()
+    made = bench_engine.engine()
+    engine = Engine(target, bench_engine.Liar(), made.tokenizer, made.memory)
+    honest, late = target.step, []
+
+    def step(ids: list[int], start: int) -> Any:
+        # The step reads a rejected token in the place of a committed one.
+        out = honest([*late, *ids][: len(ids)] if late else ids, start)
+        late[:] = ids[1:2]
+        return out
+
+    monkeypatch.setattr(target, "step", step)
+    assert verify.verify(engine, todo(), 24).mismatch is not None
+
+
+def test_a_shorter_text_is_a_difference() -> None:
+    engine = bench_engine.engine()
+    case = todo(1)[0]
+    found = verify._mismatch(engine, case, ([5, 6], [1.0, 2.0]), ([5], [1.0]))
+    assert found.index == 1 and found.plain.id == 6 and found.speculative.id is None
+
+
+def test_cases_cover_everything_evenly() -> None:
+    prompts = bench_engine.prompts(4)
+    made = verify.cases(prompts, 80, 7)
+    assert made == verify.cases(prompts, 80, 7)
+    assert made[:40] != verify.cases(prompts, 80, 7, seed=1)[:40]
+    lengths = Counter(c.length for c in made)
+    assert set(lengths) == {1, 2, 3, 4, 5, 7, "auto"}
+    names = Counter(c.prompt.name for c in made)
+    assert max(names.values()) - min(names.values()) <= 1
+    assert len({c.sampler.seed for c in made}) == 80
+    assert {c.sampler.temperature for c in made} == {0.0, 0.7, 0.8, 1.0, 1.5}
+    assert len({(c.prompt.name, c.length) for c in made}) > 35
+
+
+def test_wrong_use() -> None:
+    with pytest.raises(UsageError, match="--cases"):
+        todo(0)
+    engine = bench_engine.engine()
+    engine.draft = None
+    with pytest.raises(UsageError, match="-md"):
+        verify.verify(engine, todo(1))
