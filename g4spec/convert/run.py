@@ -194,8 +194,7 @@ def _metadata(found: Found, config: Any, asked: Format, pair: Target, made: Mapp
         kv[row.name] = array(T.I32 if row.type == "I32" else T.F32, made[row.name].reshape(-1))
     if provenance.T2D_SHA256 in made:
         kv[provenance.T2D_SHA256] = string(str(made[provenance.T2D_SHA256]))
-    if target:
-        kv |= pair.pairing
+    kv |= pair.pairing if target else pair.sampling
     with_target = f" --target {provenance.name(Path(target))}" if target else ""
     command = f"g4spec convert {folder.path.name}{with_target} -o {out.name} --type {asked.name}"
     return kv | provenance.keys(folder, command)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from g4spec.convert import provenance, sources, tokenizer
 from g4spec.convert.sources import Found
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF, KV
+from g4spec.gguf import GGUF, KV, T, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +19,14 @@ class Target:
 
     Attributes:
         config: its parsed configuration. `tokenizer`: its `tokenizer.*` keys and stop ids.
-        pairing: keys by which a draft recognises it. `notes`: for the user.
+        pairing: keys by which a draft recognises it. `sampling`: settings that its makers
+            recommend, which llama.cpp takes as defaults. `notes`: for the user.
     """
 
     config: Any
     tokenizer: KV
     pairing: KV
+    sampling: KV
     notes: list[str]
 
     @property
@@ -47,9 +50,20 @@ def of(found: Found) -> Target:
     source = found.source
     if isinstance(source, GGUF):
         config = found.kind.parse_gguf(source.kv, source.shapes())
-        kv = tokenizer.from_gguf(source)
+        kv, generation = tokenizer.from_gguf(source), dict[str, Any]()
     else:
+        generation = dict(source.generation)
         config = found.kind.parse_hf(source.checkpoint)
         kv = tokenizer.from_folder(source.path, source.config, source.generation)
     pairing = provenance.pairing(kv, config.n_embd, len(config.layers))
-    return Target(config, kv, pairing, found.notes)
+    return Target(config, kv, pairing, _sampling(generation), found.notes)
+
+
+def _sampling(generation: Mapping[str, Any]) -> KV:
+    kv: KV = {}
+    for key, name, kind in (("top_k", "top_k", T.I32), ("top_p", "top_p", T.F32),
+                            ("min_p", "min_p", T.F32), ("temperature", "temp", T.F32)):  # fmt: skip
+        value = generation.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            kv[f"general.sampling.{name}"] = Value(kind, value)
+    return kv

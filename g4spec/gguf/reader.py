@@ -11,7 +11,7 @@ import mmap
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -131,6 +131,10 @@ class GGUF(Mapping[str, Any]):
         data = self[key] if place.item is T.STRING else self.numbers(key)
         return Value(T.ARRAY, data, place.item)
 
+    def item(self, key: str) -> T:
+        """Type of a value, or of the entries of an array."""
+        return self._places[key].item
+
     def length(self, key: str) -> int:
         """Entries of an array, without reading it."""
         return self._places[key].count
@@ -153,6 +157,13 @@ class GGUF(Mapping[str, Any]):
             return self._string(place.start, f"key {key!r}")[0]
         number = np.frombuffer(self._map, NUMBERS[place.type], 1, place.start)[0]
         return bool(number) if place.type is T.BOOL else number.item()
+
+    def first(self, key: str, n: int) -> list[Any]:
+        """The first `n` entries of an array, without reading the rest."""
+        place = self._places[key]
+        if place.item is T.STRING:
+            return self._strings(replace(place, count=min(n, place.count)), key)
+        return self.numbers(key)[:n].tolist()
 
     def _strings(self, place: _Place, key: str) -> list[str]:
         view, at, out = self._view, place.start, []

@@ -1,0 +1,68 @@
+"""`--type`, and how plans and sizes are shown: shared by convert, quantize and inspect."""
+
+from __future__ import annotations
+
+import pkgutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from g4spec import __file__ as package
+from g4spec.cli.render import Output
+
+if TYPE_CHECKING:
+    from g4spec.convert import Result
+
+# The files are listed, not imported: `--help` must not wait for numpy.
+TYPES = sorted(m.name for m in pkgutil.iter_modules([str(Path(package).parent / "quant/formats")]))
+Type = Annotated[
+    str, typer.Option("--type", help=f"Type of matrices: {', '.join(TYPES)}. Vectors stay F32.")
+]
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def size(n: float) -> str:
+    """`n` bytes for people."""
+    i = 0
+    while n >= 1024 and i < len(UNITS) - 1:
+        n, i = n / 1024, i + 1
+    return f"{n:.0f} {UNITS[i]}" if i == 0 else f"{n:.1f} {UNITS[i]}"
+
+
+def show(result: Result, out: Output) -> None:
+    """A plan (after a dry run) or what was written."""
+    for note in result.notes:
+        out.note(note)
+    rows = result.plan.rows
+    if not result.written:
+        columns = ("source", "", "result", "shape", "type", "why")
+        shown = [(r.source or "-", r.action, r.name or "-", _dims(r.shape), r.type, r.note)
+                 for r in rows]  # fmt: skip
+        out.table(f"Plan for {result.out}", columns, shown)
+    else:
+        for row in rows:
+            if row.action in ("drop", "metadata"):
+                out.note(f"{row.source}: {'dropped' if row.action == 'drop' else 'kept as '}"
+                         f"{row.name or ''} ({row.note})")  # fmt: skip
+    types = ", ".join(f"{n} {t}" for t, n in result.plan.types().items())
+    verb = "wrote" if result.written else "would write"
+    out.line(f"{verb} {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")
+    out.result(as_json(result))
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    fields = ("action", "source", "name", "shape", "type", "note", "nbytes")
+    return {
+        "out": str(result.out),
+        "written": result.written,
+        "bytes": result.nbytes,
+        "seconds": result.seconds,
+        "types": result.plan.types(),
+        "notes": result.notes,
+        "plan": [{f: getattr(row, f) for f in fields} for row in result.plan.rows],
+    }
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "1"

@@ -1,0 +1,45 @@
+"""`g4spec convert`: a published checkpoint becomes one GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import _types
+from g4spec.cli.render import Json, Output, Quiet
+from g4spec.errors import UsageError
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="Checkpoint folder of a draft or a target.")],
+    target: Annotated[
+        Path | None,
+        typer.Option("--target", help="The draft's target, a folder or GGUF: gives the tokenizer."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write.")] = None,
+    type: _types.Type = "q8_0",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a draft or a target to GGUF, for llama.cpp and for g4spec.
+
+    The kind is recognised by content. Every tensor is used once, dropped for a reason that is
+    shown, or the conversion stops before it writes anything.
+    """
+    if out is None:
+        if not dry_run:
+            raise UsageError("no output named", expected="-o FILE.gguf, or --dry-run")
+        out = Path(f"{source.resolve().stem}-{type}.gguf")
+    from g4spec import convert
+
+    said = Output(json, quiet)
+    with said.progress(f"converting {source.name}") as progress:
+        result = convert.convert(
+            source, out, target=target, type=type, dry_run=dry_run, progress=progress
+        )
+    _types.show(result, said)

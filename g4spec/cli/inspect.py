@@ -1,0 +1,118 @@
+"""`g4spec inspect`: what is in a file or a checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from g4spec.cli import _types
+from g4spec.cli.render import Json, Output, Quiet
+
+if TYPE_CHECKING:
+    from g4spec.convert import Folder
+    from g4spec.gguf import GGUF
+
+SHOWN = 6
+"""Entries shown of a long array."""
+
+
+def command(
+    path: Annotated[Path, typer.Argument(help="A GGUF file, or a checkpoint folder.")],
+    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = True,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what a GGUF or a checkpoint holds: kind, size, types, metadata, tensors."""
+    from g4spec import convert
+    from g4spec.gguf import GGUF
+
+    out = Output(json, quiet)
+    if path.is_file() and path.suffix != ".safetensors":
+        with GGUF(path) as file:  # any architecture may be looked at
+            facts = _gguf(file)
+    else:
+        found = convert.detect(path)
+        for note in found.notes:
+            out.note(note)
+        if isinstance(found.source, GGUF):
+            with found.source as file:
+                facts = _gguf(file)
+        else:
+            facts = _folder(found.source, found.kind.TITLE)
+    _show(facts, out, tensors)
+    out.result(facts)
+
+
+def _gguf(file: GGUF) -> dict[str, Any]:
+    entries = [{"name": t.name, "shape": t.shape, "type": t.format.name.upper(),
+                "bytes": t.nbytes} for t in file.tensors.values()]  # fmt: skip
+    from g4spec.models import kinds
+
+    arch = str(file.get("general.architecture"))
+    kind = kinds().get(arch)
+    return {
+        "path": str(file.path),
+        "kind": kind.TITLE if kind else f"unknown here ({arch})",
+        "container": f"GGUF version {file.version}, alignment {file.alignment}",
+        "bytes": file.size,
+        **_sums(entries),
+        "metadata": {key: _abbreviated(file, key) for key in file},
+        "tensors": entries,
+    }
+
+
+def _folder(folder: Folder, title: str) -> dict[str, Any]:
+    entries = [{"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.raw.size}
+               for t in folder.tensors.values()]  # fmt: skip
+    return {
+        "path": str(folder.path),
+        "kind": title,
+        "container": f"safetensors, {len(folder.files)} file{'s' * (len(folder.files) > 1)}",
+        "bytes": sum(p.stat().st_size for p in folder.files),
+        **_sums(entries),
+        "metadata": dict(folder.config),
+        "tensors": entries,
+    }
+
+
+def _sums(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    types: dict[str, dict[str, int]] = {}
+    for e in entries:
+        sums = types.setdefault(e["type"], {"tensors": 0, "parameters": 0, "bytes": 0})
+        for key, n in (("tensors", 1), ("parameters", prod(e["shape"])), ("bytes", e["bytes"])):
+            sums[key] += n
+    return {"parameters": sum(t["parameters"] for t in types.values()), "types": types}
+
+
+def _abbreviated(file: GGUF, key: str) -> Any:
+    """A value; of a long array its type, its length and its first entries."""
+    n = file.length(key)
+    if n <= 64:
+        return file[key]
+    return {"type": file.item(key).name, "length": n, "first": file.first(key, SHOWN)}
+
+
+def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:
+    out.line(f"{facts['path']}: {facts['kind']}")
+    out.line(f"{facts['container']}, {_types.size(facts['bytes'])}, "
+             f"{facts['parameters']:,} parameters, {len(facts['tensors'])} tensors")  # fmt: skip
+    rows = [(t, s["tensors"], s["parameters"], _types.size(s["bytes"]))
+            for t, s in facts["types"].items()]  # fmt: skip
+    out.table("Types", ("type", "tensors", "parameters", "size"), rows)
+    out.table("Metadata", ("key", "value"),
+              [(k, _text(v)) for k, v in facts["metadata"].items()])  # fmt: skip
+    if tensors:
+        rows = [(t["name"], "x".join(map(str, t["shape"])), t["type"], _types.size(t["bytes"]))
+                for t in facts["tensors"]]  # fmt: skip
+        out.table("Tensors", ("name", "shape", "type", "size"), rows)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict) and set(value) == {"type", "length", "first"}:
+        return f"{value['type']}[{value['length']}] {str(value['first'])[1:-1]}, ..."
+    text = str(value)
+    return text if len(text) <= 100 else text[:97] + "..."
