@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,7 +90,6 @@ class Report:
             out.line(f"{r.severity} {r.id}: {r.title}", style[r.severity])
             out.line(f"  {f.where}: expected {f.expected}, found {f.found}")
             out.line(f"  to do: {f.fix}")
-        for reason in dict.fromkeys(self.skipped.values()):
-            n = sum(v == reason for v in self.skipped.values())
+        for reason, n in Counter(self.skipped.values()).items():
             out.note(f"{n} rules not checked: {reason}")
         out.line(self.summary(), "good" if self.ok else "bad")

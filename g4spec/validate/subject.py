@@ -13,10 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import models
+from g4spec.convert import provenance
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, T
 from g4spec.models.spec import TensorSpec
-from g4spec.validate import header, recorded, scan
+from g4spec.validate import header, scan
 from g4spec.validate.rule import Needs
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ class Subject:
         """Layers of the target: its own count, else what was recorded at conversion."""
         if self.target is not None and self.target.config is not None:
             return len(self.target.config.layers)
-        return self.integer(recorded.TARGET_LAYERS)
+        return self.integer(provenance.TARGET_LAYERS)
 
     @cached_property
     def stats(self) -> dict[str, scan.Stats]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from g4spec import quant
+from g4spec.convert import provenance
+from g4spec.convert.make import t2d_sha256
+from g4spec.convert.tensors import Stored
 from g4spec.gguf import KV, T, Value, array, boolean, f32, string, u32
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.models.spec import LayerSpec
-from g4spec.validate import recorded
 
 CODES = {T.U8: "B", T.I8: "b", T.U16: "H", T.I16: "h", T.U32: "I", T.I32: "i", T.F32: "f",
          T.BOOL: "?", T.U64: "Q", T.I64: "q", T.F64: "d"}  # fmt: skip
@@ -129,8 +130,8 @@ def _layers(
     )  # fmt: skip
 
 
-def target_config() -> gemma4.Config:
-    return gemma4.Config(V, H, 4096, 1e-6, 30.0, _layers(N_LAYER, (16, 32), (2, 1), True))
+def target_config(n_layer: int = N_LAYER) -> gemma4.Config:
+    return gemma4.Config(V, H, 4096, 1e-6, 30.0, _layers(n_layer, (16, 32), (2, 1), True))
 
 
 def zlab_config() -> dflash.Config:
@@ -165,17 +166,33 @@ def d2t_ids() -> np.ndarray:
     return np.array(sorted(ids)[:N_DRAFT], np.int64)
 
 
-def _build(module: ModuleType, config: Any, matrix: str) -> File:
-    """A file of `config`; matrices in type `matrix`, the rest as the converter stores it."""
+def t2d_mask() -> np.ndarray:
+    """One byte a target token: whether the draft can propose it."""
+    mask = np.zeros(V, np.uint8)
+    mask[d2t_ids()] = 1
+    return mask
+
+
+def values(module: ModuleType, config: Any) -> dict[str, np.ndarray]:
+    """The weights of a fixture, by GGUF name, before they are stored in any type."""
     rng = np.random.default_rng(0)
-    tensors = {}
+    out: dict[str, np.ndarray] = {}
     for spec in module.tensors(config):
-        if spec.role == "index":
-            tensors[spec.name] = Entry(spec.shape, 27, d2t_ids().tobytes())
-            continue
-        x = rng.standard_normal(prod(spec.shape)).astype(np.float32).reshape(spec.shape)
+        x = rng.standard_normal(spec.shape).astype(np.float32)
         if spec.make == "rope_freqs":
             x = np.where(np.arange(spec.shape[0]) < 4, 1, 1e30).astype(np.float32)
+        out[spec.name] = d2t_ids() if spec.role == "index" else x
+    return out
+
+
+def _build(module: ModuleType, config: Any, matrix: str) -> File:
+    """A file of `config`; matrices in type `matrix`, the rest as the converter stores it."""
+    tensors, weights = {}, values(module, config)
+    for spec in module.tensors(config):
+        x = weights[spec.name]
+        if spec.role == "index":
+            tensors[spec.name] = Entry(spec.shape, 27, x.tobytes())
+            continue
         form = quant.get("f32" if spec.role == "vector" else matrix)
         tensors[spec.name] = Entry(spec.shape, form.type, form.quantize(x).tobytes())
     kv: KV = {**module.metadata(config), **tokenizer()}
@@ -184,15 +201,11 @@ def _build(module: ModuleType, config: Any, matrix: str) -> File:
 
 
 def _recorded() -> KV:
-    lists = (tokenizer()["tokenizer.ggml.tokens"].data, tokenizer()["tokenizer.ggml.merges"].data)
-    return {
-        recorded.TARGET_LAYERS: u32(N_LAYER),
-        recorded.TARGET_TOKENIZER: string(recorded.tokenizer_digest(*lists)),
-    }
+    return provenance.pairing(tokenizer(), H, N_LAYER)
 
 
-def target() -> File:
-    return _build(gemma4, target_config(), "bf16")
+def target(n_layer: int = N_LAYER) -> File:
+    return _build(gemma4, target_config(n_layer), "bf16")
 
 
 def zlab() -> File:
@@ -203,7 +216,8 @@ def zlab() -> File:
 
 def speculators() -> File:
     file = _build(dflash, speculators_config(), "f16")
-    file.kv |= {**_recorded(), recorded.T2D: string(recorded.t2d_digest(d2t_ids(), V))}
+    t2d = Stored("t2d", (V,), "BOOL", None, t2d_mask())
+    file.kv |= {**_recorded(), provenance.T2D_SHA256: string(t2d_sha256(t2d))}
     return file
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from g4spec.convert import make, provenance
+from g4spec.convert.tensors import Stored
 from g4spec.models.spec import GEMMA_STOP_IDS
-from g4spec.validate import recorded
 from g4spec.validate.rule import DFLASH, ERROR, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
 
@@ -111,9 +112,11 @@ def own_map(s: Subject) -> Findings:
 def digest(s: Subject) -> Findings:
     """t2d says the same as d2t from the other side and is dropped at conversion; its digest is
     kept, so that a map exchanged or edited later is noticed."""
-    said = s.text(recorded.T2D)
+    said = s.text(provenance.T2D_SHA256)
     if said and s.d2t is not None and s.n_vocab is not None:
-        found = recorded.t2d_digest(s.d2t, s.n_vocab)
+        mask = np.zeros(s.n_vocab, np.uint8)
+        mask[s.d2t[(s.d2t >= 0) & (s.d2t < s.n_vocab)]] = 1
+        found = make.t2d_sha256(Stored("t2d", mask.shape, "BOOL", None, mask))
         if found != said:
             yield Finding("d2t", f"t2d digest {said:.12}", f"{found:.12}", RECONVERT)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from g4spec.validate import recorded
+from g4spec.convert import provenance
 from g4spec.validate.rule import (
     DFLASH,
     DRAFTS,
@@ -69,25 +69,26 @@ def special(s: Subject) -> Findings:
             yield Finding(f"tokenizer.ggml.{role}_token_id", its[role], mine[role], FROM_TARGET)
 
 
-@rule("G4-PAIR-006", ERROR, "the target has the layers that were there at conversion", on=DRAFTS,
+@rule("G4-PAIR-006", ERROR, "the target has the depth it had at conversion", on=DRAFTS,
       needs=TARGET)  # fmt: skip
 def depth(s: Subject) -> Findings:
     """Two targets of the same width and another depth: layer ids then name other layers."""
-    recorded_depth, n = s.integer(recorded.TARGET_LAYERS), len(_target(s).config.layers)
-    if recorded_depth is not None and recorded_depth != n:
-        yield Finding("target layers", recorded_depth, n, OTHER)
+    said, n = s.integer(provenance.TARGET_LAYERS), len(_target(s).config.layers)
+    if said is not None and said != n:
+        yield Finding("target layers", said, n, OTHER)
 
 
 @rule("G4-PAIR-007", WARNING, "the target's tokenizer is the one of the conversion", on=DRAFTS,
       needs=TARGET)  # fmt: skip
 def tokenizer(s: Subject) -> Findings:
-    """The draft was converted beside another revision of the target; merges or tokens changed
-    since."""
-    said, its = s.text(recorded.TARGET_TOKENIZER), _target(s)
+    """The draft was converted beside another revision of the target. Quantizing a target does
+    not change its tokenizer."""
+    said, target = s.text(provenance.TARGET_TOKENIZER), _target(s)
     if said:
-        found = recorded.tokenizer_digest(its.strings(TOKENS) or [], its.strings(MERGES) or [])
+        lists = (target.strings(TOKENS) or [], target.strings(MERGES) or [])
+        found = provenance.tokenizer_sha256(*lists)
         if found != said:
-            yield Finding(recorded.TARGET_TOKENIZER, f"{said:.12}", f"{found:.12}", FROM_TARGET)
+            yield Finding(provenance.TARGET_TOKENIZER, said[:16], found[:16], FROM_TARGET)
 
 
 @rule("G4-PAIR-008", WARNING, "logits are capped alike", on=DFLASH, needs=TARGET)

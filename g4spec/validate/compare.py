@@ -1,0 +1,250 @@
+"""A GGUF held against the checkpoint it came from, tensor by tensor.
+
+A type that can hold the source's values must hold exactly those. Of other types no value may be
+further off than rounding to the format explains.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec import quant
+from g4spec.convert import make, provenance, sources
+from g4spec.convert.plan import stripped
+from g4spec.convert.tensors import Stored, workers
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF
+from g4spec.models.spec import TensorSpec
+from g4spec.quant import Format
+from g4spec.validate.subject import Subject
+
+BLOCK_VALUES = 1 << 18
+SLACK = 1 + 1e-5  # the bounds themselves are computed in float32
+
+HOLDS = {"f32": ("f32", "f16", "bf16"), "f16": ("f16",), "bf16": ("bf16",)}
+"""Stored type -> source types whose every value it holds."""
+RELATIVE = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
+"""Half a unit in the last place, relative to the value."""
+TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one tensor differs from its source.
+
+    Attributes:
+        max_abs: largest error; `relative_rms`: RMS of the error over RMS of the source.
+        first: coordinate of the first value that is further off than its type allows, or None.
+        expected, found: the values there.
+        exact: the type holds the source's values, so that any error is one too many.
+    """
+
+    name: str
+    type: str
+    source: str
+    max_abs: float
+    relative_rms: float
+    exact: bool
+    first: tuple[int, ...] | None = None
+    expected: float = 0.0
+    found: float = 0.0
+
+    def json(self) -> dict[str, Any]:
+        return {"name": self.name, "type": self.type, "source": self.source, "exact": self.exact,
+                "max_abs": self.max_abs, "relative_rms": self.relative_rms,
+                "first": self.first}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All of it.
+
+    Attributes:
+        kind: title of the source's kind when it is another one than the file's, else None.
+        unused: source tensors that have no place in the file and no reason to be dropped.
+        sourceless: tensors of the file that the source lacks.
+        shapes: name -> (shape in the source, shape in the file), where they differ.
+        refused: tensor -> why its source makes no sense.
+        digest: of a checkpoint folder, as a conversion records it.
+    """
+
+    kind: str | None = None
+    tensors: list[Difference] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    sourceless: list[str] = field(default_factory=list)
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    digest: str = ""
+
+
+def compare(s: Subject) -> Comparison:
+    """Hold the file of `s` against its source. InputError if the source cannot be read."""
+    assert s.source is not None and s.kind is not None
+    found = sources.detect(s.source)
+    out = Comparison()
+    if found.kind is not s.kind:
+        out.kind = found.kind.TITLE
+        return out
+    if isinstance(found.source, GGUF):
+        with found.source as file:
+            return _Compare(s, _from_gguf(file), True, out).run()
+    out.digest = provenance.digest(found.source)
+    names = {stripped(n, found.kind.PREFIXES): t for n, t in found.source.tensors.items()}
+    return _Compare(s, names, False, out).run()
+
+
+def _from_gguf(file: GGUF) -> dict[str, Stored]:
+    return {n: Stored(n, t.shape, t.format.name.upper(), t.format, file.raw(n))
+            for n, t in file.tensors.items()}  # fmt: skip
+
+
+class _Compare:
+    """`same_names`: the source is a GGUF, whose tensors need no translation."""
+
+    def __init__(
+        self, s: Subject, source: Mapping[str, Stored], same_names: bool, out: Comparison
+    ) -> None:
+        self.s, self.source, self.same_names, self.out = s, source, same_names, out
+
+    def run(self) -> Comparison:
+        left = set(self.source)
+        jobs: list[tuple[str, Format, NDArray[np.uint8], Stored]] = []
+        for spec in self.s.specs.values():
+            info = self.s.open_file.tensors.get(spec.name)
+            name = spec.name if self.same_names else spec.source
+            left.discard(name or "")
+            source = self._source(spec, name)
+            if info is None:
+                continue  # a rule of its own says so
+            if source is None or source.format is None:
+                if spec.name not in self.out.refused:
+                    self.out.sourceless.append(spec.name)
+            elif source.shape != info.shape:
+                self.out.shapes[spec.name] = (source.shape, info.shape)
+            else:
+                jobs.append((spec.name, info.format, self.s.open_file.raw(spec.name), source))
+        jobs += list(self._arrays(left))
+        self.out.unused = sorted(n for n in left if not self._dropped(n))
+        self._differences(jobs)
+        return self.out
+
+    def _source(self, spec: TensorSpec, name: str | None) -> Stored | None:
+        """The source tensor as the file should hold it."""
+        tensor = self.source.get(name or "")
+        if not self.same_names and spec.make == "rope_freqs":
+            return _made(spec.name, make.rope_freqs(self.s.config))
+        if self.same_names or tensor is None or tensor.format is None:
+            return tensor
+        if spec.make == "absolute_d2t":
+            return self._d2t(spec.name, tensor)
+        rows = (self.s.shape(spec.name) or (0,))[0]
+        if spec.role in ("embed", "output") and 0 < rows < tensor.shape[0]:
+            return tensor.first_rows(rows)  # token tables are cut to the tokenizer
+        return tensor
+
+    def _d2t(self, name: str, tensor: Stored) -> Stored | None:
+        try:
+            ids = make.absolute_d2t(tensor, self.source.get("t2d"), self.s.config.n_vocab)
+        except InputError as error:
+            self.out.refused[name] = str(error)
+            return None
+        return _made(name, ids)
+
+    def _arrays(
+        self, left: set[str]
+    ) -> Iterator[tuple[str, Format, NDArray[np.uint8], Stored]]:
+        """Source tensors that became metadata."""
+        rule = getattr(self.s.kind, "metadata_tensors", None)
+        for name, (key, shape) in (rule(self.s.config) if rule else {}).items():
+            source, values = self.source.get(name), self.s.numbers(key)
+            left.discard(name)
+            if source is None or source.format is None or values is None:
+                if not self.same_names:
+                    self.out.sourceless.append(key)
+                continue
+            if values.size != prod(source.shape):
+                self.out.shapes[key] = (source.shape, shape)
+                continue
+            if source.format.integer:
+                values, source = values.astype(np.int64), _made(name, source.array())
+            mine = _made(key, values.reshape(source.shape))
+            assert mine.format is not None
+            yield key, mine.format, mine.raw, source
+
+    def _dropped(self, name: str) -> bool:
+        drops = getattr(self.s.kind, "DROPS", ())
+        return not self.same_names and any(re.fullmatch(d.pattern, name) for d in drops)
+
+    def _differences(self, jobs: list[tuple[str, Format, NDArray[np.uint8], Stored]]) -> None:
+        total, done = sum(raw.size for _, _, raw, _ in jobs), 0
+        pool: ThreadPoolExecutor
+        with workers() as pool:
+            for job, found in zip(jobs, pool.map(lambda j: difference(*j), jobs), strict=True):
+                self.out.tensors.append(found)
+                done += job[2].size
+                if self.s.progress is not None:
+                    self.s.progress(done, total)
+
+
+def _made(name: str, values: NDArray[Any]) -> Stored:
+    """Values that were computed, as if they had been stored."""
+    form = quant.get("f32" if values.dtype.kind == "f" else "i64")
+    values = np.ascontiguousarray(values, np.float32 if form.name == "f32" else np.int64)
+    return Stored(name, values.shape, form.name.upper(), form, values.reshape(-1).view(np.uint8))
+
+
+def difference(name: str, form: Format, raw: NDArray[np.uint8], source: Stored) -> Difference:
+    """One tensor against its source, in blocks of rows."""
+    assert source.format is not None
+    exact = form.integer or source.format.name in HOLDS.get(form.name, ()) or form is source.format
+    width = source.shape[-1] if source.shape else 1
+    rows = prod(source.shape[:-1])
+    mine, its = raw.reshape(rows, -1), source.raw.reshape(rows, -1)
+    step = max(1, BLOCK_VALUES // max(width, 1))
+    worst = error = power = 0.0
+    first: tuple[int, float, float] | None = None
+    for start in range(0, rows, step):
+        shape = (min(step, rows - start), width)
+        got = form.array(mine[start : start + step], shape)
+        want = source.format.array(its[start : start + step], shape)
+        off = np.abs(got - want) if not form.integer else np.abs(got.astype(float) - want)
+        allowed = _allowed(form, want) if not exact else 0.0
+        error += float(np.square(off, dtype=np.float64).sum())
+        power += float(np.square(want, dtype=np.float64).sum())
+        worst = max(worst, float(off.max(initial=0)))
+        bad = ~(off <= allowed)  # also where an error is NaN
+        if exact:
+            bad &= ~(np.isnan(got) & np.isnan(want)) & (got != want)
+        if first is None and bad.any():
+            at = int(np.argmax(bad))
+            first = (start * width + at, float(want.reshape(-1)[at]), float(got.reshape(-1)[at]))
+    rms = math.sqrt(error / power) if power else (0.0 if not error else math.inf)
+    where = None
+    if first is not None:
+        where = tuple(int(i) for i in np.unravel_index(first[0], source.shape or (1,)))
+    return Difference(name, form.name.upper(), source.dtype, worst, rms, exact, where,
+                      *(first[1:] if first else ()))  # fmt: skip
+
+
+def _allowed(form: Format, want: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Largest error of each value that rounding to the format explains."""
+    if form.name in RELATIVE:
+        return np.abs(want) * np.float32(RELATIVE[form.name] * SLACK) + np.float32(TINY[form.name])
+    if form.name != "q8_0":
+        return np.full_like(want, np.inf)
+    # Half a step of amax / 127, and up to 127 steps of a scale rounded to 11 bits (or, below
+    # fp16's normal range, to a multiple of 2**-24).
+    blocks = np.abs(want.reshape(-1, form.block))
+    step = blocks.max(axis=1, keepdims=True) / np.float32(127)
+    bound = step * np.float32((0.5 + 127 * 2.0**-11) * SLACK) + np.float32(127 * 2.0**-25)
+    out: NDArray[np.float32] = np.repeat(bound, form.block).reshape(want.shape)
+    return out

@@ -1,0 +1,75 @@
+"""A file beside the checkpoint it was converted from (`--against`)."""
+
+from __future__ import annotations
+
+from g4spec.convert import provenance
+from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.subject import Subject
+
+SOURCE = Needs.SOURCE
+RECONVERT = "convert again from this source"
+
+
+@rule("G4-CMP-001", ERROR, "the source is of the file's kind", needs=SOURCE)
+def same_kind(s: Subject) -> Findings:
+    """The folder of the target was given for that of its draft, or the other way round."""
+    if s.comparison.kind is not None:
+        yield Finding(str(s.source), getattr(s.kind, "TITLE", s.arch), s.comparison.kind,
+                      "give the checkpoint this file was made from")  # fmt: skip
+
+
+@rule("G4-CMP-002", ERROR, "every tensor of the source has a place in the file", needs=SOURCE)
+def used(s: Subject) -> Findings:
+    """Converters skip names they do not know, such as a new norm, and the file still loads."""
+    for name in s.comparison.unused:
+        yield Finding(name, "a tensor of the file, or a reason to drop it", "neither", RECONVERT)
+
+
+@rule("G4-CMP-003", ERROR, "every tensor of the file comes from the source", needs=SOURCE)
+def sourced(s: Subject) -> Findings:
+    """A tensor that was initialised where the checkpoint had none: a head filled with noise."""
+    for name in s.comparison.sourceless:
+        yield Finding(name, "a tensor of the source", "none", RECONVERT)
+
+
+@rule("G4-CMP-004", ERROR, "shapes are the source's", needs=SOURCE)
+def shapes(s: Subject) -> Findings:
+    """The checkpoint of another size, or a matrix that was transposed."""
+    for name, (source, found) in s.comparison.shapes.items():
+        yield Finding(name, list(source), list(found), RECONVERT)
+
+
+@rule("G4-CMP-005", ERROR, "exact types hold exactly the source's values", needs=SOURCE)
+def equal(s: Subject) -> Findings:
+    """Norms shifted by one, q and k rows permuted for another architecture, a matrix of the
+    neighbouring layer, an edited map: everything that a conversion changes unasked."""
+    for t in s.comparison.tensors:
+        if t.exact and t.first is not None:
+            yield Finding(f"{t.name}{list(t.first)}", f"{t.expected!r}", f"{t.found!r}", RECONVERT)
+
+
+@rule("G4-CMP-006", ERROR, "rounding explains every error", needs=SOURCE)
+def bounded(s: Subject) -> Findings:
+    """A quantizer with a wrong scale gives weights that look right on average: relative error of
+    a few per cent instead of half of one."""
+    for t in s.comparison.tensors:
+        if not t.exact and t.first is not None:
+            yield Finding(f"{t.name}{list(t.first)}", f"about {t.expected:.6g}",
+                          f"{t.found:.6g}; relative RMS error {t.relative_rms:.2%}",
+                          RECONVERT)  # fmt: skip
+
+
+@rule("G4-CMP-007", ERROR, "the source's own maps make sense", needs=SOURCE)
+def sensible(s: Subject) -> Findings:
+    """d2t and t2d of the checkpoint must say the same; one export had them sorted apart."""
+    for name, reason in s.comparison.refused.items():
+        yield Finding(name, "a usable map in the source", reason,
+                      "download the checkpoint again")  # fmt: skip
+
+
+@rule("G4-CMP-008", WARNING, "the source is the one that was recorded", needs=SOURCE)
+def recorded(s: Subject) -> Findings:
+    """The folder was updated since: another revision, or a training run that went on."""
+    said, found = s.text(provenance.DIGEST), s.comparison.digest
+    if said and found and said != found:
+        yield Finding(provenance.DIGEST, said, found, RECONVERT)

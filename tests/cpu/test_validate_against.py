@@ -1,0 +1,167 @@
+"""A file held against its checkpoint: what was changed on the way is found, and placed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from g4spec import quant
+from g4spec.convert.tensors import Stored
+from g4spec.models import assistant, dflash, gemma4
+from g4spec.validate import all_rules, validate
+from g4spec.validate.compare import difference
+from tests import tiny
+from tests.cpu import gguf_fixtures as fx
+
+Tensors = dict[str, tuple[np.ndarray, str]]
+
+SOURCES: dict[str, tuple[Any, Callable[[], Any], str, dict[str, Any]]] = {
+    "target": (gemma4, fx.target_config, "BF16", {"architectures": ["Gemma4ForCausalLM"]}),
+    "zlab": (dflash, fx.zlab_config, "F32",
+             {"architectures": ["DFlashDraftModel"], "dflash_config": {}}),
+    "speculators": (dflash, fx.speculators_config, "F32", {"speculators_model_type": "dflash"}),
+    "assistant": (assistant, fx.assistant_config, "F32",
+                  {"architectures": ["Gemma4AssistantForCausalLM"]}),
+}  # fmt: skip
+
+
+def checkpoint(kind: str) -> tuple[dict[str, Any], Tensors]:
+    """Configuration and tensors of the folder from which the fixture `kind` would come."""
+    module, make_config, dtype, config = SOURCES[kind]
+    parsed = make_config()
+    weights = fx.values(module, parsed)
+    out: Tensors = {}
+    for spec in module.tensors(parsed):
+        if spec.source is not None:
+            vector = spec.role == "vector"
+            out[spec.source] = (weights[spec.name], "F32" if vector else dtype)
+    if kind == "speculators":
+        ids = fx.d2t_ids()
+        out["d2t"] = (ids - np.arange(len(ids)), "I64")
+        out["t2d"] = (fx.t2d_mask().astype(bool), "BOOL")
+    if kind == "assistant":
+        kv = fx.KINDS[kind]().kv
+        centroids = np.array(kv[assistant.CENTROIDS].data, np.float32)
+        out["masked_embedding.centroids.weight"] = (centroids.reshape(16, 32), "F32")
+        ordering = np.array(kv[assistant.ORDERING].data, np.int64)
+        out["masked_embedding.token_ordering"] = (ordering, "I64")
+    return config, out
+
+
+def folder(path: Path, config: dict[str, Any], tensors: Tensors) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    tiny.save_all(path, tensors)
+    return path
+
+
+def edit(name: str, at: int, value: float) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[name][0].reshape(-1)[at] = value
+
+    return change
+
+
+def renamed(old: str, new: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[new] = tensors.pop(old)
+
+    return change
+
+
+def reshaped(name: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        x, dtype = tensors[name]
+        tensors[name] = (np.ascontiguousarray(x.T), dtype)
+
+    return change
+
+
+BREAK: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
+    "G4-CMP-002": ("zlab", renamed("norm.weight", "final_norm.weight"), "final_norm.weight"),
+    "G4-CMP-003": ("zlab", renamed("norm.weight", "final_norm.weight"), "output_norm.weight"),
+    "G4-CMP-004": ("zlab", reshaped("fc.weight"), "fc.weight"),
+    "G4-CMP-005": ("zlab", edit("norm.weight", 7, 9.0), "output_norm.weight[7]"),
+    "G4-CMP-006": ("zlab", edit("fc.weight", 200, 0.5), "fc.weight[1, 8]"),
+    "G4-CMP-007": ("speculators", edit("t2d", 3, 1), "d2t"),
+}
+ELSEWHERE = {"G4-CMP-001", "G4-CMP-008"}
+
+
+def test_every_rule_has_a_source_that_breaks_it() -> None:
+    assert set(BREAK) | ELSEWHERE == {i for i in all_rules() if i.startswith("G4-CMP")}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_faithful_file_passes(tmp_path: Path, kind: str) -> None:
+    path = fx.KINDS[kind]().write(tmp_path / "good.gguf")
+    report = validate(path, against=folder(tmp_path / "source", *checkpoint(kind)))
+    assert report.ok, [(f.rule.id, f.finding) for f in report.failures]
+    assert not any(f.rule.family == "CMP" for f in report.failures)
+    assert {t["name"] for t in report.tensors} >= set(fx.KINDS[kind]().tensors)
+    for t in report.tensors:
+        assert (t["max_abs"] == 0) if t["exact"] else (0 < t["relative_rms"] < 0.01), t
+
+
+@pytest.mark.parametrize("rule_id", BREAK)
+def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
+    kind, change, where = BREAK[rule_id]
+    config, tensors = checkpoint(kind)
+    change(tensors)
+    path = fx.KINDS[kind]().write(tmp_path / "x.gguf")
+    report = validate(path, against=folder(tmp_path / "source", config, tensors))
+    said = [f.finding for f in report.failures if f.rule.id == rule_id]
+    assert [f.where for f in said] == [where], [(f.rule.id, f.finding) for f in report.failures]
+
+
+def test_the_wrong_folder_is_named(tmp_path: Path) -> None:
+    source = folder(tmp_path / "source", *checkpoint("target"))
+    report = validate(fx.zlab().write(tmp_path / "x.gguf"), against=source)
+    assert [f.rule.id for f in report.failures if f.rule.family == "CMP"] == ["G4-CMP-001"]
+
+
+def test_another_revision_is_noticed(tmp_path: Path) -> None:
+    source = folder(tmp_path / "source", *checkpoint("zlab"))
+    file = fx.zlab()
+    file.kv["g4spec.source_digest"] = fx.string("sampled-sha256:0")
+    report = validate(file.write(tmp_path / "x.gguf"), against=source)
+    assert [f.rule.id for f in report.failures if f.rule.family == "CMP"] == ["G4-CMP-008"]
+
+
+def test_a_gguf_serves_as_source(tmp_path: Path) -> None:
+    full = fx._build(dflash, fx.zlab_config(), "f32").write(tmp_path / "full.gguf")
+    report = validate(fx.zlab().write(tmp_path / "q8.gguf"), against=full)
+    assert report.ok
+    assert max(t["relative_rms"] for t in report.tensors) < 0.01
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-7, 1e-4, 1.0, 3e4, 1e6])
+@pytest.mark.parametrize("name", ["f16", "bf16", "q8_0"])
+def test_bounds_hold_what_formats_do(name: str, scale: float) -> None:
+    """No honest rounding is reported, at any magnitude that the format can hold."""
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((64, 64)) * scale).astype(np.float32)
+    form = quant.get(name)
+    if name == "f16" and scale > 1e4:
+        pytest.skip("beyond its range")
+    source = Stored("x", x.shape, "F32", quant.get("f32"), x.reshape(-1).view(np.uint8))
+    raw = form.quantize(x).reshape(-1)
+    found = difference("x", form, raw, source)
+    assert found.first is None
+    assert not found.exact
+
+
+def test_a_step_too_far_is_reported() -> None:
+    """One code of one Q8_0 block rounded the wrong way by one."""
+    x = np.random.default_rng(4).standard_normal((4, 64)).astype(np.float32)
+    form = quant.get("q8_0")
+    raw = form.quantize(x).reshape(-1).copy()
+    value = form.dequantize(raw)[5 * 32 + 9]
+    raw.view(np.int8)[34 * 5 + 2 + 9] += 1 if value > x[2, 41] else -1
+    source = Stored("x", x.shape, "F32", quant.get("f32"), x.reshape(-1).view(np.uint8))
+    assert difference("x", form, raw, source).first == (2, 41)
