@@ -163,7 +163,7 @@ class GGUF(Mapping[str, Any]):
         place = self._places[key]
         if place.item is T.STRING:
             return self._strings(replace(place, count=min(n, place.count)), key)
-        return self.numbers(key)[:n].tolist()
+        return list(self.numbers(key)[:n].tolist())
 
     def _strings(self, place: _Place, key: str) -> list[str]:
         view, at, out = self._view, place.start, []
@@ -307,7 +307,7 @@ class GGUF(Mapping[str, Any]):
         try:
             for _ in range(count):
                 at += 8 + unpack(view, at)[0]
-        except struct.error:
+        except (struct.error, OverflowError):
             at = self.size + 1
         if at > self.size:
             raise self._bad(f"the file ends inside key {key!r}")

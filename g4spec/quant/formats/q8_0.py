@@ -24,8 +24,8 @@ def encode(x: Floats) -> Bytes:
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         half = d.astype("<f2")
         inverse = np.float32(1) / d
-    if not np.isfinite(half).all():
-        raise first_bad(x, np.repeat(np.isfinite(half), BLOCK) & np.isfinite(x) | (np.abs(x) == 0))
+        if not np.isfinite(half).all():
+            raise first_bad(x, np.isfinite((np.abs(x) / np.float32(127)).astype("<f2")))
     # 0 for all-zero blocks; and for scales below 2**-128, which have no finite inverse (there C
     # multiplies by infinity and the cast to a byte yields 0 on x86).
     inverse[~np.isfinite(inverse)] = 0
