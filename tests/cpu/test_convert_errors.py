@@ -1,0 +1,317 @@
+"""Wrong input stops a conversion before anything is written, with what was expected and found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from g4spec.convert import cached, convert, detect, quantize
+from g4spec.errors import G4Error, InputError, Unsupported, UsageError
+from g4spec.gguf import GGUF
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("family")
+    target = tiny.target(base / "target")
+    tiny.zlab_dflash(base / "zlab", target)
+    tiny.speculators_dflash(base / "spec", target)
+    tiny.assistant(base / "asst", target, centroids=16)
+    return base
+
+
+def config(folder: Path, **changes: Any) -> None:
+    value = json.loads((folder / "config.json").read_text())
+    value.update(changes)
+    (folder / "config.json").write_text(json.dumps(value))
+
+
+def retensor(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite model.safetensors after `change` of name -> (values, type)."""
+    from g4spec.convert.safetensors import read
+
+    kept = {}
+    for name, t in read(folder / "model.safetensors").items():
+        x = t.array() if t.format else t.raw.reshape(t.shape)
+        kept[name] = (np.array(x), t.dtype)
+    change(kept)
+    (folder / "model.safetensors").unlink()
+    tiny.save(folder / "model.safetensors", kept)
+
+
+def refused(source: Path, out: Path, target: Path | None, error: type[G4Error], says: str) -> str:
+    with pytest.raises(error, match=says) as e:
+        convert(source, out, target=target)
+    assert not out.exists() and not list(out.parent.glob("*.tmp")), "something was left"
+    return str(e.value)
+
+
+def copy(family: Path, name: str, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(family / name, tmp_path / name))
+
+
+def test_all_problems_in_one_error(family: Path, tmp_path: Path) -> None:
+    draft = copy(family, "zlab", tmp_path)
+
+    def change(t: dict[str, Any]) -> None:
+        t["surprise.weight"] = (np.zeros((2, 2)), "F32")
+        t["fc.weight"] = (np.zeros((64, 64)), "BF16")
+        del t["norm.weight"]
+        x = t["hidden_norm.weight"][0]
+        t["hidden_norm.weight"] = (x, "U8")
+
+    retensor(draft, change)
+    text = refused(draft, tmp_path / "o.gguf", family / "target", InputError, "do not fit")
+    for part in ("surprise.weight [2, 2]: no rule", "fc.weight: expected [64, 192], found [64, 64]",
+                 "norm.weight [64] is missing", "hidden_norm.weight: type U8"):  # fmt: skip
+        assert part in text
+
+
+D2T = {
+    "absolute": (lambda d, i: d + i, "absolute ids"),
+    "outside": (lambda d, i: np.where(i == 63, 460, d), "outside the vocabulary"),
+    "negative": (lambda d, i: np.where(i == 0, -1, d), "outside the vocabulary"),
+    "repeated": (lambda d, i: np.where(i == 5, d[4] - 1, d), "strictly increase"),
+    "shifted": (lambda d, i: d + (i == 63), "disagrees"),
+}
+
+
+@pytest.mark.parametrize("name", D2T)
+def test_d2t(name: str, family: Path, tmp_path: Path) -> None:
+    rule, says = D2T[name]
+    draft = copy(family, "spec", tmp_path)
+
+    def change(t: dict[str, Any]) -> None:
+        if name == "shifted":  # room for the last id to move within the vocabulary
+            last = int(t["d2t"][0][63]) + 63
+            t["d2t"][0][63] -= last == tiny.VOCAB - 1
+        t["d2t"] = (rule(t["d2t"][0], np.arange(64)), "I64")
+
+    retensor(draft, change)
+    refused(draft, tmp_path / "o.gguf", family / "target", InputError, says)
+
+
+def test_d2t_must_be_integers_and_t2d_as_long_as_the_vocabulary(
+    family: Path, tmp_path: Path
+) -> None:
+    draft = copy(family, "spec", tmp_path)
+    retensor(draft, lambda t: t.update(t2d=(t["t2d"][0][:500], "BOOL")))
+    refused(draft, tmp_path / "o.gguf", family / "target", InputError, "t2d")
+    retensor(draft, lambda t: t.update(d2t=(t["d2t"][0], "F32")))
+    refused(draft, tmp_path / "o.gguf", family / "target", InputError, "integers")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_values_that_q8_0_cannot_hold_are_named(bad: float, family: Path, tmp_path: Path) -> None:
+    draft = copy(family, "zlab", tmp_path)
+
+    def change(t: dict[str, Any]) -> None:
+        t["layers.1.mlp.up_proj.weight"][0][7, 11] = bad
+
+    retensor(draft, change)
+    refused(draft, tmp_path / "o.gguf", family / "target", InputError,
+            r"layers\.1\.mlp\.up_proj\.weight.*row 7, column 11")  # fmt: skip
+    convert(draft, tmp_path / "o.gguf", target=family / "target", type="bf16")
+
+
+def test_an_untied_head_is_not_dropped_in_silence(family: Path, tmp_path: Path) -> None:
+    target = copy(family, "target", tmp_path)
+    embed = "model.language_model.embed_tokens.weight"
+    retensor(target, lambda t: t.update({"lm_head.weight": t[embed]}))
+    result = convert(target, tmp_path / "o.gguf")
+    assert [(r.source, r.note) for r in result.plan.of("drop")] == [
+        ("lm_head.weight", "tied to the token table")
+    ]
+    (tmp_path / "o.gguf").unlink()
+    retensor(target, lambda t: t.update({"lm_head.weight": (t[embed][0] + 1, "BF16")}))
+    refused(target, tmp_path / "o.gguf", None, Unsupported, "lm_head.weight differs")
+
+
+def test_drafts_need_their_target(family: Path, tmp_path: Path) -> None:
+    text = refused(family / "spec", tmp_path / "o.gguf", None, UsageError, "needs the target")
+    assert "made for tiny" in text
+    refused(family / "spec", tmp_path / "o.gguf", family / "zlab", InputError, "must be a target")
+    other = tiny.target(tmp_path / "t", hidden=96)
+    refused(family / "zlab", tmp_path / "o.gguf", other, InputError, "hidden size")
+
+
+def test_output_must_not_be_an_input(family: Path, tmp_path: Path) -> None:
+    draft = copy(family, "zlab", tmp_path)
+    with pytest.raises(UsageError, match="one of the inputs"):
+        convert(draft, draft / "model.safetensors", target=family / "target")
+    convert(family / "target", tmp_path / "t.gguf", type="bf16")
+    for out in (tmp_path / "t.gguf", tmp_path / "x" / ".." / "t.gguf"):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        with pytest.raises(UsageError, match="one of the inputs"):
+            quantize(tmp_path / "t.gguf", out, "q8_0")
+    with pytest.raises(UsageError, match="one of the inputs"):
+        convert(draft, tmp_path / "t.gguf", target=tmp_path / "t.gguf")
+
+
+def test_requantizing_must_be_asked_for(family: Path, tmp_path: Path) -> None:
+    convert(family / "target", tmp_path / "q.gguf")
+    with pytest.raises(InputError, match="quantized already"):
+        quantize(tmp_path / "q.gguf", tmp_path / "b.gguf", "bf16")
+    assert not (tmp_path / "b.gguf").exists()
+    quantize(tmp_path / "q.gguf", tmp_path / "b.gguf", "bf16", allow_requantize=True)
+    quantize(tmp_path / "q.gguf", tmp_path / "q2.gguf", "q8_0")
+    assert (tmp_path / "q2.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()
+
+
+# ---- what a path is
+
+UNKNOWN: dict[str, tuple[dict[str, Any], type[G4Error], str]] = {
+    "eagle3": ({"speculators_model_type": "eagle3"}, Unsupported, "EAGLE-3"),
+    "dspark": ({"speculators_model_type": "dspark"}, Unsupported, "DSpark"),
+    "peagle": ({"speculators_model_type": "peagle"}, Unsupported, "P-EAGLE"),
+    "dflash2": ({"architectures": ["DFlash2DraftModel"]}, Unsupported, "DFlash2"),
+    "unified": ({"architectures": ["Gemma4UnifiedForConditionalGeneration"]}, Unsupported, "12B"),
+    "other": ({"architectures": ["LlamaForCausalLM"]}, InputError, "LlamaForCausalLM.*fc.weight"),
+    "nothing": ({"architectures": None}, InputError, "architectures None"),
+    "two": ({"architectures": ["DFlashDraftModel", "Gemma4ForCausalLM"]}, InputError, "several"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_kinds_without_code_are_recognised(name: str, family: Path, tmp_path: Path) -> None:
+    changes, error, says = UNKNOWN[name]
+    draft = copy(family, "zlab", tmp_path)
+    if name not in ("dflash2", "two"):
+        value = json.loads((draft / "config.json").read_text())
+        del value["dflash_config"]
+        (draft / "config.json").write_text(json.dumps(value))
+    config(draft, **changes)
+    refused(draft, tmp_path / "o.gguf", family / "target", error, says)
+
+
+def test_kinds_are_told_by_content_not_by_name(family: Path, tmp_path: Path) -> None:
+    for name in ("target", "zlab", "spec", "asst"):
+        moved = Path(shutil.copytree(family / name, tmp_path / f"eagle3-{name}-mtp"))
+        expected = {"target": "gemma4", "asst": "gemma4-assistant"}.get(name, "dflash")
+        assert expected == detect(moved).kind.ARCH
+
+
+def test_a_gguf_beside_safetensors_is_taken_and_said(family: Path, tmp_path: Path) -> None:
+    draft = copy(family, "zlab", tmp_path)
+    convert(draft, tmp_path / "d.gguf", target=family / "target", type="bf16")
+    shutil.copy(tmp_path / "d.gguf", draft / "made.gguf")
+    result = convert(draft, tmp_path / "o.gguf", target=family / "target")
+    assert any("took made.gguf" in n for n in result.notes)
+    with GGUF(tmp_path / "o.gguf") as g:
+        assert g.tensors["fc.weight"].type == 8
+    shutil.copy(tmp_path / "d.gguf", draft / "second.gguf")
+    refused(draft, tmp_path / "p.gguf", family / "target", InputError, "several GGUF")
+
+
+def test_a_single_safetensors_file_may_be_named(family: Path, tmp_path: Path) -> None:
+    convert(family / "zlab", tmp_path / "a.gguf", target=family / "target")
+    convert(family / "zlab" / "model.safetensors", tmp_path / "b.gguf", target=family / "target")
+    with GGUF(tmp_path / "a.gguf") as a, GGUF(tmp_path / "b.gguf") as b:
+        assert all((a.raw(n) == b.raw(n)).all() for n in a.tensors)
+
+
+def test_dry_run_checks_everything_and_writes_nothing(family: Path, tmp_path: Path) -> None:
+    target = family / "target"
+    dry = convert(family / "spec", tmp_path / "o.gguf", target=target, dry_run=True)
+    assert not dry.written and not list(tmp_path.iterdir())
+    real = convert(family / "spec", tmp_path / "o.gguf", target=target)
+    assert dry.plan == real.plan
+    draft = copy(family, "spec", tmp_path)
+    retensor(draft, lambda t: t.update(d2t=(t["d2t"][0] * 0 + 500, "I64")))
+    with pytest.raises(InputError, match="outside"):
+        convert(draft, tmp_path / "p.gguf", target=target, dry_run=True)
+
+
+def test_cache_follows_content(family: Path, tmp_path: Path) -> None:
+    draft, cache = copy(family, "zlab", tmp_path), tmp_path / "cache"
+    first = cached(draft, family / "target", cache)
+    stamp = first.stat().st_mtime_ns
+    assert cached(draft, family / "target", cache) == first and first.stat().st_mtime_ns == stamp
+    retensor(draft, lambda t: t["fc.weight"][0].__imul__(2))
+    second = cached(draft, family / "target", cache)
+    assert second != first and len(list(cache.iterdir())) == 2
+
+
+# ---- safetensors folders
+
+
+def shard(family: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    folder = tiny.zlab_dflash(tmp_path / "s", family / "target", shards=3)
+    return folder, json.loads((folder / "model.safetensors.index.json").read_text())
+
+
+SHARDS: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
+    "missing": (lambda f, i: (f / "model-00002-of-00003.safetensors").unlink(), "missing"),
+    "escaping": (lambda f, i: i["weight_map"].update(x="../x.safetensors"), "outside the folder"),
+    "no map": (lambda f, i: i.pop("weight_map"), "weight_map"),
+    "disagrees": (lambda f, i: i["weight_map"].update(
+        {"fc.weight": "model-00002-of-00003.safetensors"}), "disagrees.*fc.weight"),
+    "absent": (lambda f, i: i["weight_map"].update(
+        {"more": "model-00002-of-00003.safetensors"}), "disagrees.*more"),
+    "twice": (lambda f, i: shutil.copy(f / "model-00001-of-00003.safetensors",
+                                       f / "model-00002-of-00003.safetensors"), "is in model-"),
+    "extra": (lambda f, i: shutil.copy(f / "model-00001-of-00003.safetensors",
+                                       f / "other.safetensors"), "does not name"),
+    "no index": (lambda f, i: (f / "model.safetensors.index.json").unlink(), "no index"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_shards(name: str, family: Path, tmp_path: Path) -> None:
+    change, says = SHARDS[name]
+    folder, index = shard(family, tmp_path)
+    change(folder, index)
+    if name != "no index":
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(folder, tmp_path / "o.gguf", family / "target", InputError, says)
+
+
+def header(entry: Any, data: bytes = bytes(8), name: str = "t") -> bytes:
+    head = entry if isinstance(entry, bytes) else json.dumps({name: entry}).encode()
+    return len(head).to_bytes(8, "little") + head + data
+
+
+OK = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+TWICE = b'{"t": %s, "t": %s}' % ((json.dumps(OK).encode(),) * 2)
+BROKEN = {
+    "empty": (b"", "empty|not a safetensors"),
+    "short": (b"abc", "not a safetensors"),
+    "header beyond": ((1 << 40).to_bytes(8, "little") + b"{}", "header within"),
+    "not JSON": (header(b"{nonsense"), "not valid JSON"),
+    "deep": (header(b"[" * 100000), "not valid JSON"),
+    "list": (header(b"[1]"), "JSON object"),
+    "twice": (header(TWICE), "stands there twice"),
+    "no dtype": (header({"shape": [2], "data_offsets": [0, 8]}), "entry needs"),
+    "text": (header("x"), "entry needs"),
+    "negative": (header(OK | {"shape": [-2]}), "malformed"),
+    "size": (header(OK | {"shape": [3]}), "size of F32"),
+    "beyond": (header(OK | {"shape": [4], "data_offsets": [0, 16]}), "truncated"),
+    "reversed": (header(OK | {"data_offsets": [8, 0]}), "truncated"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_safetensors(name: str, family: Path, tmp_path: Path) -> None:
+    raw, says = BROKEN[name]
+    draft = copy(family, "zlab", tmp_path)
+    (draft / "model.safetensors").write_bytes(raw)
+    refused(draft, tmp_path / "o.gguf", family / "target", InputError, says)
+
+
+def test_broken_config(family: Path, tmp_path: Path) -> None:
+    draft = copy(family, "zlab", tmp_path)
+    for raw, says in ((b"{", "not valid JSON"), (b"\xff\xfe{", "not valid JSON"),
+                      (b"[]", "JSON object"), (b'{"a": 1, "a": 2}', "twice")):  # fmt: skip
+        (draft / "config.json").write_bytes(raw)
+        refused(draft, tmp_path / "o.gguf", family / "target", InputError, says)
+    (draft / "config.json").unlink()
+    refused(draft, tmp_path / "o.gguf", family / "target", InputError, "no such file")
+    (tmp_path / "void").mkdir()
+    refused(tmp_path / "void", tmp_path / "o.gguf", None, InputError, "config.json")

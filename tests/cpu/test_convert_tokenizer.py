@@ -1,0 +1,115 @@
+"""The tokenizer's keys are those that upstream's converter writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec.convert import tokenizer
+from g4spec.errors import InputError, Unsupported
+from tests import tiny
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny.tokenizer(tmp_path)
+    return tmp_path
+
+
+def edit(path: Path, **changes: Any) -> None:
+    value = json.loads(path.read_text())
+    value.update(changes)
+    path.write_text(json.dumps(value))
+
+
+def kv(folder: Path, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    generation = json.loads((folder / "generation_config.json").read_text())
+    got = tokenizer.from_folder(folder, config or {}, generation)
+    return {k.removeprefix("tokenizer.ggml."): v.data for k, v in got.items()}
+
+
+def test_tokens_types_and_ids(folder: Path) -> None:
+    got = kv(folder)
+    assert got["model"] == "gemma4"
+    assert got["tokens"][:5] == ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    assert got["tokens"][107] == "\n" and len(got["tokens"]) == 512 == len(set(got["tokens"]))
+    assert set(got["scores"].tolist()) == {-1000.0}
+    kinds = got["token_type"]
+    assert kinds[:6] == [3, 3, 3, 3, 3, 1]  # control, then an unused token: normal
+    assert kinds[105] == kinds[106] == 3  # <|turn>, <turn|>
+    for visible in (48, 49, 50, 51, 52, 100, 101):
+        assert kinds[visible] == 4, got["tokens"][visible]
+    assert kinds[tiny.NEWLINE] == 1 and kinds[108] == 6 == kinds[363] and kinds[364] == 1
+    ids = [got[f"{n}_token_id"] for n in ("bos", "eos", "unknown", "padding", "mask")]
+    assert ids == [2, 1, 3, 0, 4]
+    assert got["add_bos_token"] is True and got["add_space_prefix"] is False
+    assert got["tokenizer.chat_template"].startswith("{{ bos_token }}")
+    assert got["g4spec.stop_ids"] == [1, 50, 106]
+
+
+def test_control_tokens_equal_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    edit(folder / "tokenizer_config.json", extra_special_tokens=["<unused61>"],
+         sot_token=None,
+         mask_token={"content": "<unused62>", "__type": "AddedToken"})  # fmt: skip
+    theirs = set(AutoTokenizer.from_pretrained(folder).all_special_ids)
+    got = kv(folder)
+    ours = {i for i, t in enumerate(got["token_type"]) if t == 3}
+    visible = {i for i, t in enumerate(got["token_type"]) if t == 4}
+    assert ours == theirs - visible and 61 in ours and 105 not in ours
+
+
+def test_merges_escape_spaces(folder: Path) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["merges"][:2] = [["a b", "c"], "x y"]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    assert kv(folder)["merges"][:2] == ["a\u0120b c", "x y"]
+
+
+def test_added_tokens_beyond_the_vocabulary_are_user_defined(folder: Path) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["added_tokens"].append({"id": 512, "content": "<extra>", "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    got = kv(folder)
+    assert got["tokens"][512] == "<extra>" and got["token_type"][512] == 4
+
+
+def test_ids_fall_back_to_the_models_configuration(folder: Path) -> None:
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"], settings["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    got = kv(folder, {"eos_token_id": [1, 106], "text_config": {"pad_token_id": 7}})
+    assert got["padding_token_id"] == 7 and "eos_token_id" not in got
+
+
+def test_stop_ids_are_the_union(folder: Path) -> None:
+    got = kv(folder, {"eos_token_id": [1, 99], "text_config": {"eos_token_id": 98}})
+    assert got["g4spec.stop_ids"] == [1, 50, 98, 99, 106]
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "says"),
+    [
+        ({"type": "Unigram", "vocab": []}, Unsupported, "BPE"),
+        ({"type": "BPE", "byte_fallback": False, "vocab": {"a": 0}}, Unsupported, "byte fallback"),
+        ({"type": "BPE", "byte_fallback": True, "vocab": {"a": 0, "b": 600}}, InputError, "ids"),
+        ({"type": "BPE", "byte_fallback": True, "vocab": []}, InputError, "vocab"),
+        ("text", Unsupported, "BPE"),
+    ],
+)
+def test_refuses(folder: Path, model: Any, error: type[InputError], says: str) -> None:
+    edit(folder / "tokenizer.json", model=model)
+    with pytest.raises(error, match=says):
+        kv(folder)
+
+
+def test_merges_that_are_not_pairs(folder: Path) -> None:
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["merges"] = [3]
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match="merges"):
+        kv(folder)
