@@ -238,7 +238,10 @@ def difference(name: str, form: Format, raw: NDArray[np.uint8], source: Stored) 
 def _allowed(form: Format, want: NDArray[np.float32]) -> NDArray[np.float32]:
     """Largest error of each value that rounding to the format explains."""
     if form.name in RELATIVE:
-        return np.abs(want) * np.float32(RELATIVE[form.name] * SLACK) + np.float32(TINY[form.name])
+        relative, tiny = RELATIVE[form.name] * SLACK, TINY[form.name]
+        size: NDArray[np.float32] = np.abs(want)
+        size = size * np.float32(relative) + np.float32(tiny)
+        return size
     if form.name != "q8_0":
         return np.full_like(want, np.inf)
     # Half a step of amax / 127, and up to 127 steps of a scale rounded to 11 bits (or, below

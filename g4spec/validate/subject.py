@@ -131,11 +131,15 @@ class Subject:
         return np.asarray(self.open_file.numbers(entry.name))
 
     def strings(self, key: str) -> list[str] | None:
-        """An array of strings, or None."""
+        """An array of strings, or None; also when they are no text (G4-GGUF-016 says so)."""
         entry = self.keys.get(self.name(key))
         if entry is None or entry.item is not T.STRING:
             return None
-        return list(self.open_file.kv[entry.name])
+        try:
+            found: list[str] = self.open_file.kv[entry.name]
+        except InputError:
+            return None
+        return found
 
     def count(self, key: str) -> int | None:
         """Length of an array, or None."""

@@ -147,6 +147,11 @@ def sixty_layers(f: File, t: File) -> None:
     t.kv, t.tensors = deep.kv, deep.tensors
 
 
+def raw(old: bytes, new: bytes) -> Break:
+    """A change of the written bytes, at the first place where `old` stands."""
+    return lambda f, t: f.edits.append((old, new))
+
+
 GGUF: dict[str, tuple[str, Break]] = {
     "G4-GGUF-001": ("zlab", attr("magic", b"<htm")),
     "G4-GGUF-002": ("zlab", attr("version", 1)),
@@ -164,6 +169,7 @@ GGUF: dict[str, tuple[str, Break]] = {
     "G4-GGUF-014": ("zlab", put("general.alignment", T.U64, 32)),
     "G4-GGUF-015": ("zlab", put("general.architecture", T.STRING, "gemma4-dflash-draft")),
 }
+GGUF["G4-GGUF-016"] = ("zlab", raw(b"w300", b"w\xff00"))
 KEYS: dict[str, tuple[str, Break]] = {
     "G4-KEY-001": ("assistant", drop("gemma4-assistant.nextn_predict_layers")),
     "G4-KEY-002": ("zlab", put("dflash.block_size", T.I32, 4)),

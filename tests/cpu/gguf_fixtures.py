@@ -55,8 +55,15 @@ class File:
     extra_tensors: list[tuple[str, Entry]] = field(default_factory=list)
     cut: int | None = None
     tail: bytes = b""
+    edits: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     def bytes(self) -> bytes:
+        out = self._plain()
+        for old, new in self.edits:
+            out = out.replace(old, new, 1)
+        return out
+
+    def _plain(self) -> bytes:
         keys = [*self.kv.items(), *self.extra_keys]
         tensors = [*self.tensors.items(), *self.extra_tensors]
         out = self.magic + struct.pack("<Iqq", self.version, len(tensors), len(keys))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from pathlib import Path
 
 import pytest
 
+from g4spec.cli import run
 from g4spec.errors import InputError, UsageError
 from g4spec.validate import all_rules, validate
 from g4spec.validate.document import document
@@ -89,6 +91,19 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
         assert not validate(path).ok, n
 
 
+def test_damaged_files_never_end_in_a_traceback(tmp_path: Path, good: Path) -> None:
+    rng, path = random.Random(0), tmp_path / "x.gguf"
+    whole = {kind: build().bytes() for kind, build in KINDS.items()}
+    for _ in range(400):
+        data = bytearray(whole[rng.choice(list(whole))])
+        for _ in range(rng.choice((1, 2, 8))):
+            at = rng.randrange(min(len(data), rng.choice((64, 4000, 40000))))
+            size = rng.choice((1, 8))
+            data[at : at + size] = rng.choice((0, 1, 4, 127, 255)).to_bytes(size, "little")
+        path.write_bytes(data)
+        json.dumps(validate(path, good / "target.gguf").json())
+
+
 def test_what_cannot_be_read_is_an_error(tmp_path: Path, good: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         validate(tmp_path / "missing.gguf")
@@ -111,6 +126,32 @@ def test_the_report_is_sorted_and_becomes_json(tmp_path: Path) -> None:
     assert parsed["counts"]["error"] == report.count(Severity.ERROR)
     assert {f["id"] for f in parsed["findings"]} >= {"G4-BLK-002", "G4-MASK-004"}
     assert "no target was given" in parsed["skipped"].values()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = KINDS["zlab"]()
+    good = str(file.write(tmp_path / "good.gguf"))
+    target = str(KINDS["target"]().write(tmp_path / "target.gguf"))
+    assert run(["validate", good, "--target", target]) == 0
+    assert "0 errors, 0 warnings, 1 note" in capsys.readouterr().out
+    BREAK["G4-BLK-003"][1](file, file)
+    warned = str(file.write(tmp_path / "warned.gguf"))
+    assert run(["validate", warned]) == 0
+    assert run(["validate", warned, "--strict"]) == 1
+    assert run(["validate", warned, "--strict", "--rule", "G4-MASK-001"]) == 0
+    BREAK["G4-BLK-002"][1](file, file)
+    broken = str(file.write(tmp_path / "broken.gguf"))
+    capsys.readouterr()
+    assert run(["validate", broken, "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["counts"]["error"] == 1
+    assert err.count("\n") >= 1
+    assert run(["validate", str(tmp_path / "missing.gguf")]) == 3
+    assert run(["validate", good, "--rule", "nonsense"]) == 2
+    assert run(["validate"]) == 2
+    capsys.readouterr()
+    assert run(["validate", "--list-rules", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["rules"]) == len(all_rules())
 
 
 def test_titles_differ() -> None:

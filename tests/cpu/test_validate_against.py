@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from g4spec import quant
+from g4spec.convert import convert
 from g4spec.convert.tensors import Stored
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.validate import all_rules, validate
@@ -165,3 +166,24 @@ def test_a_step_too_far_is_reported() -> None:
     raw.view(np.int8)[34 * 5 + 2 + 9] += 1 if value > x[2, 41] else -1
     source = Stored("x", x.shape, "F32", quant.get("f32"), x.reshape(-1).view(np.uint8))
     assert difference("x", form, raw, source).first == (2, 41)
+
+
+@pytest.mark.parametrize("type", quant.names())
+def test_what_the_converter_writes_is_right(tmp_path: Path, type: str) -> None:
+    """Every rule agrees with the converter, about drafts of every kind and type."""
+    target = tiny.target(tmp_path / "target")
+    pair = tmp_path / "target.gguf"
+    convert(target, pair, type=type)
+    assert not validate(pair, against=target).failures
+    sources = (
+        tiny.zlab_dflash(tmp_path / "zlab", target),
+        tiny.speculators_dflash(tmp_path / "speculators", target),
+        tiny.assistant(tmp_path / "assistant", target, centroids=16),
+    )
+    for source in sources:
+        out = tmp_path / f"{source.name}.gguf"
+        convert(source, out, target=target, type=type)
+        report = validate(out, pair, source)
+        assert report.ok, [(f.rule.id, f.finding) for f in report.failures]
+        assert not report.skipped
+        assert {f.rule.id for f in report.failures} <= {"G4-BLK-009", "G4-D2T-010"}

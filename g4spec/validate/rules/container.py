@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from g4spec import models
+from g4spec.gguf import T
 from g4spec.validate.header import MAX_NAME
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
@@ -161,6 +162,14 @@ def architecture(s: Subject) -> Findings:
         yield Finding("general.architecture", ", ".join(models.kinds()),
                       f"{s.arch!r}" + (f" ({dialect})" if dialect else ""),
                       "convert from the original checkpoint with g4spec convert")  # fmt: skip
+
+
+@rule("G4-GGUF-016", ERROR, "texts are UTF-8", needs=Needs.FILE)
+def utf8(s: Subject) -> Findings:
+    """Token lists are read late, so a damaged one passes for a good file until the first prompt."""
+    for key in s.header.keys:
+        if key.item is T.STRING and s.strings(key.name) is None:
+            yield Finding(key.name, "UTF-8", "bytes that are not", AGAIN)
 
 
 def _data_end(s: Subject) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from g4spec.convert.tokenizer import STOP_IDS
 from g4spec.validate.rule import ERROR, TARGETS, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
 
@@ -68,10 +69,12 @@ def merges(s: Subject) -> Findings:
 @rule("G4-VOC-005", ERROR, "special token ids are tokens", needs=FILE)
 def in_range(s: Subject) -> Findings:
     """An id beyond the vocabulary aborts upstream ("invalid token") at the first use."""
-    n = s.count(TOKENS)
-    for role, i in special_ids(s).items():
+    n, stop_ids = s.count(TOKENS), s.numbers(STOP_IDS)
+    named = [(f"tokenizer.ggml.{role}_token_id", i) for role, i in special_ids(s).items()]
+    named += [(STOP_IDS, int(i)) for i in (stop_ids if stop_ids is not None else ())]
+    for key, i in named:
         if n is not None and not 0 <= i < n:
-            yield Finding(f"tokenizer.ggml.{role}_token_id", f"0 to {n - 1}", i, FROM_TARGET)
+            yield Finding(key, f"0 to {n - 1}", i, FROM_TARGET)
 
 
 @rule("G4-VOC-006", WARNING, "a BOS is added to raw prompts", needs=FILE)
