@@ -94,7 +94,7 @@ def test_every_truncation_is_noticed(tmp_path: Path) -> None:
 def test_damaged_files_never_end_in_a_traceback(tmp_path: Path, good: Path) -> None:
     rng, path = random.Random(0), tmp_path / "x.gguf"
     whole = {kind: build().bytes() for kind, build in KINDS.items()}
-    for _ in range(400):
+    for _ in range(150):
         data = bytearray(whole[rng.choice(list(whole))])
         for _ in range(rng.choice((1, 2, 8))):
             at = rng.randrange(min(len(data), rng.choice((64, 4000, 40000))))
@@ -139,7 +139,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["validate", warned]) == 0
     assert run(["validate", warned, "--strict"]) == 1
     assert run(["validate", warned, "--strict", "--rule", "G4-MASK-001"]) == 0
-    BREAK["G4-BLK-002"][1](file, file)
+    BREAK["G4-MASK-004"][1](file, file)
     broken = str(file.write(tmp_path / "broken.gguf"))
     capsys.readouterr()
     assert run(["validate", broken, "--json"]) == 1
