@@ -19,8 +19,8 @@ from g4spec.gguf import GGUF, KV, T, array, boolean, string, u32
 STOP_IDS = "g4spec.stop_ids"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # upstream's spelling
-DEFAULTS = ("<bos>", "<eos>", "<unk>", "<pad>", "<mask>")
-"""Control tokens of Gemma's tokenizer class even where its configuration names none."""
+DEFAULTS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
+"""Roles that Gemma's tokenizer class fills where the configuration does not name them."""
 VISIBLE = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
            "<tool_response|>", '<|"|>'}  # fmt: skip
 """Control tokens that must appear in text, so that chat parsers can read them."""
@@ -102,11 +102,11 @@ def _types(tokens: list[str], settings: Mapping[str, Any], n_base: int) -> list[
 
 def _control_tokens(settings: Mapping[str, Any]) -> set[str]:
     """Every token that `tokenizer_config.json` gives a role, as transformers counts them."""
-    named = [v for k, v in settings.items() if k.endswith("_token")]
+    named = [v for k, v in {**DEFAULTS, **settings}.items() if k.endswith("_token")]
     for key in ("extra_special_tokens", "additional_special_tokens"):
         more = settings.get(key) or []
         named += more.values() if isinstance(more, dict) else more
-    return {_content(v) for v in named} - {""} | set(DEFAULTS)
+    return {_content(v) for v in named} - {""}
 
 
 def _content(entry: Any) -> str:
