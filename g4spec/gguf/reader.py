@@ -207,7 +207,10 @@ class GGUF(Mapping[str, Any]):
                 self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise InputError(f"{self.path}: no such file") from None
-        except (IsADirectoryError, PermissionError) as e:
+        except IsADirectoryError:
+            fix = "convert a checkpoint folder with `g4spec convert`"
+            raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
+        except PermissionError as e:
             raise InputError(f"{self.path}: {e.strerror}") from e
         except OSError as e:
             raise EnvironmentProblem(f"{self.path}: {e.strerror}") from e

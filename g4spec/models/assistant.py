@@ -159,8 +159,8 @@ def metadata_tensors(config: Config) -> dict[str, tuple[str, tuple[int, ...]]]:
     if not config.n_centroids:
         return {}
     shapes = ((config.n_centroids, config.n_embd), (config.n_vocab,))
-    return {name: (key, shape)
-            for (name, key), shape in zip(METADATA_TENSORS.items(), shapes, strict=True)}  # fmt: skip
+    keys = METADATA_TENSORS.items()
+    return {name: (key, shape) for (name, key), shape in zip(keys, shapes, strict=True)}
 
 
 def tensors(config: Config) -> list[TensorSpec]:

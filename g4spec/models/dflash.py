@@ -17,7 +17,7 @@ from typing import Any
 
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, T, array, boolean, f32, string, u32
-from g4spec.models.dflash_drafter import Drafter as Drafter
+from g4spec.models.dflash_drafter import Drafter
 from g4spec.models.fields import Fields
 from g4spec.models.spec import (
     MAX_DRAFT,
@@ -27,6 +27,8 @@ from g4spec.models.spec import (
     LayerSpec,
     TensorSpec,
 )
+
+__all__ = ["Config", "Drafter"]
 
 ARCH = "dflash"
 TITLE = "DFlash draft"
