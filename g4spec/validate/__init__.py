@@ -66,8 +66,8 @@ def _open_target(path: Path) -> Subject:
     target.open()
     target.configure()
     if target.config is None:
-        raise InputError(f"{path} cannot serve as target",
-                         found=target.refusal or target.config_refusal or target.arch,
+        why = target.refusal or target.config_refusal or target.unsupported
+        raise InputError(f"{path} cannot serve as target", found=why or target.arch,
                          fix=f"see g4spec validate {path}")  # fmt: skip
     if not hasattr(target.config, "donor"):
         raise InputError(f"{path} is no target", expected="a Gemma 4 target",

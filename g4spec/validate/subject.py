@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from g4spec import models
 from g4spec.convert import provenance
-from g4spec.errors import InputError
+from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, T
 from g4spec.models.spec import TensorSpec
 from g4spec.validate import header, scan
@@ -32,6 +32,7 @@ class Subject:
     Attributes:
         header: what a forgiving walk over the header saw.
         file: the open file, or None when the strict reader refused it (`refusal` says why).
+        unsupported: what a valid file needs that this version has no code for, or empty.
         arch, kind: its architecture and the module that knows it, or None.
         config: parsed configuration, or None when `config_refusal` says why not.
     """
@@ -47,7 +48,7 @@ class Subject:
         self.path, self.target, self.source, self.progress = path, target, source, progress
         self.header = header.read(path)
         self.file: GGUF | None = None
-        self.refusal = self.config_refusal = ""
+        self.refusal = self.config_refusal = self.unsupported = ""
         self.config: Any = None
         self.arch = self.header.text("general.architecture")
         self.kind: ModuleType | None = models.kinds().get(self.arch or "")
@@ -65,6 +66,8 @@ class Subject:
             return
         try:
             self.config = self.kind.parse_gguf(self.file.kv, self.file.shapes())
+        except Unsupported as error:
+            self.unsupported = str(error)
         except InputError as error:
             self.config_refusal = str(error)
 
@@ -151,8 +154,13 @@ class Subject:
         return info.shape if info is not None else None
 
     def type_name(self, tensor: str) -> str | None:
-        entry = next((t for t in self.header.tensors if t.name == tensor), None)
+        entry = self.entries.get(tensor)
         return entry.type_name if entry is not None else None
+
+    @cached_property
+    def entries(self) -> Mapping[str, header.Tensor]:
+        """Tensor entries by name, as the header declares them."""
+        return {t.name: t for t in self.header.tensors}
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:

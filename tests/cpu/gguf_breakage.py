@@ -179,6 +179,9 @@ KEYS: dict[str, tuple[str, Break]] = {
     "G4-KEY-006": ("zlab", number("dflash.attention.head_count_kv", 3)),
     "G4-KEY-007": ("target", number("gemma4.rope.dimension_count", 8)),
     "G4-KEY-008": ("zlab", number("general.file_type", 32)),
+    "G4-KEY-010": ("target", put("gemma4.attention.sliding_window_pattern", T.ARRAY, [True] * 12,
+                                 T.BOOL)),
+    "G4-KEY-011": ("target", number("gemma4.embedding_length_per_layer_input", 256)),
     "G4-KEY-009": ("zlab", put(CAUSAL, T.STRING, "no array")),
 }
 TENSORS: dict[str, tuple[str, Break]] = {

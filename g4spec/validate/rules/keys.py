@@ -173,6 +173,27 @@ def describes(s: Subject) -> Findings:
         yield Finding("metadata", "a complete configuration", s.config_refusal, REWRITE)
 
 
+@rule("G4-KEY-010", ERROR, "there are sliding and full layers", on=GEMMA, needs=FILE)
+def both_kinds(s: Subject) -> Findings:
+    """Every Gemma 4 has both, and an assistant reads one donor of each. Exports of a text model
+    without `layer_types` came out as all sliding, or all full."""
+    found = s.numbers(".attention.sliding_window_pattern")
+    if found is not None and (found.all() or not found.any()):
+        kind = "only sliding ones" if len(found) and found.all() else "only full ones"
+        yield Finding(s.name(".attention.sliding_window_pattern"), "both kinds", kind,
+                      "take layer_types from the checkpoint")  # fmt: skip
+
+
+@rule("G4-KEY-011", WARNING, "this version has code for all that the file uses", needs=FILE,
+      fallback=True)  # fmt: skip
+def supported(s: Subject) -> Findings:
+    """A valid file of a kind that is not implemented here: most rules could not be asked, and
+    silence must not pass for health."""
+    if s.unsupported:
+        yield Finding("metadata", "features of this version", s.unsupported,
+                      "use a newer version, or upstream llama.cpp")  # fmt: skip
+
+
 def _fits(entry: Key, want: Want) -> bool:
     return entry.item in want.items if entry.type is T.ARRAY else entry.type in want.scalar
 
