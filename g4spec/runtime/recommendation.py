@@ -55,6 +55,8 @@ def _words(lengths: dict[str, int], auto: dict[str, float], drafted: bool) -> st
     groups: dict[int, list[str]] = {}
     for category, length in lengths.items():
         groups.setdefault(length, []).append(TITLES.get(category, category))
+    if len(groups) == 1 and len(lengths) > 1:
+        groups = {next(iter(groups)): [TITLES[ALL]]}
     parts = [f"{n} for {_listed(names)}" for n, names in groups.items() if n]
     text = f"Draft {', '.join(parts)}." if parts else ""
     if 0 in groups:

@@ -1,0 +1,93 @@
+"""The whole job on the bundled model family, explained step by step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from g4spec.cli import _family, _measured
+from g4spec.cli._family import DRAFTS
+from g4spec.cli.render import Json, Output, Quiet
+from g4spec.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from g4spec.runtime.verify import Verdict
+
+N_CTX, LONG, CASES, PROMPTS = 2048, 1024, 12, 2
+
+
+def command(
+    family: Annotated[Path | None, typer.Option(help="Folder of the model family.")] = None,
+    folder: Annotated[Path, typer.Option("-o", "--out", help="Where files go.")] = Path("demo"),
+    n_predict: Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of a text.")] = 48,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show everything on a small trained family: convert, validate, verify, measure, report."""
+    began = time.perf_counter()
+    out = Output(json, quiet)
+    source = _family.find(family)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = _family.convert_all(source, folder, out)
+    _family.validate_all(source, files, out)
+    verdicts = {name: _verify(name, files, out) for name in DRAFTS}
+    data = _sweep(files, folder, n_predict, out)
+    out.line(f"\nOpen {folder / 'report.html'} in a browser. That was the whole job, in "
+             f"{time.perf_counter() - began:.0f} s.", style="good")  # fmt: skip
+    out.result({
+        "files": {name: str(path) for name, path in files.items()},
+        "verified": {name: verdict.json() for name, verdict in verdicts.items()},
+        "bench": data, "seconds": time.perf_counter() - began,
+    })  # fmt: skip
+    _measured.require_identical(data)
+
+
+def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
+    from g4spec.runtime import prompts, verify
+    from g4spec.runtime.engine import Engine
+
+    if name == DRAFTS[0]:
+        out.line("\n4  Verify: with any draft the text is exactly what it is without.", "bold")
+    engine = Engine.load(files["target"], files[name], n_ctx=N_CTX)
+    assert engine.draft is not None
+    texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
+    with out.progress(f"verifying {name}") as progress:
+        verdict = verify.verify(engine, verify.cases(texts, CASES, engine.draft.max_tokens),
+                                32, progress=progress)  # fmt: skip
+    if not verdict.ok:
+        raise CheckFailed(f"{name} changed the text: {verdict.mismatch}")
+    share = verdict.accepted / verdict.drafted
+    each = 1 + verdict.accepted / verdict.cycles
+    out.line(f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
+             f"drafted tokens accepted, {each:.2f} tokens a cycle")  # fmt: skip
+    if name == DRAFTS[-1]:
+        out.line("The last draft was trained for another target: it changes no text either, it "
+                 "only gains nothing. So identical text alone proves no draft good.")  # fmt: skip
+    return verdict
+
+
+def _sweep(files: dict[str, Path], folder: Path, n_predict: int, out: Output) -> dict[str, Any]:
+    from g4spec.runtime import bench, prompts, provenance, recommendation
+    from g4spec.runtime.engine import Engine
+
+    out.line("\n5  Measure: how many tokens to draft depends on what is written.", "bold")
+    idle = bench.memory_in_use()
+    engine = Engine.load(files["target"], files["dflash"], n_ctx=N_CTX)
+    assert engine.draft is not None
+    lengths = bench.lengths_of("2,4,7,auto", engine.draft.max_tokens)
+    texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
+    with out.progress("measuring") as progress:
+        result = bench.sweep(engine, texts, bench.Protocol(lengths, n_predict, repeats=2),
+                             idle=idle, progress=progress)  # fmt: skip
+    advice = recommendation.recommend(result.rows)
+    origin = provenance.describe(files["target"], files["dflash"], engine.target.ops, sys.argv)
+    data = result.json(origin, advice.json())
+    _measured.keep(data, out, folder / "bench.json", folder / "report.html")
+    _measured.show(data, out)
+    out.line("A token is accepted when the target would have written it too; the best length "
+             "balances that against the time of drafting.")  # fmt: skip
+    return data
