@@ -1,0 +1,145 @@
+"""Our models from checkpoint folders, without the converter: only noun files and safetensors.
+
+The converter is judged elsewhere. Here a wrong name, shape or rule in a noun file shows up alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from g4spec import models
+from g4spec.models import assistant, gemma4
+from g4spec.models.spec import MAX_STEP_ROWS, Checkpoint, Committed, TensorSpec
+from g4spec.runtime.kv import LayerKV
+from g4spec.runtime.ops import Ops
+from g4spec.runtime.target import Target
+
+CTX = 1024
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """The parsed config.json."""
+    raw: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return raw
+
+
+def tensors(folder: Path, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """Stored tensors by name without prefix, floats as float32."""
+    out = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, x in load_file(path).items():
+            prefix = next((p for p in prefixes if name.startswith(p)), "")
+            out[name.removeprefix(prefix)] = x.float() if x.is_floating_point() else x
+    return out
+
+
+def weights(specs: list[TensorSpec], stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights by GGUF name, made as `TensorSpec.make` says; shapes must match exactly."""
+    out = {}
+    for spec in specs:
+        if spec.make == "rope_freqs":
+            n = spec.shape[0]
+            out[spec.name] = torch.tensor([1.0] * (n // 4) + [1e30] * (n - n // 4))
+            continue
+        x = stored[spec.source or ""]
+        if spec.make == "absolute_d2t":
+            x = x + torch.arange(len(x))
+        assert tuple(x.shape) == spec.shape, (spec.name, x.shape, spec.shape)
+        out[spec.name] = x
+    return out
+
+
+def checkpoint(folder: Path) -> Checkpoint:
+    names = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        names |= {n: (tuple(x.shape), str(x.dtype)) for n, x in load_file(path).items()}
+    return Checkpoint(config(folder), names)
+
+
+def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> Target:
+    """The target of a checkpoint folder."""
+    parsed = gemma4.parse_hf(checkpoint(folder))
+    stored = tensors(folder, gemma4.PREFIXES)
+    return Target(parsed, weights(gemma4.tensors(parsed), stored), Ops(), n_ctx, chunk)
+
+
+class Arrays:
+    """Stands in for the GGUF file that carries an assistant's centroid head."""
+
+    def __init__(self, stored: dict[str, torch.Tensor]) -> None:
+        self._stored = stored
+
+    def numbers(self, key: str) -> Any:
+        source = {v: k for k, v in assistant.METADATA_TENSORS.items()}[key]
+        return self._stored[source].numpy()
+
+
+def draft(folder: Path, on: Target, window: int | None = None, **changes: Any) -> Any:
+    """The draft of a checkpoint folder for target `on`, whose taps it sets.
+
+    Args:
+        changes: fields of its configuration to replace, to set it to another engine's semantics.
+    """
+    from dataclasses import replace
+
+    read = checkpoint(folder)
+    kind = next(m for m in models.drafts().values() if m.claims(read))
+    parsed = replace(kind.parse_hf(read, on.config), **changes)
+    stored = tensors(folder, kind.PREFIXES)
+    kv = [
+        LayerKV(s.n_kv, s.head_dim, on.n_ctx + MAX_STEP_ROWS, s.window,
+                max(on.chunk, 2 * MAX_STEP_ROWS))
+        for s in kind.caches(parsed, window)
+    ]  # fmt: skip
+    made = kind.Drafter(parsed, weights(kind.tensors(parsed), stored), on.ops, on, Arrays(stored),
+                        kv, window)  # fmt: skip
+    on.taps = made.taps
+    return made
+
+
+class Recorder:
+    """A chooser that keeps the logits it was shown, and takes the largest."""
+
+    def __init__(self) -> None:
+        self.rows: list[torch.Tensor] = []
+
+    def choose(self, logits: torch.Tensor, position: int) -> int:
+        self.rows.append(logits.clone())
+        return int(logits.argmax())
+
+
+def prefill(on: Target, made: Any, prompt: list[int]) -> torch.Tensor:
+    """Read a prompt with target and draft; logits of its last row [V]."""
+    made.reset()
+    for read in on.prefill(prompt):
+        made.commit(read)
+    return on.logits(read.hidden[-1:])[0]
+
+
+def commit(made: Any, read: Committed, n: int) -> None:
+    """Commit the first `n` rows of a step."""
+    made.commit(Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n]))
+
+
+def prompt(n: int, vocab: int, seed: int = 0) -> list[int]:
+    """BOS and random tokens, `n` in all."""
+    g = torch.Generator().manual_seed(seed)
+    return [2, *torch.randint(5, vocab, (n - 1,), generator=g).tolist()]
+
+
+def lively(folder: Path, factor: float = 4.0) -> Path:
+    """Make the layers of a random target outweigh its embedding, so that it does not just repeat
+    its input: `factor` on the norms that close each sublayer. Returns the folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        stored = load_file(path)
+        for name, x in stored.items():
+            if re.search(r"post_(attention|feedforward)_layernorm", name):
+                stored[name] = x * factor
+        save_file(stored, path, {"format": "pt"})
+    return folder

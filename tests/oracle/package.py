@@ -1,0 +1,97 @@
+"""The speculators package's DFlash model, run on one block: its layers, head and mask code."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
+
+from g4spec.runtime.target import Target
+from tests.oracle import build
+
+TABLES = {"embed_tokens.weight", "lm_head.weight", "d2t", "t2d"}
+
+
+def layer_config(raw: dict[str, Any]) -> Qwen3Config:
+    """The nested layer configuration, with the attention that takes a mask of numbers."""
+    made = Qwen3Config(**{k: v for k, v in raw.items() if k != "model_type"})
+    made._attn_implementation = "eager"
+    return made
+
+
+def _model(inner: dict[str, Any], stored: dict[str, torch.Tensor], **settings: Any) -> Any:
+    settings = {"architectures": ["DFlashSpeculator"]} | settings
+    model = DFlashDraftModel(
+        DFlashSpeculatorConfig(transformer_layer_config=layer_config(inner), **settings)
+    )
+    missing, unexpected = model.load_state_dict(stored, strict=False)
+    assert not unexpected, unexpected
+    assert all(m.startswith("verifier_") for m in missing), missing
+    model.verifier_lm_head.weight.data.zero_()  # takes part in the loss only
+    return model.float().eval()
+
+
+def speculators(folder: Path) -> Any:
+    """The model of a checkpoint in the speculators layout."""
+    raw = build.config(folder)
+    keys = ("draft_vocab_size", "block_size", "aux_hidden_state_layer_ids", "mask_token_id",
+            "sliding_window_non_causal", "sample_from_anchor")  # fmt: skip
+    return _model(raw["transformer_layer_config"], build.tensors(folder, ("model.", "")),
+                  **{k: raw[k] for k in keys})  # fmt: skip
+
+
+def zlab(folder: Path, target: Target) -> Any:
+    """The package's model with a z-lab checkpoint: the target's table times sqrt(H), its head."""
+    raw = build.config(folder)
+    table = target.model.w["token_embd.weight"]
+    stored = build.tensors(folder, ("model.", ""))
+    stored["embed_tokens.weight"] = table * math.sqrt(table.shape[1])
+    stored["lm_head.weight"] = table
+    inner = raw["dflash_config"]
+    return _model(
+        {k: v for k, v in raw.items() if k not in ("dflash_config", "architectures")},
+        stored,
+        draft_vocab_size=raw["vocab_size"],
+        block_size=raw["block_size"],
+        aux_hidden_state_layer_ids=[i + 1 for i in inner["target_layer_ids"]],
+        mask_token_id=inner["mask_token_id"],
+        sliding_window_non_causal=inner.get("causal") is False,
+    )
+
+
+def block(model: Any, features: torch.Tensor, ids: list[int], anchor: int,
+          per_row_window: bool = False, softcap: float = 0.0) -> torch.Tensor:  # fmt: skip
+    """Logits of the block that starts at position `anchor`, [block, rows of the head].
+
+    Args:
+        features: of positions before the anchor, [anchor, n * H]; later ones do not matter.
+        per_row_window: count a sliding layer's window from each row, as engines run z-lab drafts,
+            instead of from the anchor, as the package trains.
+    """
+    total = anchor + 2 * model.block_size + 1  # the package takes no anchor at the very end
+    padded = torch.zeros(1, total, features.shape[1])
+    padded[0, :anchor] = features[:anchor]
+    token_ids = torch.zeros(1, total, dtype=torch.long)
+    token_ids[0, anchor] = ids[anchor]
+    chosen = torch.zeros(1, total)
+    chosen[0, anchor] = 1
+    documents = torch.zeros(1, total, dtype=torch.long)
+    create = model._create_mask_fn
+    if per_row_window:
+        model._create_mask_fn = lambda mod, **kw: _narrow(create(mod, **kw), model, anchor, total)
+    # Its mask has two kinds, told apart by the window: narrow only the sliding one.
+    model._anchor_mask_sliding = False
+    try:
+        with torch.no_grad():
+            _, logits, *_ = model._backbone_forward(
+                padded, token_ids, chosen, padded[..., : model.hidden_size], documents,
+                max_anchors=1,
+            )  # fmt: skip
+    finally:
+        model._create_mask_fn = create
+    z = logits[0]
+    return softcap * torch.tanh(z / softcap) if softcap else z

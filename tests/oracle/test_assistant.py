@@ -1,0 +1,200 @@
+"""Assistants against transformers' assisted generation: proposals and logits of every round.
+
+transformers 5.22.2 differs from us, and from llama.cpp, in two ways that each have a test here:
+
+- Its window in the assistant's sliding layers reaches `sliding_window` + 1 rows back from the
+  newest one that the target has read. The target's own layers, and we, count the query as one of
+  the window's rows, which leaves `sliding_window` - 1. The oracle gets a window two smaller.
+- After a partial rejection it leaves rows of rejected tokens in the keys and values it hands to
+  the assistant: one in full layers, all of them in sliding layers. `Clean` takes them out.
+
+A random assistant is never right, so the spies put the target's true text in front of what is
+verified: 0, 1, 2, ... tokens of it in turn. What is compared are the assistant's own proposals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.candidate_generator import (
+    SinglePositionMultiTokenCandidateGenerator as Generator,
+)
+
+from tests import tiny
+from tests.oracle import build, hf
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+WINDOW, VOCAB, NEW = 16, 512, 24
+SHAPE: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB, "dtype": "F32"}
+
+
+@dataclass
+class Round:
+    position: int
+    drafted: list[int]
+    read: list[int]
+    logits: torch.Tensor
+    clean: bool
+    """`read`: what the target verified. `clean`: no row of a rejected token was among the keys and
+    values."""
+
+
+class Spy(Generator):
+    """The candidate generator, writing down what it proposed."""
+
+    rounds: list[Round]
+    truth: list[int]
+    tidy = False
+    _drafted = 0
+
+    def get_candidates(self, input_ids: Any, model_kwargs: Any, model_outputs: Any,
+                       is_first_iteration: bool, n_last_matches: int, **kw: Any) -> Any:  # fmt: skip
+        rejected = self._drafted - int(n_last_matches)
+        if self.tidy and rejected and not is_first_iteration:
+            model_outputs.shared_kv_states = {
+                k: tuple(x[:, :, : x.shape[2] - rejected] for x in v)
+                for k, v in model_outputs.shared_kv_states.items()
+            }
+        ids, logits = super().get_candidates(
+            input_ids, model_kwargs, model_outputs, is_first_iteration, n_last_matches, **kw
+        )
+        n = input_ids.shape[1]
+        self._drafted = ids.shape[1] - n
+        if self._drafted:
+            own = ids[0, n:].tolist()
+            right = len(self.rounds) % (len(own) + 1)
+            ids[0, n : n + right] = torch.tensor(self.truth[n : n + right])
+            self.rounds.append(
+                Round(n - 1, own, ids[0, n:].tolist(), logits[0], self.tidy or not rejected)
+            )
+        return ids, logits
+
+
+class Clean(Spy):
+    tidy = True
+
+
+def oracle(
+    folders: tuple[Path, Path], ids: list[int], count: int, spy: type[Spy], shift: int = 2
+) -> tuple[list[int], list[Round]]:
+    """transformers' text and rounds; `shift` is taken from the assistant's window."""
+    target, assistant = hf.target(folders[0]), hf.assistant(folders[1])
+    assistant.generation_config.num_assistant_tokens = count
+    assistant.config.get_text_config().sliding_window = WINDOW - shift
+    rounds: list[Round] = []
+    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    with torch.no_grad():
+        truth = target.generate(torch.tensor([ids]), **settings)[0].tolist()
+    here = type("Here", (spy,), {"rounds": rounds, "truth": truth + [0] * 16})
+    target._get_candidate_generator = lambda **kw: here(
+        assistant_model=assistant,
+        target_model_input_embeddings=target.get_input_embeddings(),
+        generation_config=kw["generation_config"],
+    )
+    with torch.no_grad():
+        out = target.generate(torch.tensor([ids]), assistant_model=assistant, **settings)[0].tolist()
+    assert out == truth, "transformers' own text changed with the draft"
+    return out[len(ids) :], rounds
+
+
+def differences(
+    rounds: list[Round],
+    folders: tuple[Path, Path],
+    every: list[int],
+    change: Callable[[Any], None] = lambda draft: None,
+) -> list[tuple[bool, float]]:
+    """Replay the oracle's rounds over its text `every`.
+
+    Returns, for each round, whether the proposals agree, and the largest difference of logits that
+    a centroid head left alone, up to the first token that differs.
+    """
+    target = build.target(folders[0])
+    draft = build.draft(folders[1], target)
+    change(draft)
+    build.prefill(target, draft, every[: rounds[0].position])
+    out = []
+    for i, r in enumerate(rounds):
+        seen = build.Recorder()
+        drafted = draft.propose(every[r.position], r.position, len(r.drafted), seen)
+        worst = 0.0
+        for mine, its, a, b in zip(seen.rows, r.logits, drafted, r.drafted, strict=True):
+            worst = max(worst, float((mine - its)[torch.isfinite(mine)].abs().max()))
+            if a != b:
+                break
+        out.append((drafted == r.drafted, worst))
+        end = rounds[i + 1].position if i + 1 < len(rounds) else r.position + 1
+        # Rejected tokens are read too: their rows must not be seen afterwards.
+        step = target.step([every[r.position], *r.read], r.position)
+        build.commit(draft, step.read, end - r.position)
+    return out
+
+
+@pytest.fixture(scope="module", params=["dense", "centroids"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, Path]:
+    """A target, and an assistant that is right sometimes."""
+    where = tmp_path_factory.mktemp("assistant")
+    target = tiny.target(where / "target", nested=False, **SHAPE)
+    n = 16 if request.param == "centroids" else 0
+    return target, tiny.assistant(where / "draft", target, centroids=n, dtype="F32")
+
+
+@pytest.mark.parametrize("length", [WINDOW // 2, 3 * WINDOW + 5])
+def test_every_round(folders: tuple[Path, Path], length: int) -> None:
+    ids = build.prompt(length, VOCAB, length)
+    for count, tolerance in ((1, 1e-4), (4, 1e-4), (15, 1e-3)):  # rounding grows along the chain
+        text, rounds = oracle(folders, ids, count, Clean)
+        found = differences(rounds, folders, ids + text)
+        assert len(found) >= 3 and all(same for same, _ in found), (count, found)
+        assert max(worst for _, worst in found) < tolerance, (count, found)
+
+
+def test_rounds_that_follow_a_rejection_are_where_transformers_itself_differs(
+    folders: tuple[Path, Path],
+) -> None:
+    """Unmodified, and inside the window, it agrees with us whenever nothing was rejected before."""
+    ids = build.prompt(3, VOCAB, 9)
+    text, rounds = oracle(folders, ids, 2, Spy, shift=0)
+    found = differences(rounds, folders, ids + text)
+    inside = [(r, f) for r, f in zip(rounds, found, strict=True) if r.position < WINDOW - 2]
+    clean = [worst for r, (_, worst) in inside if r.clean]
+    rest = [worst for r, (_, worst) in inside if not r.clean]
+    assert len(clean) >= 2 and max(clean) < 1e-4
+    assert rest and min(rest) > 1e-3
+
+
+def unscaled(draft: Any) -> None:
+    embed = draft.target.embed
+    draft.target.embed = lambda ids, scaled: embed(ids, scaled=False)
+
+
+def swapped(draft: Any) -> None:
+    w = draft.w["nextn.pre_projection.weight"]
+    draft.w["nextn.pre_projection.weight"] = torch.cat(w.chunk(2, dim=1)[::-1], dim=1)
+
+
+def first_row(draft: Any) -> None:
+    draft.commit = lambda step: setattr(draft, "_hidden", step.hidden[:1])
+
+
+def no_scalar(draft: Any) -> None:
+    for name in draft.w:
+        if "layer_output_scale" in name:
+            draft.w[name] = torch.ones(1)
+
+
+def full_rotation(draft: Any) -> None:
+    draft._freqs = [draft.ops.rope_freqs(s.rope_base, s.head_dim) for s in draft.config.layers]
+
+
+@pytest.mark.parametrize("bug", [unscaled, swapped, first_row, no_scalar, full_rotation])
+def test_the_oracle_notices(folders: tuple[Path, Path], bug: Callable[[Any], None]) -> None:
+    ids = build.prompt(WINDOW, VOCAB, 4)
+    text, rounds = oracle(folders, ids, 2, Clean)
+    found = differences(rounds[:3], folders, ids + text, bug)
+    assert max(worst for _, worst in found) > 1e-2

@@ -1,0 +1,111 @@
+"""The target's forward pass against transformers' `Gemma4ForCausalLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec.runtime.target import Target
+from tests import tiny
+from tests.oracle import build, hf
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+WINDOW, VOCAB = 16, 512
+SHAPE: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB, "dtype": "F32"}
+CASES: dict[str, dict[str, Any]] = {
+    "k-is-v": {},
+    "own-v": {"k_eq_v": False},
+    "one-kv-head": {"kv": 1, "heads": 2},
+    "no-softcap": {"softcap": None},
+    "per-layer-config": {"per_layer": True},
+}
+N_NEW = 256
+
+
+def make(folder: Path, name: str) -> Path:
+    shape: dict[str, Any] = SHAPE | CASES[name]
+    return build.lively(tiny.target(folder, nested=False, **shape))
+
+
+def ours(folder: Path, ids: list[int], chunk: int = 64) -> tuple[Target, torch.Tensor]:
+    """Logits of every position [T, V]."""
+    target = build.target(folder, chunk)
+    return target, torch.cat([target.logits(r.hidden) for r in target.prefill(ids)])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(tmp_path: Path, name: str) -> None:
+    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB)
+    with torch.no_grad():
+        want = hf.target(folder)(torch.tensor([ids])).logits[0]
+    for chunk in (1, 7, 64):
+        _, got = ours(folder, ids, chunk)
+        assert float((got - want).abs().max()) < 1e-4, chunk
+
+
+@pytest.mark.parametrize("name", ["k-is-v", "own-v"])
+def test_greedy_text(tmp_path: Path, name: str) -> None:
+    """256 tokens; where the texts part, the oracle's two best logits must be a tie."""
+    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB, 1)
+    target, logits = ours(folder, ids)
+    text, row = [], logits[-1]
+    for i in range(N_NEW):
+        text.append(int(row.argmax()))
+        row = target.step(text[-1:], len(ids) + i).logits[0]
+    with torch.no_grad():
+        model = hf.target(folder)
+        want = model(torch.tensor([ids + text])).logits[0, len(ids) - 1 : -1]
+        made = model.generate(torch.tensor([ids]), max_new_tokens=N_NEW, do_sample=False,
+                              eos_token_id=None)[0, len(ids):].tolist()  # fmt: skip
+    assert len(set(text)) > 5, "a text that repeats one token proves little"
+    top = want.topk(2).values
+    tie = top[:, 0] - top[:, 1] < 2e-4
+    wrong = [i for i, t in enumerate(text) if int(want[i].argmax()) != t and not tie[i]]
+    assert not wrong
+    parted = next((i for i, (a, b) in enumerate(zip(text, made, strict=True)) if a != b), None)
+    assert parted is None or tie[parted]
+
+
+def planted(name: str) -> Callable[[Target], None]:
+    """A typical mistake, made in a loaded target."""
+    from dataclasses import replace
+
+    def layers(**change: object) -> Callable[[Target], None]:
+        def apply(t: Target) -> None:
+            t.model.config = replace(
+                t.config, layers=tuple(replace(s, **{k: v for k, v in change.items()
+                                                     if getattr(s, k) is not None})
+                                       for s in t.config.layers))  # fmt: skip
+        return apply
+
+    def scalar(t: Target) -> None:
+        for key in t.model.w:
+            if "layer_output_scale" in key:
+                t.model.w[key] = t.model.w[key] * 0 + 1
+
+    def full_rope(t: Target) -> None:
+        t.model._freqs = [t.ops.rope_freqs(s.rope_base, s.head_dim) for s in t.config.layers]
+
+    def unscaled(t: Target) -> None:
+        t.model.embed = lambda ids, scaled: t.model.w["token_embd.weight"][ids]
+
+    return {"window + 1": layers(window=WINDOW + 1), "layer scalar": scalar, "full rotation": full_rope,
+            "unscaled embedding": unscaled}[name]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "bug", ["window + 1", "layer scalar", "full rotation", "unscaled embedding"]
+)
+def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
+    folder, ids = make(tmp_path, "k-is-v"), build.prompt(3 * WINDOW + 5, VOCAB)
+    with torch.no_grad():
+        want = hf.target(folder)(torch.tensor([ids])).logits[0]
+    target = build.target(folder)
+    planted(bug)(target)
+    got = torch.cat([target.logits(r.hidden) for r in target.prefill(ids)])
+    assert float((got - want).abs().max()) > 1e-3
