@@ -75,6 +75,7 @@ KEYS = {
     "tokenizer.ggml.add_space_prefix": Want((T.BOOL,)),
     "tokenizer.chat_template": Want((T.STRING,)),
 }
+MAX_LAYERS = 512
 PER_LAYER = (".feed_forward_length", ".attention.head_count", ".attention.head_count_kv",
              ".attention.sliding_window_pattern")  # fmt: skip
 POSITIVE = (".block_count", ".context_length", ".embedding_length", ".attention.key_length",
@@ -192,6 +193,14 @@ def supported(s: Subject) -> Findings:
     if s.unsupported:
         yield Finding("metadata", "features of this version", s.unsupported,
                       "use a newer version, or upstream llama.cpp")  # fmt: skip
+
+
+@rule("G4-KEY-012", ERROR, f"there are at most {MAX_LAYERS} layers", needs=FILE)
+def layer_count(s: Subject) -> Findings:
+    """Upstream's limit. A damaged count makes loaders allocate per-layer lists of gigabytes."""
+    n = s.integer(".block_count")
+    if n is not None and n > MAX_LAYERS:
+        yield Finding(s.name(".block_count"), f"at most {MAX_LAYERS}", n, REWRITE)
 
 
 def _fits(entry: Key, want: Want) -> bool:
