@@ -177,7 +177,7 @@ def test_refuses_what_is_no_file(tmp_path: Path) -> None:
         ("short", "too short"),
         ("text", "magic"),
         ("absent", "no such"),
-        (".", "Is a dir"),
+        (".", "a folder"),
     ):
         with pytest.raises(G4Error, match=says):
             GGUF(tmp_path / name)
