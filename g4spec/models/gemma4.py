@@ -95,7 +95,7 @@ def _refuse_unsupported(text: Fields) -> None:
 
 def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
     """Per-layer facts; takes `global_head_dim` and friends or `per_layer_config`."""
-    n_layer = text.positive("num_hidden_layers")
+    n_layer = text.layers("num_hidden_layers")
     types = text.list(str, "layer_types")
     if len(types) != n_layer:
         raise InputError("config.json: layer_types", expected=n_layer, found=len(types))
@@ -148,7 +148,7 @@ def parse_gguf(
 ) -> Config:
     """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
     f = Fields(kv, "GGUF metadata", f"{arch}.")
-    n_layer = f.positive("block_count")
+    n_layer = f.layers("block_count")
     sliding = f.list(bool, "attention.sliding_window_pattern")
     if len(sliding) != n_layer:
         raise InputError(f"GGUF metadata: {arch}.attention.sliding_window_pattern",
@@ -198,13 +198,19 @@ def _per_layer(f: Fields, key: str, index: int, n_layer: int) -> int:
     return f.positive(key)
 
 
+def _samples(config: Config) -> tuple[LayerSpec, LayerSpec]:
+    """A full and a sliding layer: layers of one kind differ in nothing but their index."""
+    full = next((s for s in config.layers if s.window is None), None)
+    swa = next((s for s in config.layers if s.window is not None), None)
+    if full is None or swa is None:
+        raise Unsupported("a Gemma 4 model needs sliding and full attention layers")
+    return full, swa
+
+
 def metadata(config: Config) -> KV:
     """The keys that upstream's converter writes for this architecture, with its value types."""
     a, layers = f"{config.arch}.", config.layers
-    full = next((s for s in layers if s.window is None), None)
-    swa = next((s for s in layers if s.window is not None), None)
-    if full is None or swa is None:
-        raise Unsupported("a Gemma 4 model needs sliding and full attention layers")
+    full, swa = _samples(config)
     kv: KV = {
         f"{a}context_length": u32(config.n_ctx),
         f"{a}embedding_length": u32(config.n_embd),
@@ -230,6 +236,8 @@ def metadata(config: Config) -> KV:
     }
     if config.softcap:
         kv[f"{a}final_logit_softcapping"] = f32(config.softcap)
+    if full.rope_partial != 0.25:
+        kv["g4spec.rope_partial"] = f32(full.rope_partial)
     return {"general.architecture": string(config.arch), **kv}
 
 
@@ -265,7 +273,7 @@ def layer_tensors(spec: LayerSpec, n_embd: int, own_kv: bool = True) -> list[Ten
 
 def rope_tensor(config: Config) -> TensorSpec:
     """Divisors of the global layers' rotation: ones, then 1e30 for pairs that stay."""
-    full = next(s for s in config.layers if s.window is None)
+    full, _ = _samples(config)
     return TensorSpec("rope_freqs.weight", (full.head_dim // 2,), "vector", None, "rope_freqs")
 
 
