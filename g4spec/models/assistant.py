@@ -130,10 +130,11 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
     body = gemma4.parse_gguf(kv, tensors, ARCH)
     f = Fields(kv, "GGUF metadata")
-    n_centroids = len(kv[CENTROIDS]) // body.n_embd if f.has(CENTROIDS) else 0
-    if n_centroids and (len(kv[ORDERING]) != body.n_vocab or body.n_vocab % n_centroids):
-        raise InputError("the centroid head's token ordering must cover the vocabulary",
-                         expected=body.n_vocab, found=len(kv[ORDERING]))  # fmt: skip
+    n_centroids = len(f.list(float, CENTROIDS, [])) // body.n_embd
+    ordering = f.list(int, ORDERING, [])
+    if n_centroids and (len(ordering) != body.n_vocab or body.n_vocab % n_centroids):
+        raise InputError("the centroid head's token ordering must cover the vocabulary in equal "
+                         "clusters", expected=body.n_vocab, found=len(ordering))  # fmt: skip
     return Config(
         body=body,
         backbone=f.positive(f"{ARCH}.embedding_length_out"),

@@ -140,7 +140,7 @@ def _parse_speculators(checkpoint: Checkpoint, target: Any) -> Config:
     names = _stripped(checkpoint)
     n_vocab = inner.positive("vocab_size", target.n_vocab)
     n_draft = f.positive("draft_vocab_size", n_vocab)
-    n_layer = inner.positive("num_hidden_layers")
+    n_layer = inner.layers("num_hidden_layers")
     f.require("target_hidden_size", (None, inner.positive("hidden_size")), None)
     ids = f.list(int, "aux_hidden_state_layer_ids", _default_taps(len(target.layers)))
     mask = f.get(int, "mask_token_id", None)
@@ -180,7 +180,7 @@ def _layers(f: Fields, window: int | None, causal: bool | None) -> tuple[LayerSp
     f.require("hidden_act", ("silu",), "silu")
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)
-    n_layer = f.positive("num_hidden_layers")
+    n_layer = f.layers("num_hidden_layers")
     types = f.list(str, "layer_types", ["full_attention"] * n_layer)
     if len(types) != n_layer:
         raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
@@ -212,7 +212,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
                           ("selector_hidden.weight", "DFlash2's selector")):  # fmt: skip
         if name in tensors:
             raise Unsupported(f"{feature} is not supported yet")
-    n_layer = f.positive("block_count")
+    n_layer = f.layers("block_count")
     window = f.get(int, "attention.sliding_window", 0)
     sliding = f.list(bool, "attention.sliding_window_pattern", [False] * n_layer)
     every = f.get(bool, "attention.causal", False)

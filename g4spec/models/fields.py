@@ -7,6 +7,9 @@ from typing import Any, TypeVar, overload
 
 from g4spec.errors import InputError
 
+MAX_LAYERS = 512
+"""llama.cpp's LLAMA_MAX_LAYERS."""
+
 T = TypeVar("T")
 _MISSING = object()
 
@@ -71,6 +74,14 @@ class Fields:
         value = self.get(int, key) if default is None else self.get(int, key, default)
         if value <= 0:
             raise InputError(f"{self.where}: {self.prefix + key}", expected="> 0", found=value)
+        return value
+
+    def layers(self, key: str) -> int:
+        """A number of layers: positive, and no more than upstream can hold."""
+        value = self.positive(key)
+        if value > MAX_LAYERS:
+            raise InputError(f"{self.where}: {self.prefix + key}",
+                             expected=f"at most {MAX_LAYERS}", found=value)  # fmt: skip
         return value
 
     def sub(self, key: str) -> Fields:
