@@ -64,13 +64,15 @@ def zlab(folder: Path, target: Target) -> Any:
 
 
 def block(model: Any, features: torch.Tensor, ids: list[int], anchor: int,
-          per_row_window: bool = False, softcap: float = 0.0) -> torch.Tensor:  # fmt: skip
+          per_row_window: bool = False, softcap: float = 0.0,
+          full_window: int | None = None) -> torch.Tensor:  # fmt: skip
     """Logits of the block that starts at position `anchor`, [block, rows of the head].
 
     Args:
         features: of positions before the anchor, [anchor, n * H]; later ones do not matter.
         per_row_window: count a sliding layer's window from each row, as engines run z-lab drafts,
             instead of from the anchor, as the package trains.
+        full_window: context rows before the anchor that full layers see, or None for all.
     """
     total = anchor + 2 * model.block_size + 1  # the package takes no anchor at the very end
     padded = torch.zeros(1, total, features.shape[1])
@@ -80,11 +82,10 @@ def block(model: Any, features: torch.Tensor, ids: list[int], anchor: int,
     chosen = torch.zeros(1, total)
     chosen[0, anchor] = 1
     documents = torch.zeros(1, total, dtype=torch.long)
-    create = model._create_mask_fn
-    if per_row_window:
-        model._create_mask_fn = lambda mod, **kw: _narrow(create(mod, **kw), model, anchor, total)
-    # Its mask has two kinds, told apart by the window: narrow only the sliding one.
-    model._anchor_mask_sliding = False
+    make = model._create_attention_mask
+    model._create_attention_mask = lambda **kw: _narrow(
+        make(**kw), model.block_size, per_row_window, full_window, **kw
+    )
     try:
         with torch.no_grad():
             _, logits, *_ = model._backbone_forward(
@@ -92,6 +93,21 @@ def block(model: Any, features: torch.Tensor, ids: list[int], anchor: int,
                 max_anchors=1,
             )  # fmt: skip
     finally:
-        model._create_mask_fn = create
+        model._create_attention_mask = make
     z = logits[0]
     return softcap * torch.tanh(z / softcap) if softcap else z
+
+
+def _narrow(
+    mask: torch.Tensor, size: int, per_row: bool, full_window: int | None, **kw: Any
+) -> torch.Tensor:
+    """`mask` [1, 1, block, total + block] with windows as asked."""
+    window = kw.get("sliding_window")
+    anchor, total = int(kw["anchor_positions"][0]), kw["total_seq_len"]
+    column = torch.cat([torch.arange(total), anchor + torch.arange(size)])
+    row = anchor + torch.arange(size)
+    if window is None and full_window is not None:
+        return mask.masked_fill(column[None, :] < anchor - full_window, -math.inf)
+    if window is not None and per_row:
+        return mask.masked_fill(column[None, :] <= row[:, None] - window, -math.inf)
+    return mask

@@ -53,8 +53,15 @@ class Spy(Generator):
     tidy = False
     _drafted = 0
 
-    def get_candidates(self, input_ids: Any, model_kwargs: Any, model_outputs: Any,
-                       is_first_iteration: bool, n_last_matches: int, **kw: Any) -> Any:  # fmt: skip
+    def get_candidates(
+        self,
+        input_ids: Any,
+        model_kwargs: Any,
+        model_outputs: Any,
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **kw: Any,
+    ) -> Any:
         rejected = self._drafted - int(n_last_matches)
         if self.tidy and rejected and not is_first_iteration:
             model_outputs.shared_kv_states = {
@@ -98,7 +105,8 @@ def oracle(
         generation_config=kw["generation_config"],
     )
     with torch.no_grad():
-        out = target.generate(torch.tensor([ids]), assistant_model=assistant, **settings)[0].tolist()
+        out = target.generate(torch.tensor([ids]), assistant_model=assistant, **settings)
+    out = out[0].tolist()
     assert out == truth, "transformers' own text changed with the draft"
     return out[len(ids) :], rounds
 

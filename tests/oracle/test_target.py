@@ -81,6 +81,7 @@ def planted(name: str) -> Callable[[Target], None]:
                 t.config, layers=tuple(replace(s, **{k: v for k, v in change.items()
                                                      if getattr(s, k) is not None})
                                        for s in t.config.layers))  # fmt: skip
+
         return apply
 
     def scalar(t: Target) -> None:
@@ -94,8 +95,8 @@ def planted(name: str) -> Callable[[Target], None]:
     def unscaled(t: Target) -> None:
         t.model.embed = lambda ids, scaled: t.model.w["token_embd.weight"][ids]
 
-    return {"window + 1": layers(window=WINDOW + 1), "layer scalar": scalar, "full rotation": full_rope,
-            "unscaled embedding": unscaled}[name]  # fmt: skip
+    return {"window + 1": layers(window=WINDOW + 1), "layer scalar": scalar,
+            "full rotation": full_rope, "unscaled embedding": unscaled}[name]  # fmt: skip
 
 
 @pytest.mark.parametrize(
