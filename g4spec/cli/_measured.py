@@ -41,6 +41,8 @@ def show(data: Mapping[str, Any], out: Output) -> None:
     for note in data["notes"]:
         out.note(note)
     out.line(data["recommendation"]["words"], style="bold")
+    if data["recommendation"]["auto_words"]:
+        out.line(data["recommendation"]["auto_words"])
 
 
 def averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:

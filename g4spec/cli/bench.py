@@ -94,7 +94,7 @@ def measure(
     texts = questions or shipped.prompts(engine.tokenizer, names, prompts, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    origin = provenance.describe(model, draft_file, engine.target.ops, sys.argv)
+    origin = provenance.describe(model, draft_file, engine.target.ops, ["g4spec", *sys.argv[1:]])
     data = result.json(origin, recommendation.recommend(result.rows).json())
     _finish(data, out, save, report, averages=preset is not None)
 

@@ -84,7 +84,9 @@ def _sweep(files: dict[str, Path], folder: Path, n_predict: int, out: Output) ->
         result = bench.sweep(engine, texts, bench.Protocol(lengths, n_predict, repeats=2),
                              idle=idle, progress=progress)  # fmt: skip
     advice = recommendation.recommend(result.rows)
-    origin = provenance.describe(files["target"], files["dflash"], engine.target.ops, sys.argv)
+    origin = provenance.describe(
+        files["target"], files["dflash"], engine.target.ops, ["g4spec", *sys.argv[1:]]
+    )
     data = result.json(origin, advice.json())
     _measured.keep(data, out, folder / "bench.json", folder / "report.html")
     _measured.show(data, out)

@@ -154,9 +154,8 @@ def sweep(
         for number, prompt in enumerate(prompts):
             ids: dict[Length, list[int]] = {}
             for length in _rotated(protocol.lengths, repeat + number):
-                run = _measure(engine, encoded[prompt.name], protocol.options(length),
-                               samples[prompt.name, length], first=repeat == 0)  # fmt: skip
-                ids[length] = run
+                ids[length] = _measure(engine, encoded[prompt.name], protocol.options(length),
+                                       samples[prompt.name, length])  # fmt: skip
                 peak = max(peak, memory_in_use() or 0)
                 done += 1
                 progress(done, protocol.repeats * len(samples))
@@ -220,27 +219,25 @@ def _rotated(lengths: tuple[Length, ...], by: int) -> tuple[Length, ...]:
     return lengths[by:] + lengths[:by]
 
 
-def _measure(
-    engine: Engine, prompt: list[int], options: Options, sample: Sample, *, first: bool
-) -> list[int]:
-    """Run once, add the times to `sample`, and the counts too if `first`."""
+def _measure(engine: Engine, prompt: list[int], options: Options, sample: Sample) -> list[int]:
+    """Run once and add what was counted and timed to `sample`; returns the tokens."""
     run = engine.generate(prompt, options)
-    lengths = [0] * (MAX_DRAFT + 1)
     for number, cycle in enumerate(run):
         if number:  # the first token comes from the prompt alone
-            lengths[cycle.accepted] += 1
+            sample.accepted_lengths[cycle.accepted] += 1
     stats = run.stats
     engine.notes += [n for n in run.notes if n not in engine.notes]
     sample.seconds.append(stats.seconds)
     sample.prefill.append(stats.prefill_seconds)
     sample.draft.append(stats.draft_seconds)
     sample.step.append(stats.step_seconds)
-    if first:
-        # A stop token is computed but not emitted; the last cycle's tokens after it never counted.
-        sample.tokens = len(run.ids) - 1 + stats.stop_reason.startswith("stop token")
-        sample.cycles, sample.accepted_lengths = stats.cycles, lengths
-        sample.drafted, sample.accepted = stats.drafted_by_position, stats.accepted_by_position
-        sample.looping = repetition(run.ids) > LOOPING
+    sample.cycles.append(stats.cycles)
+    for i in range(MAX_DRAFT):
+        sample.drafted[i] += stats.drafted_by_position[i]
+        sample.accepted[i] += stats.accepted_by_position[i]
+    # A stop token is computed but not emitted; the last cycle's tokens after it never counted.
+    sample.tokens = len(run.ids) - 1 + stats.stop_reason.startswith("stop token")
+    sample.looping = repetition(run.ids) > LOOPING
     return run.ids
 
 

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
@@ -31,9 +32,11 @@ def describe(
     """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(command),
+        "command": shlex.join(command),
         "target": file(target),
-        "draft": file(draft) if isinstance(draft, Path) else draft and {"kind": draft, "name": draft},
+        "draft": file(draft)
+        if isinstance(draft, Path)
+        else draft and {"kind": draft, "name": draft},
         "g4spec": g4spec.__version__,
         "commit": commit(),
         "python": platform.python_version(),

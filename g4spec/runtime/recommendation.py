@@ -15,11 +15,12 @@ NOISE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Length by category, what `auto` reaches of the best fixed length, and both in words."""
+    """Length by category, what `auto` reaches of the best fixed length, and each in words."""
 
     lengths: dict[str, int]
     auto: dict[str, float]
     words: str
+    auto_words: str
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,10 +47,11 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         for row in mine:
             if row.length == "auto" and best.ratio:
                 auto[category] = row.ratio / best.ratio
-    return Recommendation(lengths, auto, _words(lengths, auto, len(rows) > len(by_category)))
+    drafted = len(rows) > len(by_category)
+    return Recommendation(lengths, auto, _words(lengths, drafted), _auto_words(auto))
 
 
-def _words(lengths: dict[str, int], auto: dict[str, float], drafted: bool) -> str:
+def _words(lengths: dict[str, int], drafted: bool) -> str:
     if not drafted:
         return "Only plain decoding was measured."
     groups: dict[int, list[str]] = {}
@@ -61,16 +63,19 @@ def _words(lengths: dict[str, int], auto: dict[str, float], drafted: bool) -> st
     text = f"Draft {', '.join(parts)}." if parts else ""
     if 0 in groups:
         text += f" No draft for {_listed(groups[0])}: it gains nothing there."
-    if auto:
-        mean = sum(auto.values()) / len(auto)
-        lowest = min(auto, key=lambda name: auto[name])
-        text += f" auto reaches {mean:.0%} of the best fixed length"
-        text += (
-            f" (lowest: {auto[lowest]:.0%}, {TITLES.get(lowest, lowest)})."
-            if len(auto) > 1
-            else "."
-        )
     return text.strip()
+
+
+def _auto_words(auto: dict[str, float]) -> str:
+    """Empty when `auto` was not measured."""
+    if not auto:
+        return ""
+    mean = sum(auto.values()) / len(auto)
+    lowest = min(auto, key=lambda name: auto[name])
+    text = f"auto, which chooses while it runs, reaches {mean:.0%} of the best fixed length"
+    if len(auto) > 1:
+        text += f" on average, at least {auto[lowest]:.0%} ({TITLES.get(lowest, lowest)})"
+    return text + "."
 
 
 def _listed(names: list[str]) -> str:

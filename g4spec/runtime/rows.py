@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +18,8 @@ Length = int | Literal["auto"]
 
 @dataclass(slots=True)
 class Sample:
-    """One setting on one prompt. Lists of seconds have one entry a repeat."""
+    """One setting on one prompt. Lists of seconds and cycles have one entry a repeat; counts are
+    over all repeats, because `auto` may choose otherwise each time."""
 
     prompt: Prompt
     length: Length
@@ -28,16 +29,16 @@ class Sample:
     prefill: list[float] = field(default_factory=list)
     draft: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
-    cycles: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    cycles: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     accepted_lengths: list[int] = field(default_factory=lambda: [0] * (MAX_DRAFT + 1))
     looping: bool = False
 
     @property
     def committed(self) -> float:
         """Tokens of a cycle."""
-        return (self.cycles + sum(self.accepted)) / self.cycles if self.cycles else 0.0
+        return 1 + sum(self.accepted) / sum(self.cycles) if any(self.cycles) else 0.0
 
     @property
     def acceptance(self) -> float:
@@ -56,7 +57,8 @@ class Row:
         committed: tokens of a cycle on average (accepted ones and the target's own);
             `committed_range`: lowest and highest prompt.
         acceptance: accepted over drafted tokens; `acceptance_range`: as above.
-        drafted_by_position, accepted_by_position: counts, first drafted token first.
+        tokens: of one repeat; all other counts are over all repeats.
+        drafted_by_position, accepted_by_position: first drafted token first.
         accepted_lengths: cycles by number of accepted tokens, from 0.
         draft_ms, step_ms: milliseconds of a cycle.
         looping: prompts whose output repeats itself.
@@ -98,13 +100,13 @@ def summarize(samples: Sequence[Sample], lengths: Sequence[Length]) -> list[Row]
 
 def _row(category: str, length: Length, samples: list[Sample], plain: list[Sample]) -> Row:
     # A prompt whose answer ends with its first token has nothing to time.
-    timed = [s for s in samples if s.cycles]
-    speeds, base = _speeds(timed), _speeds([s for s in plain if s.cycles])
+    timed = [s for s in samples if any(s.cycles)]
+    speeds, base = _speeds(timed), _speeds([s for s in plain if any(s.cycles)])
     ratios = [a / b for a, b in zip(speeds, base, strict=True)] or [0.0]
     each = [statistics.median(s.tokens / t for t in s.seconds) for s in timed]
-    cycles = sum(s.cycles for s in timed)
-    drafted = [sum(column) for column in zip(*(s.drafted for s in timed), strict=True)]
-    accepted = [sum(column) for column in zip(*(s.accepted for s in timed), strict=True)]
+    cycles = sum(sum(s.cycles) for s in timed)
+    drafted = _summed(s.drafted for s in timed)
+    accepted = _summed(s.accepted for s in timed)
     return Row(
         category=category,
         length=length,
@@ -115,15 +117,15 @@ def _row(category: str, length: Length, samples: list[Sample], plain: list[Sampl
         prompt_range=_range(each),
         ratio=statistics.median(ratios),
         ratio_spread=_range(ratios),
-        committed=(cycles + sum(accepted)) / cycles if cycles else 0.0,
+        committed=1 + sum(accepted) / cycles if cycles else 0.0,
         committed_range=_range([s.committed for s in timed]),
         acceptance=sum(accepted) / sum(drafted) if sum(drafted) else 0.0,
         acceptance_range=_range([s.acceptance for s in timed]),
         drafted_by_position=drafted,
         accepted_by_position=accepted,
-        accepted_lengths=[sum(c) for c in zip(*(s.accepted_lengths for s in timed), strict=True)],
-        draft_ms=_milliseconds([s.draft for s in timed], cycles),
-        step_ms=_milliseconds([s.step for s in timed], cycles),
+        accepted_lengths=_summed(s.accepted_lengths for s in timed),
+        draft_ms=_milliseconds([s.draft for s in timed], timed),
+        step_ms=_milliseconds([s.step for s in timed], timed),
         prefill_tokens_per_second=statistics.median(
             s.prompt_tokens / statistics.median(s.prefill) for s in samples
         ),
@@ -137,9 +139,16 @@ def _speeds(samples: list[Sample]) -> list[float]:
     return [tokens / sum(times) for times in zip(*(s.seconds for s in samples), strict=True)]
 
 
-def _milliseconds(times: list[list[float]], cycles: int) -> float:
-    sums = [sum(column) for column in zip(*times, strict=True)]
-    return 1000 * statistics.median(sums) / cycles if cycles else 0.0
+def _milliseconds(times: list[list[float]], samples: list[Sample]) -> float:
+    """Time of a cycle, median of the repeats."""
+    seconds = [sum(column) for column in zip(*times, strict=True)]
+    cycles = [sum(column) for column in zip(*(s.cycles for s in samples), strict=True)]
+    each = [1000 * t / n for t, n in zip(seconds, cycles, strict=True)]
+    return statistics.median(each) if each else 0.0
+
+
+def _summed(columns: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*columns, strict=True)]
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
