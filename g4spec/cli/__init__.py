@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -65,8 +66,6 @@ def app() -> typer.Typer:
             made.add_typer(module.app, name=name)
         elif hasattr(module, "command"):
             made.command(name)(module.command)
-        elif hasattr(module, "app"):
-            made.add_typer(module.app, name=name.replace("_", "-"))
     return made
 
 
@@ -92,4 +91,6 @@ def main() -> None:
         # A terminal that cannot show a character must not end a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    # Being asked to end unwinds like Ctrl-C, so that half-written files are removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(run(sys.argv[1:]))

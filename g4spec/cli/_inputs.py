@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import sys
 from pathlib import Path
 
-from g4spec import __version__
 from g4spec.cli.render import Output
 from g4spec.errors import InputError
 
@@ -41,15 +39,6 @@ def cache_folder() -> Path:
     return Path(base) / "g4spec" / "drafts"
 
 
-def _fingerprint(folder: Path, target: Path) -> str:
-    """Changes whenever a conversion of `folder` for `target` could give another file."""
-    parts = [__version__]
-    for path in [*sorted(p for p in folder.iterdir() if p.is_file()), target]:
-        stat = path.stat()
-        parts.append(f"{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
 def open_draft(draft: str | None, target: Path, out: Output) -> Path | str | None:
     """The file behind `-md`: a checkpoint folder is converted once and kept in a cache."""
     if draft is None or draft == NGRAM:
@@ -57,18 +46,9 @@ def open_draft(draft: str | None, target: Path, out: Output) -> Path | str | Non
     path = Path(draft)
     if not path.is_dir():
         return path
-    ready = sorted(path.glob("*.gguf"))
-    if len(ready) == 1:
-        out.note(f"{path} holds a GGUF: taking {ready[0].name}")
-        return ready[0]
-    made = cache_folder() / f"{path.resolve().name}-{_fingerprint(path, target)}.gguf"
-    if made.exists():
-        out.note(f"{path}: using its conversion {made}")
-        return made
     from g4spec import convert
 
-    made.parent.mkdir(parents=True, exist_ok=True)
     with out.progress(f"converting {path.name}") as progress:
-        convert.convert(path, made, target=target, progress=progress)
-    out.note(f"{path}: converted into {made}")
+        made, note = convert.cached(path, target, cache_folder(), progress=progress)
+    out.note(note)
     return made

@@ -102,24 +102,26 @@ def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = Fal
 
 
 def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
-           progress: Progress | None = None) -> Path:  # fmt: skip
-    """The GGUF of a draft folder, converted now or found in `cache_dir`.
+           progress: Progress | None = None) -> tuple[Path, str]:  # fmt: skip
+    """The GGUF of a draft folder, and what to tell the user: it was in the folder, converted now,
+    or found in `cache_dir`.
 
     The name holds a digest of both contents, so a changed checkpoint is converted again.
     """
     found, pair = sources.detect(source), sources.detect(target)
     if isinstance(found.source, GGUF):
         found.source.close()
-        return found.path
+        return found.path, f"{source} holds a GGUF: took {found.path.name}"
     parts = [__version__, type, provenance.digest(found.source), provenance.digest(pair.source)]
     if isinstance(pair.source, GGUF):
         pair.source.close()
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
-    if not out.is_file():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        convert(source, out, target=target, type=type, progress=progress)
-    return out
+    if out.is_file():
+        return out, f"{source}: using its conversion {out}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    convert(source, out, target=target, type=type, progress=progress)
+    return out, f"{source}: converted into {out}"
 
 
 def _target_of(found: Found, target: Path | None) -> Target:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from g4spec import cli
 from g4spec.cli import _inputs, render
 from g4spec.cli._spoken import Writer, held_back
 from g4spec.errors import InputError
-from tests import tokens
+from tests import tiny, tokens
 
 
 @pytest.fixture(scope="module")
@@ -196,33 +198,40 @@ def test_writer_never_shows_a_stop_text(capsys: pytest.CaptureFixture[str]) -> N
 # ---- a checkpoint folder behind -md
 
 
-def test_folder_with_a_gguf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "d.gguf").write_bytes(b"")
-    got = _inputs.open_draft(str(tmp_path), tmp_path / "t.gguf", render.Output())
-    assert got == tmp_path / "d.gguf"
-    assert "taking d.gguf" in capsys.readouterr().err
-
-
-def test_folder_is_converted_once(
+def test_folder_behind_md_is_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder, target = tmp_path / "draft", tmp_path / "target.gguf"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    target.write_bytes(b"x")
-    made: list[Path] = []
-
-    def convert(source: Path, out: Path, **kwargs: Any) -> None:
-        assert kwargs["target"] == target
-        made.append(out)
-        out.write_bytes(b"GGUF")
-
-    monkeypatch.setitem(sys.modules, "g4spec.convert", SimpleNamespace(convert=convert))
-    monkeypatch.setattr("g4spec.convert", SimpleNamespace(convert=convert), raising=False)
+    target = tiny.target(tmp_path / "target")
+    draft = tiny.zlab_dflash(tmp_path / "draft", target)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    out = render.Output()
-    first = _inputs.open_draft(str(folder), target, out)
-    assert _inputs.open_draft(str(folder), target, out) == first and len(made) == 1
+    made = _inputs.open_draft(str(draft), target, render.Output())
+    assert isinstance(made, Path) and made.is_relative_to(tmp_path / "cache")
     assert "converted into" in capsys.readouterr().err
-    (folder / "config.json").write_text("{ }")
-    assert _inputs.open_draft(str(folder), target, out) != first and len(made) == 2
+    assert _inputs.open_draft(str(draft), target, render.Output()) == made
+    assert "using its conversion" in capsys.readouterr().err
+
+    shutil.copy(made, draft / "ready.gguf")
+    assert _inputs.open_draft(str(draft), target, render.Output()) == draft / "ready.gguf"
+    assert "took ready.gguf" in capsys.readouterr().err
+
+
+def test_being_terminated_leaves_nothing(tmp_path: Path) -> None:
+    source = tiny.target(tmp_path / "target")
+    code = (
+        "import sys, os, signal, g4spec.convert.run as run, g4spec.cli as cli\n"
+        "inner = run.gguf.write\n"
+        "def write(path, kv, tensors, progress=None):\n"
+        "    def halted():\n"
+        "        for i, t in enumerate(tensors):\n"
+        "            if i == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "            yield t\n"
+        "    return inner(path, kv, halted(), progress)\n"
+        "run.gguf.write = write\n"
+        "cli.main()\n"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    argv = [sys.executable, "-c", code, "convert", str(source), "-o", str(out / "t.gguf")]
+    done = subprocess.run(argv, check=False, capture_output=True, timeout=60)
+    assert done.returncode == 143, done.stderr
+    assert list(out.iterdir()) == []

@@ -231,11 +231,13 @@ def test_dry_run_checks_everything_and_writes_nothing(family: Path, tmp_path: Pa
 
 def test_cache_follows_content(family: Path, tmp_path: Path) -> None:
     draft, cache = copy(family, "zlab", tmp_path), tmp_path / "cache"
-    first = cached(draft, family / "target", cache)
+    first, note = cached(draft, family / "target", cache)
+    assert "converted into" in note
     stamp = first.stat().st_mtime_ns
-    assert cached(draft, family / "target", cache) == first and first.stat().st_mtime_ns == stamp
+    again, note = cached(draft, family / "target", cache)
+    assert again == first and first.stat().st_mtime_ns == stamp and "using" in note
     retensor(draft, lambda t: t["fc.weight"][0].__imul__(2))
-    second = cached(draft, family / "target", cache)
+    second, _ = cached(draft, family / "target", cache)
     assert second != first and len(list(cache.iterdir())) == 2
 
 
