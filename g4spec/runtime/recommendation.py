@@ -57,6 +57,8 @@ def _words(lengths: dict[str, int], drafted: bool) -> str:
     groups: dict[int, list[str]] = {}
     for category, length in lengths.items():
         groups.setdefault(length, []).append(TITLES.get(category, category))
+    if list(groups) == [0]:
+        return "Use no draft: it gains nothing on any of these prompts."
     if len(groups) == 1 and len(lengths) > 1:
         groups = {next(iter(groups)): [TITLES[ALL]]}
     parts = [f"{n} for {_listed(names)}" for n, names in groups.items() if n]

@@ -12,6 +12,7 @@ from g4spec.runtime import bench, speculate
 from g4spec.runtime.prompts import CATEGORIES, LONG_PROMPTS, Prompt, long_text, mt_bench, prompts
 from g4spec.runtime.recommendation import recommend
 from g4spec.runtime.rows import Sample, summarize
+from g4spec.runtime.sampling import NotFinite
 from tests import bench_engine, bench_result
 
 
@@ -80,6 +81,19 @@ def test_a_useless_draft_is_slower_and_not_recommended() -> None:
     row = result.row("all", 8)
     assert row is not None and row.acceptance == 0 and row.committed == 1
     assert set(recommend(result.rows).lengths.values()) == {0}
+
+
+def test_an_unusable_draft_is_recorded() -> None:
+    def broken(*args: object) -> list[int]:
+        raise NotFinite("logits are not finite")
+
+    draft = bench_engine.Liar()
+    draft.propose = broken  # type: ignore[method-assign]
+    protocol = bench.Protocol((0, 4), n_predict=8, repeats=1)
+    result = bench.sweep(bench_engine.engine(draft), bench_engine.prompts(1), protocol)
+    assert any("cannot be used" in note for note in result.notes) and not result.differences
+    row = result.row("all", 4)
+    assert row is not None and sum(row.drafted_by_position) == 0
 
 
 def test_the_same_prompt_twice_is_refused() -> None:
@@ -182,6 +196,7 @@ def test_words_name_what_gains_nothing() -> None:
     ]
     assert recommend(rows).words == "Draft 4 for code. No draft for chat: it gains nothing there."
     assert recommend(rows[:1]).words == "Only plain decoding was measured."
+    assert "gains nothing on any" in recommend(chat).words
     everywhere = recommend([*rows[:2], *(replace(r, category="chat") for r in rows[:2])])
     assert everywhere.words == "Draft 4 for all prompts."
 
