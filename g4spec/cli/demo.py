@@ -32,10 +32,13 @@ def command(
     out = Output(json, quiet)
     source = _family.find(family)
     folder.mkdir(parents=True, exist_ok=True)
+    from g4spec.runtime import bench
+
+    idle = bench.memory_in_use()
     files = _family.convert_all(source, folder, out)
     _family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
-    data = _sweep(files, folder, n_predict, out)
+    data = _sweep(files, folder, n_predict, idle, out)
     out.line(f"\nOpen {folder / 'report.html'} in a browser. That was the whole job, in "
              f"{time.perf_counter() - began:.0f} s.", style="good")  # fmt: skip
     out.result({
@@ -70,12 +73,13 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     return verdict
 
 
-def _sweep(files: dict[str, Path], folder: Path, n_predict: int, out: Output) -> dict[str, Any]:
+def _sweep(
+    files: dict[str, Path], folder: Path, n_predict: int, idle: int | None, out: Output
+) -> dict[str, Any]:
     from g4spec.runtime import bench, prompts, provenance, recommendation
     from g4spec.runtime.engine import Engine
 
     out.line("\n5  Measure: how many tokens to draft depends on what is written.", "bold")
-    idle = bench.memory_in_use()
     engine = Engine.load(files["target"], files["dflash"], n_ctx=N_CTX)
     assert engine.draft is not None
     lengths = bench.lengths_of("2,4,7,auto", engine.draft.max_tokens)

@@ -188,12 +188,8 @@ def test_ties_take_the_smaller_length() -> None:
 
 
 def test_words_name_what_gains_nothing() -> None:
-    rows = [
-        made(0, 1.0),
-        made(4, 2.0),
-        made(0, 1.0, category="chat"),
-        made(4, 0.7, category="chat"),
-    ]
+    chat = [made(0, 1.0, category="chat"), made(4, 0.7, category="chat")]
+    rows = [made(0, 1.0), made(4, 2.0), *chat]
     assert recommend(rows).words == "Draft 4 for code. No draft for chat: it gains nothing there."
     assert recommend(rows[:1]).words == "Only plain decoding was measured."
     assert "gains nothing on any" in recommend(chat).words
