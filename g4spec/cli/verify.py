@@ -8,7 +8,7 @@ import typer
 
 from g4spec.cli import _inputs, _options
 from g4spec.cli.render import Json, Output, Quiet
-from g4spec.errors import CheckFailed
+from g4spec.errors import CheckFailed, UsageError
 
 Cases = Annotated[int, typer.Option("--cases", help="Comparisons: prompts x lengths x samplers.")]
 Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of each text.")]
@@ -29,16 +29,18 @@ def command(
 ) -> None:
     """Generate with and without the draft, over prompts, draft lengths, seeds and temperatures;
     exit code 1 at the first token that differs."""
+    if draft is None:
+        raise UsageError("nothing to verify without a draft", fix="pass one with -md")
     from g4spec.runtime import prompts, verify
     from g4spec.runtime.engine import Engine
 
     out = Output(json, quiet)
     draft_file = _inputs.open_draft(draft, model, out)
     engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
-    most = engine.draft.max_tokens if engine.draft else 1
+    assert engine.draft is not None
     room = long_tokens or min(1024, engine.n_ctx - n_predict)
     texts = prompts.prompts(engine.tokenizer, long_tokens=room)
-    todo = verify.cases(texts, cases, most, seed)
+    todo = verify.cases(texts, cases, engine.draft.max_tokens, seed)
     with out.progress("verifying") as progress:
         verdict = verify.verify(engine, todo, n_predict, progress=progress)
     for note in verdict.notes:

@@ -47,7 +47,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         for row in mine:
             if row.length == "auto" and best.ratio:
                 auto[category] = row.ratio / best.ratio
-    drafted = len(rows) > len(by_category)
+    drafted = any(r.length != 0 for r in rows)
     return Recommendation(lengths, auto, _words(lengths, drafted), _auto_words(auto))
 
 

@@ -192,6 +192,8 @@ def test_words_name_what_gains_nothing() -> None:
     rows = [made(0, 1.0), made(4, 2.0), *chat]
     assert recommend(rows).words == "Draft 4 for code. No draft for chat: it gains nothing there."
     assert recommend(rows[:1]).words == "Only plain decoding was measured."
+    plain = [made(0, 1.0), made(0, 1.0, category="chat"), made(0, 1.0, category="all")]
+    assert recommend(plain).words == "Only plain decoding was measured."
     assert "gains nothing on any" in recommend(chat).words
     everywhere = recommend([*rows[:2], *(replace(r, category="chat") for r in rows[:2])])
     assert everywhere.words == "Draft 4 for all prompts."
