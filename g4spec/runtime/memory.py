@@ -37,8 +37,9 @@ def cache_bytes(shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
 
 
 def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
-    """All tensors, dequantized."""
-    return FLOAT * sum(math.prod(shape) for shape in shapes)
+    """All tensors, dequantized, and the two copies of the largest that exist while it loads."""
+    sizes = [math.prod(shape) for shape in shapes]
+    return FLOAT * (sum(sizes) + 2 * max(sizes, default=0))
 
 
 def workspace_bytes(
@@ -83,8 +84,13 @@ def require(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:
            else "no context fits: the weights alone are too large for this machine")  # fmt: skip
     raise EnvironmentProblem(
         f"not enough memory for a context of {plan.n_ctx} tokens",
-        expected=f"at most {free / 2**30:.2f} GiB free",
-        found=f"{plan.total / 2**30:.2f} GiB needed (weights {plan.weights / 2**30:.2f}, cache "
-        f"{plan.cache / 2**30:.2f}, draft {(plan.draft_weights + plan.draft_cache) / 2**30:.2f})",
+        expected=f"{_size(plan.total)} free (weights {_size(plan.weights)}, cache "
+        f"{_size(plan.cache)}, draft {_size(plan.draft_weights + plan.draft_cache)}, "
+        f"workspace {_size(plan.workspace)})",
+        found=_size(free),
         fix=fix,
     )
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.1f} MiB"

@@ -1,0 +1,89 @@
+"""Memory is computed before loading, and a run that cannot fit is refused with one that would."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from g4spec.convert import convert
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.models.spec import CacheShape
+from g4spec.runtime import memory
+from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.kv import LayerKV
+from tests import tiny, tokens
+
+
+def test_cache_bytes_are_those_of_the_caches() -> None:
+    shapes = [CacheShape(2, 16, 24), CacheShape(1, 32, None)]
+    caches = [LayerKV(s.n_kv, s.head_dim, 300, s.window, 64) for s in shapes]
+    got = sum(c._rows.numel() * 4 for c in caches)
+    assert memory.cache_bytes(shapes, 300, 64) == got == 4 * 2 * ((24 + 64) * 32 + 300 * 32)
+
+
+def test_a_run_that_cannot_fit_names_the_largest_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tokens.target_file(tmp_path / "t.gguf")
+    small, large = (Engine.load(target, n_ctx=n).memory.total for n in (1024, 2048))
+    monkeypatch.setattr(memory, "available", lambda: (small + large) // 2)
+    with pytest.raises(EnvironmentProblem, match=r"Use -c \d+") as refused:
+        Engine.load(target, n_ctx=2048)
+    found = re.search(r"-c (\d+)", str(refused.value))
+    assert found and 1024 <= int(found[1]) < 2048
+    assert Engine.load(target, n_ctx=int(found[1])).n_ctx == int(found[1])
+
+    monkeypatch.setattr(memory, "available", lambda: 1000)
+    with pytest.raises(EnvironmentProblem, match="No context fits"):
+        Engine.load(target, n_ctx=512)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+def test_the_plan_covers_what_the_process_takes(tmp_path: Path) -> None:
+    """Of a process of its own: peak growth while loading and generating, against the plan."""
+    folder = tiny.target(tmp_path / "target", vocab=512, hidden=512, layers=6, inter=2048)
+    target = tmp_path / "t.gguf"
+    convert(folder, target)
+    code = f"""
+import re, torch
+from pathlib import Path
+from g4spec.runtime.engine import Engine, Options
+torch.nn.functional.linear(torch.zeros(16, 64), torch.zeros(64, 64))
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+before = peak()
+engine = Engine.load(Path({str(target)!r}), n_ctx=2048)
+list(engine.generate([2] * 1500, Options(n_predict=4, ignore_eos=True)))
+print(engine.memory.total, peak() - before)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    plan, grown = map(int, out.stdout.split())
+    assert 0.5 * plan < grown < 1.1 * plan + 16 * 2**20
+
+
+@pytest.mark.parametrize("n_ctx", [0, -1, 10**9])
+def test_impossible_contexts_are_usage_errors(tmp_path: Path, n_ctx: int) -> None:
+    with pytest.raises(UsageError, match="-c"):
+        Engine.load(tokens.target_file(tmp_path / "t.gguf"), n_ctx=n_ctx)
+
+
+@pytest.mark.parametrize("prompt,match", [([], "empty"), ([-1], "vocabulary"), ([10**6], "vocab"),
+                                          ([2] * 65, "context")])  # fmt: skip
+def test_prompts_that_cannot_be_read(tmp_path: Path, prompt: list[int], match: str) -> None:
+    engine = Engine.load(tokens.target_file(tmp_path / "t.gguf"), n_ctx=64)
+    with pytest.raises(InputError, match=match):
+        engine.generate(prompt, Options())
+
+
+def test_a_target_is_not_a_draft_and_a_draft_not_a_target(tmp_path: Path) -> None:
+    target = tokens.target_file(tmp_path / "t.gguf")
+    draft = tokens.draft_file(tmp_path / "d.gguf")
+    with pytest.raises(InputError, match="pass it with -md"):
+        Engine.load(draft)
+    with pytest.raises(InputError, match="not a draft"):
+        Engine.load(target, target)
