@@ -1,0 +1,335 @@
+"""DSpark drafts against the speculators package; DeepSpec's, with Gemma 4 layers, against layers of
+transformers. Plain DFlash drafts read from the anchor's row belong here too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
+from transformers.models.gemma4.configuration_gemma4 import Gemma4TextConfig
+from transformers.models.gemma4.modeling_gemma4 import (
+    Gemma4RMSNorm,
+    Gemma4TextDecoderLayer,
+    Gemma4TextRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from g4spec.models import dspark
+from tests import tiny, tiny_drafts
+from tests.oracle import build, drafts, package
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+WINDOW, VOCAB, BLOCK = 16, 512, 5
+TARGET: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB,
+                          "dtype": "F32", "nested": False}  # fmt: skip
+DRAFT: dict[str, Any] = {"layers": 3, "block": BLOCK, "window": WINDOW, "dtype": "F32"}
+CASES: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "vanilla-bonus": {"from_anchor": False},
+    "vanilla-full-vocabulary": {"draft_vocab": None, "window": None},
+    "vanilla-key-missing": {"from_anchor": None, "non_causal": True},
+    "gated": {"head": "gated"},
+    "gated-bonus": {"head": "gated", "from_anchor": False},
+    "rnn": {"head": "rnn"},
+    "rnn-bonus": {"head": "rnn", "from_anchor": False},
+    "hidden-confidence": {"confidence": "hidden"},
+    "no-confidence": {"confidence": "none"},
+    "no-markov": {"rank": 0, "confidence": "hidden", "from_anchor": False},
+    "no-heads": {"rank": 0, "confidence": "none"},
+}  # fmt: skip
+
+
+def read_model(folder: Path) -> Any:
+    """The package's model of a DSpark or DFlash checkpoint."""
+    raw = build.config(folder)
+    kinds: dict[str, tuple[Any, Any]] = {
+        "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
+        "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
+    }
+    model_class, config_class = kinds[raw["speculators_model_type"]]
+    known = set(config_class.model_fields) - {"transformer_layer_config", "speculators_config"}
+    settings = {k: v for k, v in raw.items() if k in known and v is not None}
+    model = model_class(config_class(
+        transformer_layer_config=package.layer_config(raw["transformer_layer_config"]), **settings
+    ))  # fmt: skip
+    missing, unexpected = model.load_state_dict(build.tensors(folder, ("model.", "")), strict=False)
+    assert not unexpected, unexpected
+    assert all(m.startswith("verifier_") for m in missing), missing
+    model.verifier_lm_head.weight.data.zero_()
+    return model.float().eval()
+
+
+def rows_and_logits(
+    model: Any, features: torch.Tensor, ids: list[int], at: int, full_window: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The block's rows after the final norm [B, H], and the head's logits [B, D]."""
+    kept: list[torch.Tensor] = []
+    hook = model.norm.register_forward_hook(lambda m, i, out: kept.append(out[0]))
+    try:
+        z = package.block(model, features, ids, at, full_window=full_window)
+    finally:
+        hook.remove()
+    return kept[-1], z
+
+
+def wide(model: Any, z: torch.Tensor) -> torch.Tensor:
+    """Logits over the target's vocabulary."""
+    if model.d2t is None:
+        return z
+    out = torch.full((len(z), VOCAB), -torch.inf)
+    out[:, torch.arange(len(model.d2t)) + model.d2t] = z
+    return out
+
+
+def chain(model: Any, h: torch.Tensor, z: torch.Tensor, anchor: int, first: int,
+          count: int) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
+    """Biased logits and confidences of a greedy walk, by the package's block functions.
+
+    `first` is the first row that drafts: 0 when that is the anchor's. The token before row k stands
+    at place k - first of [anchor, drafted ...]; a row that drafts nothing has the anchor too.
+    """
+    previous, rows, sure = [anchor] * len(h), list[torch.Tensor](), list[float]()
+    for k in range(first, first + count):
+        ids = torch.tensor([previous])
+        row, e = z[k], h[k : k + 1, :0]
+        if model.markov_head is not None:
+            bias = model.markov_head.block_bias(prev_token_ids=ids, hidden_states=h[None])
+            row, e = row + bias[0, k], model.markov_head.prev_embeddings(ids)[0, k : k + 1]
+        if model.confidence_head is not None:
+            both = model.config.confidence_head_with_markov
+            x = torch.cat([h[k : k + 1], e], dim=-1) if both else h[k : k + 1]
+            sure.append(float(torch.sigmoid(model.confidence_head(x))))
+        rows.append(wide(model, row[None])[0])
+        if k + 1 < len(previous):
+            previous[k + 1] = int(rows[-1].argmax())
+    return torch.stack(rows), sure
+
+
+def package_oracle(folder: Path, full_window: int | None = None) -> drafts.Oracle:
+    model = read_model(folder)
+    first = 0 if model.config.sample_from_anchor else 1
+
+    @torch.no_grad()
+    def oracle(features: torch.Tensor, ids: list[int], at: int, count: int) -> torch.Tensor:
+        h, z = rows_and_logits(model, features, ids, at, full_window)
+        return chain(model, h, z, ids[at], first, count)[0]
+
+    return oracle
+
+
+def make(folder: Path, name: str, **more: Any) -> tuple[Path, Path]:
+    target = tiny.target(folder / "target", **TARGET)
+    options = DRAFT | CASES[name] | more
+    return target, tiny_drafts.speculators_dspark(folder / "draft", target, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("window", [None, 10])
+def test_every_anchor(tmp_path: Path, name: str, window: int | None) -> None:
+    """Five windows long: every ring wraps twice."""
+    target, draft = make(tmp_path, name)
+    ids = build.prompt(5 * WINDOW, VOCAB)
+    oracle = package_oracle(draft, window)
+    assert drafts.every_anchor(target, draft, oracle, ids, window) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["vanilla", "rnn-bonus"])
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
+    target, draft = make(tmp_path, name)
+    ids = build.prompt(6 * WINDOW, VOCAB, 3)
+    assert drafts.after_rejections(target, draft, package_oracle(draft), ids, chunk) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["vanilla", "rnn-bonus", "hidden-confidence", "no-markov"])
+def test_a_proposal_ends_before_the_first_row_of_little_confidence(
+    tmp_path: Path, name: str
+) -> None:
+    target, folder = make(tmp_path, name)
+    model, ids = read_model(folder), build.prompt(2 * WINDOW, VOCAB)
+    first = 0 if model.config.sample_from_anchor else 1
+    on, draft, features = drafts.opened(target, folder, ids)
+    at = len(ids) - 1
+    build.prefill(on, draft, ids[:at])
+    with torch.no_grad():
+        h, z = rows_and_logits(model, features, ids, at)
+        rows, sure = chain(model, h, z, ids[at], first, draft.max_tokens)
+    whole = draft.propose(ids[at], at, draft.max_tokens, build.Recorder())
+    assert whole == rows.argmax(-1).tolist()
+    for cut in sorted(sure):
+        for just in (cut - 1e-4, cut + 1e-4):
+            draft.config = dspark.backbone.extended(dspark.Config, draft.config, cut=just)
+            kept = next((i for i, c in enumerate(sure) if c < just), len(sure))
+            got = draft.propose(ids[at], at, draft.max_tokens, build.Recorder())
+            assert got == whole[:kept]
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_dflash_from_the_anchor(tmp_path: Path, window: int | None) -> None:
+    target = tiny.target(tmp_path / "target", **TARGET)
+    options = DRAFT | {"window": window}
+    draft = tiny.speculators_dflash(tmp_path / "draft", target, sample_from_anchor=True, **options)
+    model, ids = read_model(draft), build.prompt(3 * WINDOW, VOCAB)
+
+    def oracle(features: torch.Tensor, ids: list[int], at: int, count: int) -> torch.Tensor:
+        return wide(model, rows_and_logits(model, features, ids, at)[1])[:count]
+
+    assert drafts.every_anchor(target, draft, oracle, ids) < 1e-4
+    assert build.draft(draft, build.target(target)).max_tokens == BLOCK
+
+
+# ---- DeepSpec
+
+
+class DeepSpec:
+    """A `Gemma4DSparkModel`, put together from transformers' Gemma 4 layers: context keys and
+    values come from the fused features, all rows of the block see each other."""
+
+    def __init__(self, folder: Path) -> None:
+        raw = build.config(folder)
+        self.w = build.tensors(folder, ("model.", ""))
+        self.raw, self.eps = raw, raw["rms_norm_eps"]
+        config = Gemma4TextConfig(**{k: v for k, v in raw.items() if k != "model_type"})
+        config._attn_implementation = "eager"
+        self.rotary = Gemma4TextRotaryEmbedding(config)
+        self.layers = [Gemma4TextDecoderLayer(config, i).eval() for i in range(len(
+            raw["layer_types"]))]  # fmt: skip
+        for i, layer in enumerate(self.layers):
+            own = f"layers.{i}."
+            mine = {k.removeprefix(own): v for k, v in self.w.items() if k.startswith(own)}
+            missing, unexpected = layer.load_state_dict(mine, strict=False)
+            assert not unexpected and not missing, (missing, unexpected)
+        self.markov_head = None
+        if raw["markov_rank"]:
+            head = dspark_head(raw)
+            names = {k.removeprefix("markov_head."): v for k, v in self.w.items() if
+                     k.startswith("markov_head.")}  # fmt: skip
+            head.load_state_dict(names)
+            self.markov_head = head.eval()
+        self.confidence_head = self.d2t = None
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        norm = Gemma4RMSNorm(x.shape[-1], self.eps)
+        norm.weight.data = self.w[name]
+        return norm(x)
+
+    @torch.no_grad()
+    def block(self, features: torch.Tensor, ids: list[int], at: int) -> tuple[Any, Any]:
+        size, e = self.raw["block_size"], self.raw["hidden_size"]
+        context = self.norm(features[:at] @ self.w["fc.weight"].T, "hidden_norm.weight")
+        row = torch.tensor([ids[at]] + [self.raw["mask_token_id"]] * (size - 1))
+        x = self.w["embed_tokens.weight"][row] * e**0.5
+        places = torch.arange(at + size)[None]
+        cos, sin = self.rotary(x[None], places, layer_type="full_attention")
+        for layer in self.layers:
+            x = self._layer(layer, x, context, cos, sin)
+        h = self.norm(x, "norm.weight")
+        z = h @ self.w["lm_head.weight"].T
+        cap = self.raw["final_logit_softcapping"]
+        return h, cap * torch.tanh(z / cap) if cap else z
+
+    def _layer(self, layer: Any, x: Any, context: Any, cos: Any, sin: Any) -> Any:
+        a = layer.self_attn
+        h = layer.input_layernorm(x)
+        both = torch.cat([context, h])
+        k = a.k_proj(both).view(len(both), -1, a.head_dim)
+        q = a.q_norm(a.q_proj(h).view(len(h), -1, a.head_dim))
+        v = a.v_norm(k).transpose(0, 1)
+        k = apply_rotary_pos_emb(a.k_norm(k)[None], cos, sin, unsqueeze_dim=2)[0].transpose(0, 1)
+        q = apply_rotary_pos_emb(q[None], cos[:, -len(h) :], sin[:, -len(h) :], unsqueeze_dim=2)
+        q = q[0].transpose(0, 1)
+        group = len(q) // len(k)
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        out = torch.softmax(q @ k.transpose(1, 2), -1) @ v  # scale 1
+        x = x + layer.post_attention_layernorm(a.o_proj(out.transpose(0, 1).flatten(1)))
+        h = layer.mlp(layer.pre_feedforward_layernorm(x))
+        return (x + layer.post_feedforward_layernorm(h)) * layer.layer_scalar
+
+
+def dspark_head(raw: dict[str, Any]) -> Any:
+    from speculators.models.dspark.model_definitions import MarkovHead
+
+    vocab = raw["vocab_size"]
+    return MarkovHead(verifier_vocab_size=vocab, draft_vocab_size=vocab,
+                      markov_rank=raw["markov_rank"], hidden_size=raw["hidden_size"],
+                      head_type=raw["markov_head_type"])  # fmt: skip
+
+
+DEEPSPEC: dict[str, dict[str, Any]] = {
+    "published": {},
+    "uncapped": {"softcap": None, "global_kv": 2},
+    "gated": {"head": "gated", "sample_from_anchor": False},
+}
+
+
+def deepspec(folder: Path, name: str) -> tuple[Path, Path, drafts.Oracle]:
+    target = tiny.target(folder / "target", **TARGET)
+    draft = tiny_drafts.deepspec_dspark(folder / "draft", target, block=BLOCK, dtype="F32",
+                                        **DEEPSPEC[name])  # fmt: skip
+    model = DeepSpec(draft)
+    first = 0 if DEEPSPEC[name].get("sample_from_anchor", True) else 1
+
+    @torch.no_grad()
+    def oracle(features: torch.Tensor, ids: list[int], at: int, count: int) -> torch.Tensor:
+        h, z = model.block(features, ids, at)
+        return chain(model, h, z, ids[at], first, count)[0]
+
+    return target, draft, oracle
+
+
+@pytest.mark.parametrize("name", DEEPSPEC)
+def test_deepspec_every_anchor(tmp_path: Path, name: str) -> None:
+    target, draft, oracle = deepspec(tmp_path, name)
+    assert drafts.every_anchor(target, draft, oracle, build.prompt(5 * WINDOW, VOCAB)) < 1e-4
+
+
+def test_deepspec_after_partial_rejection(tmp_path: Path) -> None:
+    target, draft, oracle = deepspec(tmp_path, "published")
+    ids = build.prompt(6 * WINDOW, VOCAB, 3)
+    assert drafts.after_rejections(target, draft, oracle, ids, 7) < 1e-4
+
+
+# ---- the oracle notices
+
+
+def drafting_one_later(draft: Any) -> None:
+    draft.config = dspark.backbone.extended(dspark.Config, draft.config, from_anchor=False)
+
+
+def plain_head(draft: Any) -> None:
+    draft.config = dspark.backbone.extended(dspark.Config, draft.config, head="vanilla")
+
+
+def no_bias(draft: Any) -> None:
+    draft.w["markov_w2.weight"] = torch.zeros_like(draft.w["markov_w2.weight"])
+
+
+def early_cap(draft: Any) -> None:
+    draft.config = dspark.backbone.extended(dspark.Config, draft.config, softcap=10.0)
+
+
+BUGS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "row": ("vanilla", drafting_one_later), "gate": ("gated", plain_head),
+    "recurrence": ("rnn", plain_head), "bias": ("vanilla", no_bias), "cap": ("vanilla", early_cap),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
+    name, breaks = BUGS[bug]
+    target, folder = make(tmp_path, name)
+    ids = build.prompt(2 * WINDOW, VOCAB)
+    on, draft, features = drafts.opened(target, folder, ids)
+    build.prefill(on, draft, ids[:-1])
+    oracle, seen = package_oracle(folder), build.Recorder()
+    breaks(draft)
+    draft.propose(ids[-1], len(ids) - 1, BLOCK - 1, seen)
+    its = oracle(features, ids, len(ids) - 1, len(seen.rows))
+    off = (torch.stack(seen.rows) - its)[torch.isfinite(its)]
+    assert float(off.abs().max()) > 1e-3

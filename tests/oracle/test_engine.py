@@ -1,0 +1,226 @@
+"""From checkpoint folders through the converter to text: a draft never changes it.
+
+The oracle is plain decoding by the same engine. Random drafts are hardly ever right, so `help_out`
+puts the true text in front of their proposals, a different number of tokens each time: every length
+of acceptance then occurs, with the draft's own caches behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec import convert
+from g4spec.runtime.engine import Engine, Options, Run
+from g4spec.runtime.kv import LayerKV
+from g4spec.runtime.sampling import Sampler
+from g4spec.runtime.speculate import Backlog
+from tests import tiny
+from tests.oracle import build
+
+pytestmark = pytest.mark.oracle
+
+WINDOW, VOCAB, NEW, CTX = 16, 512, 40, 256
+KINDS = ["zlab", "speculators", "assistant", "centroids", "ngram"]
+SAMPLERS = [
+    Sampler(),
+    Sampler(temperature=1.0, seed=3),
+    Sampler(temperature=0.8, top_k=12, seed=4),
+    Sampler(temperature=1.2, top_p=0.7, seed=5),
+    Sampler(temperature=1.5, min_p=0.1, top_k=40, top_p=0.9, seed=2**64 - 1),
+]
+PROMPT = build.prompt(3 * WINDOW + 3, VOCAB, 7)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`<name>.gguf` of a target and of every kind of draft; the target is in Q8_0."""
+    at = tmp_path_factory.mktemp("family")
+    target = build.lively(
+        tiny.target(at / "target", layers=6, period=3, window=WINDOW, vocab=VOCAB, dtype="F32"), 3.0
+    )
+    tiny.zlab_dflash(at / "zlab", target, layers=3, block=16, window=WINDOW)
+    tiny.speculators_dflash(at / "speculators", target, layers=3, block=8, window=WINDOW)
+    tiny.assistant(at / "assistant", target)
+    tiny.assistant(at / "centroids", target, centroids=16)
+    convert.convert(target, at / "target.gguf")
+    for kind in KINDS[:-1]:
+        convert.convert(at / kind, at / f"{kind}.gguf", target=target, type="f32")
+    return at
+
+
+def load(family: Path, kind: str | None, **settings: Any) -> Engine:
+    draft = family / f"{kind}.gguf" if kind not in (None, "ngram") else kind
+    return Engine.load(family / "target.gguf", draft, **({"n_ctx": CTX, "chunk": 64} | settings))
+
+
+def generate(engine: Engine, prompt: list[int] = PROMPT, **options: Any) -> Run:
+    options = {"n_predict": NEW, "draft_max": 15, "ignore_eos": True} | options
+    run = engine.generate(prompt, Options(**options))
+    for _ in run:
+        pass
+    return run
+
+
+def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> None:
+    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`."""
+    draft: Any = engine.draft
+    propose, turn = type(draft).propose, iter(range(10**6))
+
+    def better(anchor: int, position: int, count: int, chooser: Any) -> list[int]:
+        own = propose(draft, anchor, position, count, chooser)
+        own += [0] * (count - len(own))
+        true = truth[position + 1 : position + 1 + min(count, right(next(turn)))]
+        return [*true, *own[len(true) :]]
+
+    draft.propose = better
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
+def test_every_setting(family: Path, kind: str, sampler: Sampler) -> None:
+    plain = generate(load(family, None), sampler=sampler)
+    assert len(set(plain.ids)) > 5 and plain.stats.stop_reason == "length"
+    windows = [None, 10] if kind in ("zlab", "speculators") else [None]
+    for window in windows:
+        engine = load(family, kind, draft_window=window)
+        for count in (1, 6, 15):
+            for right in (lambda i: 0, lambda i: i % 16):
+                help_out(engine, PROMPT + plain.ids, right)
+                run = generate(engine, sampler=sampler, draft_max=count)
+                assert run.ids == plain.ids and run.text == plain.text, (window, count)
+                assert run.stats.stop_reason == "length" and run.stats.drafted
+        assert run.stats.accepted > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_and_no_draft(family: Path, kind: str) -> None:
+    plain, engine = generate(load(family, None)), load(family, kind)
+    for count in (0, "auto", 0, "auto"):
+        assert generate(engine, draft_max=count).ids == plain.ids
+    assert generate(engine, n_predict=1).ids == plain.ids[:1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_of_one_token(family: Path, kind: str) -> None:
+    plain = generate(load(family, None), [2], n_predict=3 * WINDOW)
+    engine = load(family, kind)
+    help_out(engine, [2, *plain.ids], lambda i: i % 5)
+    assert generate(engine, [2], n_predict=3 * WINDOW).ids == plain.ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_end_of_the_context(family: Path, kind: str) -> None:
+    """Every distance of the end from a cycle's begin: the same text, the same reason."""
+    long = generate(load(family, None)).ids
+    for room in (0, 1, 2, 5, 9, 15, 16, 17):
+        n_ctx = len(PROMPT) + room
+        plain = generate(load(family, None, n_ctx=n_ctx), n_predict=999)
+        assert plain.stats.stop_reason == "context" and plain.ids == long[: room + 1]
+        for right in (0, 4, 15):
+            engine = load(family, kind, n_ctx=n_ctx)
+            help_out(engine, PROMPT + long, lambda i, n=right: n)
+            run = generate(engine, n_predict=999)
+            assert (run.ids, run.stats.stop_reason) == (plain.ids, "context"), (room, right)
+
+
+@pytest.mark.parametrize("kind", ["zlab", "assistant"])
+def test_stop_tokens_that_were_drafted_and_accepted(family: Path, kind: str) -> None:
+    long = generate(load(family, None)).ids
+    for at in (0, 1, 7):
+        stop = frozenset({long[at]})
+        first = long.index(long[at])
+        for right in (0, 3, 15):
+            engine = load(family, kind)
+            engine.stop_ids = stop
+            help_out(engine, PROMPT + long, lambda i, n=right: n)
+            run = generate(engine, ignore_eos=False)
+            assert run.ids == long[:first] and run.stats.stop_reason == f"stop token {long[at]}"
+            assert generate(engine).ids == long, "ignore_eos"
+
+
+@pytest.mark.parametrize("kind", ["zlab", "assistant"])
+def test_stop_texts_across_drafted_tokens(family: Path, kind: str) -> None:
+    whole = generate(load(family, None))
+    text = whole.text
+    for at in range(4, len(text) - 6, 11):
+        stop = (text[at : at + 4], "never seen")
+        plain = generate(load(family, None), stop=stop)
+        assert plain.text == text[: text.index(stop[0])] and plain.stats.stop_reason == "stop text"
+        engine = load(family, kind)
+        help_out(engine, PROMPT + whole.ids, lambda i: i % 16)
+        run = generate(engine, stop=stop)
+        assert (run.ids, run.text) == (plain.ids, plain.text)
+        assert run.stats.stop_reason == "stop text"
+
+
+def caches(engine: Engine) -> list[LayerKV]:
+    return [*engine.target.caches, *getattr(engine.draft, "kv", [])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("poison", [None, math.nan, 1e4])
+def test_nothing_is_left_of_an_earlier_sequence(
+    family: Path, kind: str, poison: float | None
+) -> None:
+    """Texts and proposals of a second prompt are those of a fresh engine, whatever lies around."""
+    second = build.prompt(WINDOW // 2, VOCAB, 8)
+    used, fresh = load(family, kind), load(family, kind)
+    generate(used)
+    if poison is not None:
+        for kv in caches(used):
+            kv._rows.fill_(poison)
+    a = list(used.generate(second, Options(NEW, draft_max=6, ignore_eos=True)))
+    b = list(fresh.generate(second, Options(NEW, draft_max=6, ignore_eos=True)))
+    assert [c.tokens for c in a] == [c.tokens for c in b]
+    assert [c.drafted for c in a] == [c.drafted for c in b]
+
+
+@pytest.mark.parametrize("kind", ["zlab", "speculators", "assistant"])
+def test_a_draft_brought_up_to_date_late_proposes_the_same(family: Path, kind: str) -> None:
+    """Cycles without a draft in between (as `auto` has them) do not change later proposals."""
+    plain = generate(load(family, None)).ids
+    every, some = load(family, kind), load(family, kind)
+    want = {}
+    position = len(PROMPT)
+    for cycle in list(every.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True)))[1:]:
+        want[position] = cycle.drafted
+        position += len(cycle.tokens)
+    run = some.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
+    turns = iter(range(10**6))
+    run._cycles.length.next = lambda most: 0 if next(turns) % 9 else min(6, most)  # type: ignore[method-assign]
+    position, compared = len(PROMPT), 0
+    for cycle in list(run)[1:]:
+        if cycle.drafted and position in want:
+            assert cycle.drafted == want[position][: len(cycle.drafted)]
+            compared += 1
+        position += len(cycle.tokens)
+    assert run.ids == plain and compared >= 3
+
+
+@pytest.mark.parametrize("kind", ["zlab", "assistant"])
+def test_a_draft_that_missed_tokens_is_noticed(
+    family: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above fails when what plain cycles read is not handed to the draft."""
+    add = Backlog.add
+    monkeypatch.setattr(Backlog, "add", lambda self, s: add(self, s) if len(s.ids) > 1 else None)
+    with pytest.raises(AssertionError):
+        test_a_draft_brought_up_to_date_late_proposes_the_same(family, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_a_broken_draft_is_told_once(family: Path, kind: str) -> None:
+    plain = generate(load(family, None))
+    engine = load(family, kind)
+    draft: Any = engine.draft
+    name = "output_norm.weight"
+    draft.w[name] = torch.full_like(draft.w[name], math.nan)
+    run = generate(engine)
+    assert run.ids == plain.ids and run.stats.drafted == 0
+    assert len([n for n in run.notes if "cannot be used" in n]) == 1
