@@ -69,6 +69,11 @@ class LayerSpec:
         causal: whether rows of one block see only earlier rows (always true in targets).
         v_from_k: the value is the key projection before norm and rotation (no `attn_v`).
         rope_base: theta. `rope_partial`: rotated share of the head, 1.0 rotates all of it.
+        kv_from: earlier layer whose keys and values are read; None: the layer has its own.
+        n_ple: values that the token's per-layer embedding adds to this layer; 0: it has none.
+        n_expert, n_expert_used, n_ff_expert: experts beside the dense feed-forward, how many a
+            token visits, and their width; 0: none. `split_experts`: their gate and up rows lie in
+            two tensors, as in older files, not in one.
     """
 
     index: int
@@ -81,6 +86,12 @@ class LayerSpec:
     rope_partial: float = 1.0
     v_from_k: bool = False
     causal: bool = True
+    kv_from: int | None = None
+    n_ple: int = 0
+    n_expert: int = 0
+    n_expert_used: int = 0
+    n_ff_expert: int = 0
+    split_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

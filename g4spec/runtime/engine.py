@@ -332,7 +332,7 @@ def _plan(
         draft.kind.check_pair(draft.config, config)
 
     def plan(n: int) -> memory.MemoryPlan:
-        n_ff, n_head = config.layers[0].n_ff, config.layers[0].n_head
+        width, n_head = config.row_width, config.layers[0].n_head
         shapes = draft.file.shapes() if draft.file else {}
         return memory.MemoryPlan(
             n_ctx=n,
@@ -340,7 +340,9 @@ def _plan(
             cache=memory.cache_bytes(gemma4.caches(config), n, chunk),
             draft_weights=memory.weight_bytes(list(shapes.values())),
             draft_cache=memory.cache_bytes(draft.shapes(window), n, chunk),
-            workspace=memory.workspace_bytes(config.n_vocab, config.n_embd, n_ff, n_head, n, chunk),
+            workspace=memory.workspace_bytes(
+                config.n_vocab, config.n_embd, width, n_head, n, chunk
+            ),
         )
 
     asked = plan(n_ctx)

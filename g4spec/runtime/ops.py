@@ -189,6 +189,83 @@ class Ops:
         """down(activation(gate x) * up x): x [T, H], gate and up [I, H], down [H, I]."""
         return self.linear(activation(self.linear(x, gate)) * self.linear(x, up), down)
 
+    def modulated(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        by: torch.Tensor,
+        down: torch.Tensor,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """down(activation(gate x) * by): x [T, H], gate [P, H], by [T, P], down [H, P]."""
+        return self.linear(activation(self.linear(x, gate)) * by, down)
+
+    def per_layer_inputs(
+        self,
+        tokens: torch.Tensor,
+        x: torch.Tensor,
+        proj: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """Gemma's per-layer inputs: (rms_norm(proj x / sqrt(H)) + tokens) / sqrt(2) -> [T, L, P].
+
+        Args:
+            tokens: scaled rows of the per-layer token table, [T, L * P].
+            x: scaled token embeddings [T, H]. `proj`: [L * P, H]. `norm`: [P], for every layer.
+        """
+        shape = (len(x), -1, norm.shape[0])
+        context = (self.linear(x, proj) / math.sqrt(x.shape[1])).view(shape)
+        return (self.rms_norm(context, norm, eps) + tokens.view(shape)) * math.sqrt(0.5)
+
+    def route(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor,
+        gate: torch.Tensor,
+        gains: torch.Tensor,
+        top_k: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which experts each row x [T, H] visits, and their weights in the sum.
+
+        Scores are gate [E, H] times rms_norm(x) * scale [H] / sqrt(H). The `top_k` largest win
+        (lowest id on a tie); their softmax sums to one and is then multiplied by `gains` [E].
+
+        Returns:
+            Ids [T, top_k] int64, best first, and weights [T, top_k].
+        """
+        scores = self.linear(self.rms_norm(x, scale, eps) / math.sqrt(x.shape[1]), gate)
+        best, ids = scores.sort(dim=-1, descending=True, stable=True)
+        best, ids = best[:, :top_k], ids[:, :top_k]
+        weights = torch.exp(best - best[:, :1])
+        return ids, weights / _in_order(weights)[:, None] * gains[ids]
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Weighted sum over the experts of each row, best first -> [T, H].
+
+        Only experts that a row visits are computed, in tiles of 16 rows like every product, so
+        that neither the rows beside a row nor the experts they visit change its bits.
+
+        Args:
+            x: [T, H]. `ids`, `weights`: [T, k], see `route`.
+            gate, up: [E, I, H]. `down`: [E, H, I].
+        """
+        out = x.new_empty(*ids.shape, x.shape[1])
+        for e in sorted(set(ids.flatten().tolist())):
+            rows, place = (ids == e).nonzero(as_tuple=True)
+            out[rows, place] = self.gated(x[rows], gate[e], up[e], down[e], activation)
+        return _in_order(out * weights[..., None])
+
     def scatter(self, z: torch.Tensor, ids: torch.Tensor, n_vocab: int) -> torch.Tensor:
         """Reduced logits z [T, D] at columns `ids` [D] of [T, n_vocab], -inf elsewhere."""
         out = z.new_full((len(z), n_vocab), -math.inf)
@@ -204,6 +281,14 @@ class Ops:
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         """cap * tanh(x / cap)."""
         return cap * torch.tanh(x / cap)
+
+
+def _in_order(x: torch.Tensor) -> torch.Tensor:
+    """Sum over dimension 1 of x [T, k, ...], from the first to the last."""
+    total = x[:, 0]
+    for i in range(1, x.shape[1]):
+        total = total + x[:, i]
+    return total
 
 
 def _pad_rows(x: torch.Tensor) -> torch.Tensor:

@@ -181,7 +181,7 @@ KEYS: dict[str, tuple[str, Break]] = {
     "G4-KEY-008": ("zlab", number("general.file_type", 32)),
     "G4-KEY-010": ("target", put("gemma4.attention.sliding_window_pattern", T.ARRAY, [True] * 12,
                                  T.BOOL)),
-    "G4-KEY-011": ("target", number("gemma4.embedding_length_per_layer_input", 256)),
+    "G4-KEY-011": ("target", extra("blk.0.attn_qkv.weight")),
     "G4-KEY-012": ("zlab", number("dflash.block_count", 83886082)),
     "G4-KEY-009": ("zlab", put(CAUSAL, T.STRING, "no array")),
 }

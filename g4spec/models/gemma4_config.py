@@ -1,0 +1,278 @@
+"""Hyperparameters of Gemma 4 text models: from `config.json`, from GGUF metadata, and back.
+
+Whatever differs between layers is decided here, once, as a field of its `LayerSpec`.
+
+Sources: transformers `models/gemma4` and `models/gemma4_unified` (configuration), llama.cpp
+`conversion/gemma.py` and `src/models/gemma4.cpp` (keys).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import KV, array, f32, string, u32
+from g4spec.gguf import T as GT
+from g4spec.models.fields import Fields
+from g4spec.models.spec import Checkpoint, LayerSpec
+
+GEMMA4 = "gemma4"
+SLIDING, FULL = "sliding_attention", "full_attention"
+PERIOD = 6
+"""Every so many layers one attends to everything, where the configuration does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Hyperparameters of a Gemma 4 text model.
+
+    Attributes:
+        n_ctx: trained positions. `softcap`: final logits are cap * tanh(z / cap); 0 is none.
+    """
+
+    n_vocab: int
+    n_embd: int
+    n_ctx: int
+    eps: float
+    softcap: float
+    layers: tuple[LayerSpec, ...]
+    arch: str = GEMMA4
+
+    @property
+    def embed_scale(self) -> float:
+        return math.sqrt(self.n_embd)
+
+    @property
+    def n_ple(self) -> int:
+        """Values of a token's embedding for one layer; 0: there are no per-layer embeddings."""
+        return self.layers[0].n_ple
+
+    @property
+    def row_width(self) -> int:
+        """Width of the widest feed-forward, experts and per-layer embeddings counted in: what a
+        row takes in memory while it is computed."""
+        return len(self.layers) * self.n_ple + max(
+            s.n_ff + s.n_expert_used * (s.n_ff_expert + self.n_embd) for s in self.layers
+        )
+
+    def donor(self, sliding: bool) -> int:
+        """Index of the last layer of a kind that has keys and values of its own: whose cache an
+        assistant reads, and layers that share."""
+        return max(spec.index for spec in self.layers
+                   if spec.kv_from is None and (spec.window is not None) == sliding)  # fmt: skip
+
+
+def parse_hf(checkpoint: Checkpoint) -> Config:
+    """Hyperparameters from `config.json`, nested under `text_config` or flat."""
+    raw = checkpoint.config
+    text = Fields(raw.get("text_config") or raw, "config.json")
+    text.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    text.require("attention_bias", (False,), False)
+    n_vocab = text.positive("vocab_size")
+    if text.raw.get("hidden_size_per_layer_input"):
+        text.require("vocab_size_per_layer_input", (n_vocab,), n_vocab)
+    return Config(
+        n_vocab=n_vocab,
+        n_embd=text.positive("hidden_size"),
+        n_ctx=text.positive("max_position_embeddings", 131072),
+        eps=text.get(float, "rms_norm_eps", 1e-6),
+        softcap=text.get(float, "final_logit_softcapping", 0.0),
+        layers=layers_hf(text),
+    )
+
+
+def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
+    """Per-layer facts; takes `global_head_dim` and friends or `per_layer_config`."""
+    n_layer = text.layers("num_hidden_layers")
+    types = text.list(str, "layer_types", _default_types(n_layer))
+    if len(types) != n_layer:
+        raise InputError("config.json: layer_types", expected=n_layer, found=len(types))
+    sources = shared_kv([kind == SLIDING for kind in types], _count(text, "num_kv_shared_layers"))
+    overrides = {int(k): v for k, v in text.get(dict, "per_layer_config", {}).items()}
+    return tuple(_layer_hf(text, i, kind, overrides.get(i, {}), sources[i])
+                 for i, kind in enumerate(types))  # fmt: skip
+
+
+def _default_types(n_layer: int) -> list[str]:
+    return [FULL if (i + 1) % PERIOD == 0 or i == n_layer - 1 else SLIDING for i in range(n_layer)]
+
+
+def _layer_hf(
+    text: Fields, index: int, kind: str, override: Mapping[str, Any], kv_from: int | None
+) -> LayerSpec:
+    if kind not in (SLIDING, FULL):
+        raise InputError(f"config.json: layer_types[{index}]", found=kind,
+                         expected=f"{SLIDING} or {FULL}")  # fmt: skip
+    full, shared = kind == FULL, kv_from is not None
+    k_eq_v = full and text.get(bool, "attention_k_eq_v", False)
+    head_dim = text.positive("head_dim", 256)
+    n_kv = text.positive("num_key_value_heads")
+    if full:
+        head_dim = text.positive("global_head_dim", head_dim)
+    if k_eq_v:
+        n_kv = text.positive("num_global_key_value_heads", n_kv)
+    base, partial = _rope(text.get(dict, "rope_parameters", {}).get(kind) or {}, full)
+    n_ff = text.positive("intermediate_size")
+    moe = text.get(bool, "enable_moe_block", False)
+    return LayerSpec(
+        index=index,
+        window=None if full else text.positive("sliding_window"),
+        n_head=text.positive("num_attention_heads"),
+        n_kv=int(override.get("num_key_value_heads", n_kv)),
+        head_dim=int(override.get("head_dim", head_dim)),
+        n_ff=2 * n_ff if shared and text.get(bool, "use_double_wide_mlp", False) else n_ff,
+        rope_base=base,
+        rope_partial=partial,
+        v_from_k=k_eq_v and not shared,
+        kv_from=kv_from,
+        n_ple=_count(text, "hidden_size_per_layer_input"),
+        n_expert=text.positive("num_experts") if moe else 0,
+        n_expert_used=text.positive("top_k_experts") if moe else 0,
+        n_ff_expert=text.positive("moe_intermediate_size") if moe else 0,
+    )
+
+
+def shared_kv(sliding: Sequence[bool], n_shared: int) -> list[int | None]:
+    """For each layer the one whose keys and values it reads, None for its own: the last
+    `n_shared` layers read the last layer of their kind before them."""
+    n_own = len(sliding) - n_shared
+    own = list(sliding[: max(n_own, 0)])
+    if n_shared and set(own) != set(sliding):
+        raise InputError("shared KV layers need an earlier layer of each kind to read from",
+                         expected=f"fewer than {n_shared} of {len(sliding)} layers",
+                         found=n_shared)  # fmt: skip
+    last = {kind: n_own - 1 - own[::-1].index(kind) for kind in set(own)}
+    return [None if i < n_own else last[kind] for i, kind in enumerate(sliding)]
+
+
+def _count(f: Fields, key: str) -> int:
+    """A number that may be missing, null or 0."""
+    value = f.get(int, key, 0)
+    if value < 0:
+        raise InputError(f"{f.where}: {f.prefix + key}", expected=">= 0", found=value)
+    return value
+
+
+def _rope(raw: Mapping[str, Any], full: bool) -> tuple[float, float]:
+    kind = raw.get("rope_type", "proportional" if full else "default")
+    if kind != ("proportional" if full else "default"):
+        raise Unsupported(
+            f"config.json: rope_type {kind!r} on {'full' if full else 'sliding'} layers"
+        )
+    partial = float(raw.get("partial_rotary_factor", 0.25)) if full else 1.0
+    return float(raw.get("rope_theta", 1e6 if full else 1e4)), partial
+
+
+def parse_gguf(
+    kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]], arch: str = GEMMA4
+) -> Config:
+    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    f = Fields(kv, "GGUF metadata", f"{arch}.")
+    n_layer = f.layers("block_count")
+    sliding = f.list(bool, "attention.sliding_window_pattern")
+    if len(sliding) != n_layer:
+        raise InputError(f"GGUF metadata: {arch}.attention.sliding_window_pattern",
+                         expected=f"{n_layer} entries", found=len(sliding))  # fmt: skip
+    if any(".attn_qkv." in name for name in tensors):
+        raise Unsupported("queries, keys and values in one tensor (attn_qkv)")
+    # An assistant's layers all share: with its target, and not with each other.
+    n_shared = _count(f, "attention.shared_kv_layers") if arch == GEMMA4 else 0
+    sources = shared_kv(sliding, n_shared)
+    return Config(
+        n_vocab=tensors.get("token_embd.weight", (0, 0))[0],
+        n_embd=f.positive("embedding_length"),
+        n_ctx=f.positive("context_length"),
+        eps=f.get(float, "attention.layer_norm_rms_epsilon"),
+        softcap=f.get(float, "final_logit_softcapping", 0.0),
+        layers=tuple(_layer_gguf(f, tensors, i, s, sources[i]) for i, s in enumerate(sliding)),
+        arch=arch,
+    )
+
+
+def _layer_gguf(
+    f: Fields, tensors: Mapping[str, Any], i: int, sliding: bool, kv_from: int | None
+) -> LayerSpec:
+    b, target = f"blk.{i}.", f.prefix == f"{GEMMA4}."
+    swa = "_swa" if sliding else ""
+    moe = f"{b}ffn_gate_inp.weight" in tensors
+    own_v = f"{b}attn_v.weight" in tensors
+    return LayerSpec(
+        index=i,
+        window=f.positive("attention.sliding_window") if sliding else None,
+        n_head=f.positive("attention.head_count"),
+        n_kv=_per_layer(f, "attention.head_count_kv", i),
+        head_dim=f.positive(f"attention.key_length{swa}"),
+        n_ff=_per_layer(f, "feed_forward_length", i),
+        rope_base=f.get(float, f"rope.freq_base{swa}", 1e4 if sliding else 1e6),
+        rope_partial=1.0 if sliding else float(f.raw.get("g4spec.rope_partial", 0.25)),
+        v_from_k=target and kv_from is None and not own_v,
+        kv_from=kv_from,
+        n_ple=_count(f, "embedding_length_per_layer_input"),
+        n_expert=f.positive("expert_count") if moe else 0,
+        n_expert_used=f.positive("expert_used_count") if moe else 0,
+        n_ff_expert=f.positive("expert_feed_forward_length") if moe else 0,
+        split_experts=moe and f"{b}ffn_gate_up_exps.weight" not in tensors,
+    )
+
+
+def _per_layer(f: Fields, key: str, index: int) -> int:
+    value = f.raw.get(f.prefix + key)
+    if isinstance(value, list):
+        n_layer = f.positive("block_count")
+        if len(value) != n_layer:
+            raise InputError(f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries",
+                             found=len(value))  # fmt: skip
+        return int(value[index])
+    return f.positive(key)
+
+
+def samples(config: Config) -> tuple[LayerSpec, LayerSpec]:
+    """A full and a sliding layer: what they attend to is the same in all layers of a kind."""
+    full = next((s for s in config.layers if s.window is None), None)
+    swa = next((s for s in config.layers if s.window is not None), None)
+    if full is None or swa is None:
+        raise Unsupported("a Gemma 4 model needs sliding and full attention layers")
+    return full, swa
+
+
+def metadata(config: Config) -> KV:
+    """The keys that upstream's converter writes for this architecture, with its value types."""
+    a, layers = f"{config.arch}.", config.layers
+    full, swa = samples(config)
+    widths = [s.n_ff for s in layers]
+    kv: KV = {
+        f"{a}context_length": u32(config.n_ctx),
+        f"{a}embedding_length": u32(config.n_embd),
+        f"{a}block_count": u32(len(layers)),
+        f"{a}feed_forward_length": array(GT.I32, widths) if len(set(widths)) > 1
+        else u32(widths[0]),
+        f"{a}attention.head_count": u32(layers[0].n_head),
+        f"{a}attention.head_count_kv": array(GT.I32, [s.n_kv for s in layers]),
+        f"{a}attention.layer_norm_rms_epsilon": f32(config.eps),
+        f"{a}attention.key_length": u32(full.head_dim),
+        f"{a}attention.value_length": u32(full.head_dim),
+        f"{a}attention.key_length_swa": u32(swa.head_dim),
+        f"{a}attention.value_length_swa": u32(swa.head_dim),
+        f"{a}attention.sliding_window": u32(swa.window or 0),
+        f"{a}attention.sliding_window_pattern": array(
+            GT.BOOL, [s.window is not None for s in layers]
+        ),
+        f"{a}attention.shared_kv_layers": u32(sum(s.kv_from is not None for s in layers)),
+        f"{a}embedding_length_per_layer_input": u32(config.n_ple),
+        f"{a}rope.freq_base": f32(full.rope_base),
+        f"{a}rope.freq_base_swa": f32(swa.rope_base),
+        f"{a}rope.dimension_count": u32(full.head_dim),
+        f"{a}rope.dimension_count_swa": u32(swa.head_dim),
+    }  # fmt: skip
+    if layers[0].n_expert:
+        kv[f"{a}expert_count"] = u32(layers[0].n_expert)
+        kv[f"{a}expert_used_count"] = u32(layers[0].n_expert_used)
+        kv[f"{a}expert_feed_forward_length"] = u32(layers[0].n_ff_expert)
+    if config.softcap:
+        kv[f"{a}final_logit_softcapping"] = f32(config.softcap)
+    if full.rope_partial != 0.25:
+        kv["g4spec.rope_partial"] = f32(full.rope_partial)
+    return {"general.architecture": string(config.arch), **kv}
