@@ -50,10 +50,10 @@ def command(
 def _gguf(file: GGUF) -> dict[str, Any]:
     entries = [{"name": t.name, "shape": t.shape, "type": t.format.name.upper(),
                 "bytes": t.nbytes} for t in file.tensors.values()]  # fmt: skip
-    from g4spec.models import kinds
+    from g4spec.models import of_gguf
 
     arch = str(file.get("general.architecture"))
-    kind = kinds().get(arch)
+    kind = of_gguf(arch, file.tensors)
     return {
         "path": str(file.path),
         "kind": kind.TITLE if kind else f"unknown here ({arch})",

@@ -82,7 +82,7 @@ class _Builder:
         self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[Row]()
         self.names: dict[str, str] = {}
         for name in tensors:
-            short = stripped(name, kind.PREFIXES)
+            short = canonical(name, kind)
             if short in self.names:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
@@ -188,6 +188,11 @@ class _Builder:
         )
 
 
-def stripped(name: str, prefixes: Sequence[str]) -> str:
-    """`name` without the first of `prefixes` that it starts with."""
-    return name.removeprefix(next((p for p in prefixes if name.startswith(p)), ""))
+def canonical(name: str, kind: ModuleType) -> str:
+    """`name` without the first of the kind's PREFIXES that it starts with; a beginning that is
+    in its ALIASES (other trainers' names of the same tensors) is replaced."""
+    name = name.removeprefix(next((p for p in kind.PREFIXES if name.startswith(p)), ""))
+    for alias, usual in getattr(kind, "ALIASES", {}).items():
+        if name.startswith(alias):
+            return str(usual) + name.removeprefix(alias)
+    return name

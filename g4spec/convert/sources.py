@@ -21,7 +21,6 @@ from g4spec.models.spec import Checkpoint
 UNSUPPORTED = {
     "eagle3": "an EAGLE-3 draft",
     "peagle": "a P-EAGLE draft",
-    "dspark": "a DSpark draft",
     "dflash2": "a DFlash2 draft",
     "mtp": "a speculators MTP draft",
     "eagle": "an EAGLE draft",
@@ -29,10 +28,8 @@ UNSUPPORTED = {
     "eagle3draftmodel": "an EAGLE-3 draft",
     "llamaforcausallmeagle3": "an EAGLE-3 draft",
     "dflash2draftmodel": "a DFlash2 draft",
-    "dsparkspeculator": "a DSpark draft",
     "dsparkdraftmodel": "a DSpark draft",
     "qwen3dsparkmodel": "a DSpark draft",
-    "gemma4dsparkmodel": "a DSpark draft in DeepSpec's layout",
     "gemma4unifiedforconditionalgeneration": "a unified (12B) Gemma 4 target",
     "gemma4_assistant": "an assistant GGUF in a fork's dialect",
     "gemma4_mtp": "an assistant GGUF in a fork's dialect",
@@ -163,7 +160,7 @@ def _unknown(where: str, labels: list[str], seen: str) -> InputError:
 
 def _detect_gguf(gguf: GGUF, notes: list[str]) -> Found:
     arch = gguf.get("general.architecture")
-    kind = models.kinds().get(arch) if isinstance(arch, str) else None
+    kind = models.of_gguf(arch, gguf.tensors)
     if kind is None:
         gguf.close()
         raise _unknown(str(gguf.path), [str(arch)], f"architecture {arch!r}")

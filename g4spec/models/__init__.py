@@ -1,9 +1,10 @@
-"""What targets and drafts are. A file in this folder that defines ARCH is a kind."""
+"""What targets and drafts are. A file in this folder that can claim a checkpoint is a kind."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Container
 from types import ModuleType
 
 TARGETS = ("gemma4",)
@@ -11,20 +12,41 @@ TARGETS = ("gemma4",)
 
 
 def kinds() -> dict[str, ModuleType]:
-    """GGUF architecture -> module, for every kind that has files."""
+    """Name -> module, for every kind that has files. The name is the GGUF architecture, or NAME
+    where several kinds share one."""
     found = {}
     for info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{info.name}")
-        if getattr(module, "ARCH", None):
-            found[module.ARCH] = module
+        if hasattr(module, "claims"):
+            found[getattr(module, "NAME", module.ARCH)] = module
     return found
 
 
 def targets() -> dict[str, ModuleType]:
-    """Architecture -> module of each kind of target."""
-    return {arch: m for arch, m in kinds().items() if arch in TARGETS}
+    """Name -> module of each kind of target."""
+    return {name: m for name, m in kinds().items() if name in TARGETS}
 
 
 def drafts() -> dict[str, ModuleType]:
-    """Architecture -> module of each kind of draft that lives in a file."""
-    return {arch: m for arch, m in kinds().items() if arch not in TARGETS}
+    """Name -> module of each kind of draft that lives in a file."""
+    return {name: m for name, m in kinds().items() if name not in TARGETS}
+
+
+def architectures() -> list[str]:
+    """Every `general.architecture` that a file may have."""
+    return sorted({arch for m in kinds().values() for arch in _archs(m)})
+
+
+def of_gguf(arch: object, tensors: Container[str]) -> ModuleType | None:
+    """The kind of a GGUF file, or None if there is no code for it.
+
+    Kinds that share an architecture are told apart by tensors that only one of them has (MARKS).
+    """
+    sharing = [m for m in kinds().values() if arch in _archs(m)]
+    marked = [m for m in sharing if any(name in tensors for name in getattr(m, "MARKS", ()))]
+    plain = [m for m in sharing if not getattr(m, "MARKS", ())]
+    return next(iter(marked + plain), None)
+
+
+def _archs(module: ModuleType) -> tuple[str, ...]:
+    return tuple(getattr(module, "ARCHS", (module.ARCH,)))

@@ -1,17 +1,22 @@
-"""How a DFlash draft computes: context from target features, one block a proposal."""
+"""How a DFlash draft computes: context from target features, one block a proposal.
+
+DSpark and DFlash2 change what is read from the block (`choose`) and wrap the sublayers of its rows
+(`before`, `after`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from g4spec.models.spec import MAX_DRAFT, Chooser, Committed, LayerSpec, TargetView
+from g4spec.models import gemma4
+from g4spec.models.spec import Chooser, Committed, LayerSpec, TargetView
 
 if TYPE_CHECKING:
     import torch
 
     from g4spec.gguf import GGUF
-    from g4spec.models.dflash import Config
+    from g4spec.models.dflash_backbone import Config
     from g4spec.runtime.kv import LayerKV
     from g4spec.runtime.ops import Ops
 
@@ -40,8 +45,10 @@ class Drafter:
         self.config, self.w, self.ops, self.target, self.kv = config, weights, ops, target, kv
         self.window = window
         self.taps = config.target_layers
-        self.max_tokens = min(config.block_size - 1, MAX_DRAFT)
-        self._freqs = ops.rope_freqs(config.layers[0].rope_base, config.layers[0].head_dim)
+        self.max_tokens = config.n_drafted
+        layer = config.layers[0]
+        self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim,
+                                     weights.get("rope_freqs.weight"))  # fmt: skip
 
     def reset(self) -> None:
         """Nothing to forget: cache rows are addressed by position and overwritten."""
@@ -57,6 +64,10 @@ class Drafter:
 
     def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
         """Up to `count` tokens for positions `position + 1 ...`."""
+        return self.choose(self.block(anchor, position), anchor, position, count, chooser)
+
+    def block(self, anchor: int, position: int) -> torch.Tensor:
+        """Rows of the block that starts at `position`, after the final norm: [B, H]."""
         c, ops = self.config, self.ops
         ids = ops.ids([anchor] + [c.mask_token] * (c.block_size - 1))
         if c.own_embed:
@@ -66,12 +77,22 @@ class Drafter:
         positions = ops.positions(position, c.block_size)
         for spec in c.layers:
             x = self._layer(spec, x, positions, position)
-        hidden = ops.rms_norm(x, self.w["output_norm.weight"], c.eps)
-        logits = self.logits(hidden[1 : 1 + count])
-        return [chooser.choose(row, position + 1 + j) for j, row in enumerate(logits)]
+        return ops.rms_norm(x, self.w["output_norm.weight"], c.eps)
+
+    def choose(
+        self, rows: torch.Tensor, anchor: int, position: int, count: int, chooser: Chooser
+    ) -> list[int]:
+        """Tokens read from the block's rows [B, H]."""
+        z = self.widen(self.logits(self.drafting(rows, count)))
+        return [chooser.choose(row, position + 1 + j) for j, row in enumerate(z)]
+
+    def drafting(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """The `count` rows [count, H] of a block [B, H] that draft a token each."""
+        first = 0 if self.config.from_anchor else 1
+        return rows[first : first + count]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [T, H] -> logits over the target's vocabulary [T, V], -inf where undraftable."""
+        """Rows [T, H] -> logits of the head's own rows [T, D], capped."""
         c = self.config
         if c.own_head:
             z = self.ops.linear(hidden, self.w["output.weight"])
@@ -79,30 +100,51 @@ class Drafter:
             z = self.ops.linear(hidden, self.w["token_embd.weight"])
         else:
             z = self.target.head(hidden)
-        if c.softcap:
-            z = self.ops.softcap(z, c.softcap)
+        return self.ops.softcap(z, c.softcap) if c.softcap else z
+
+    def widen(self, z: torch.Tensor) -> torch.Tensor:
+        """Logits [T, D] over the target's vocabulary [T, V], -inf where undraftable."""
+        c = self.config
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 
+    def before(self, name: str, h: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """What the sublayer `name` ("blk.0.attn") is given for its normed input `h` [B, H], and
+        what `after` wants to know."""
+        return h, None
+
+    def after(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
+        """What becomes of the sublayer's output `h` [B, H]."""
+        return h
+
     def _append(self, spec: LayerSpec, h: torch.Tensor, positions: torch.Tensor) -> None:
-        ops, w, b, eps = self.ops, self.w, f"blk.{spec.index}.", self.config.eps
-        k = ops.heads(h, w[b + "attn_k.weight"], w[b + "attn_k_norm.weight"], spec.head_dim, eps)
-        v = ops.linear(h, w[b + "attn_v.weight"]).view(len(h), spec.n_kv, spec.head_dim)
-        self.kv[spec.index].append(int(positions[0]), ops.rope(k, positions, self._freqs), v)
+        ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
+        k = ops.linear(h, w[b + "attn_k.weight"]).view(len(h), spec.n_kv, spec.head_dim)
+        v = k
+        if not spec.v_from_k:
+            v = ops.linear(h, w[b + "attn_v.weight"]).view(len(h), spec.n_kv, spec.head_dim)
+        if c.gemma:
+            v = ops.rms_norm(v, None, c.eps)
+        k = ops.rope(ops.rms_norm(k, w[b + "attn_k_norm.weight"], c.eps), positions, self._freqs)
+        self.kv[spec.index].append(int(positions[0]), k, v)
 
     def _layer(
         self, spec: LayerSpec, x: torch.Tensor, positions: torch.Tensor, anchor: int
     ) -> torch.Tensor:
-        ops, w, b, eps = self.ops, self.w, f"blk.{spec.index}.", self.config.eps
-        h = ops.rms_norm(x, w[b + "attn_norm.weight"], eps)
+        ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
+        h, kept = self.before(b + "attn", ops.rms_norm(x, w[b + "attn_norm.weight"], c.eps))
         self._append(spec, h, positions)
-        q = ops.heads(h, w[b + "attn_q.weight"], w[b + "attn_q_norm.weight"], spec.head_dim, eps)
+        q = ops.heads(h, w[b + "attn_q.weight"], w[b + "attn_q_norm.weight"], spec.head_dim, c.eps)
         first, last = self._interval(spec, positions, anchor)
         h = ops.attend(ops.rope(q, positions, self._freqs), self.kv[spec.index], first, last,
-                       spec.head_dim**-0.5)  # fmt: skip
-        x = x + ops.linear(h, w[b + "attn_output.weight"])
-        h = ops.rms_norm(x, w[b + "ffn_norm.weight"], eps)
-        return x + ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
-                             w[b + "ffn_down.weight"], ops.silu)  # fmt: skip
+                       1.0 if c.gemma else spec.head_dim**-0.5)  # fmt: skip
+        h = self.after(b + "attn", ops.linear(h, w[b + "attn_output.weight"]), kept)
+        if c.gemma:
+            return gemma4.sandwich(ops, w, b, x, h, c.eps)
+        x = x + h
+        h, kept = self.before(b + "ffn", ops.rms_norm(x, w[b + "ffn_norm.weight"], c.eps))
+        h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
+                      w[b + "ffn_down.weight"], ops.silu)  # fmt: skip
+        return x + self.after(b + "ffn", h, kept)
 
     def _interval(
         self, spec: LayerSpec, positions: torch.Tensor, anchor: int

@@ -267,7 +267,7 @@ def _context(asked: int | None, trained: int) -> int:
 def _target_config(file: GGUF) -> gemma4.Config:
     arch = file.kv.get("general.architecture")
     if arch not in models.targets():
-        drafts = arch in models.drafts()
+        drafts = arch in models.architectures()
         raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
                          found=f"architecture {arch!r}",
                          fix="this is a draft: pass it with -md" if drafts else None)  # fmt: skip
@@ -286,8 +286,8 @@ class _DraftFile:
         if self.file is None:
             return
         arch = self.file.kv.get("general.architecture")
-        self.kind = models.drafts().get(str(arch))
-        if self.kind is None:
+        self.kind = models.of_gguf(arch, self.file.tensors)
+        if self.kind is None or arch in models.TARGETS:
             self.file.close()
             raise InputError(f"{self.file.path}: not a draft this version knows",
                              expected=" or ".join(models.drafts()),

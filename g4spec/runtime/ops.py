@@ -90,6 +90,15 @@ class Ops:
         a, b = x.chunk(2, dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
+    def rope_pairs(
+        self, x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotate pairs (2 i, 2 i + 1) of x [T, n, D] by positions [T] * freqs [D/2] radians."""
+        angle = positions.to(torch.float32)[:, None] * freqs[None, :]
+        cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+
     def rope_freqs(
         self, base: float, head_dim: int, divisors: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -177,6 +186,14 @@ class Ops:
     def silu(self, x: torch.Tensor) -> torch.Tensor:
         """x / (1 + exp(-x))."""
         return x / (1.0 + torch.exp(-x))
+
+    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        """1 / (1 + exp(-x))."""
+        return 1.0 / (1.0 + torch.exp(-x))
+
+    def tanh(self, x: torch.Tensor) -> torch.Tensor:
+        """The hyperbolic tangent."""
+        return torch.tanh(x)
 
     def gated(
         self,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.convert import make, provenance, sources
-from g4spec.convert.plan import stripped
+from g4spec.convert.plan import canonical
 from g4spec.convert.tensors import Stored, workers
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
@@ -98,7 +98,7 @@ def compare(s: Subject) -> Comparison:
         with found.source as file:
             return _Compare(s, _from_gguf(file), True, out).run()
     out.digest = provenance.digest(found.source)
-    names = {stripped(n, found.kind.PREFIXES): t for n, t in found.source.tensors.items()}
+    names = {canonical(n, found.kind): t for n, t in found.source.tensors.items()}
     return _Compare(s, names, False, out).run()
 
 

@@ -51,7 +51,7 @@ class Subject:
         self.refusal = self.config_refusal = self.unsupported = ""
         self.config: Any = None
         self.arch = self.header.text("general.architecture")
-        self.kind: ModuleType | None = models.kinds().get(self.arch or "")
+        self.kind: ModuleType | None = models.of_gguf(self.arch, self.entries)
 
     def open(self) -> None:
         """Open the container with the strict reader."""

@@ -159,7 +159,7 @@ def architecture(s: Subject) -> Findings:
     (`gemma4_mtp`, `gemma4-dflash-draft`); loading one as the other is silently wrong."""
     if s.header.broken is None and s.kind is None:
         dialect = DIALECTS.get(s.arch or "", "")
-        yield Finding("general.architecture", ", ".join(models.kinds()),
+        yield Finding("general.architecture", ", ".join(models.architectures()),
                       f"{s.arch!r}" + (f" ({dialect})" if dialect else ""),
                       "convert from the original checkpoint with g4spec convert")  # fmt: skip
 

@@ -1,0 +1,280 @@
+"""What DFlash, DSpark and DFlash2 drafts have in common, on the side of the GGUF file.
+
+Layers are Qwen 3's (two norms, SiLU, 1/sqrt(d)) or, in DeepSpec's checkpoints, Gemma 4's (four
+norms, output scale, GELU, attention scale 1, values from keys).
+
+Sources: llama.cpp `conversion/qwen.py`, `conversion/gemma.py` (Gemma4DSparkModel) and
+`src/models/dflash.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import KV, T, array, boolean, f32, string, u32
+from g4spec.models import gemma4
+from g4spec.models.fields import Fields
+from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, CacheShape, Drop, LayerSpec, TensorSpec
+from g4spec.models.upstream import OWN, Limit
+
+ARCH = "dflash"
+ARCHS = (ARCH, ARCH + OWN)
+PREFIXES = ("model.", "")
+DROPS = (
+    Drop(r"t2d", "a mask that repeats what d2t says; its digest is kept"),
+    Drop(r"verifier_(norm|lm_head)\..*", "a copy of the target's own tensor"),
+)
+ROPE_PARTIAL = "g4spec.rope_partial"
+FROM_ANCHOR = "sample_from_anchor"
+GEMMA_MARK = "blk.0.post_attention_norm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Hyperparameters of the backbone.
+
+    Attributes:
+        target_layers: layers of the target whose *input* is a feature, in the order of `fc`.
+        block_size: rows of one pass, anchor included.
+        embed_scale: factor on token rows: sqrt(H) for drafts trained on Gemma's scaled embedding
+            (z-lab, DeepSpec), 1 for those trained on the raw table (speculators).
+        own_embed, own_head: whether the file brings its own tables or borrows the target's.
+        n_draft: rows of a reduced head (`d2t` present), or None.
+        window_from_anchor: a sliding layer's window is counted from the anchor (speculators: W
+            context rows for every row of the block) or from each row (z-lab, as engines run it).
+        from_anchor: row j of the block drafts the token after its position, so that the anchor's
+            row drafts too; otherwise the masked rows draft the token at their own position.
+        gemma: layers are Gemma 4's instead of Qwen 3's.
+    """
+
+    n_vocab: int
+    n_embd: int
+    n_ctx: int
+    eps: float
+    softcap: float
+    layers: tuple[LayerSpec, ...]
+    target_layers: tuple[int, ...]
+    block_size: int
+    mask_token: int
+    embed_scale: float
+    own_embed: bool
+    own_head: bool
+    n_draft: int | None
+    window_from_anchor: bool
+    from_anchor: bool = False
+    gemma: bool = False
+    arch: str = ARCH
+
+    @property
+    def n_drafted(self) -> int:
+        """Most tokens of one proposal."""
+        return min(self.block_size - (not self.from_anchor), MAX_DRAFT)
+
+
+C = TypeVar("C", bound=Config)
+
+LIMITS = (
+    Limit("differs", "layers of both causalities",
+          "runs all layers without causality inside the block",
+          lambda c: len({s.causal for s in c.layers}) > 1),
+    Limit("differs", "a window counted from the anchor", "counts it from each row of the block",
+          lambda c: c.window_from_anchor and any(s.window for s in c.layers)),
+)  # fmt: skip
+"""Of every draft with this backbone."""
+
+
+def extended(kind: type[C], base: Config, **more: Any) -> C:
+    """A configuration with more fields than `base`."""
+    return kind(**({f.name: getattr(base, f.name) for f in fields(base)} | more))
+
+
+def check_pair(config: Config, target: Any) -> None:
+    """Raise unless the draft's shapes and layer ids fit this target (its gemma4.Config)."""
+    fix = "pass the target this draft was trained for"
+    for what, mine, its in (
+        ("hidden size", config.n_embd, target.n_embd),
+        ("vocabulary", config.n_vocab, target.n_vocab),
+    ):
+        if mine != its:
+            raise InputError(f"the draft's {what} must equal its target's",
+                             expected=its, found=mine, fix=fix)  # fmt: skip
+    check_taps(config.target_layers, target)
+    if config.block_size > MAX_STEP_ROWS:
+        raise Unsupported(f"a block of {config.block_size} rows: a step has at most "
+                          f"{MAX_DRAFT} drafted tokens")  # fmt: skip
+
+
+def check_taps(ids: tuple[int, ...], target: Any) -> None:
+    """Raise unless `ids` are layer inputs of this target."""
+    n_layer = len(target.layers)
+    if not all(1 <= i <= n_layer for i in ids):
+        raise InputError("the draft reads target layers that do not exist",
+                         expected=f"layer inputs 1..{n_layer}", found=list(ids),
+                         fix="pass the target this draft was trained for")  # fmt: skip
+
+
+def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
+    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    arch = str(kv.get("general.architecture", ARCH))
+    f = Fields(kv, "GGUF metadata", f"{arch}.")
+    own = Fields(kv, "GGUF metadata", "g4spec.dflash.")
+    d2t = tensors.get("d2t")
+    return Config(
+        n_vocab=f.get(int, "vocab_size", len(kv.get("tokenizer.ggml.tokens") or ())),
+        n_embd=f.positive("embedding_length"),
+        n_ctx=f.positive("context_length"),
+        eps=f.get(float, "attention.layer_norm_rms_epsilon"),
+        softcap=f.get(float, "final_logit_softcapping", 0.0),
+        layers=_layers(f, own, tensors),
+        target_layers=tuple(f.list(int, "target_layers")),
+        block_size=f.positive("block_size", 16),
+        mask_token=Fields(kv, "GGUF metadata").get(int, "tokenizer.ggml.mask_token_id"),
+        embed_scale=f.get(float, "embedding_scale", 1.0),
+        own_embed="token_embd.weight" in tensors,
+        own_head="output.weight" in tensors,
+        n_draft=d2t[0] if d2t else None,
+        window_from_anchor=own.get(bool, "window_from_anchor", False),
+        from_anchor=f.get(bool, FROM_ANCHOR, False),
+        gemma=GEMMA_MARK in tensors,
+        arch=arch,
+    )
+
+
+def _layers(
+    f: Fields, own: Fields, tensors: Mapping[str, tuple[int, ...]]
+) -> tuple[LayerSpec, ...]:
+    n_layer = f.layers("block_count")
+    window = f.get(int, "attention.sliding_window", 0)
+    sliding = f.list(bool, "attention.sliding_window_pattern", [False] * n_layer)
+    every = f.get(bool, "attention.causal", False)
+    causal = own.list(bool, "layer_causal", [every] * n_layer)
+    if len(sliding) != n_layer or len(causal) != n_layer:
+        raise InputError("GGUF metadata: per-layer arrays must have one entry a layer",
+                         expected=n_layer, found=(len(sliding), len(causal)))  # fmt: skip
+    gemma, partial = GEMMA_MARK in tensors, 1.0
+    if "rope_freqs.weight" in tensors:
+        partial = Fields(f.raw, f.where).get(float, ROPE_PARTIAL, 0.25)
+    return tuple(
+        LayerSpec(
+            index=i,
+            window=window if sliding[i] and window else None,
+            n_head=f.positive("attention.head_count"),
+            n_kv=f.positive("attention.head_count_kv"),
+            head_dim=f.positive("attention.key_length"),
+            n_ff=f.positive("feed_forward_length"),
+            rope_base=f.get(float, "rope.freq_base", 10000.0),
+            rope_partial=partial,
+            v_from_k=gemma and f"blk.{i}.attn_v.weight" not in tensors,
+            causal=causal[i],
+        )
+        for i in range(n_layer)
+    )
+
+
+def metadata(config: Config) -> KV:
+    """Upstream's keys, and under `g4spec.` what upstream has no key for."""
+    layer, a = config.layers[0], f"{config.arch}."
+    causal = [s.causal for s in config.layers]
+    kv: KV = {
+        "general.architecture": string(config.arch),
+        f"{a}context_length": u32(config.n_ctx),
+        f"{a}embedding_length": u32(config.n_embd),
+        f"{a}block_count": u32(len(config.layers)),
+        f"{a}feed_forward_length": u32(layer.n_ff),
+        f"{a}attention.head_count": u32(layer.n_head),
+        f"{a}attention.head_count_kv": u32(layer.n_kv),
+        f"{a}attention.key_length": u32(layer.head_dim),
+        f"{a}attention.value_length": u32(layer.head_dim),
+        f"{a}attention.layer_norm_rms_epsilon": f32(config.eps),
+        f"{a}rope.freq_base": f32(layer.rope_base),
+        f"{a}rope.dimension_count": u32(layer.head_dim),
+        f"{a}block_size": u32(config.block_size),
+        f"{a}target_layers": array(T.I32, list(config.target_layers)),
+        f"{a}attention.causal": boolean(all(causal)),
+        "tokenizer.ggml.mask_token_id": u32(config.mask_token),
+        "g4spec.dflash.layer_causal": array(T.BOOL, causal),
+        "g4spec.dflash.window_from_anchor": boolean(config.window_from_anchor),
+    }
+    window = next((s.window for s in config.layers if s.window), None)
+    if window:
+        kv[f"{a}attention.sliding_window"] = u32(window)
+        kv[f"{a}attention.sliding_window_pattern"] = array(
+            T.BOOL, [s.window is not None for s in config.layers]
+        )
+    if config.embed_scale != 1.0:
+        kv[f"{a}embedding_scale"] = f32(config.embed_scale)
+    if config.softcap:
+        kv[f"{a}final_logit_softcapping"] = f32(config.softcap)
+    if config.from_anchor:
+        kv[a + FROM_ANCHOR] = boolean(True)
+    if config.gemma:
+        kv[f"{a}attention.scale"] = f32(1.0)
+        kv[f"{a}hidden_activation"] = string("gelu_pytorch_tanh")
+        if layer.rope_partial not in (0.25, 1.0):
+            kv[ROPE_PARTIAL] = f32(layer.rope_partial)
+    return kv
+
+
+def tensors(config: Config) -> list[TensorSpec]:
+    """The backbone's tensors, in order."""
+    e = config.n_embd
+    out = [
+        TensorSpec("fc.weight", (e, len(config.target_layers) * e), "matrix", "fc.weight"),
+        TensorSpec("enc.output_norm.weight", (e,), "vector", "hidden_norm.weight"),
+        TensorSpec("output_norm.weight", (e,), "vector", "norm.weight"),
+        *tables(config.n_vocab, e, config.own_embed, config.own_head, config.n_draft),
+    ]
+    layer = config.layers[0]
+    if layer.rope_partial != 1.0:
+        out.append(TensorSpec("rope_freqs.weight", (layer.head_dim // 2,), "vector", None,
+                              "rope_freqs"))  # fmt: skip
+    for spec in config.layers:
+        out += gemma4.layer_tensors(spec, e) if config.gemma else _layer_tensors(spec, e)
+    return out
+
+
+def tables(
+    n_vocab: int, n_embd: int, own_embed: bool, own_head: bool, n_draft: int | None
+) -> list[TensorSpec]:
+    """A draft's own token table, head and map of a reduced vocabulary, as far as it has them."""
+    out = []
+    if own_embed:
+        out.append(TensorSpec("token_embd.weight", (n_vocab, n_embd), "embed",
+                              "embed_tokens.weight"))  # fmt: skip
+    if own_head:
+        out.append(TensorSpec("output.weight", (n_draft or n_vocab, n_embd), "output",
+                              "lm_head.weight"))  # fmt: skip
+    if n_draft:
+        out.append(TensorSpec("d2t", (n_draft,), "index", "d2t", "absolute_d2t"))
+    return out
+
+
+def _layer_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
+    i, hd = spec.index, spec.head_dim
+    q, k = spec.n_head * hd, spec.n_kv * hd
+    rows = (
+        ("attn_norm", (e,), "input_layernorm"),
+        ("attn_q", (q, e), "self_attn.q_proj"),
+        ("attn_k", (k, e), "self_attn.k_proj"),
+        ("attn_v", (k, e), "self_attn.v_proj"),
+        ("attn_output", (e, q), "self_attn.o_proj"),
+        ("attn_q_norm", (hd,), "self_attn.q_norm"),
+        ("attn_k_norm", (hd,), "self_attn.k_norm"),
+        ("ffn_norm", (e,), "post_attention_layernorm"),
+        ("ffn_gate", (spec.n_ff, e), "mlp.gate_proj"),
+        ("ffn_up", (spec.n_ff, e), "mlp.up_proj"),
+        ("ffn_down", (e, spec.n_ff), "mlp.down_proj"),
+    )
+    return [
+        TensorSpec(f"blk.{i}.{name}.weight", shape, "vector" if len(shape) == 1 else "matrix",
+                   f"layers.{i}.{source}.weight")
+        for name, shape, source in rows
+    ]  # fmt: skip
+
+
+def caches(config: Config, window: int | None) -> list[CacheShape]:
+    """What each layer's cache holds; `window` bounds layers with full attention."""
+    return [CacheShape(s.n_kv, s.head_dim, s.window or window) for s in config.layers]

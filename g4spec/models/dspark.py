@@ -1,0 +1,257 @@
+"""DSpark drafts, GGUF architecture `dflash` with a Markov head: speculators and DeepSpec.
+
+A DFlash block whose logits at each row are shifted by a low-rank table of the token before it, so
+that tokens are chosen one after the other, and a confidence head that says where to stop. A head
+that upstream does not compute (gated, rnn, confidence from the hidden row alone) gives the file
+the architecture `dflash-g4spec`, which upstream refuses.
+
+Where the file says `g4spec.dspark.confidence_cut`, a proposal ends before the first row of less
+confidence. The converter does not write it: without the cut proposals are those of the trainer's
+own code and of upstream's default, and what a rejected row costs only the machine knows.
+
+Sources: speculators 0.9.0 `models/dspark`, llama.cpp `conversion/gemma.py` (Gemma4DSparkModel),
+`conversion/qwen.py` (DSparkModel) and `src/models/dflash.cpp` (build_dspark_markov_head).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import KV, boolean, f32
+from g4spec.models import dflash, dflash_drafter, gemma4
+from g4spec.models import dflash_backbone as backbone
+from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches, check_pair
+from g4spec.models.fields import Fields
+from g4spec.models.spec import Checkpoint, Chooser, TensorSpec
+from g4spec.models.upstream import Limit, architecture
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", "check_pair"]
+
+NAME = "dspark"
+TITLE = "DSpark draft"
+MARKS = ("markov_w1.weight", "conf_proj.weight")
+ALIASES = {"confidence_proj.": "confidence_head.proj."}
+ARCHITECTURES = ("Gemma4DSparkModel",)
+CUT = "g4spec.dspark.confidence_cut"
+
+Head = Literal["none", "vanilla", "gated", "rnn"]
+GATES: dict[str, tuple[str, str]] = {
+    "gated": ("markov_gate", "markov_head.gate_proj"),
+    "rnn": ("markov_joint", "markov_head.joint_proj"),
+}
+"""Head -> its projection's name in the file, and in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config(backbone.Config):
+    """A backbone and its two heads.
+
+    Attributes:
+        head: kind of Markov head. `rank`: of its table; 0 without one.
+        confidence: inputs of the confidence head: "hidden", "both" (hidden row and table row), or
+            "none" without one.
+        cut: least confidence of a drafted token; 0 keeps all.
+    """
+
+    head: Head = "vanilla"
+    rank: int = 0
+    confidence: Literal["none", "hidden", "both"] = "none"
+    cut: float = 0.0
+
+
+LIMITS = (
+    *backbone.LIMITS,
+    Limit("differs", "logits capped before the Markov bias", "adds the bias to uncapped logits",
+          lambda c: c.softcap > 0 and c.head != "none"),
+    Limit("refused", "a gated or recurrent Markov head", "knows the plain table only",
+          lambda c: c.head in GATES),
+    Limit("refused", "confidence from the hidden row alone, or without a Markov head",
+          "wants the table's row too",
+          lambda c: c.confidence == "hidden"),
+    Limit("refused", "drafts read from the anchor's row on, without a Markov head",
+          "takes it for a DFlash draft and reads from the next row on",
+          lambda c: c.from_anchor and c.head == "none"),
+)  # fmt: skip
+
+
+def claims(checkpoint: Checkpoint) -> bool:
+    """Whether the folder holds a DSpark draft of a layout known here."""
+    raw = checkpoint.config
+    if "speculators_model_type" in raw:
+        return bool(raw["speculators_model_type"] == "dspark")
+    return any(a in ARCHITECTURES for a in raw.get("architectures") or ())
+
+
+def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
+    """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
+    if "speculators_model_type" in checkpoint.config:
+        base = dflash.parse_speculators(checkpoint, target, from_anchor=True)
+    else:
+        base = _parse_deepspec(checkpoint, target)
+    f = Fields(checkpoint.config, "config.json")
+    f.require("markov_head_type", ("vanilla", *GATES), "vanilla")
+    rank = f.get(int, "markov_rank", 256)
+    names = {n.replace(*a) for n in dflash.stripped(checkpoint) for a in ALIASES.items()}
+    both = f.get(bool, "confidence_head_with_markov", True)
+    if both and rank <= 0 and f.get(bool, "enable_confidence_head", True):
+        raise InputError("config.json: confidence_head_with_markov needs markov_rank > 0",
+                         found=rank)  # fmt: skip
+    confident = f.get(bool, "enable_confidence_head", "confidence_head.proj.weight" in names)
+    config = backbone.extended(
+        Config, base,
+        head=f.get(str, "markov_head_type", "vanilla") if rank > 0 else "none",
+        rank=max(rank, 0),
+        confidence="none" if not confident else "both" if both else "hidden",
+    )  # fmt: skip
+    check_pair(config, target)
+    return replace(config, arch=architecture(ARCH, LIMITS, config))
+
+
+def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
+    """DeepSpec's flat configuration, in the terms of Gemma 4's own."""
+    f = Fields(checkpoint.config, "config.json")
+    inner = f.sub("dflash_config")
+    where = inner if inner.has("target_layer_ids") else f
+    names = dflash.stripped(checkpoint)
+    layers = gemma4.layers_hf(f)
+    f.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    f.require("draft_vocab_size", (None, f.positive("vocab_size")), None)
+    if any(s.window is not None or not s.v_from_k for s in layers):
+        raise Unsupported("config.json: a DeepSpec draft with sliding layers, or with values that "
+                          "are not its keys")  # fmt: skip
+    return backbone.Config(
+        n_vocab=f.positive("vocab_size"),
+        n_embd=f.positive("hidden_size"),
+        n_ctx=f.positive("max_position_embeddings", target.n_ctx),
+        eps=f.get(float, "rms_norm_eps", 1e-6),
+        softcap=f.get(float, "final_logit_softcapping", 0.0),
+        layers=tuple(replace(s, causal=False) for s in layers),
+        target_layers=tuple(i + 1 for i in where.list(int, "target_layer_ids")),
+        block_size=f.positive("block_size", 7),
+        mask_token=(inner if inner.has("mask_token_id") else f).get(int, "mask_token_id"),
+        embed_scale=math.sqrt(target.n_embd),
+        own_embed="embed_tokens.weight" in names,
+        own_head="lm_head.weight" in names,
+        n_draft=None,
+        window_from_anchor=False,
+        from_anchor=f.get(bool, backbone.FROM_ANCHOR, True),
+        gemma=True,
+    )
+
+
+def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
+    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    base = backbone.parse_gguf(kv, tensors)
+    table = tensors.get("markov_w1.weight", (0, 0))
+    heads = [head for head, (name, _) in GATES.items() if f"{name}.weight" in tensors]
+    wide = tensors.get("conf_proj.weight", (0,))[-1]
+    f = Fields(kv, "GGUF metadata", f"{base.arch}.")
+    return backbone.extended(
+        Config, base,
+        from_anchor=f.get(bool, backbone.FROM_ANCHOR, True),
+        head=heads[0] if heads else "vanilla" if table[0] else "none",
+        rank=table[-1],
+        confidence="none" if not wide else "hidden" if wide == base.n_embd else "both",
+        cut=Fields(kv, "GGUF metadata").get(float, CUT, 0.0),
+    )  # fmt: skip
+
+
+def metadata(config: Config) -> KV:
+    """The backbone's keys, and those of the heads."""
+    a = f"{config.arch}."
+    kv = backbone.metadata(config)
+    kv[a + backbone.FROM_ANCHOR] = boolean(config.from_anchor)
+    kv[f"{a}has_confidence_head"] = boolean(config.confidence != "none")
+    if config.cut:
+        kv[CUT] = f32(config.cut)
+    return kv
+
+
+def tensors(config: Config) -> list[TensorSpec]:
+    """Every tensor of the GGUF file, in order."""
+    e, r, out = config.n_embd, config.rank, backbone.tensors(config)
+    if r:
+        rows = config.n_draft or config.n_vocab
+        out += [
+            TensorSpec("markov_w1.weight", (config.n_vocab, r), "embed",
+                       "markov_head.markov_w1.weight"),
+            TensorSpec("markov_w2.weight", (rows, r), "output", "markov_head.markov_w2.weight"),
+        ]  # fmt: skip
+    if config.head in GATES:
+        name, source = GATES[config.head]
+        shape = (r, e + r) if config.head == "gated" else (3 * r, 2 * r + e)
+        out += [TensorSpec(f"{name}.weight", shape, "matrix", f"{source}.weight"),
+                TensorSpec(f"{name}.bias", shape[:1], "vector", f"{source}.bias")]  # fmt: skip
+    if config.confidence != "none":
+        wide = e + (r if config.confidence == "both" else 0)
+        source = "confidence_head.proj"
+        out += [TensorSpec("conf_proj.weight", (1, wide), "vector", f"{source}.weight"),
+                TensorSpec("conf_proj.bias", (1,), "vector", f"{source}.bias")]  # fmt: skip
+    return out
+
+
+class Drafter(dflash_drafter.Drafter):
+    """Fills a block in one pass and reads it as a chain (`g4spec.models.spec.Draft`)."""
+
+    name = NAME
+    config: Config
+
+    def choose(
+        self, rows: torch.Tensor, anchor: int, position: int, count: int, chooser: Chooser
+    ) -> list[int]:
+        """Tokens read from the block's rows [B, H], each biased by the one before it."""
+        c, ops = self.config, self.ops
+        hidden = self.drafting(rows, count)
+        z = self.logits(hidden)
+        state, previous, out = self._state(rows, anchor), anchor, list[int]()
+        for j in range(len(hidden)):
+            h, row, e = hidden[j : j + 1], z[j : j + 1], rows[:1, :0]
+            if c.rank:
+                e = ops.embed(self.w["markov_w1.weight"], ops.ids([previous]), 1.0)
+                inner, state = self._inner(e, h, state)
+                row = row + ops.linear(inner, self.w["markov_w2.weight"])
+            if c.cut and c.confidence != "none" and self.confidence(h, e) < c.cut:
+                break
+            previous = chooser.choose(self.widen(row)[0], position + 1 + j)
+            out.append(previous)
+        return out
+
+    def confidence(self, h: torch.Tensor, e: torch.Tensor) -> float:
+        """How likely the token of a row [1, H] is to be accepted; `e` [1, r]: the table's row."""
+        x = self.ops.concat([h, e]) if self.config.confidence == "both" else h
+        return float(self.ops.sigmoid(self._projected(x, "conf_proj")))
+
+    def _state(self, rows: torch.Tensor, anchor: int) -> torch.Tensor:
+        """The recurrence [1, r] before the first drafting row. It starts at the anchor's row, also
+        when that row drafts nothing."""
+        state = rows.new_zeros(1, self.config.rank)
+        if self.config.head == "rnn" and not self.config.from_anchor:
+            e = self.ops.embed(self.w["markov_w1.weight"], self.ops.ids([anchor]), 1.0)
+            _, state = self._inner(e, rows[:1], state)
+        return state
+
+    def _inner(
+        self, e: torch.Tensor, h: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `markov_w2` turns into a bias [1, r], and the next state."""
+        ops = self.ops
+        if self.config.head == "gated":
+            return ops.sigmoid(self._projected(ops.concat([h, e]), "markov_gate")) * e, state
+        if self.config.head == "rnn":
+            joint = self._projected(ops.concat([state, e, h]), "markov_joint")
+            gate, candidate, output = joint.chunk(3, dim=-1)
+            gate = ops.sigmoid(gate)
+            state = gate * state + (1.0 - gate) * ops.tanh(candidate)
+            return ops.tanh(output), state
+        return e, state
+
+    def _projected(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        y: torch.Tensor = self.ops.linear(x, self.w[f"{name}.weight"]) + self.w[f"{name}.bias"]
+        return y

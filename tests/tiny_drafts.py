@@ -1,0 +1,113 @@
+"""Tiny random checkpoints of more kinds of draft: DSpark, EAGLE-3 and DFlash2, in each trainer's
+layout. As in `tests.tiny`, every function writes one folder and returns its path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from g4spec.convert.safetensors import read
+from tests import tiny
+from tests.tiny import Weights, dump, save
+
+
+def extend(folder: Path, weights: Weights, **config: Any) -> Path:
+    """Add tensors and settings to a checkpoint of one file."""
+    stored = {}
+    for name, t in read(folder / "model.safetensors").items():
+        stored[name] = (np.array(t.array() if t.format else t.raw.reshape(t.shape)), t.dtype)
+    (folder / "model.safetensors").unlink()
+    save(folder / "model.safetensors", stored | weights.out)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    dump(folder / "config.json", settings | config)
+    return folder
+
+
+def heads(
+    w: Weights, *, vocab: int, rows: int, e: int, rank: int, head: str, confidence: str
+) -> None:
+    """DSpark's heads; `confidence` is "none", "hidden" or "both"."""
+    if rank:
+        w.matrix("markov_head.markov_w1.weight", vocab, rank, scale=1.0)
+        w.matrix("markov_head.markov_w2.weight", rows, rank, scale=1.0)
+    if head == "gated":
+        w.matrix("markov_head.gate_proj.weight", rank, e + rank)
+        w.matrix("markov_head.gate_proj.bias", rank)
+    if head == "rnn":
+        w.matrix("markov_head.joint_proj.weight", 3 * rank, 2 * rank + e)
+        w.matrix("markov_head.joint_proj.bias", 3 * rank)
+    if confidence != "none":
+        w.matrix("confidence_head.proj.weight", 1, e + (rank if confidence == "both" else 0))
+        w.matrix("confidence_head.proj.bias", 1)
+
+
+def head_settings(rank: int, head: str, confidence: str) -> dict[str, Any]:
+    return {"markov_rank": rank, "markov_head_type": head,
+            "enable_confidence_head": confidence != "none",
+            "confidence_head_with_markov": confidence == "both"}  # fmt: skip
+
+
+def speculators_dspark(
+    folder: Path, target: Path, *, draft_vocab: int | None = 64, rank: int = 8,
+    head: str = "vanilla", confidence: str = "both", from_anchor: bool | None = True,
+    dtype: str = "BF16", seed: int = 4, **options: Any,
+) -> Path:  # fmt: skip
+    """A speculators DSpark draft; `options` are those of `tiny.speculators_dflash`. `from_anchor`
+    None leaves the key out."""
+    tiny.speculators_dflash(folder, target, draft_vocab=draft_vocab, dtype=dtype, **options)
+    text = tiny._text(target)
+    w = Weights(seed, dtype)
+    heads(w, vocab=text["vocab_size"], rows=draft_vocab or text["vocab_size"],
+          e=text["hidden_size"], rank=rank, head=head, confidence=confidence)  # fmt: skip
+    extend(folder, w, speculators_model_type="dspark", architectures=["DSparkDraftModel"],
+           sample_from_anchor=from_anchor, **head_settings(rank, head, confidence))  # fmt: skip
+    if from_anchor is None:
+        settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        del settings["sample_from_anchor"]
+        dump(folder / "config.json", settings)
+    return folder
+
+
+def deepspec_dspark(
+    folder: Path, target: Path, *, layers: int = 2, inter: int = 96, heads_: int = 4,
+    global_kv: int = 1, head_dim: int = 32, block: int = 4, rank: int = 8, head: str = "vanilla",
+    confidence: str = "both", softcap: float | None = 30.0, partial: float = 0.25,
+    alias: bool = False, dtype: str = "BF16", seed: int = 5, **config: Any,
+) -> Path:  # fmt: skip
+    """A DeepSpec `Gemma4DSparkModel`: Gemma 4 layers, all full, values from keys, own tables.
+
+    Args:
+        alias: the confidence head under its other name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = tiny._text(target)
+    e, depth, vocab = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
+    ids = [round(1 + k * (depth - 4) / 2) for k in range(3)]
+    inner = tiny._gemma_config(
+        layers=layers, hidden=e, inter=inter, heads=heads_, kv=2, global_kv=global_kv, head_dim=16,
+        global_head_dim=head_dim, window=8, softcap=softcap, vocab=vocab, per_layer=False,
+        k_eq_v=True, n_ctx=text["max_position_embeddings"], period=1,
+    )  # fmt: skip
+    rope = {"rope_type": "proportional", "partial_rotary_factor": partial, "rope_theta": 1e6}
+    settings = inner | {
+        "architectures": ["Gemma4DSparkModel"], "target_layer_ids": ids, "mask_token_id": 4,
+        "block_size": block, "num_target_layers": depth, "tie_word_embeddings": False,
+        "rope_parameters": {**tiny.ROPE, "full_attention": rope},
+        **head_settings(rank, head, confidence),
+    } | config  # fmt: skip
+    dump(folder / "config.json", settings)
+    w = Weights(seed, dtype)
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        w.matrix(name, vocab, e)
+    w.matrix("fc.weight", e, len(ids) * e)
+    w.norm("hidden_norm.weight", e)
+    w.norm("norm.weight", e)
+    tiny._gemma_layers(w, inner, own_kv=True, kv_full=global_kv, hd_full=head_dim)
+    heads(w, vocab=vocab, rows=vocab, e=e, rank=rank, head=head, confidence=confidence)
+    if alias:
+        w.out = {n.replace("confidence_head.proj", "confidence_proj"): x for n, x in w.out.items()}
+    tiny.save_all(folder, w.out)
+    return folder
