@@ -1,0 +1,75 @@
+"""Options of `doctor` and `recipe`: which pair, on which machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from g4spec.validate.hardware.engines import Question
+    from g4spec.validate.hardware.facts import Facts
+    from g4spec.validate.hardware.machine import Machine
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "-m",
+        "--model",
+        metavar="FILE|DIR|ID|SIZE",
+        help="Target: a GGUF file, a checkpoint folder, a hub id, or a size: 31b, 26b, "
+        "12b, e4b, e2b, with a format if you like (31b:q4_k_m).",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "-md",
+        "--model-draft",
+        "--draft",
+        metavar="FILE|DIR|ID|NAME",
+        help="Draft: likewise, or a name: mtp, zlab-dflash, redhat-dflash, ...",
+    ),
+]
+Context = Annotated[
+    int | None, typer.Option("-c", "--ctx-size", min=256, help="Context in tokens.")
+]
+Assume = Annotated[
+    str | None,
+    typer.Option(
+        help='Ask about another machine: "2x RTX 3090", "V100 16GB", "4x GB10", "sm_86 24GB".'
+    ),
+]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="NAME=VERSION",
+        help="Suppose this version: vllm=0.19.2, llama.cpp=b9831, transformers=5.15, "
+        "driver=580. May be repeated.",
+    ),
+]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Cards to use in all. Default: all.")]
+Kv = Annotated[str | None, typer.Option("--kv", help="Cache type: f16, q8_0, q4_0, bf16, fp8, ...")]
+
+
+def ask(
+    facts: Facts,
+    model: str | None,
+    draft: str | None,
+    context: int | None,
+    kv: str | None,
+    backend: str | None,
+    gpus: int | None,
+) -> Question | None:
+    """The question behind the options, or None when no model was named."""
+    from g4spec.validate.hardware import questions
+
+    return questions.build(facts, model, draft, context, kv, backend, gpus)
+
+
+def machine_of(facts: Facts, assume: str | None, given: list[str] | None) -> Machine:
+    """The machine that is asked about: this one, or an assumed one."""
+    from g4spec.validate.hardware import questions
+
+    return questions.machine(facts, assume, given or ())

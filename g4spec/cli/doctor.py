@@ -1,0 +1,80 @@
+"""`g4spec doctor`: what works on this machine, what breaks, and the exact fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import render
+from g4spec.cli._machines import (
+    Assume,
+    Context,
+    Draft,
+    Gpus,
+    Kv,
+    Model,
+    With,
+    ask,
+    machine_of,
+)
+
+
+def command(
+    model: Model = None,
+    draft: Draft = None,
+    ctx_size: Context = None,
+    kv: Kv = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Only this engine: vllm, sglang, llama.cpp, g4spec.")
+    ] = None,
+    attention_backend: Annotated[
+        str | None, typer.Option(help="Backend that you force on vLLM's target.")
+    ] = None,
+    gpus: Gpus = None,
+    assume: Assume = None,
+    given: With = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Explain known errors in a log file; - is stdin.")
+    ] = None,
+    why: Annotated[str | None, typer.Option(metavar="ID", help="Show a fact, with source.")] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Check what g4spec itself can do here.")
+    ] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="Watch link error counters for 15 s.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Everything, with fact ids for --why.")
+    ] = False,
+    json: render.Json = False,
+    quiet: render.Quiet = False,
+) -> None:
+    """What works on this machine, what breaks, and the exact fix.
+
+    Exits 1 when the run that was asked for cannot work.
+    """
+    from g4spec.errors import CheckFailed
+    from g4spec.validate.hardware import questions
+    from g4spec.validate.hardware.doctor import diagnose
+    from g4spec.validate.hardware.facts import facts
+
+    out, known = render.Output(json, quiet), facts()
+    if why is not None:
+        return questions.explain(known, why, out)
+    if log is not None:
+        return questions.explain_log(known, log, out)
+    if self_test:
+        return questions.run_self_test(out)
+    if network:
+        return questions.watch_network(out)
+    machine = machine_of(known, assume, given)
+    question = ask(known, model, draft, ctx_size, kv, attention_backend, gpus)
+    d = diagnose(known, machine, question, questions.engine(engine))
+    d.show(out, verbose)
+    out.result(d.json())
+    if not d.works:
+        raise CheckFailed(
+            f"{d.question}: cannot work as asked", fix=f"first, {d.steps[0]}" if d.steps else None
+        )

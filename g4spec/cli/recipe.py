@@ -1,0 +1,90 @@
+"""`g4spec recipe`: complete commands for an engine, each flag with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from g4spec.cli import render
+from g4spec.cli._machines import Assume, Context, Draft, Gpus, Kv, With, ask, machine_of
+
+if TYPE_CHECKING:
+    from g4spec.validate.hardware.recipe import Recipe
+
+
+def command(
+    engine: Annotated[str, typer.Argument(help="vllm, sglang, llama.cpp or g4spec.")],
+    model: Annotated[
+        str, typer.Option("-m", "--model", metavar="FILE|DIR|ID|SIZE", help="Target: see doctor.")
+    ],
+    draft: Draft = None,
+    ctx_size: Context = None,
+    kv: Kv = None,
+    gpus: Gpus = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Machines like this one (vllm and sglang).")
+    ] = None,
+    assume: Assume = None,
+    given: With = None,
+    compose: Annotated[
+        bool, typer.Option("--compose", help="Print a compose file instead.")
+    ] = False,
+    out_dir: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Also write scripts into this folder.")
+    ] = None,
+    json: render.Json = False,
+    quiet: render.Quiet = False,
+) -> None:
+    """Commands and files for a pair on a machine, each flag with its reason.
+
+    Exits 1 when the engine cannot run it here; then it names one that can.
+    """
+    from g4spec.errors import CheckFailed
+    from g4spec.validate.hardware import questions, recipe, scripts
+    from g4spec.validate.hardware.facts import facts
+
+    out, known = render.Output(json, quiet), facts()
+    name = questions.engine(engine) or engine
+    machine = recipe.on_nodes(machine_of(known, assume, given), nodes)
+    question = ask(known, model, draft, ctx_size, kv, None, gpus)
+    assert question is not None
+    made = recipe.make(known, machine, question, name)
+    if made.works and compose:
+        out.stream(scripts.compose(made, machine))
+    else:
+        _show(out, made)
+    if made.works and out_dir is not None:
+        for path in scripts.write(made, machine, out_dir):
+            out.note(f"written: {path}")
+    out.result(made.json())
+    if not made.works:
+        what, _, fix = made.blocked[0]
+        raise CheckFailed(f"{made.title} {made.version}: {what}", fix=f"instead: {fix}")
+
+
+def _show(out: render.Output, r: Recipe) -> None:
+    newest = "" if r.installed else " (newest known, not installed)"
+    if not r.works:
+        out.line(f"{r.title} {r.version}{newest}: no recipe", "bad")
+        for what, why, fix in r.blocked:
+            out.line(f"  ✗ {what}", "bad")
+            out.line(f"      {why + ' ' if why else ''}Fix: {fix}")
+        if r.instead:
+            out.line(f"\nWhat works here: {r.instead}", "good")
+        return
+    out.line(f"# {r.title} {r.version}{newest}", "bold")
+    for title, parts in (("Before", r.prepare), ("Start", r.commands), ("Measure", r.bench)):
+        for i, text in enumerate(parts):
+            node = f", node {i}" if parts is r.commands and len(parts) > 1 else ""
+            if i == 0 or node:
+                out.line(f"\n# {title}{node}", "bold")
+            out.stream(text + "\n")
+    out.line("\n# Why", "bold")
+    for text in r.reasons():
+        out.line(f"#   {text}")
+    for text in r.unknown:
+        out.line(f"#   unknown: {text}", "warn")
+    for what, why, fix in r.conditions:
+        out.line(f"#   ! {what}: {why} Fix: {fix}", "warn")

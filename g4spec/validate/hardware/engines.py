@@ -1,0 +1,359 @@
+"""One engine's verdict on one pair and machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+from g4spec import __version__
+from g4spec.errors import InputError, Unsupported
+from g4spec.models import gemma4
+from g4spec.models.spec import Checkpoint
+from g4spec.validate.hardware.facts import Facts
+from g4spec.validate.hardware.machine import GIB, Machine
+from g4spec.validate.hardware.memory import Calculator, Plan, slot_bytes, token_bytes, window_of
+from g4spec.validate.hardware.rows import Engine, Problem, Size
+from g4spec.validate.hardware.subjects import DraftModel, Option, Target
+from g4spec.validate.hardware.versions import holds
+from g4spec.validate.hardware.when import Situation, matches
+
+NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
+USUAL_CONTEXT = 8192
+"""Context in tokens that the arithmetic is shown for when none was asked for."""
+LEAST_CONTEXT = 2048
+"""A context below this is no answer to "does not fit"."""
+COMFORTABLE_CONTEXT = 32768
+"""Context that a format should allow to be suggested, when none was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        context: tokens, or None. `kv`: cache type, or None for the engine's choice.
+        backend: attention backend forced on the target. `gpus`: cards to use, None for all.
+    """
+
+    target: Target
+    draft: DraftModel | None = None
+    context: int | None = None
+    kv: str | None = None
+    backend: str | None = None
+    gpus: int | None = None
+    batched: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVerdict:
+    """Whether one engine runs it.
+
+    Attributes:
+        version: installed, or the newest known (`installed` false).
+        option: the weight format taken, None if no format fits or none is loadable.
+        plans: one for each cache type; `plan` is the one taken.
+        blockers, conditions, advice: matched problems. `refusal`: any other reason for no.
+        situation: what the problems were matched against.
+    """
+
+    engine: Engine
+    version: str
+    installed: bool
+    gpus: int
+    option: Option | None
+    plan: Plan | None
+    plans: tuple[Plan, ...]
+    blockers: tuple[Problem, ...]
+    conditions: tuple[Problem, ...]
+    advice: tuple[Problem, ...]
+    refusal: str
+    fix: str
+    situation: Situation
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.situation.unified is not None
+
+    @property
+    def unknown(self) -> str:
+        """What nobody published about it, if that decides whether it runs."""
+        return next((p.title for p in self.conditions if p.unknown), "")
+
+    @property
+    def works(self) -> bool:
+        return not self.blockers and not self.refusal and not self.unknown
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.blockers or self.refusal)
+
+
+def engine(facts: Facts, name: str) -> Engine:
+    """The row of an engine by its name."""
+    return next(e for e in facts.all(Engine) if e.name == name)
+
+
+def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
+    """The installed version, or the newest one known; whether it is installed."""
+    if name == "g4spec":
+        return __version__, True
+    found = machine.tools.get(name)
+    if found and any(c.isdigit() for c in found):
+        return found, True
+    return engine(facts, name).newest, found is not None
+
+
+def cards_for(name: str, machine: Machine, target: Target, asked: int | None) -> int:
+    """Cards that share the model: a power of two that divides the query heads for tensor
+    parallelism over all nodes; every card of one node for llama.cpp's layer split."""
+    total = machine.total_gpus if name in ("vllm", "sglang") else len(machine.gpus)
+    if asked is not None:
+        total = min(asked, total)
+    if name not in ("vllm", "sglang"):
+        return max(total, 1)
+    n = 1
+    while n * 2 <= total:
+        n *= 2
+    return n
+
+
+def situation(
+    facts: Facts,
+    machine: Machine,
+    q: Question,
+    name: str,
+    version: str,
+    option: Option | None,
+    kv: str | None,
+    context: int | None,
+    gpus: int,
+) -> Situation:
+    """What conditions of facts are matched against."""
+    memory = machine.memory
+    quant = (option.format if option is not None else "") + " " + (option.hub if option else "")
+    if name == "vllm" and option is not None and option.format == "FP8" and not q.target.is_local:
+        quant += " fp8-runtime"
+    return Situation(
+        engine=name,
+        version=version,
+        cc=machine.cc,
+        gpus=max(gpus // machine.nodes, 1),
+        nodes=machine.nodes,
+        memory=memory / GIB if memory is not None else None,
+        context=context,
+        driver=machine.driver,
+        unified=machine.unified if machine.gpus else None,
+        wsl=machine.wsl,
+        mixed=machine.mixed,
+        nvlink=machine.nvlink,
+        moe=q.target.moe,
+        cards=tuple(g.card for g in machine.gpus if g.card),
+        model=q.target.size,
+        quant=quant,
+        draft=q.draft.kind if q.draft is not None else "none",
+        drafts=q.draft.ids if q.draft is not None else (),
+        kv=kv,
+        backend=q.backend,
+        env=machine.env,
+        versions=dict(machine.tools),
+    )
+
+
+def _plans(
+    calc: Calculator, name: str, option: Option, q: Question, kinds: tuple[str, ...]
+) -> tuple[Plan, ...]:
+    wanted = q.context or min(USUAL_CONTEXT, q.target.context)
+    return tuple(calc.plan(name, option, kv, wanted) for kv in kinds)
+
+
+def _kv_types(facts: Facts, row: Engine, machine: Machine, q: Question) -> tuple[str, ...]:
+    """Cache types worth showing: what was asked for, or what the card has kernels for."""
+    if q.kv is not None:
+        return (q.kv,)
+    cc = machine.cc or (0, 0)
+    kinds = row.kv
+    if row.name == "vllm" and (cc < (8, 9) or (q.draft is not None and not q.draft.causal)):
+        kinds = tuple(k for k in kinds if k != "fp8")
+    return kinds
+
+
+def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdict:
+    """The verdict of one engine."""
+    if name == "g4spec":
+        return _own(facts, machine, q)
+    row = engine(facts, name)
+    version, installed = version_of(facts, machine, name)
+    gpus = cards_for(name, machine, q.target, q.gpus)
+    calc = Calculator(facts, machine, q.target, q.draft, gpus, q.batched)
+    kinds = _kv_types(facts, row, machine, q)
+    loadable = [
+        o for o in q.target.options if name in o.engines and holds(o.cc, machine.cc or (0,))
+    ]
+    option, plans, plan = _choose(calc, name, loadable, q, kinds)
+    refusal, fix = "", ""
+    if not machine.gpus and name != "llama.cpp":
+        refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
+    elif not [o for o in q.target.options if name in o.engines]:
+        kind = "GGUF files" if name == "llama.cpp" else "checkpoint folders and hub ids"
+        refusal, fix = f"it loads {kind}", f"name the model as {q.target.size} or by such a file"
+    elif machine.gpus and machine.memory is None:
+        refusal, fix = "the card's memory could not be read", "ask with --assume"
+    elif plan is None or not plan.fits:
+        refusal, fix = _too_large(plans, q)
+    elif q.draft is not None and q.draft.kind not in row.drafts:
+        refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
+    s = situation(
+        facts, machine, q, name, version, option, plan.kv if plan else kinds[0], q.context, gpus
+    )
+    found = [p for p in facts.all(Problem) if matches(p.when, s)]
+    found.sort(key=lambda p: p.rank)
+    return EngineVerdict(
+        row,
+        version,
+        installed,
+        gpus,
+        option,
+        plan,
+        plans,
+        tuple(p for p in found if p.mark == "bad"),
+        tuple(p for p in found if p.mark == "warn"),
+        tuple(p for p in found if p.mark in ("note", "good")),
+        refusal,
+        fix,
+        s,
+    )
+
+
+def _choose(
+    calc: Calculator, name: str, loadable: list[Option], q: Question, kinds: tuple[str, ...]
+) -> tuple[Option | None, tuple[Plan, ...], Plan | None]:
+    """The best format that leaves room for a useful context, else one that fits at all, else the
+    smallest one. Formats that would be needlessly slow on the card come last."""
+    if not loadable:
+        return None, (), None
+    ordered = sorted(loadable, key=lambda o: _slow(o, calc.machine))
+    wanted = q.context or min(COMFORTABLE_CONTEXT, q.target.context)
+    tried = [(o, _plans(calc, name, o, q, kinds)) for o in ordered]
+    for least in (wanted, q.context or min(USUAL_CONTEXT, q.target.context)):
+        for option, plans in tried:
+            # The last cache type saves most and costs quality; it is not a reason to choose.
+            for plan in plans[: max(len(kinds) - 1, 1)]:
+                if plan.fits and plan.largest >= least:
+                    return option, plans, plan
+    for option, plans in tried:
+        for plan in plans:
+            if plan.fits:
+                return option, plans, plan
+    option, plans = min(tried, key=lambda t: t[0].nbytes)
+    return option, plans, plans[-1] if plans else None
+
+
+def _slow(option: Option, machine: Machine) -> bool:
+    """Whether a format is too many bytes for the card's bandwidth when a smaller one exists."""
+    bandwidth = machine.bandwidth or 0.0
+    if option.format in ("BF16", "F16"):
+        return bandwidth < 2000
+    return option.format in ("FP8", "Q8_0") and bandwidth < 400
+
+
+def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
+    if not plans:
+        return "no weight format known for this card", "name one, as 31b:q4_k_m"
+    best = max(plans, key=lambda p: p.largest)
+    if best.largest >= LEAST_CONTEXT and q.context:
+        return (
+            f"{q.context:,} tokens do not fit",
+            f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
+        )
+    need, have = best.total / GIB, best.available / GIB
+    return (
+        f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable",
+        "a smaller size or format, or more cards",
+    )
+
+
+# ---- our own runtime
+
+
+def has_kernels() -> bool:
+    """Whether this version of g4spec has CUDA kernels."""
+    return find_spec("g4spec.runtime.cuda") is not None
+
+
+def supported(size: Size) -> str:
+    """Why g4spec's runtime cannot run a size, or "" if it can: its own parser is asked."""
+    n = size.sliding + size.full
+    every = n // size.full
+    config = {
+        "vocab_size": 262144,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "num_hidden_layers": n,
+        "num_key_value_heads": size.kv_sliding,
+        "num_global_key_value_heads": size.kv_full,
+        "global_head_dim": 512,
+        "layer_types": [
+            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)
+        ],
+        "sliding_window": size.window,
+        "intermediate_size": size.ff,
+        "enable_moe_block": size.moe,
+        "num_kv_shared_layers": n - size.own_sliding - size.own_full,
+        "hidden_size_per_layer_input": 256 if size.own_sliding < size.sliding else 0,
+        "vocab_size_per_layer_input": 262144,
+    }
+    if size.moe:
+        config |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    try:
+        gemma4.parse_hf(Checkpoint(config, {}))
+    except Unsupported as problem:
+        return str(problem).removeprefix("config.json: ")
+    except InputError:
+        return ""  # about this made-up configuration, not about the size
+    return ""
+
+
+def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
+    """The reference runtime: CPU, float32. Without kernels a GPU does not help."""
+    row = engine(facts, "g4spec")
+    size = next((s for s in facts.all(Size) if s.id == q.target.size), None)
+    params = size.params * 1e9 if size is not None else q.target.options[0].nbytes / 0.56
+    context = q.context or USUAL_CONTEXT
+    cache = token_bytes(q.target.caches, "f32") * context
+    cache += slot_bytes(q.target.caches, "f32") * min(context, window_of(q.target.caches) + 512)
+    need = int(4 * params + cache)
+    refusal, fix = "", ""
+    why = supported(size) if size is not None else ""
+    free = machine.ram_free
+    if why:
+        refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
+    elif q.draft is not None and q.draft.kind not in row.drafts:
+        refusal, fix = f"it has no {q.draft.kind} drafts yet", "llama.cpp or vLLM"
+    elif free is not None and need > free:
+        refusal = (
+            f"its reference runtime works in 32-bit floats on the CPU and needs "
+            f"{need / GIB:.0f} GiB, {free / GIB:.0f} GiB are free"
+        )
+        fix = "use it to convert and validate; run with llama.cpp"
+    elif machine.assumed:
+        refusal = (
+            f"its reference runtime works on the CPU and needs {need / GIB:.0f} GiB of RAM; "
+            "no CUDA kernels in this version"
+        )
+        fix = "use it to convert and validate; run with llama.cpp"
+    s = situation(facts, machine, q, "g4spec", __version__, None, None, q.context, 1)
+    return EngineVerdict(
+        row,
+        __version__,
+        True,
+        1,
+        None,
+        None,
+        (),
+        (),
+        (),
+        (),
+        refusal,
+        fix,
+        replace(s, engine="g4spec"),
+    )
