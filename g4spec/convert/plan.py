@@ -65,24 +65,25 @@ class Plan:
 
 
 def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: Format,
-          n_tokens: int) -> Plan:  # fmt: skip
+          n_tokens: int, shorts: Mapping[str, str] | None = None) -> Plan:  # fmt: skip
     """The plan for a checkpoint of `kind`.
 
     Args:
         config: the kind's parsed configuration. `asked`: type for matrices.
         n_tokens: entries of the tokenizer; token tables are cut to it.
+        shorts: name of each tensor -> the kind's name of it, where a prefix is not all.
     """
-    return _Builder(kind, config, tensors, asked, n_tokens).build()
+    return _Builder(kind, config, tensors, asked, n_tokens, shorts).build()
 
 
 class _Builder:
-    def __init__(self, kind: ModuleType, config: Any, tensors: Mapping[str, Stored],
-                 asked: Format, n_tokens: int) -> None:  # fmt: skip
+    def __init__(self, kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: Format,
+                 n_tokens: int, shorts: Mapping[str, str] | None = None) -> None:  # fmt: skip
         self.kind, self.config, self.tensors, self.asked = kind, config, tensors, asked
         self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[Row]()
         self.names: dict[str, str] = {}
         for name in tensors:
-            short = canonical(name, kind)
+            short = shorts[name] if shorts else canonical(name, kind)
             if short in self.names:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
@@ -134,8 +135,11 @@ class _Builder:
                     "; "
                 )
             action: Literal["copy", "make"] = "copy"
+            given = self.tensors[name].format
             if spec.make:
                 action, note = "make", spec.make
+            elif given and given.quantized and given is not form and spec.role != "vector":
+                form, note, size = given, "quantized already, kept", given.nbytes(wanted, name)
             self.rows.append(Row(action, name, spec.name, spec.shape, form.name.upper(), note,
                                  size))  # fmt: skip
 

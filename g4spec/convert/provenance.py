@@ -30,7 +30,7 @@ SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_c
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
-def keys(source: Folder, command: str) -> KV:
+def keys(source: Folder | GGUF, command: str) -> KV:
     """Provenance of a conversion."""
     kv = {SOURCE: string(name(source.path))}
     revision = source.path.resolve().name

@@ -16,6 +16,7 @@ import numpy as np
 from g4spec import __version__, gguf, quant
 from g4spec.convert import make, provenance, sources
 from g4spec.convert import plan as planning
+from g4spec.convert import rewrite as rewriting
 from g4spec.convert import target as targets
 from g4spec.convert.plan import Plan, Row
 from g4spec.convert.sources import Folder, Found
@@ -52,7 +53,8 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
     """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
 
     Args:
-        source: a target's or a draft's checkpoint; a GGUF (alone or in a folder) is requantized.
+        source: a target's or a draft's checkpoint; a draft GGUF in another program's dialect is
+            rewritten, any other GGUF (alone or in a folder) is requantized.
         target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
             shapes come from it.
         type: of matrices, one of `quant.names()`; vectors stay F32.
@@ -61,32 +63,53 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
     Raises:
         InputError: before anything is written, whenever the plan does not work out.
     """
-    start, asked = time.perf_counter(), quant.get(type)
-    source, out = Path(source), Path(out)
-    found = sources.detect(source)
-    if isinstance(found.source, GGUF):
-        with found.source:
+    asked = quant.get(type)
+    found, out = sources.detect(Path(source)), Path(out)
+    with found:
+        if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
             return _requantize(found.source, out, asked, dry_run, False, progress,
                                [*found.notes, note])  # fmt: skip
-    folder = found.source
-    _refuse_same(out, [*folder.files, *([target] if target else [])])
+        files = found.source.files if isinstance(found.source, Folder) else [found.path]
+        _refuse_same(out, [*files, *([target] if target else [])])
+        return _convert(found, out, asked, target, dry_run, progress)
+
+
+def _convert(found: Found, out: Path, asked: Format, target: Path | None, dry_run: bool,
+             progress: Progress | None) -> Result:  # fmt: skip
+    """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
+    start = time.perf_counter()
     pair = targets.of(found) if found.is_target else _target_of(found, target)
-    config = (found.kind.parse_hf(folder.checkpoint) if found.is_target
-              else found.kind.parse_hf(folder.checkpoint, pair.config))  # fmt: skip
-    plan = planning.build(found.kind, config, folder.tensors, asked, pair.n_tokens)
-    made = _made(plan, folder, config)
+    config, tensors, shorts, notes, dropped = _read(found, pair)
+    plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, shorts)
+    plan = Plan((*plan.rows, *dropped))
+    made = _made(plan, tensors, config)
     kv = _metadata(found, config, asked, pair, made, plan, out, target)
-    notes = [*found.notes, *pair.notes]
+    notes = [*found.notes, *pair.notes, *notes]
     if dry_run:
         return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
     with workers() as pool:
         rows = plan.of("copy") + plan.of("make")
         order = {r.name: i for i, r in enumerate(plan.rows)}
         rows.sort(key=lambda r: order[r.name])
-        data = [_data(r, folder.tensors, made, pool) for r in rows]
+        data = [_data(r, tensors, made, pool) for r in rows]
         size = gguf.write(out, kv, data, progress)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
+
+
+def _read(
+    found: Found, pair: Target
+) -> tuple[Any, Mapping[str, Stored], Mapping[str, str] | None, list[str], list[Row]]:
+    """Configuration, tensors, their names in the kind's words if they have others, notes, and
+    tensors that are left out beforehand."""
+    if isinstance(found.source, GGUF):
+        assert found.dialect is not None
+        got = rewriting.rewrite(found.source, found.dialect, found.kind, pair)
+        return got.config, got.tensors, got.shorts, got.notes, got.dropped
+    checkpoint = found.source.checkpoint
+    config = (found.kind.parse_hf(checkpoint) if found.is_target
+              else found.kind.parse_hf(checkpoint, pair.config))  # fmt: skip
+    return config, found.source.tensors, None, [], []
 
 
 def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
@@ -108,13 +131,12 @@ def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
 
     The name holds a digest of both contents, so a changed checkpoint is converted again.
     """
-    found, pair = sources.detect(source), sources.detect(target)
-    if isinstance(found.source, GGUF):
-        found.source.close()
-        return found.path, f"{source} holds a GGUF: took {found.path.name}"
-    parts = [__version__, type, provenance.digest(found.source), provenance.digest(pair.source)]
-    if isinstance(pair.source, GGUF):
-        pair.source.close()
+    with sources.detect(source) as found:
+        if isinstance(found.source, GGUF) and found.dialect is None:
+            return found.path, f"{source} holds a GGUF: took {found.path.name}"
+        parts = [__version__, type, provenance.digest(found.source)]
+    with sources.detect(target) as pair:
+        parts.append(provenance.digest(pair.source))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
     if out.is_file():
@@ -127,8 +149,8 @@ def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
 def _target_of(found: Found, target: Path | None) -> Target:
     if target is not None:
         return targets.load(Path(target))
-    assert isinstance(found.source, Folder)
-    spec = found.source.config.get("speculators_config")
+    config = found.source.config if isinstance(found.source, Folder) else {}
+    spec = config.get("speculators_config")
     verifier = spec.get("verifier") if isinstance(spec, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     raise UsageError(
@@ -145,18 +167,20 @@ def _refuse_same(out: Path, inputs: list[Path]) -> None:
             raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
 
 
-def _made(plan: Plan, folder: Folder, config: Any) -> dict[str, np.ndarray[Any, Any]]:
+def _made(
+    plan: Plan, tensors: Mapping[str, Stored], config: Any
+) -> dict[str, np.ndarray[Any, Any]]:
     """Values of the rows that are computed: by tensor name, or metadata key."""
     out: dict[str, np.ndarray[Any, Any]] = {}
-    t2d = next((t for n, t in folder.tensors.items() if n.split(".")[-1] == "t2d"), None)
+    t2d = next((t for n, t in tensors.items() if n.split(".")[-1] == "t2d"), None)
     for row in plan.rows:
         if row.action == "metadata":
-            tensor = folder.tensors[row.source or ""]
+            tensor = tensors[row.source or ""]
             out[row.name or ""] = make.integers(tensor) if row.type == "I32" else tensor.array()
         elif row.action == "make" and row.source is None:
             out[row.name or ""] = make.rope_freqs(config)
         elif row.action == "make":
-            source = folder.tensors[row.source or ""]
+            source = tensors[row.source or ""]
             out[row.name or ""] = make.absolute_d2t(source, t2d, config.n_vocab)
     if t2d is not None:
         out[provenance.T2D_SHA256] = np.array(make.t2d_sha256(t2d))
@@ -178,14 +202,12 @@ def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
 def _metadata(found: Found, config: Any, asked: Format, pair: Target, made: Mapping[str, Any],
               plan: Plan, out: Path, target: Path | None) -> KV:  # fmt: skip
     """All keys of the file: general, the kind's own, tokenizer, provenance."""
-    folder = found.source
-    assert isinstance(folder, Folder)
     own: KV = found.kind.metadata(config)
     kv: KV = {
         "general.architecture": own.pop("general.architecture"),
         "general.type": string("model"),
-        "general.name": string(provenance.name(folder.path).split("/")[-1]),
-        "general.file_type": u32(asked.file_type or 0),
+        "general.name": string(provenance.name(found.path).split("/")[-1]),
+        "general.file_type": u32(_file_type(plan, asked)),
         "general.quantization_version": u32(QUANTIZATION_VERSION),
     }
     # A draft's own keys come last: its mask token overrides the tokenizer's.
@@ -198,8 +220,18 @@ def _metadata(found: Found, config: Any, asked: Format, pair: Target, made: Mapp
         kv[provenance.T2D_SHA256] = string(str(made[provenance.T2D_SHA256]))
     kv |= pair.pairing if target else pair.sampling
     with_target = f" --target {provenance.name(Path(target))}" if target else ""
-    command = f"g4spec convert {folder.path.name}{with_target} -o {out.name} --type {asked.name}"
-    return kv | provenance.keys(folder, command)
+    command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
+    return kv | provenance.keys(found.source, command)
+
+
+def _file_type(plan: Plan, asked: Format) -> int:
+    """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs."""
+    sizes: dict[str, int] = {}
+    for row in plan.of("copy"):
+        sizes[row.type] = sizes.get(row.type, 0) + row.nbytes
+    kept = any(row.note.startswith("quantized already") for row in plan.rows)
+    form = quant.get(max(sizes, key=lambda name: sizes[name])) if kept and sizes else asked
+    return form.file_type or 0
 
 
 def _requantize(file: GGUF, out: Path, asked: Format, dry_run: bool, allow: bool,
@@ -215,7 +247,7 @@ def _requantize(file: GGUF, out: Path, asked: Format, dry_run: bool, allow: bool
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     with ExitStack() as stack:
         pool = stack.enter_context(workers())
-        stored = {name: _stored(file, name) for name in file.tensors}
+        stored = {name: rewriting.stored(file, name) for name in file.tensors}
         data = [_data(r, stored, {}, pool) for r in rows]
         size = gguf.write(out, kv, data, progress)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
@@ -239,14 +271,9 @@ def _requantized(file: GGUF, name: str, asked: Format, allow: bool) -> Row:
                form.nbytes(info.shape, name))  # fmt: skip
 
 
-def _stored(file: GGUF, name: str) -> Stored:
-    info = file.tensors[name]
-    return Stored(name, info.shape, info.format.name.upper(), info.format, file.raw(name))
-
-
 def tensors_of(found: Found) -> Iterator[Stored]:
     """Every tensor of a source, for inspection."""
     if isinstance(found.source, GGUF):
-        yield from (_stored(found.source, name) for name in found.source.tensors)
+        yield from (rewriting.stored(found.source, name) for name in found.source.tensors)
     else:
         yield from found.source.tensors.values()

@@ -12,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from g4spec import models
-from g4spec.convert import safetensors
+from g4spec.convert import dialects, safetensors
+from g4spec.convert.dialects import Dialect
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
@@ -31,10 +32,6 @@ UNSUPPORTED = {
     "dsparkdraftmodel": "a DSpark draft",
     "qwen3dsparkmodel": "a DSpark draft",
     "gemma4unifiedforconditionalgeneration": "a unified (12B) Gemma 4 target",
-    "gemma4_assistant": "an assistant GGUF in a fork's dialect",
-    "gemma4_mtp": "an assistant GGUF in a fork's dialect",
-    "dflash-draft": "a DFlash GGUF in a fork's dialect",
-    "gemma4-dflash-draft": "a DFlash GGUF in a fork's dialect",
 }
 """Kinds that are recognised (speculators_model_type, architecture; lower case) but have no code."""
 
@@ -68,11 +65,20 @@ class Found:
     Attributes:
         kind: the module in `models/`. `source`: a Folder, or an open GGUF.
         notes: what the user should know about how the source was chosen.
+        dialect: of a GGUF by another program that must be rewritten before anything opens it.
     """
 
     kind: ModuleType
     source: Folder | GGUF
     notes: list[str] = field(default_factory=list)
+    dialect: Dialect | None = None
+
+    def __enter__(self) -> Found:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if isinstance(self.source, GGUF):
+            self.source.close()
 
     @property
     def path(self) -> Path:
@@ -160,6 +166,9 @@ def _unknown(where: str, labels: list[str], seen: str) -> InputError:
 
 def _detect_gguf(gguf: GGUF, notes: list[str]) -> Found:
     arch = gguf.get("general.architecture")
+    dialect = dialects.recognise(arch, [*gguf, *gguf.tensors])
+    if dialect is not None:
+        return Found(models.kinds()[dialect.kind], gguf, notes, dialect)
     kind = models.of_gguf(arch, gguf.tensors)
     if kind is None:
         gguf.close()

@@ -1,0 +1,169 @@
+"""Draft GGUFs as other programs write or wrote them, as data; `rewrite.py` acts on it.
+
+A dialect is told by its architecture string and by keys and tensors that only it has. What a key
+means follows from its name alone (`target_layer_ids` counts outputs everywhere, `target_layers`
+inputs), so all dialects of a kind share one table of names.
+
+Sources: loaders and converters of lucebox, dusterbloom's fork, ik_llama.cpp, beellama.cpp, buun,
+AtomicChat, and of the upstream pull requests 22105 (DFlash) and 22738 (assistants).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MASK = "tokenizer.ggml.mask_token_id"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One way of writing a kind of draft.
+
+    Attributes:
+        title: whose it is. `kind`: the architecture it becomes.
+        archs: its values of `general.architecture`.
+        marks: patterns of keys (without the architecture) and tensor names; one must be there.
+    """
+
+    title: str
+    kind: str
+    archs: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names that the dialects of one kind use.
+
+    Attributes:
+        kept: keys (without the architecture) that mean the same in the current form.
+        keys: key -> current key; `tokenizer.` ones are whole. `unused`: patterns of keys that say
+            nothing the file still needs.
+        tensors: pattern -> current name.
+        refused: pattern of keys (if true) and tensors -> the feature for which there is no code.
+    """
+
+    kept: tuple[str, ...]
+    keys: dict[str, str]
+    unused: tuple[str, ...]
+    tensors: tuple[tuple[str, str], ...]
+    refused: tuple[tuple[str, str], ...]
+
+
+PLUS_ONE = "dflash.target_layer_ids"
+"""Layers whose output is read; the current form names layers whose input is read."""
+
+DIALECTS = (
+    Dialect("dusterbloom's fork", "dflash", ("gemma4-dflash-draft",),
+            (r"dflash\.target_hidden", r"dflash\.sliding_window", r"dflash\.logit_softcap")),
+    Dialect("ik_llama.cpp, beellama or buun", "dflash", ("dflash-draft", "gemma4-dflash-draft"),
+            (r"dflash_fc\.weight",)),
+    Dialect("lucebox", "dflash", ("gemma4-dflash-draft", "dflash-draft", "qwen35-dflash-draft")),
+    Dialect("an early llama.cpp branch", "dflash", ("dflash",),
+            (r"(dflash\.)?target_layer_ids", r"dflash[._]fc\.weight")),
+    Dialect("AtomicChat", "gemma4-assistant", ("gemma4_assistant",)),
+    Dialect("ik_llama.cpp", "gemma4-assistant", ("gemma4_mtp",)),
+    Dialect("an early llama.cpp branch", "gemma4-assistant", ("gemma4-assistant",),
+            (r"masked_embd_(centroids\.weight|ordering(\.weight)?)",)),
+    Dialect("ik_llama.cpp's newer form", "gemma4-assistant", ("gemma4-assistant",),
+            (r"mtp\.(centroids|token_ordering)\.weight", r"n_centroids")),
+)  # fmt: skip
+"""In the order in which they are tried: those with marks before those known by a name alone."""
+
+_GEMMA = ("context_length", "embedding_length", "block_count", "feed_forward_length",
+          "attention.head_count", "attention.head_count_kv", "attention.key_length",
+          "attention.layer_norm_rms_epsilon", "attention.sliding_window",
+          "attention.sliding_window_pattern", "rope.freq_base")  # fmt: skip
+
+FAMILIES = {
+    "dflash": Family(
+        kept=(*_GEMMA, "block_size", "target_layers", "embedding_scale", "vocab_size",
+              "final_logit_softcapping", "hidden_activation"),
+        keys={
+            "dflash.block_size": "block_size",
+            "dflash.mask_token_id": MASK,
+            PLUS_ONE: "target_layers",
+            "target_layer_ids": "target_layers",
+            "dflash.target_layers": "target_layers",
+            "dflash.sliding_window": "attention.sliding_window",
+            "dflash.sliding_window_pattern": "attention.sliding_window_pattern",
+            "sliding_window_pattern": "attention.sliding_window_pattern",
+            "dflash.logit_softcap": "final_logit_softcapping",
+        },
+        unused=(
+            r"dflash\.n_target_(layers|features)", r"dflash\.target_hidden",  # repeat fc's shape
+            r"tie_word_embeddings", r"attention\.causal",  # the same in every file of a fork
+            r"rope\.dimension_count", r"attention\.value_length",
+            r"dflash\.(laguna|context_kv_layer_norm|dspark\..*)",  # false, else refused below
+        ),
+        tensors=(
+            (r"dflash[._]fc\.weight", "fc.weight"),
+            (r"dflash[._]hidden_norm\.weight", "enc.output_norm.weight"),
+            (r"(blk\.\d+\.)post_attention_norm\.weight", r"\1ffn_norm.weight"),
+        ),
+        refused=(
+            (r"blk\.\d+\.attn_gate\.weight|dflash\.laguna", "gated attention (Laguna)"),
+            (r"dflash[._]aux_hidden_norm.*", "norms on single target features (Laguna)"),
+            (r"dflash[._]domino\..*", "a Domino head"),
+            (r"dflash\.dspark\.(markov|confidence)\..*|markov_w[12]\.weight|conf_proj\..*"
+             r"|dflash\.dspark\.enabled", "a DSpark head in a fork's dialect"),
+            (r"selector_\w+\.weight|blk\.\d+\.\w+_conv_\w+.*", "DFlash2 in a fork's dialect"),
+            (r"dflash\.context_kv_layer_norm", "a norm on context keys and values"),
+            (r"dflash\.backbone_rotary_base", "a second rotation base"),
+            (r"blk\.\d+\.attn_\w+\.bias", "attention biases"),
+            (r"blk\.\d+\.attn_sinks.*", "attention sinks"),
+            (r"attention\.value_scale", "scaled values"),
+        ),
+    ),
+    "gemma4-assistant": Family(
+        kept=(*_GEMMA, "attention.key_length_swa", "rope.freq_base_swa", "embedding_length_out",
+              "embedding_length_per_layer_input", "n_centroids", "centroid_top_k"),
+        keys={
+            "n_embd_backbone": "embedding_length_out",
+            "backbone_embedding_length": "embedding_length_out",
+            "centroid_count": "n_centroids",
+            "sliding_window_pattern": "attention.sliding_window_pattern",
+        },
+        unused=(
+            r"attention\.k_eq_v", r"attention_k_eq_v", r"requires_target_arch",
+            r"use_ordered_embeddings", r"nextn_predict_layers", r"attention\.shared_kv_layers",
+            r"rope\.dimension_count(_swa)?", r"attention\.value_length(_swa)?", r"vocab_size",
+            r"final_logit_softcapping",  # no engine caps an assistant's logits
+        ),
+        tensors=(
+            (r"mtp\.(blk\..*)", r"\1"),
+            (r"mtp(?:\.pre_projection|_pre_proj)\.weight", "nextn.pre_projection.weight"),
+            (r"mtp(?:\.post_projection|_post_proj)\.weight", "nextn.post_projection.weight"),
+            (r"(?:mtp[._]|masked_embd_)centroids\.weight", "masked_embedding.centroids.weight"),
+            (r"(?:mtp[._]token_|masked_embd_)ordering(?:\.weight)?",
+             "masked_embedding.token_ordering"),
+            (r"output\.weight", "lm_head.weight"),
+        ),
+        refused=(
+            (r"blk\.\d+\.attn_[kv]\.weight", "keys and values of its own"),
+            (r"blk\.\d+\.ffn_gate_inp\.weight", "mixture of experts in an assistant"),
+        ),
+    ),
+}  # fmt: skip
+
+
+def recognise(arch: object, names: Iterable[str]) -> Dialect | None:
+    """The dialect of a file with this architecture, keys and tensor names, if it is one."""
+    names = [n.removeprefix(f"{arch}.") for n in names]
+    for dialect in DIALECTS:
+        if arch in dialect.archs and (
+            not dialect.marks or any(re.fullmatch(m, n) for m in dialect.marks for n in names)
+        ):
+            return dialect
+    return None
+
+
+def renamed(family: Family, name: str, present: Iterable[str]) -> str:
+    """Current name of a tensor. A name of the present is kept where the file has both."""
+    for pattern, new in family.tensors:
+        if re.fullmatch(pattern, name):
+            current = re.sub(pattern, new, name)
+            return name if current in present else current
+    return name
