@@ -12,7 +12,7 @@ import pytest
 from g4spec import models, quant
 from g4spec.convert import convert, quantize
 from g4spec.gguf import GGUF, T
-from tests import tiny
+from tests import tiny, tiny_drafts
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zlab": (tiny.zlab_dflash, {}),
@@ -22,6 +22,11 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "speculators sliding": (tiny.speculators_dflash, {"window": 8, "non_causal": True}),
     "assistant": (tiny.assistant, {}),
     "assistant centroids": (tiny.assistant, {"centroids": 16}),
+    "dflash from the anchor": (tiny.speculators_dflash, {"sample_from_anchor": True}),
+    "dspark": (tiny_drafts.speculators_dspark, {}),
+    "dspark gated": (tiny_drafts.speculators_dspark, {"head": "gated", "draft_vocab": None}),
+    "dspark rnn": (tiny_drafts.speculators_dspark, {"head": "rnn", "confidence": "hidden"}),
+    "deepspec": (tiny_drafts.deepspec_dspark, {"alias": True}),
 }
 PROVENANCE = ("g4spec.source", "g4spec.command", "g4spec.versions", "general.name")
 
@@ -75,14 +80,17 @@ def test_drafts(name: str, target: Path, tmp_path: Path) -> None:
     draft = make(tmp_path / "draft", target, **options)
     result = convert(draft, tmp_path / "d.gguf", target=target)
     with GGUF(tmp_path / "d.gguf") as g, GGUF_of(target, tmp_path) as t:
-        kind = models.kinds()[g["general.architecture"]]
+        kind = models.of_gguf(g["general.architecture"], g.tensors)
+        assert kind is not None
         config = kind.parse_gguf(g.kv, g.shapes())
         assert set(g.shapes()) == {s.name for s in kind.tensors(config)}
         assert g["tokenizer.ggml.tokens"] == t["tokenizer.ggml.tokens"]
         assert g["g4spec.stop_ids"] == [1, 50, 106]
         assert g["general.file_type"] == 7
         for tensor in g.tensors.values():
-            expected = {"d2t": 27}.get(tensor.name, 0 if len(tensor.shape) == 1 else 8)
+            spec = next(s for s in kind.tensors(config) if s.name == tensor.name)
+            blocks = 8 if tensor.shape[-1] % 32 == 0 else 1  # Q8_0, or F16 for odd rows
+            expected = {"index": 27, "vector": 0}.get(spec.role, blocks)
             assert tensor.type == expected, tensor.name
     sources = [r.source for r in result.plan.rows if r.source]
     assert len(sources) == len(set(sources))
@@ -154,14 +162,14 @@ def test_a_draft_of_a_gguf_target_equals_that_of_its_folder(target: Path, tmp_pa
     assert content(tmp_path / "a.gguf") == content(tmp_path / "b.gguf")
 
 
-@pytest.mark.parametrize("type", quant.names())
+@pytest.mark.parametrize("type", policy.names())
 def test_quantize_equals_converting_to_that_type(type: str, target: Path, tmp_path: Path) -> None:
     convert(target, tmp_path / "bf16.gguf", type="bf16")
     convert(target, tmp_path / "a.gguf", type=type)
     result = quantize(tmp_path / "bf16.gguf", tmp_path / "b.gguf", type)
     assert content(tmp_path / "a.gguf") == content(tmp_path / "b.gguf")
     with GGUF(tmp_path / "b.gguf") as b, GGUF(tmp_path / "bf16.gguf") as a:
-        assert list(a) == list(b) and b["general.file_type"] == quant.get(type).file_type
+        assert list(a) == list(b) and b["general.file_type"] == policy.asked(type).file_type
     assert result.nbytes == (tmp_path / "b.gguf").stat().st_size
 
 

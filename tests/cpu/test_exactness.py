@@ -15,6 +15,7 @@ from g4spec.runtime.ops import BLOCK, TILE, Ops
 from g4spec.runtime.sampling import Sampler
 from g4spec.runtime.speculate import Backlog, Speculation
 from g4spec.runtime.target import Target
+from tests import memory_drafts as md
 from tests import memory_models as mm
 
 PROMPT = [2, *((i * 37) % 150 + 5 for i in range(3 * mm.WINDOW + 1))]
@@ -131,6 +132,12 @@ DRAFTS: dict[str, Callable[[Target], Draft]] = {
     "assistant": mm.assistant_draft,
     "assistant-centroids": lambda t: mm.assistant_draft(t, n_centroids=16),
     "ngram": lambda t: ngram.Drafter(),
+    "dspark": md.dspark_draft,
+    "dspark-rnn-reduced": lambda t: md.dspark_draft(
+        t, head="rnn", own_embed=True, own_head=True, n_draft=64, from_anchor=False
+    ),
+    "dspark-cut": lambda t: md.dspark_draft(t, head="gated", cut=0.5),
+    "dspark-gemma": lambda t: md.dspark_draft(t, gemma=True),
 }
 
 

@@ -1,0 +1,42 @@
+"""More kinds of small random drafts built in memory (see `tests.memory_models`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from g4spec.models import dflash_backbone as backbone
+from g4spec.models import dspark
+from g4spec.models.spec import MAX_STEP_ROWS
+from g4spec.runtime.kv import LayerKV
+from g4spec.runtime.target import Target
+from tests import memory_models as mm
+
+
+def build(kind: Any, config: Any, on: Target, seed: int, window: int | None = None) -> Any:
+    """A draft of `config` for target `on`, whose taps it sets."""
+    w = mm.weights(kind.tensors(config), seed, 0.3)
+    if config.n_draft:
+        w["d2t"] = torch.randperm(mm.V, generator=torch.Generator().manual_seed(seed))
+        w["d2t"] = w["d2t"][: config.n_draft].sort().values
+    kv = [
+        LayerKV(c.n_kv, c.head_dim, on.n_ctx + MAX_STEP_ROWS, c.window, max(on.chunk, 32))
+        for c in kind.caches(config, window)
+    ]
+    on.taps = config.target_layers
+    return kind.Drafter(config, w, on.ops, on, None, kv, window)
+
+
+def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
+    """A DSpark draft; `gemma` gives it Gemma 4 layers."""
+    extra = {"head": "vanilla", "rank": 8, "confidence": "both", "from_anchor": True} | kw
+    base = mm.dflash_config()
+    if extra.get("gemma"):
+        layers = tuple(replace(s, window=None, causal=False, v_from_k=True, rope_partial=0.25)
+                       for s in base.layers)  # fmt: skip
+        base = mm.dflash_config(layers=layers, own_embed=True, own_head=True, softcap=30.0)
+    config = backbone.extended(dspark.Config, base, **extra)
+    made: dspark.Drafter = build(dspark, config, on, seed)
+    return made
