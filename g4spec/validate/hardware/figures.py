@@ -59,10 +59,15 @@ class Reading(Row):
     """A published reading of memory.
 
     Attributes:
-        engine: whose. `check`: which formula gives it (`total`, `slope`, `token`, `pages`,
-            `tokens`), or empty for an anchor that no formula covers.
-        model, format, draft, kv, kv_v, context, tp, batched, gib, weights_gib: its inputs.
-        value: what was read; unit as the check needs. `tolerance`: relative.
+        check: which formula gives it: `total` (a llama.cpp process, GiB), `slope` (GiB between two
+            contexts), `pool` (GiB of one sequence), `token` (bytes), `tokens` (in a pool), `pages`,
+            `unwindowed` (bytes a token with sliding layers kept whole), `unwindowed-tokens`,
+            `full-sliding` (GiB of that), `card` (GiB on one card); empty for an anchor that no
+            formula covers.
+        kv_v: type of the values, where it differs. `tp`: cards. `batched`: vLLM's
+            max_num_batched_tokens. `pool_gib`, `tokens`: size of the cache pool. `util`: vLLM's
+            gpu-memory-utilization.
+        value: what was read. `tolerance`: relative.
     """
 
     engine: str
@@ -77,6 +82,7 @@ class Reading(Row):
     tp: int = 1
     batched: int = 2048
     pool_gib: float = 0.0
+    tokens: int = 0
     weights_gb: float = 0.0
     util: float = 0.0
     value: float = 0.0

@@ -1,0 +1,378 @@
+"""doctor and the systems of the four reports: the verdict, the failure each had, and the fix."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec.cli import run
+from g4spec.errors import UsageError
+from g4spec.validate.hardware import backends, questions
+from g4spec.validate.hardware.doctor import diagnose
+from g4spec.validate.hardware.facts import facts
+from g4spec.validate.hardware.machine import Gpu, Machine, assume
+from g4spec.validate.hardware.rows import Card
+from g4spec.validate.hardware.verdict import Diagnosis
+
+FACTS = facts()
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def ask(machine: str, model: str | None = None, draft: str | None = None, *, c: int | None = None,
+        given: tuple[str, ...] = (), engine: str | None = None, kv: str | None = None,
+        backend: str | None = None) -> Diagnosis:  # fmt: skip
+    m = questions.machine(FACTS, machine, given)
+    q = questions.build(FACTS, model, draft, c, kv, backend, None)
+    return diagnose(FACTS, m, q, engine)
+
+
+def texts(d: Diagnosis, title: str = "") -> str:
+    return "\n".join(f"{line.mark} {line.text} | {line.reason} | {line.fix}"
+                     for s in d.sections if title in s.title for line in s.lines)  # fmt: skip
+
+
+def line(d: Diagnosis, title: str, start: str) -> Any:
+    return next(x for s in d.sections if title in s.title for x in s.lines
+                if x.text.startswith(start))  # fmt: skip
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    code = run(["doctor", *args])
+    return code, capsys.readouterr().out
+
+
+# ---- report 1: two RTX 3090, vLLM 0.19.2rc1, RedHat's DFlash
+
+
+AMPERE = ("2x RTX 3090", "31b", "redhat-dflash")
+
+
+def test_ampere_report_as_it_was() -> None:
+    d = ask(*AMPERE, given=("vllm=0.19.2rc1.dev21+g893611813",))
+    assert not d.works
+    engines = texts(d, "Engines")
+    assert "bad vLLM 0.19.2rc1.dev21+g893611813: vLLM 0.19 cannot run a DFlash draft" in engines
+    assert "inherits the target's backend" in engines
+    assert "not about head size 256" in engines
+    assert "vllm>=0.28" in d.steps[0]
+    assert "after an upgrade, vLLM 0.33.0" in engines
+
+
+def test_ampere_table_is_reproduced_with_its_true_cause() -> None:
+    """The report's table: backend, non-causal, head size."""
+    rows = {r.name: r for r in backends.rows(FACTS, "vllm", "0.19.2", (8, 6))}
+    table = {name: (r.draft, 512 in r.heads) for name, r in rows.items()}
+    assert table == {
+        "FLASH_ATTN": (True, False),
+        "FLASH_ATTN_DIFFKV": (None, False),
+        "FLASHINFER": (False, False),
+        "TRITON_ATTN": (False, True),
+        "FLEX_ATTENTION": (False, True),
+        "TREE_ATTN": (False, True),
+    }
+    assert all(256 in r.heads for r in rows.values()), "head size 256 was never the problem"
+    assert "512" in rows["FLASH_ATTN"].why and rows["FLASH_ATTN"].fix
+    assert all(r.why and r.fix for r in rows.values())
+
+
+def test_ampere_table_is_corrected_for_newer_versions() -> None:
+    rows = {r.name: r for r in backends.rows(FACTS, "vllm", "0.33.0", (8, 6))}
+    for name in ("FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"):
+        assert rows[name].draft and rows[name].target, name
+    assert rows["FLASH_ATTN (FA2)"].draft and not rows["FLASH_ATTN (FA2)"].target
+    assert "TREE_ATTN" not in rows
+    assert "fp8" not in rows["TRITON_ATTN"].kv, "an fp8 cache needs capability 8.9 in Triton"
+    ada = {r.name: r for r in backends.rows(FACTS, "vllm", "0.33.0", (8, 9))}
+    assert "fp8" in ada["TRITON_ATTN"].kv
+    flex = {r.name: r for r in backends.rows(FACTS, "vllm", "0.20.2", (8, 6))}
+    assert [n for n, r in flex.items() if r.draft and r.target] == ["FLEX_ATTENTION"]
+
+
+def test_ampere_today() -> None:
+    d = ask(*AMPERE)
+    assert d.works
+    vllm = line(d, "Engines", "vLLM 0.33.0")
+    assert "INT4 AutoRound, 2 cards" in vllm.text
+    assert "draft FLASH_ATTN" in texts(d, "Attention backends")
+    assert "num_speculative_tokens 8" in texts(d, "Draft length")
+    assert "no NVLink" in texts(d, "Machine")
+    assert "peer-to-peer" in texts(d, "Known problems")
+
+
+def test_ampere_second_path_llamacpp() -> None:
+    d = ask(*AMPERE, engine="llama.cpp")
+    problems = texts(d, "Known problems")
+    assert d.works
+    assert "d2t and t2d" in problems and "g4spec convert" in problems
+    old = ask(*AMPERE, engine="llama.cpp", given=("llama.cpp=b9548",))
+    assert not old.works and "b9831" in old.steps[0]
+
+
+# ---- report 2: GB10 alone, and two and four of them
+
+
+def test_spark_as_it_was() -> None:
+    d = ask("GB10", "31b:fp8", "redhat-dflash", given=("vllm=0.19.2",))
+    assert not d.works
+    engines = texts(d, "Engines")
+    assert "cannot run a DFlash draft" in engines, "second and third patch"
+    assert "no FP8 kernels for GB10" in engines and "FORCE_FP8_MARLIN" in engines, "first patch"
+
+
+def test_spark_forced_backend() -> None:
+    d = ask("GB10", "31b", "redhat-dflash", backend="flash_attn", engine="vllm")
+    assert not d.works
+    assert "FLASH_ATTN cannot be forced" in texts(d, "Engines")
+    assert "remove --attention-backend" in d.steps[0]
+
+
+def test_spark_today() -> None:
+    d = ask("GB10", "31b:fp8", "redhat-dflash", c=16384)
+    assert d.works
+    assert "shared with the CPU" in texts(d, "Machine")
+    assert "0.80" in texts(d, "Known problems")
+    speed = texts(d, "Speed")
+    assert "5.53 without, 15.44 tokens/s with this draft" in speed
+    assert "sm_121" not in speed
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_sparks_together(nodes: int) -> None:
+    d = ask(f"{nodes}x GB10", "31b:fp8", "redhat-dflash")
+    assert d.works and d.machine.nodes == nodes and len(d.machine.gpus) == 1
+    problems = texts(d, "Known problems")
+    assert "Ray" in problems and "--headless" in problems
+    assert "bad cable" in problems and "doctor --network" in problems
+    assert f"{nodes} cards" in line(d, "Engines", "vLLM").text
+
+
+# ---- report 3: one RTX 3090 with 24 GB
+
+
+def test_one_3090_31b() -> None:
+    d = ask("RTX 3090 24GB", "31b:q4_k_m", "zlab", c=32768, kv="q8_0")
+    assert d.works
+    assert "does not start the 31B on one 24 GB card" in texts(d, "Engines")
+    assert "24.00 of 24 GB" in texts(d, "Known problems")
+    assert "Q8_0 draft" in texts(d, "Known problems")
+    assert d.plans[0].largest >= 32768
+    too_long = ask("RTX 3090 24GB", "31b:q4_k_m", "zlab", c=65536, kv="q8_0")
+    assert not too_long.works
+    assert "65,536 tokens do not fit" in texts(too_long, "Engines")
+    assert "the largest context that fits" in texts(too_long, "Engines")
+
+
+def test_one_3090_26b() -> None:
+    d = ask("RTX 3090 24GB", "26b", "zlab", c=65536)
+    assert d.works
+    assert "runs Q4_K_M" in line(d, "Engines", "llama.cpp").text
+
+
+# ---- report 4: two V100
+
+
+def test_volta() -> None:
+    d = ask("2x V100", "31b", "mtp")
+    engines = texts(d, "Engines")
+    assert d.works, "with llama.cpp"
+    assert "bad vLLM 0.33.0 (newest known, not installed): vLLM has no code for a V100" in engines
+    assert "1Cat-vLLM" in engines and "CUDA 12" in engines
+    assert "runs" in line(d, "Engines", "llama.cpp").text
+    problems = texts(d, "Known problems")
+    assert "310 ms a token on Triton" in problems and "--attention-backend" in problems
+    assert "CUDA 12.9" in problems
+    only = ask("2x V100", "31b", "mtp", engine="vllm")
+    assert not only.works and "llama.cpp" in only.steps[0]
+
+
+def test_volta_shared_memory_is_just_enough() -> None:
+    assert backends.shared_memory(FACTS, (7, 0)) == 98304
+    turing = {r.name: r for r in backends.rows(FACTS, "vllm", "0.33.0", (7, 5))}
+    assert not turing["TRITON_ATTN"].target
+    assert "98,304" in turing["TRITON_ATTN"].why and "65,536" in turing["TRITON_ATTN"].why
+
+
+# ---- rules beyond the reports
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "draft", "given", "kv", "words"),
+    [
+        ("RTX 4090", "12b", "mtp", ("vllm=0.27.1", "transformers=5.15.0"), None, "5.14.1"),
+        ("RTX 4090", "12b", "mtp", ("vllm=0.25.0",), None, "0.24.0"),
+        ("RTX 3090", "12b", "mtp", ("vllm=0.33.0",), "fp8", "bfloat16"),
+        ("2x RTX 4090", "31b", "zlab", ("vllm=0.25.1",), None, "vllm>=0.28"),
+        ("2x RTX 4090", "31b", "redhat-dflash2", ("vllm=0.26.0",), None, "vllm>=0.28"),
+        ("RTX 4090", "12b", "mtp", ("vllm=0.33.0", "driver=570.12"), None, "driver 580"),
+        ("RTX 3090", "26b:autoround", "mtp", ("vllm=0.33.0",), None, "format"),
+        ("T4", "e4b", "mtp", ("vllm=0.33.0",), None, "llama.cpp"),
+        ("RTX 3090 + RTX 4090", "31b", "mtp", ("vllm=0.33.0",), None, "one compute capability"),
+        ("RTX 3090", "12b", "mtp", ("llama.cpp=b9000",), None, "b9549"),
+        ("RTX 3090", "e2b", "mtp", ("llama.cpp=b9550",), None, "b9568"),
+    ],
+)
+def test_what_breaks_has_its_fix(
+    machine: str, model: str, draft: str, given: tuple[str, ...], kv: str | None, words: str
+) -> None:
+    engine = "llama.cpp" if given[0].startswith("llama") else "vllm"
+    d = ask(machine, model, draft, given=given, kv=kv, engine=engine)
+    assert not d.works
+    assert words in " ".join(d.steps) + texts(d, "Engines")
+
+
+def test_nccl_typo_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine((Gpu("RTX 3090", (8, 6), 24 << 30, card="rtx-3090"),) * 2,
+                      env=frozenset({"NCCL_IP_DISABLE"}))  # fmt: skip
+    d = diagnose(FACTS, machine, None)
+    assert "NCCL_IB_DISABLE was probably meant" in texts(d)
+
+
+# ---- machines that are not in the data
+
+
+def test_unknown_card_says_unknown() -> None:
+    machine = Machine((Gpu("NVIDIA Tomorrow 9000", (8, 6), 24 << 30),))
+    q = questions.build(FACTS, "31b:q4_k_m", "mtp", 8192, None, None, None)
+    d = diagnose(FACTS, machine, q)
+    assert d.works
+    assert "bandwidth unknown" in texts(d, "Machine")
+    assert "unknown" in texts(d, "Speed")
+
+
+def test_unknown_capability() -> None:
+    machine = Machine((Gpu("NVIDIA Future", (13, 0), 48 << 30, bandwidth=3000.0),))
+    d = diagnose(FACTS, machine, None)
+    assert "this compute capability is not in the data" in texts(d, "Machine")
+
+
+@pytest.mark.parametrize("text", ["RTX 9999", "", "2x", "0x RTX 3090", "banana", "sm_99 24GB",
+                                  "V100 80GB", "999x RTX 3090"])  # fmt: skip
+def test_wrong_assume(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        assume(FACTS, text)
+    if text in ("RTX 9999", "banana", "sm_99 24GB", ""):
+        assert "RTX 3090" in str(caught.value) and "GB10" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "cc", "n", "gib"),
+    [
+        ("RTX 3090 24GB", (8, 6), 1, 24),
+        ("2x RTX 3090", (8, 6), 2, 24),
+        ("2 x NVIDIA GeForce RTX 3090", (8, 6), 2, 24),
+        ("3090", (8, 6), 1, 24),
+        ("V100 16GB", (7, 0), 1, 16),
+        ("2x V100", (7, 0), 2, 32),
+        ("sm_86 24GB", (8, 6), 1, 24),
+        ("sm_120a 32GB", (12, 0), 1, 32),
+        ("A100 40GB", (8, 0), 1, 40),
+        ("H100", (9, 0), 1, 80),
+    ],
+)
+def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> None:
+    m = assume(FACTS, text)
+    assert m.assumed and m.cc == cc and len(m.gpus) == n and m.memory == gib << 30
+
+
+def test_every_known_card_can_be_assumed() -> None:
+    for card in FACTS.all(Card):
+        m = assume(FACTS, card.name)
+        assert m.gpus[0].card == card.id, card.name
+        assert diagnose(FACTS, m, None).sections
+
+
+def test_other_products_are_not_taken_for_known_ones() -> None:
+    with pytest.raises(UsageError):
+        assume(FACTS, "RTX 3070 Ti")
+    assert assume(FACTS, "RTX 3090 Ti").gpus[0].card == "rtx-3090-ti"
+
+
+# ---- the command
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(capsys, "--assume", "RTX 3090", "-m", "31b:q4_k_m", "-md", "mtp")[0] == 0
+    assert doctor(capsys, "--assume", "RTX 3060", "-m", "31b:q8_0")[0] == 1
+    assert doctor(capsys, "--assume", "RTX 3060", "-m", "99b")[0] == 2
+    assert doctor(capsys, "--assume", "no such card")[0] == 2
+    assert doctor(capsys, "-md", "mtp")[0] == 2
+    assert doctor(capsys, "--assume", "RTX 3090", "-m", "31b", "-md", "nothing")[0] == 2
+    assert doctor(capsys, "--assume", "RTX 3090", "-m", "12b", "-md", "redhat-dflash")[0] == 2
+    assert doctor(capsys, "--assume", "RTX 3090", "-m", "missing.gguf")[0] == 3
+    assert doctor(capsys, "--with", "vllm", "-m", "12b")[0] == 2
+    assert doctor(capsys, "--engine", "ollama", "-m", "12b")[0] == 2
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = doctor(capsys, "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash",
+                       "--json")  # fmt: skip
+    got = json.loads(out)
+    assert code == 0 and got["works"] is True
+    assert got["machine"]["gpus"][0]["bandwidth"] == 936
+    plan = got["memory"][0]
+    assert plan["total"] == sum(s["nbytes"] for s in plan["steps"])
+    code, out = doctor(capsys, "--assume", "RTX 3060", "-m", "31b:q8_0", "--json")
+    assert code == 1 and json.loads(out)["works"] is False
+
+
+def test_one_screen_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--assume", "2x RTX 3090", "--model", "31b", "--draft", "redhat-dflash")
+    short, full = doctor(capsys, *args)[1], doctor(capsys, *args, "--verbose")[1]
+    assert len(short.splitlines()) <= 55
+    assert len(full) > len(short)
+    assert all(sign in full for sign in "✓!✗")
+    assert "[vllm-selection" in full
+
+
+def test_every_line_can_be_traced(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ids that are printed lead to a row with source and date."""
+    d = ask("2x RTX 3090", "31b", "redhat-dflash", given=("vllm=0.19.2",))
+    ids = {i for s in d.sections for x in s.lines for i in x.facts}
+    assert len(ids) > 15
+    for id in ids:
+        assert id in FACTS.by_id, id
+    code, out = doctor(capsys, "--why", "dflash-0.19")
+    assert code == 0 and "https://huggingface.co/RedHatAI" in out and "date: 2026-" in out
+    assert doctor(capsys, "--why", "no-such-fact")[0] == 2
+
+
+def test_every_row_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    class Silent:
+        def line(self, text: str = "", style: str | None = None) -> None: ...
+        def note(self, text: str) -> None: ...
+        def result(self, value: dict[str, Any]) -> None:
+            json.dumps(value)
+
+    for id in FACTS.by_id:
+        questions.explain(FACTS, id, Silent())
+
+
+def test_quick_without_a_gpu() -> None:
+    """Best of three whole processes, imports included."""
+    times = []
+    for args in (["doctor"], ["doctor", "-m", "31b", "-md", "mtp", "--assume", "RTX 3090"]) * 2:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "g4spec", *args], cwd=ROOT, capture_output=True,
+                       check=False)  # fmt: skip
+        times.append(time.perf_counter() - started)
+    assert min(times[0::2]) < 2 and min(times[1::2]) < 2, times
+
+
+def test_torch_is_not_imported() -> None:
+    code = ("import sys\nfrom g4spec.cli import run\nrun(['doctor', '-m', '31b', '--assume', "
+            "'RTX 3090'])\nassert 'torch' not in sys.modules")  # fmt: skip
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_self_test(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = doctor(capsys, "--self-test", "--json")
+    checks = json.loads(out)["checks"]
+    assert code == 0
+    assert any("same bits" in c["text"] and c["ok"] for c in checks)
+    assert any("CUDA kernels" in c["text"] for c in checks)

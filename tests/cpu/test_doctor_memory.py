@@ -1,0 +1,206 @@
+"""The memory arithmetic against every published reading for which there is a formula."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from g4spec.validate.hardware import memory, speed
+from g4spec.validate.hardware.facts import facts
+from g4spec.validate.hardware.figures import CacheTable, Fit, Reading
+from g4spec.validate.hardware.machine import GIB, Gpu, Machine, assume
+from g4spec.validate.hardware.memory import Calculator
+from g4spec.validate.hardware.rows import Card, Draft, Size
+from g4spec.validate.hardware.subjects import (
+    DraftModel,
+    Option,
+    Target,
+    from_row,
+    named_target,
+)
+
+FACTS = facts()
+
+
+def target(size: str) -> Target:
+    return named_target(FACTS, FACTS.get(Size, size))
+
+
+def draft(id: str) -> DraftModel:
+    return from_row(FACTS.get(Draft, id), id)
+
+
+def machine(gib: float, n: int = 1) -> Machine:
+    return Machine((Gpu("card", (8, 6), int(gib * GIB)),) * n)
+
+
+READINGS = [r for r in FACTS.all(Reading) if r.check]
+
+
+def computed(r: Reading) -> float:
+    """What the arithmetic gives for a reading, in its unit."""
+    caches = target(r.model).caches
+    per_token = memory.token_bytes(caches, r.kv or "bf16", r.kv_v or None)
+    if r.check == "total":
+        return llamacpp_total(r)
+    if r.check == "slope":
+        mine = memory.sharded(caches, r.tp)
+        return memory.token_bytes(mine, r.kv) * (r.context_to - r.context) / GIB
+    whole, ring = memory.vllm_cache(caches, r.context or 1 << 18, r.kv, r.tp, r.batched)
+    if r.check == "pool":
+        return (whole + ring) / GIB
+    if r.check == "token":
+        return (whole + ring) / r.context
+    if r.check == "tokens":
+        return r.pool_gib * GIB / ((whole + ring) / r.context)
+    if r.check == "pages":
+        return memory.vllm_pages(caches, r.context, r.batched)
+    every = per_token + memory.slot_bytes(caches, r.kv)
+    if r.check == "unwindowed":
+        return every / r.tp
+    if r.check == "unwindowed-tokens":
+        return r.pool_gib * GIB / every
+    if r.check == "full-sliding":
+        return every * r.context / GIB
+    assert r.check == "card"
+    return vllm_card(r)
+
+
+def llamacpp_total(r: Reading) -> float:
+    pair = draft(r.draft) if r.draft else None
+    if pair is not None:
+        pair = replace(pair, gguf_bytes=int(r.draft_gb * 1e9))
+    calc = Calculator(FACTS, machine(24), target(r.model), pair, 1)
+    option = Option("Q4_K_S", int(r.weights_gb * 1e9), ("llama.cpp",))
+    steps = calc.plan("llama.cpp", option, r.kv, r.context).steps
+    rest = sum(s.nbytes for s in steps if s.name not in ("global cache", "sliding cache"))
+    caches = target(r.model).caches
+    cache = memory.token_bytes(caches, r.kv, r.kv_v) * r.context
+    ring = memory.slot_bytes(caches, r.kv, r.kv_v) * memory.llamacpp_slots(caches, r.context)
+    return (rest + cache + ring) / GIB
+
+
+def vllm_card(r: Reading) -> float:
+    """Weights, draft, the pool that vLLM reported, and 0.5 + utilization + 0.3 GB for each
+    further card."""
+    caches = target(r.model).caches
+    whole, ring = memory.vllm_cache(caches, r.context, r.kv, r.tp, r.batched)
+    pool = r.tokens * (whole + ring) / r.context
+    extra = draft(r.draft).nbytes / r.tp if r.draft else 0
+    overhead = (0.5 + r.util + 0.3 * (r.tp - 1)) * 1e9
+    return (r.weights_gb * 1e9 / r.tp + extra + pool + overhead) / GIB
+
+
+@pytest.mark.parametrize("r", READINGS, ids=[r.id for r in READINGS])
+def test_within_five_percent(r: Reading) -> None:
+    assert r.tolerance <= 0.05
+    got = computed(r)
+    assert abs(got / r.value - 1) <= r.tolerance, f"{got:.4g} computed, {r.value:.4g} read"
+
+
+def test_readings_of_both_engines_are_covered() -> None:
+    assert {r.engine for r in READINGS} == {"llama.cpp", "vllm"}
+    assert len(READINGS) >= 15
+
+
+@pytest.mark.parametrize("row", FACTS.all(CacheTable), ids=lambda r: r.id)
+def test_cache_tables(row: CacheTable) -> None:
+    caches = target(row.model).caches
+    if row.global_token:
+        assert memory.token_bytes(caches, row.kv) == row.global_token
+    if row.sliding_slot:
+        assert memory.slot_bytes(caches, row.kv) == row.sliding_slot
+    if row.unwindowed:
+        every = memory.token_bytes(caches, row.kv) + memory.slot_bytes(caches, row.kv)
+        assert every == row.unwindowed
+    for context, gib in zip(row.contexts, row.gib, strict=True):
+        if row.engine == "vllm":
+            got = sum(memory.vllm_cache(caches, context, row.kv, row.tp, row.batched))
+        else:
+            slots = memory.llamacpp_slots(caches, context)
+            got = int(memory.token_bytes(caches, row.kv) * context
+                      + memory.slot_bytes(caches, row.kv) * slots)  # fmt: skip
+        assert got / GIB == pytest.approx(gib, rel=0.01, abs=0.006), context
+
+
+def fit_option(t: Target, name: str) -> Option:
+    wanted = "QAT UD-Q4_K_XL" if name.startswith("QAT") else name.removeprefix("UD-")
+    return next(o for o in t.options if o.format == wanted)
+
+
+@pytest.mark.parametrize("row", FACTS.all(Fit), ids=lambda r: r.id)
+def test_largest_contexts(row: Fit) -> None:
+    """430 cells: a card, a format, a draft and a cache type; within 1K or 5 %."""
+    t = target(row.model)
+    pair = None
+    if row.draft != "none":
+        maker = {"mtp": "google", "dflash": "zlab"}[row.draft]
+        found = next(d for d in FACTS.all(Draft)
+                     if (d.model, d.kind, d.maker) == (row.model, row.draft, maker))  # fmt: skip
+        pair = from_row(found, "")
+    option = fit_option(t, row.format)
+    for i, gib in enumerate(row.cards):
+        calc = Calculator(FACTS, machine(gib), t, pair, 1)
+        for kv, listed in (("f16", row.f16[i]), ("q8_0", row.q8_0[i])):
+            if listed == -2:
+                continue
+            expected = t.context / 1024 if listed == -1 else listed
+            got = calc.plan("llama.cpp", option, kv, 1024).largest / 1024
+            assert abs(got - expected) <= max(1.01, 0.05 * expected), (gib, kv, got, expected)
+
+
+def test_steps_add_up_and_name_everything() -> None:
+    calc = Calculator(FACTS, machine(24), target("31b"), draft("zlab-31b"), 1)
+    plan = calc.plan("llama.cpp", target("31b").options[5], "q8_0", 32768)
+    assert plan.total == sum(s.nbytes for s in plan.steps)
+    names = [s.name for s in plan.steps]
+    assert names == ["weights", "global cache", "sliding cache", "draft", "draft cache",
+                     "working buffers", "CUDA context"]  # fmt: skip
+
+
+def test_the_largest_context_fits_and_the_next_does_not() -> None:
+    calc = Calculator(FACTS, machine(24), target("31b"), None, 1)
+    option = fit_option(target("31b"), "Q4_K_M")
+    largest = calc.plan("llama.cpp", option, "f16", 256).largest
+    assert calc.plan("llama.cpp", option, "f16", largest).fits
+    assert not calc.plan("llama.cpp", option, "f16", largest + 256).fits
+
+
+def test_one_global_head_is_repeated_on_every_card() -> None:
+    caches = target("12b").caches
+    assert memory.token_bytes(memory.sharded(caches, 2), "bf16") == 16384
+    assert memory.token_bytes(memory.sharded(target("31b").caches, 2), "bf16") == 40960
+
+
+# ---- speed
+
+
+@pytest.mark.parametrize("card", [c for c in FACTS.all(Card) if c.ceiling_31b or c.ceiling_26b],
+                         ids=lambda c: c.id)  # fmt: skip
+def test_published_ceilings(card: Card) -> None:
+    """Bandwidth / bytes of the weights that one token reads, without cache."""
+    for size, listed, gb in (("31b", card.ceiling_31b, 18.324), ("26b", card.ceiling_26b, 2.5)):
+        del size
+        for figure, bandwidth in zip(listed, card.bandwidth, strict=bool(listed)):
+            assert bandwidth / gb == pytest.approx(figure, rel=0.02, abs=0.6)
+
+
+def test_measured_speeds_lie_in_the_range() -> None:
+    """RTX 3090, 31B: people read 35 to 37; GB10, 31B FP8: 5.53, and 15.44 with DFlash."""
+    t = target("31b")
+    card = assume(FACTS, "RTX 3090")
+    made = speed.estimate(FACTS, card, t, None, fit_option(t, "Q4_K_M"), "q8_0", 2048, 1)
+    assert made is not None and made.low <= 35 and made.high >= 35
+    spark = assume(FACTS, "GB10")
+    pair = draft("redhat-dflash")
+    made = speed.estimate(FACTS, spark, t, pair, fit_option(t, "FP8"), "bf16", 2048, 1)
+    assert made is not None
+    assert made.low * 0.95 <= 5.53 <= made.high
+    assert made.draft_low <= 15.44 <= made.draft_high
+    assert [r.best for r in made.reports] == [(15.44,)]
+
+
+def test_no_bandwidth_no_estimate() -> None:
+    t = target("31b")
+    assert speed.estimate(FACTS, machine(24), t, None, t.options[0], "f16", 1024, 1) is None

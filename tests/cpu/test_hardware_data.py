@@ -1,0 +1,214 @@
+"""The facts behind doctor and recipe: schema, sources, completeness."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec.validate.hardware import facts as loader
+from g4spec.validate.hardware import rows, versions
+from g4spec.validate.hardware.facts import FOLDER, BadFact, Facts, facts
+from g4spec.validate.hardware.figures import CacheTable, Fit, Reading
+from g4spec.validate.hardware.rows import Card, Error, Flag, Problem, Row, Size, Source, When
+
+REFS = Path(__file__).resolve().parents[1] / "data" / "hardware_refs.txt"
+
+
+def refs() -> list[str]:
+    out = []
+    for line in REFS.read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        section, _, span = line.partition(" ")
+        if not span:
+            out.append(section)
+            continue
+        first, last = map(int, span.split("-"))
+        out += [f"{section}#{n}" for n in range(first, last + 1)]
+    return out
+
+
+@pytest.fixture(scope="module")
+def known() -> Facts:
+    return facts()
+
+
+def test_every_collected_row_is_in_the_data(known: Facts) -> None:
+    have = {ref for row in known for ref in row.ref}
+    expected = refs()
+    assert len(expected) == 466
+    assert [r for r in expected if r not in have] == []
+    assert sorted(have - set(expected)) == [], "refers to a row that was never collected"
+
+
+def test_every_row_says_something(known: Facts) -> None:
+    silent = (rows.Card, rows.Capability, rows.Support, rows.Size, rows.Weights, rows.Seed,
+              rows.Backend, Flag, Error, CacheTable, Fit, Reading)  # fmt: skip
+    empty = [r.id for r in known if not r.says and not isinstance(r, (*silent, Source))
+             and type(r).__name__ not in ("Length", "Draft")]  # fmt: skip
+    assert empty == []
+
+
+def test_sources_are_public_links(known: Facts) -> None:
+    for row in known:
+        for link in known.cite(row):
+            assert re.match(r"https://[\w.-]+/", link) or link.startswith("g4spec/"), (row.id, link)
+            assert " " not in link
+
+
+def test_dates_are_not_in_the_future(known: Facts) -> None:
+    assert [r.id for r in known if not "2026-01" <= r.date <= "2026-11-30"] == []
+
+
+def test_plain_words(known: Facts) -> None:
+    """Shorthand of the notes must not reach a reader."""
+    bad = re.compile(r"\bC3090\b|\bhd\d|§|\bmnbt\b|\[W\d\d\]|\bEV\b|\*\*|/work/|shared/facts")
+    for row in known:
+        for name in ("says", "fix", "title", "cause", "reason", "item", "value", "now", "sure"):
+            text = getattr(row, name, "")
+            if isinstance(text, str):
+                assert not bad.search(text), (row.id, name, bad.search(text), text)
+
+
+def test_sizes_of_files() -> None:
+    for path in FOLDER.glob("*.toml"):
+        assert path.stat().st_size < 100_000, path.name
+
+
+def test_ids_that_rows_mention_exist(known: Facts) -> None:
+    for p in known.all(Problem):
+        assert [c for c in p.cured if not isinstance(known.by_id.get(c), Flag)] == [], p.id
+        assert [c for c in p.when.cards if not isinstance(known.by_id.get(c), Card)] == [], p.id
+        assert [m for m in p.when.model if not isinstance(known.by_id.get(m), Size)] == [], p.id
+        assert [d for d in p.when.drafts if not isinstance(known.by_id.get(d), rows.Draft)] == []
+
+
+def test_bad_problems_have_a_fix(known: Facts) -> None:
+    assert [p.id for p in known.all(Problem) if p.mark in ("bad", "warn") and not p.fix] == []
+
+
+# ---- error texts
+
+
+def test_enough_error_texts(known: Facts) -> None:
+    assert len(known.all(Error)) >= 40
+
+
+def test_each_sample_is_recognised_as_itself(known: Facts) -> None:
+    for e in known.all(Error):
+        line = f"(EngineCore pid=4711) ERROR 08-10 12:34:56 [core.py:946] {e.sample}"
+        hits = [x.id for x in known.all(Error)
+                if x.key in line.lower() and re.search(x.pattern, line)]  # fmt: skip
+        assert hits == [e.id]
+        assert e.key == e.key.lower()
+
+
+# ---- schema
+
+
+def row(**more: Any) -> dict[str, Any]:
+    return {"id": "x", "source": ["https://a.example/b"], "date": "2026-11", "topic": "t",
+            "says": "s", **more}  # fmt: skip
+
+
+def without(key: str) -> dict[str, Any]:
+    return {k: v for k, v in row().items() if k != key}
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (row(colour="red"), "unknown keys"),
+        (without("source"), "missing keys"),
+        (without("date"), "missing keys"),
+        (row(source=[]), "needs a source"),
+        (row(source="https://a"), "expected a list"),
+        (row(date="last week"), "date"),
+        (row(date="2026-13"), "date"),
+        (row(id="Has Spaces"), "id"),
+        (row(versions=">=newest"), "not a range"),
+        (row(versions="0.24-0.26"), "not a range"),
+        (row(says=3), "expected str"),
+    ],
+)
+def test_a_bad_row_is_refused(raw: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadFact, match=words):
+        loader.parse({"note": [raw]}, "test.toml")
+
+
+def test_a_good_row_is_taken() -> None:
+    (made,) = loader.parse({"note": [row(versions=">=0.24,<0.33")]}, "test.toml")
+    assert isinstance(made, rows.Note) and made.source == ("https://a.example/b",)
+
+
+def test_unknown_table() -> None:
+    with pytest.raises(BadFact, match="unknown table"):
+        loader.parse({"gpu": [row()]}, "test.toml")
+
+
+def test_conditions_are_checked() -> None:
+    raw = {**row(), "title": "t", "mark": "bad", "when": {"cc": "about 8"}}
+    raw.pop("topic")
+    with pytest.raises(BadFact, match="not a range"):
+        loader.parse({"problem": [raw]}, "test.toml")
+    raw["when"] = {"planet": "mars"}
+    with pytest.raises(BadFact, match="unknown keys"):
+        loader.parse({"problem": [raw]}, "test.toml")
+    raw["when"], raw["mark"] = {"cc": "<8.9"}, "terrible"
+    with pytest.raises(BadFact, match="expected one of good"):
+        loader.parse({"problem": [raw]}, "test.toml")
+
+
+def test_duplicate_ids_and_unknown_sources(tmp_path: Path) -> None:
+    text = '[[note]]\nid = "a"\nsource = ["https://a.example/b"]\ndate = "2026-11"\ntopic = "t"\n'
+    (tmp_path / "one.toml").write_text(text)
+    loader.load(tmp_path)
+    (tmp_path / "two.toml").write_text(text)
+    with pytest.raises(BadFact, match=r"used in one\.toml too"):
+        loader.load(tmp_path)
+    (tmp_path / "two.toml").write_text(text.replace('"a"', '"b"').replace("https://a.example/b", "me"))
+    with pytest.raises(BadFact, match="unknown source"):
+        loader.load(tmp_path)
+
+
+# ---- ranges
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "inside"),
+    [
+        ("", "0.19.2", True),
+        (">=0.24,<0.33", "0.24.0", True),
+        (">=0.24,<0.33", "0.33.0", False),
+        (">=0.24,<0.33", "0.19.2rc1.dev21+g893611813", False),
+        ("==0.25", "0.25.1", True),
+        ("==0.25", "0.26", False),
+        ("<=0.27.1", "0.27.1", True),
+        ("<=0.27.1", "0.27.2", False),
+        ("<=0.27", "0.27.2", True),
+        ("!=9.0", "9.0", False),
+        (">0.27", "0.27.1", False),
+        ("<b9549", "b9548", True),
+        ("<b9549", "b9549", False),
+        ("8.6", "8.6", True),
+    ],
+)
+def test_ranges(text: str, version: str, inside: bool) -> None:
+    assert versions.holds(text, versions.parse(version)) is inside
+
+
+def test_defaults_do_not_restrict() -> None:
+    from g4spec.validate.hardware.when import Situation, matches
+
+    assert matches(When(), Situation())
+    assert not matches(When(cc="<8.9"), Situation()), "what is unknown does not match"
+    assert matches(When(cc="<8.9", draft=("mtp",)), Situation(cc=(8, 6), draft="mtp"))
+
+
+def test_every_kind_of_row_is_used(known: Facts) -> None:
+    used = {type(r) for r in known}
+    assert [k for k, c in loader.KINDS.items() if c not in used] == []
+    assert all(issubclass(c, Row) for c in loader.KINDS.values())
