@@ -13,6 +13,10 @@ CREDIT = 64
 """Plain steps of time won that may at most be risked later, when a good draft turns bad."""
 
 
+PRIOR, PRIOR_WEIGHT = 0.6, 2.0
+"""Acceptance of the first position before any was seen, and how many observations it is worth."""
+
+
 class Length(Protocol):
     """A policy for the number of drafted tokens."""
 
@@ -66,10 +70,12 @@ class Auto:
 
     Expected tokens of a cycle come from the running acceptance of each position given that the
     ones before it held (rejection says nothing about later positions). A cycle with a draft is
-    only started if its whole cost could be wasted: time spent plus this cycle must stay within
-    (1 + MARGIN) of what plain decoding would have taken for one more token than there are now. So
-    the bound holds after every cycle since the policy was made, whatever the draft does, as far as
-    costs are known. Between any two later moments at most `CREDIT` steps are lost beyond it.
+    only started if its whole cost could be wasted: what was lost so far against plain decoding,
+    plus what this cycle costs beyond a plain step, must stay within `MARGIN` of the time that plain
+    decoding would have taken, or within one plain step while that is more (so that a short text
+    can have a draft at all). This holds after every cycle since the policy was made, whatever the
+    draft does, as far as costs are known. Time won counts for at most `CREDIT` steps, which bounds
+    what a draft that turns bad can lose later.
 
     Args:
         measured: seconds of a cycle by number of drafted tokens, 0 (plain) included.
@@ -79,28 +85,36 @@ class Auto:
     def __init__(self, measured: dict[int, float], memory: int = 64) -> None:
         self.costs = Costs(measured)
         self._keep = 0.5 ** (1.0 / memory)
-        self._held = [1.2] * MAX_DRAFT  # prior: 0.6 of two observations
-        self._tried = [2.0] * MAX_DRAFT
-        self._balance = 0.0  # seconds that may still be lost
-        self._since_probe = 0
+        self._held = [0.0] * MAX_DRAFT
+        self._tried = [0.0] * MAX_DRAFT
+        self._lost = 0.0  # seconds against plain decoding; negative when time was won
+        self._plain = 0.0  # seconds plain decoding would have taken
+        self._since_draft = 0
 
     def next(self, most: int) -> int:
         count = self._best(most)
-        if count == 0 and self._since_probe >= 64 and most:
+        if count == 0 and self._since_draft >= CREDIT and most:
             count = min(2, most)  # a draft that was useless may have become useful
-        self._since_probe += 1
-        if count and self.costs[count] > self._balance + (1 + MARGIN) * self.costs[0]:
+        self._since_draft += 1
+        if count == 0 or not self._affordable(count):
             return 0
-        if count:
-            self._since_probe = 0
+        self._since_draft = 0
         return count
+
+    def _affordable(self, count: int) -> bool:
+        step = self.costs[0]
+        allowed = max(step, MARGIN * (self._plain + step))
+        return self._lost + self.costs[count] - step <= allowed
 
     def _best(self, most: int) -> int:
         """The length with the most expected tokens per second; 0 if none beats plain decoding."""
         best, rate = 0, 1.0 / self.costs[0]
-        reach, expected = 1.0, 1.0
+        reach, expected, accept = 1.0, 1.0, PRIOR
         for count in range(1, most + 1):
-            reach *= self._held[count - 1] / self._tried[count - 1]
+            # What is not known of a position yet is taken from the one before it.
+            held, tried = self._held[count - 1], self._tried[count - 1]
+            accept = (held + PRIOR_WEIGHT * accept) / (tried + PRIOR_WEIGHT)
+            reach *= accept
             expected += reach
             if expected / self.costs[count] > rate:
                 best, rate = count, expected / self.costs[count]
@@ -108,9 +122,9 @@ class Auto:
 
     def observe(self, count: int, accepted: int, seconds: float) -> None:
         self.costs.update(count, seconds)
-        plain = self.costs[0]
-        won = (1 + MARGIN) * (accepted + 1) * plain - seconds
-        self._balance = min(self._balance + won, CREDIT * plain)
+        plain = (accepted + 1) * self.costs[0]
+        self._plain += plain
+        self._lost = max(self._lost + seconds - plain, -CREDIT * self.costs[0])
         for i in range(min(accepted + 1, count)):
             self._tried[i] = self._tried[i] * self._keep + 1
             self._held[i] = self._held[i] * self._keep + (i < accepted)
