@@ -1,0 +1,262 @@
+"""Finding out what a machine has: without a driver, with odd drivers, and over the network."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from g4spec.cli import run
+from g4spec.validate.hardware import network, probe, report
+from g4spec.validate.hardware.facts import facts
+from g4spec.validate.hardware.machine import GIB, Machine, find_card
+from g4spec.validate.hardware.probe import System
+
+FACTS = facts()
+
+
+class FakeError(Exception):
+    pass
+
+
+class Nvml:
+    """A stand-in for pynvml; `cards` are (name, cc, total, free) with None for unsupported."""
+
+    NVMLError = FakeError
+
+    def __init__(self, cards: list[tuple[str, Any, Any, Any]], *, init: bool = True,
+                 nvlink: bool = False, clock: int = 0) -> None:  # fmt: skip
+        self.cards, self.init, self.nvlink, self.clock = cards, init, nvlink, clock
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self.init:
+            raise FakeError
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
+        return b"580.159.04"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
+        return 13000
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.cards)
+
+    def nvmlDeviceGetHandleByIndex(self, i: int) -> int:  # noqa: N802
+        return i
+
+    def nvmlDeviceGetName(self, h: int) -> str:  # noqa: N802
+        return self.cards[h][0]
+
+    def nvmlDeviceGetCudaComputeCapability(self, h: int) -> tuple[int, int]:  # noqa: N802
+        if self.cards[h][1] is None:
+            raise FakeError
+        return tuple(self.cards[h][1])  # type: ignore[return-value]
+
+    def nvmlDeviceGetMemoryInfo(self, h: int) -> Any:  # noqa: N802
+        if self.cards[h][2] is None:
+            raise FakeError("Not Supported")
+        return SimpleNamespace(total=self.cards[h][2], free=self.cards[h][3])
+
+    def nvmlDeviceGetNvLinkState(self, h: int, link: int) -> int:  # noqa: N802
+        if not self.nvlink:
+            raise FakeError
+        return 1
+
+    def nvmlDeviceGetMemoryBusWidth(self, h: int) -> int:  # noqa: N802
+        return 384
+
+    def nvmlDeviceGetMaxClockInfo(self, h: int, kind: int) -> int:  # noqa: N802
+        return self.clock
+
+    def nvmlDeviceGetComputeRunningProcesses(self, h: int) -> list[Any]:  # noqa: N802
+        return [SimpleNamespace(pid=1, usedGpuMemory=3 << 30)]
+
+    def nvmlSystemGetProcessName(self, pid: int) -> bytes:  # noqa: N802
+        return b"/usr/bin/Xorg"
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal:       127600000 kB\nMemFree: 1 kB\nMemAvailable:   100000000 kB\n"
+    )
+    (tmp_path / "proc/version").write_text("Linux version 6.8")
+    return System(proc=tmp_path / "proc", root=tmp_path, env={})
+
+
+def look(monkeypatch: pytest.MonkeyPatch, nvml: Nvml, system: System) -> Machine:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
+    return probe.probe(FACTS, system)
+
+
+def test_no_driver(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    m = look(monkeypatch, Nvml([], init=False), system)
+    assert m.gpus == () and m.driver is None and m.cc is None
+    assert "no NVIDIA driver" in m.notes[0]
+
+
+def test_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    m = look(monkeypatch, Nvml([]), system)
+    assert m.gpus == () and m.driver == "580.159.04" and "shows no GPU" in m.notes[0]
+
+
+def test_package_missing(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert probe.probe(FACTS, system).gpus == ()
+
+
+def test_two_cards(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    card = ("NVIDIA GeForce RTX 3090", (8, 6), 24576 << 20, 20000 << 20)
+    m = look(monkeypatch, Nvml([card, card], nvlink=True), system)
+    assert [g.card for g in m.gpus] == ["rtx-3090", "rtx-3090"]
+    assert m.bandwidth == 936 and m.nvlink is True and m.cuda == "13.0"
+    assert m.free == 20000 << 20 and m.gpus[0].processes == ("Xorg (3072 MiB)",)
+    assert look(monkeypatch, Nvml([card, card]), system).nvlink is False
+
+
+def test_gb10_reports_no_memory(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    m = look(monkeypatch, Nvml([("NVIDIA GB10", (12, 1), None, None)]), system)
+    (gpu,) = m.gpus
+    assert gpu.unified and gpu.card == "gb10"
+    assert gpu.memory == 127600000 * 1024 and gpu.free == 100000000 * 1024
+    assert any("/proc/meminfo" in n for n in m.notes)
+
+
+def test_unknown_card_computes_its_bandwidth(
+    monkeypatch: pytest.MonkeyPatch, system: System
+) -> None:
+    m = look(monkeypatch, Nvml([("NVIDIA X1", (8, 6), 24 << 30, 23 << 30)], clock=9751), system)
+    assert m.gpus[0].card is None and m.bandwidth == pytest.approx(936, rel=0.001)
+    m = look(monkeypatch, Nvml([("NVIDIA X1", None, 24 << 30, 23 << 30)]), system)
+    assert m.cc is None and m.bandwidth is None
+
+
+def test_unsupported_calls_are_unknown(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    m = look(monkeypatch, Nvml([("NVIDIA Y", None, None, None)]), system)
+    from g4spec.validate.hardware.doctor import diagnose
+
+    assert diagnose(FACTS, m, None).sections
+
+
+def test_wsl_container_environment(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    (system.proc / "version").write_text("Linux 5.15-microsoft-standard-WSL2")
+    (system.root / ".dockerenv").touch()
+    system.env = {"NCCL_IP_DISABLE": "1", "HOME": "/x"}
+    m = look(monkeypatch, Nvml([], init=False), system)
+    assert m.wsl and m.container == "Docker" and m.env == {"NCCL_IP_DISABLE"}
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("NVIDIA GeForce RTX 3090", "rtx-3090"),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx-3090-ti"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GB10", "gb10"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3080 Ti", None),
+        ("NVIDIA A100X", None),
+        ("AMD Instinct", None),
+    ],
+)
+def test_names_of_products(name: str, card: str | None) -> None:
+    found = find_card(FACTS, name)
+    assert (found.id if found else None) == card
+
+
+def test_torch_arches(tmp_path: Path) -> None:
+    library = tmp_path / "libtorch_python.so"
+    library.write_bytes(b"\x00" * 999 + b"sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120\x00")
+    assert probe._arch_list(library) == ["75", "80", "86", "90", "100", "120"]
+    library.write_bytes(b"\x00sm_80 alone\x00")
+    assert probe._arch_list(library) == []
+    library.write_bytes(b"")
+    assert probe._arch_list(library) == []
+
+
+def test_which_code_runs_where() -> None:
+    wheel = ("7.5", "8.0", "8.6", "9.0", "12.0")
+    assert report.covered((8, 9), wheel) and report.covered((12, 1), wheel)
+    assert not report.covered((7, 0), wheel) and not report.covered((10, 0), wheel)
+
+
+def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    from g4spec.validate.hardware import questions
+    from g4spec.validate.hardware.doctor import diagnose
+
+    m = questions.machine(FACTS, "V100", ("torch=2.14.0",))
+    text = "\n".join(f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections
+                     for x in s.lines)  # fmt: skip
+    assert "bad torch 2.14.0" in text and "cu126" in text
+
+
+# ---- network
+
+
+ETHTOOL = """NIC statistics:
+     rx_packets: 100
+     rx_err_lane_0_phy: 0
+     rx_err_lane_1_phy: {}
+     rx_err_lane_2_phy: {}
+     rx_err_lane_3_phy: {}
+     rx_discards_phy: 0
+"""
+
+
+def test_the_bad_cable_of_the_report() -> None:
+    """Lane counters that rose within 15 s."""
+    before = {f"eth0 {k}": v for k, v in network.ethtool(ETHTOOL.format(15201, 976, 15299)).items()}
+    after = {f"eth0 {k}": v for k, v in network.ethtool(ETHTOOL.format(20379, 1270, 20485)).items()}
+    slept: list[float] = []
+    samples = iter((before, after))
+    found = network.watch(lambda: next(samples), slept.append)
+    assert slept == [15] and not found.ok and len(found.changes) == 3
+    assert "rx_err_lane_1_phy: 15,201 -> 20,379 (+5,178 in 15 s)" in found.lines[0].text
+    assert "cable" in found.summary
+    assert "rx_packets" not in " ".join(before)
+
+
+def test_quiet_links(tmp_path: Path) -> None:
+    port = tmp_path / "sys/class/net/eth0/statistics"
+    port.mkdir(parents=True)
+    (port / "rx_errors").write_text("5\n")
+    lanes = tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters"
+    lanes.mkdir(parents=True)
+    (lanes / "symbol_error").write_text("7\n")
+    (lanes / "port_rcv_data").write_text("123\n")
+    system = System(root=tmp_path)
+    taken = network.sample(system)
+    assert taken == {"eth0 rx_errors": 5, "mlx5_0 port 1 symbol_error": 7}
+    found = network.compare(taken, dict(taken))
+    assert found.ok and found.summary == "No link counts errors."
+    assert network.compare({}, {}).ok
+
+
+def test_network_command_fails_on_rising_errors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = iter(({"eth0 rx_errors": 1}, {"eth0 rx_errors": 900}))
+    monkeypatch.setattr(network, "watch",
+                        lambda: network.compare(next(samples), next(samples)))  # fmt: skip
+    assert run(["doctor", "--network"]) == 1
+    assert "eth0 rx_errors: 1 -> 900" in capsys.readouterr().out
+
+
+def test_units() -> None:
+    assert GIB == 2**30
