@@ -31,53 +31,53 @@ class Nvml:
                  nvlink: bool = False, clock: int = 0) -> None:  # fmt: skip
         self.cards, self.init, self.nvlink, self.clock = cards, init, nvlink, clock
 
-    def nvmlInit(self) -> None:  # noqa: N802
+    def nvmlInit(self) -> None:
         if not self.init:
             raise FakeError
 
-    def nvmlShutdown(self) -> None:  # noqa: N802
+    def nvmlShutdown(self) -> None:
         pass
 
-    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
+    def nvmlSystemGetDriverVersion(self) -> bytes:
         return b"580.159.04"
 
-    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:  # noqa: N802
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
         return 13000
 
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+    def nvmlDeviceGetCount(self) -> int:
         return len(self.cards)
 
-    def nvmlDeviceGetHandleByIndex(self, i: int) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByIndex(self, i: int) -> int:
         return i
 
-    def nvmlDeviceGetName(self, h: int) -> str:  # noqa: N802
+    def nvmlDeviceGetName(self, h: int) -> str:
         return self.cards[h][0]
 
-    def nvmlDeviceGetCudaComputeCapability(self, h: int) -> tuple[int, int]:  # noqa: N802
+    def nvmlDeviceGetCudaComputeCapability(self, h: int) -> tuple[int, int]:
         if self.cards[h][1] is None:
             raise FakeError
         return tuple(self.cards[h][1])  # type: ignore[return-value]
 
-    def nvmlDeviceGetMemoryInfo(self, h: int) -> Any:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, h: int) -> Any:
         if self.cards[h][2] is None:
             raise FakeError("Not Supported")
         return SimpleNamespace(total=self.cards[h][2], free=self.cards[h][3])
 
-    def nvmlDeviceGetNvLinkState(self, h: int, link: int) -> int:  # noqa: N802
+    def nvmlDeviceGetNvLinkState(self, h: int, link: int) -> int:
         if not self.nvlink:
             raise FakeError
         return 1
 
-    def nvmlDeviceGetMemoryBusWidth(self, h: int) -> int:  # noqa: N802
+    def nvmlDeviceGetMemoryBusWidth(self, h: int) -> int:
         return 384
 
-    def nvmlDeviceGetMaxClockInfo(self, h: int, kind: int) -> int:  # noqa: N802
+    def nvmlDeviceGetMaxClockInfo(self, h: int, kind: int) -> int:
         return self.clock
 
-    def nvmlDeviceGetComputeRunningProcesses(self, h: int) -> list[Any]:  # noqa: N802
+    def nvmlDeviceGetComputeRunningProcesses(self, h: int) -> list[Any]:
         return [SimpleNamespace(pid=1, usedGpuMemory=3 << 30)]
 
-    def nvmlSystemGetProcessName(self, pid: int) -> bytes:  # noqa: N802
+    def nvmlSystemGetProcessName(self, pid: int) -> bytes:
         return b"/usr/bin/Xorg"
 
 

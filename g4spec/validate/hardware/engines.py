@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from g4spec import __version__
+from g4spec import __version__, models
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint
@@ -280,6 +280,11 @@ def has_kernels() -> bool:
     return find_spec("g4spec.runtime.cuda") is not None
 
 
+def own_drafts() -> set[str]:
+    """Kinds of drafts that this version of g4spec runs, by the words used here."""
+    return {"mtp" if name == "gemma4-assistant" else name for name in models.drafts()}
+
+
 def supported(size: Size) -> str:
     """Why g4spec's runtime cannot run a size, or "" if it can: its own parser is asked."""
     n = size.sliding + size.full
@@ -327,7 +332,7 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     free = machine.ram_free
     if why:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
-    elif q.draft is not None and q.draft.kind not in row.drafts:
+    elif q.draft is not None and q.draft.kind not in own_drafts():
         refusal, fix = f"it has no {q.draft.kind} drafts yet", "llama.cpp or vLLM"
     elif free is not None and need > free:
         refusal = (

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from g4spec import models
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import CacheShape
@@ -131,6 +132,22 @@ def _row(facts: Facts, kind: str, maker: str, size: str) -> Draft | None:
     return next((d for d in rows if d.maker == maker), None)
 
 
+MARKS = {"markov_w1.weight": "dspark", "selector_hidden.weight": "dflash2"}
+"""Tensors that tell apart drafts which share the architecture dflash."""
+
+
+def _gguf_kind(file: GGUF, arch: str) -> str | None:
+    """The kind of a draft file, None if nobody knows the architecture."""
+    known = models.of_gguf(arch, file.tensors)
+    name = str(getattr(known, "NAME", arch))
+    if known is not None and arch not in ("dflash", "eagle3"):
+        return name if name in models.drafts() else None
+    if arch not in ("dflash", "eagle3"):
+        return None
+    marked = (kind for name, kind in MARKS.items() if name in file.tensors)
+    return next(marked, arch)
+
+
 def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
     with GGUF(path) as file:
         kv, arch = file.kv, str(file.get("general.architecture"))
@@ -142,30 +159,21 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
                 replace(made, kind="mtp", head=512, llamacpp_n=4),
                 _row(facts, "mtp", "google", of.size),
             )
-        if arch not in ("dflash", "eagle3"):
+        kind = _gguf_kind(file, arch)
+        if kind is None:
             raise InputError(
                 f"{path}: not a draft that engines know",
                 found=arch,
                 expected="architecture dflash, eagle3 or gemma4-assistant",
                 fix="g4spec convert writes such a file",
             )
-        kind = (
-            "eagle3"
-            if arch == "eagle3"
-            else (
-                "dspark"
-                if "markov_w1.weight" in file.tensors
-                else "dflash2"
-                if "selector_hidden.weight" in file.tensors
-                else "dflash"
-            )
-        )
-        block = _number(kv, f"{arch}.block_size", 16) if arch == "dflash" else 0
-        n = _number(kv, f"{arch}.block_count")
-        window = _number(kv, f"{arch}.attention.sliding_window", 0)
-        sliding = kv.get(f"{arch}.attention.sliding_window_pattern") or [False] * n
-        head = _number(kv, f"{arch}.attention.key_length", 128)
-        row_bytes = 2 * SHORT * int(_list(kv, f"{arch}.attention.head_count_kv", n)[0]) * head
+        prefix = arch if f"{arch}.block_count" in kv else "dflash"
+        block = _number(kv, f"{prefix}.block_size", 16) if kind != "eagle3" else 0
+        n = _number(kv, f"{prefix}.block_count")
+        window = _number(kv, f"{prefix}.attention.sliding_window", 0)
+        sliding = kv.get(f"{prefix}.attention.sliding_window_pattern") or [False] * n
+        head = _number(kv, f"{prefix}.attention.key_length", 128)
+        row_bytes = 2 * SHORT * int(_list(kv, f"{prefix}.attention.head_count_kv", n)[0]) * head
         full = sum(not s for s in sliding) if window else n
         made = replace(
             made,
@@ -253,12 +261,15 @@ def folder_caches(text: Mapping[str, Any]) -> tuple[CacheShape, ...]:
     head = _integer(text, "head_dim", subjects.HEAD_SLIDING)
     full_head = text.get("global_head_dim") or subjects.HEAD_FULL
     window = _integer(text, "sliding_window", 1024)
-    return tuple(
-        CacheShape(full_heads, full_head, None)
-        if kind == "full_attention"
-        else CacheShape(heads, head, window)
-        for kind in types[: len(types) - int(shared)]
-    )
+    # transformers writes what differs from layer to layer under per_layer_config when it saves.
+    own = {int(k): v for k, v in (text.get("per_layer_config") or {}).items()}
+    out = []
+    for i, kind in enumerate(types[: len(types) - int(shared)]):
+        full, mine = kind == "full_attention", own.get(i, {})
+        n = mine.get("num_key_value_heads", full_heads if full else heads)
+        size = mine.get("head_dim", full_head if full else head)
+        out.append(CacheShape(int(n), int(size), None if full else window))
+    return tuple(out)
 
 
 def _folder_format(raw: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:

@@ -1,0 +1,219 @@
+"""-m and -md: files, folders, hub ids and names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import convert
+from g4spec.errors import InputError, UsageError
+from g4spec.models.spec import CacheShape
+from g4spec.validate.hardware import files, memory, questions, subjects
+from g4spec.validate.hardware.doctor import diagnose
+from g4spec.validate.hardware.facts import facts
+from g4spec.validate.hardware.machine import assume
+from g4spec.validate.hardware.rows import Size
+from tests import tiny
+
+FACTS = facts()
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny target and its drafts, as folders and as files."""
+    root = tmp_path_factory.mktemp("family")
+    made = {"target": tiny.target(root / "target")}
+    made["zlab"] = tiny.zlab_dflash(root / "zlab", made["target"])
+    made["redhat"] = tiny.speculators_dflash(root / "redhat", made["target"])
+    made["mtp"] = tiny.assistant(root / "mtp", made["target"])
+    for name in list(made):
+        out = root / f"{name}.gguf"
+        target = None if name == "target" else made["target"]
+        convert.convert(made[name], out, target=target, type="q8_0")
+        made[f"{name}.gguf"] = out
+    return made
+
+
+def test_folder_and_file_agree(family: dict[str, Path]) -> None:
+    folder = subjects.target(FACTS, str(family["target"]))
+    file = subjects.target(FACTS, str(family["target.gguf"]))
+    assert folder.caches == file.caches and len(file.caches) > 1
+    assert file.is_gguf and not folder.is_gguf
+    assert file.options[0].engines == ("llama.cpp", "g4spec")
+    assert folder.options[0].engines == ("vllm", "sglang")
+    assert 0 < file.options[0].nbytes <= family["target.gguf"].stat().st_size
+
+
+def test_drafts_in_files(family: dict[str, Path]) -> None:
+    target = subjects.target(FACTS, str(family["target"]))
+    for name, kind in (("zlab", "dflash"), ("redhat", "dflash"), ("mtp", "mtp")):
+        folder = subjects.draft(FACTS, str(family[name]), target)
+        file = subjects.draft(FACTS, str(family[f"{name}.gguf"]), target)
+        assert folder.kind == file.kind == kind, name
+        assert folder.block == file.block
+        assert folder.kv_token == file.kv_token, name
+        assert folder.head == file.head
+        assert file.is_gguf and file.nbytes > 0 and folder.nbytes > 0
+
+
+def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
+    """speculators name their number; a z-lab block of n gives n - 1; SGLang counts the anchor."""
+    target = subjects.target(FACTS, str(family["target"]))
+    redhat = subjects.draft(FACTS, str(family["redhat"]), target)
+    raw = json.loads((family["redhat"] / "config.json").read_text())
+    named = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    assert redhat.vllm_n == named
+    zlab = subjects.draft(FACTS, str(family["zlab"]), target)
+    assert (zlab.vllm_n, zlab.sglang_n, zlab.llamacpp_n) == (
+        zlab.block - 1, zlab.block, zlab.block - 1)  # fmt: skip
+
+
+def test_doctor_on_files(family: dict[str, Path]) -> None:
+    q = questions.build(FACTS, str(family["target.gguf"]), str(family["zlab.gguf"]), 512, None,
+                        None, None)  # fmt: skip
+    assert q is not None
+    d = diagnose(FACTS, assume(FACTS, "RTX 3090"), q)
+    assert d.works and d.plans[0].engine == "llama.cpp"
+
+
+def test_a_draft_folder_with_both_formats(family: dict[str, Path], tmp_path: Path) -> None:
+    """One report lost days to a loader that took the BF16 file instead of the GGUF beside it."""
+    folder = tmp_path / "both"
+    folder.mkdir()
+    for path in [*family["zlab"].iterdir(), family["zlab.gguf"]]:
+        (folder / path.name).write_bytes(path.read_bytes())
+    target = subjects.target(FACTS, str(family["target"]))
+    made = subjects.draft(FACTS, str(folder), target)
+    assert "holds zlab.gguf and safetensors" in made.notes[0]
+
+
+def test_wrong_way_round(family: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match="not a Gemma 4 target"):
+        subjects.target(FACTS, str(family["zlab.gguf"]))
+    with pytest.raises(InputError, match="not a Gemma 4 target"):
+        subjects.target(FACTS, str(family["zlab"]))
+    target = subjects.target(FACTS, str(family["target"]))
+    with pytest.raises(InputError, match="not a draft"):
+        subjects.draft(FACTS, str(family["target.gguf"]), target)
+    with pytest.raises(InputError, match="not a draft"):
+        subjects.draft(FACTS, str(family["target"]), target)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"\x00" * 100, b"not a file of any kind" * 9])
+def test_broken_files(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(content)
+    with pytest.raises(InputError):
+        subjects.target(FACTS, str(path))
+
+
+@pytest.mark.parametrize("config", [None, "{", "[]", "{}", '{"architectures": ["Gemma4ForCausalLM"]}',
+                                    '{"architectures": ["LlamaForCausalLM"]}'])  # fmt: skip
+def test_broken_folders(config: str | None, tmp_path: Path) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError):
+        subjects.target(FACTS, str(tmp_path))
+
+
+def gemma_config(size: Size, per_layer: bool) -> dict[str, Any]:
+    n, every = size.sliding + size.full, (size.sliding + size.full) // size.full
+    types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)]
+    raw: dict[str, Any] = {
+        "hidden_size": size.hidden, "layer_types": types, "head_dim": 256,
+        "num_key_value_heads": size.kv_sliding, "sliding_window": size.window,
+        "num_kv_shared_layers": n - size.own_sliding - size.own_full,
+    }  # fmt: skip
+    if per_layer:
+        full = {"head_dim": 512, "num_key_value_heads": size.kv_full}
+        raw["per_layer_config"] = {str(i): full for i, t in enumerate(types)
+                                   if t == "full_attention"}  # fmt: skip
+    else:
+        raw |= {"global_head_dim": 512, "num_global_key_value_heads": size.kv_full}
+    return raw
+
+
+@pytest.mark.parametrize("size", FACTS.all(Size), ids=lambda s: s.id)
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_real_configurations_give_the_sizes_of_the_facts(size: Size, per_layer: bool) -> None:
+    got = files.folder_caches(gemma_config(size, per_layer))
+    assert sorted(got, key=str) == sorted(subjects.caches_of(size), key=str)
+
+
+def test_gguf_metadata_of_shared_layers() -> None:
+    kv = {"gemma4.block_count": 4, "gemma4.attention.head_count_kv": [2, 1, 2, 1],
+          "gemma4.attention.sliding_window_pattern": [True, False, True, False],
+          "gemma4.attention.sliding_window": 512, "gemma4.attention.key_length": 512,
+          "gemma4.attention.key_length_swa": 256, "gemma4.attention.shared_kv_layers": 2}  # fmt: skip
+    assert files.gguf_caches(kv, "gemma4") == (CacheShape(2, 256, 512), CacheShape(1, 512, None))
+    with pytest.raises(InputError):
+        files.gguf_caches({**kv, "gemma4.block_count": "many"}, "gemma4")
+    with pytest.raises(InputError):
+        files.gguf_caches({**kv, "gemma4.attention.head_count_kv": [2]}, "gemma4")
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "formats"),
+    [
+        ("31b", "31b", 13),
+        ("31B", "31b", 13),
+        ("31b:q4_k_m", "31b", 1),
+        ("31b-q8_0", "31b", 1),
+        ("gemma-4-31B-it-Q4_K_M", "31b", 1),
+        ("google/gemma-4-31B-it", "31b", 1),
+        ("Intel/gemma-4-31B-it-int4-AutoRound", "31b", 1),
+        ("google/gemma-4-26B-A4B-it", "26b", 1),
+        ("cyankiwi/gemma-4-26B-A4B-it-AWQ-4bit", "26b", 1),
+        ("google/gemma-4-E2B-it", "e2b", 1),
+        ("12b", "12b", None),
+    ],
+)
+def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
+    found = subjects.target(FACTS, text)
+    assert found.size == size and not found.is_local
+    if formats is not None:
+        assert len(found.options) == formats, [o.format for o in found.options]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "id"),
+    [
+        ("31b", "redhat-dflash", "redhat-dflash"),
+        ("31b", "RedHatAI/gemma-4-31B-it-speculator.dflash", "redhat-dflash"),
+        ("31b", "RedHatAI/gemma-4-31B-it-speculator.dflash2", "redhat-dflash2"),
+        ("31b", "zlab-dflash", "zlab-31b"),
+        ("26b", "zlab-dflash", "zlab-26b"),
+        ("31b", "z-lab/gemma-4-31B-it-DFlash", "zlab-31b"),
+        ("e4b", "mtp", "mtp-e4b"),
+        ("12b", "google/gemma-4-12B-it-assistant", "mtp-12b"),
+    ],
+)
+def test_names_of_drafts(model: str, text: str, id: str) -> None:
+    assert subjects.draft(FACTS, text, subjects.target(FACTS, model)).ids == (id,)
+
+
+def test_a_draft_for_another_size_is_refused() -> None:
+    with pytest.raises(UsageError, match="for the 31b, not for the 12b"):
+        subjects.draft(FACTS, "redhat-dflash", subjects.target(FACTS, "12b"))
+
+
+def test_too_long_a_context() -> None:
+    with pytest.raises(UsageError, match="fewer positions"):
+        questions.build(FACTS, "e4b", None, 200_000, None, None, None)
+    with pytest.raises(UsageError, match="--kv"):
+        questions.build(FACTS, "e4b", None, None, "q3_x", None, None)
+
+
+def test_windows_and_slots() -> None:
+    caches = subjects.caches_of(FACTS.get(Size, "31b"))
+    assert memory.llamacpp_slots(caches, 1 << 17) == 1536
+    assert memory.llamacpp_slots(caches, 1 << 17, sequences=4) == 4608
+    assert memory.llamacpp_slots(caches, 600) == 768
+    assert memory.vllm_slots(1024, 2048, 1 << 17) == 5136
+    assert memory.vllm_slots(1024, 8192, 1 << 17) == 17424

@@ -1,0 +1,314 @@
+"""recipe: complete commands for the systems of the four reports, each flag with its reason."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+from g4spec import cli
+from g4spec.cli import run
+from g4spec.errors import UsageError
+from g4spec.validate.hardware import engines, lengths, questions, recipe, scripts, subjects
+from g4spec.validate.hardware.facts import facts
+from g4spec.validate.hardware.recipe import Recipe
+from g4spec.validate.hardware.rows import Card, Draft, Flag, Size
+
+FACTS = facts()
+
+
+def make(engine: str, machine: str, model: str, draft: str | None = None, *, c: int | None = None,
+         given: tuple[str, ...] = (), kv: str | None = None, nodes: int | None = None) -> Recipe:  # fmt: skip
+    m = recipe.on_nodes(questions.machine(FACTS, machine, given), nodes)
+    q = questions.build(FACTS, model, draft, c, kv, None, None)
+    assert q is not None
+    return recipe.make(FACTS, m, q, engine)
+
+
+def speculative(command: str) -> dict[str, object]:
+    """The JSON behind --speculative-config, as the shell hands it over."""
+    words = shlex.split(command)
+    found: dict[str, object] = json.loads(words[words.index("--speculative-config") + 1])
+    return found
+
+
+# ---- report 1
+
+
+def test_two_3090() -> None:
+    r = make("vllm", "2x RTX 3090", "31b", "redhat-dflash")
+    (command,) = r.commands
+    assert "vllm serve Intel/gemma-4-31B-it-int4-AutoRound" in command
+    assert "--tensor-parallel-size 2" in command
+    assert "NCCL_P2P_DISABLE=1" in command and "--disable-custom-all-reduce" in command
+    assert "--attention-backend" not in command, "the target stays on TRITON_ATTN"
+    assert speculative(command) == {
+        "method": "dflash", "model": "RedHatAI/gemma-4-31B-it-speculator.dflash",
+        "num_speculative_tokens": 8, "attention_backend": "FLASH_ATTN",
+    }  # fmt: skip
+
+
+def test_two_3090_as_they_were() -> None:
+    r = make("vllm", "2x RTX 3090", "31b", "redhat-dflash", given=("vllm=0.19.2rc1",))
+    assert not r.works
+    what, why, fix = r.blocked[0]
+    assert "0.19" in what and "inherits" in why and "vllm>=0.28" in fix
+    assert r.instead == "g4spec recipe vllm -m 31b -md redhat-dflash --with vllm=0.33.0"
+
+
+def test_two_3090_llamacpp_needs_our_converter() -> None:
+    r = make("llama.cpp", "2x RTX 3090", "31b:q4_k_m", "redhat-dflash")
+    assert any(p.startswith("g4spec convert") for p in r.prepare)
+    assert "CMAKE_CUDA_ARCHITECTURES=86" in r.prepare[0]
+    assert "--spec-draft-n-max 7" in r.commands[0] and "-sm layer" in r.commands[0]
+
+
+# ---- report 2
+
+
+def test_gb10() -> None:
+    r = make("vllm", "GB10", "31b:fp8", "redhat-dflash", c=16384)
+    (command,) = r.commands
+    assert "--gpu-memory-utilization 0.80" in command and "--quantization fp8" in command
+    assert "--max-model-len 16384" in command
+    assert "google/gemma-4-31B-it" in command, "quantized while loading, as in the report"
+    assert speculative(command)["attention_backend"] == "FLASH_ATTN", "the split of the report"
+    assert "--enforce-eager" not in command, "only needed with 0.19"
+    assert "drop_caches" in r.prepare[2]
+
+
+def test_gb10_as_it_was() -> None:
+    r = make("vllm", "GB10", "31b:fp8", "redhat-dflash", given=("vllm=0.19.2",))
+    titles = " ".join(b[0] for b in r.blocked)
+    assert "cannot run a DFlash draft" in titles and "no FP8 kernels" in titles
+    plain = make("vllm", "GB10", "31b:awq", None, given=("vllm=0.19.2",))
+    assert "--enforce-eager" in plain.commands[0]
+    assert "VLLM_DISABLE_COMPILE_CACHE=1" in plain.commands[0]
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_sparks_over_nodes(nodes: int) -> None:
+    r = make("vllm", f"{nodes}x GB10", "31b:fp8", "redhat-dflash")
+    assert len(r.commands) == nodes
+    for rank, command in enumerate(r.commands):
+        assert f"--nnodes {nodes}" in command and f"--node-rank {rank}" in command
+        assert ("--headless" in command) == (rank > 0)
+        assert "ray" not in command
+        assert f"--tensor-parallel-size {nodes}" in command
+    assert any("doctor --network" in p for p in r.prepare)
+    same = make("vllm", "GB10", "31b:fp8", "redhat-dflash", nodes=nodes)
+    assert same.commands == r.commands
+
+
+def test_sglang_over_nodes() -> None:
+    r = make("sglang", "2x GB10", "31b", "zlab")
+    assert len(r.commands) == 2
+    assert "--dist-init-addr HEAD_IP:25000" in r.commands[1]
+    assert "--disable-cuda-graph" in r.commands[0]
+    assert "--speculative-draft-attention-backend flashinfer" in r.commands[0]
+    assert "--attention-backend triton" in r.commands[0]
+
+
+@pytest.mark.parametrize("engine", ["llama.cpp", "g4spec"])
+def test_several_nodes_go_to_vllm_or_sglang_only(engine: str) -> None:
+    r = make(engine, "2x GB10", "31b", "mtp")
+    assert not r.works and not r.commands
+    assert any("not for several nodes" in b[0] and "vllm" in b[2] for b in r.blocked)
+    assert r.instead.startswith("g4spec recipe vllm")
+
+
+def test_the_benchmark_of_the_report() -> None:
+    r = make("vllm", "GB10", "31b", "redhat-dflash")
+    (bench,) = r.bench
+    for part in ("vllm bench serve", "philschmid/mt-bench", "--num-prompts 80",
+                 "--max-concurrency 1", "--hf-output-len 2048", "--temperature 0"):  # fmt: skip
+        assert part in bench
+
+
+# ---- report 3
+
+
+def test_one_3090() -> None:
+    r = make("llama.cpp", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=32768)
+    (command,) = r.commands
+    for part in ("-md draft.gguf", "--spec-type draft-dflash", "--spec-draft-n-max 15", "-np 1",
+                 "-ngl 99", "-fa on", "-c 32768", "-ctk q8_0"):  # fmt: skip
+        assert part in command
+    too_long = make("llama.cpp", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072, kv="f16")
+    assert not too_long.works and "largest context" in too_long.blocked[0][2]
+    vllm = make("vllm", "RTX 3090 24GB", "31b", "zlab")
+    assert not vllm.works and vllm.instead == "g4spec recipe llama.cpp -m 31b -md zlab"
+
+
+# ---- report 4
+
+
+def test_two_v100() -> None:
+    r = make("vllm", "2x V100", "31b", "mtp")
+    assert not r.works
+    assert "no code for a V100" in r.blocked[0][0] and "1Cat-vLLM" in r.blocked[0][2]
+    assert r.instead == "g4spec recipe llama.cpp -m 31b -md mtp"
+    r = make("llama.cpp", "2x V100", "31b:q4_k_m", "mtp", c=8192)
+    assert "CMAKE_CUDA_ARCHITECTURES=70" in r.prepare[0]
+    assert any("CUDA 12.9 or older" in p.reason for p in r.pieces)
+    assert "--spec-type draft-mtp" in r.commands[0]
+    assert not make("sglang", "2x V100", "31b", "mtp").works
+
+
+# ---- lengths
+
+
+def test_each_engine_counts_in_its_own_way() -> None:
+    """vLLM: block - 1 for z-lab, 8 of 8 for RedHat; SGLang: the block; llama.cpp: block - 1."""
+    zlab = subjects.from_row(FACTS.get(Draft, "zlab-31b"), "")
+    redhat = subjects.from_row(FACTS.get(Draft, "redhat-dflash"), "")
+    assert [lengths.full(zlab, e) for e in lengths.OPTIONS] == [15, 16, 15]
+    assert [lengths.full(redhat, e) for e in lengths.OPTIONS] == [8, 0, 7]
+    assert lengths.start(FACTS, zlab, "sglang", (8, 6)) == 16
+    assert lengths.start(FACTS, zlab, "vllm", (8, 6)) == 7
+    assert lengths.start(FACTS, zlab, "vllm", (9, 0)) == 15
+
+
+def test_a_length_nobody_knows_is_not_written() -> None:
+    r = make("sglang", "RTX 4090", "12b", "mtp")
+    assert r.works and "--speculative-num-draft-tokens" not in r.commands[0]
+    assert any("unknown" in p.text for p in r.pieces)
+    r = make("sglang", "2x RTX 4090", "31b", "redhat-dflash")
+    assert not r.works and r.unknown
+
+
+# ---- versions
+
+
+@pytest.mark.parametrize(
+    ("given", "draft", "inside", "outside"),
+    [
+        ("vllm=0.26.0", "zlab", ["VLLM_USE_V2_MODEL_RUNNER=1"], []),
+        ("vllm=0.33.0", "zlab", [], ["VLLM_USE_V2_MODEL_RUNNER"]),
+        ("vllm=0.22.1", "redhat-dflash", [], ["attention_backend"]),
+        ("vllm=0.28.0", "redhat-dflash", ["attention_backend"], []),
+    ],
+)
+def test_flags_follow_the_version(
+    given: str, draft: str, inside: list[str], outside: list[str]
+) -> None:
+    r = make("vllm", "2x RTX 4090", "31b", draft, given=(given,))
+    text = r.commands[0]
+    assert all(part in text for part in inside)
+    assert not any(part in text for part in outside)
+
+
+def test_fp8_cache_with_a_draft_gets_its_key() -> None:
+    r = make("vllm", "2x RTX 4090", "31b", "redhat-dflash", kv="fp8")
+    assert "--kv-cache-dtype fp8" in r.commands[0]
+    assert speculative(r.commands[0])["kv_cache_dtype"] == "bfloat16"
+
+
+# ---- every pair on every card
+
+
+@pytest.mark.parametrize("engine", engines.NAMES)
+def test_nothing_is_written_without_a_reason(engine: str) -> None:
+    for card in FACTS.all(Card):
+        for size in FACTS.all(Size):
+            draft = next((d.id for d in FACTS.all(Draft) if d.model == size.id), None)
+            r = make(engine, card.name, size.id, draft)
+            assert r.works != bool(r.blocked), (card.name, size.id)
+            for p in r.pieces:
+                flag = FACTS.get(Flag, p.fact)
+                assert p.reason and flag.source and flag.date
+                assert "{" not in p.text.replace("{rank}", "").replace('{"image"', ""), p.text
+            for command in r.commands:
+                assert shlex.split(command)
+                assert "{" not in command.replace('{"image"', "").replace('{"method"', "").replace(
+                    '{"model"', ""), command  # fmt: skip
+
+
+# ---- the command
+
+
+def go(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    code = run(["recipe", *args])
+    return code, capsys.readouterr().out
+
+
+def test_output_is_commands_with_comments(capsys: pytest.CaptureFixture[str],
+                                          tmp_path: Path) -> None:  # fmt: skip
+    code, out = go(capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash")
+    assert code == 0
+    script = tmp_path / "all.sh"
+    script.write_text(out)
+    subprocess.run(["sh", "-n", str(script)], check=True)
+    assert "[flag-spec-n]" in out and "(vLLM, >=0.24)" in out
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ("-m", "31b", "-md", "mtp")
+    assert go(capsys, "vllm", "--assume", "2x V100", *pair)[0] == 1
+    assert go(capsys, "ollama", "--assume", "RTX 3090", *pair)[0] == 2
+    assert go(capsys, "vllm", "--assume", "RTX 3090")[0] == 2
+    assert go(capsys, "vllm", "--assume", "2x GB10", "--nodes", "3", *pair)[0] == 2
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = go(capsys, "vllm", "--assume", "2x GB10", "-m", "31b", "-md", "mtp", "--json")
+    got = json.loads(out)
+    assert code == 0 and len(got["commands"]) == 2
+    assert all(f["reason"] and f["fact"] for f in got["flags"])
+
+
+def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = go(capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash",
+                   "--compose")  # fmt: skip
+    assert code == 0
+    assert "image: vllm/vllm-openai:v0.33.0" in out
+    assert 'NCCL_P2P_DISABLE: "1"' in out
+    words = [json.loads(line.strip()[2:]) for line in out.splitlines()
+             if line.strip().startswith('- "')]  # fmt: skip
+    assert words[0] == "Intel/gemma-4-31B-it-int4-AutoRound"
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens"] == 8
+    assert json.loads(words[words.index("--limit-mm-per-prompt") + 1]) == {"image": 0, "video": 0}
+
+
+def test_compose_where_no_image_is_known() -> None:
+    m = questions.machine(FACTS, "V100", ())
+    q = questions.build(FACTS, "12b:q8_0", "mtp", 8192, None, None, None)
+    assert q is not None
+    made = recipe.make(FACTS, m, q, "llama.cpp")
+    with pytest.raises(UsageError, match="no image"):
+        scripts.compose(made, m)
+    m = questions.machine(FACTS, "2x GB10", ())
+    q = questions.build(FACTS, "12b", "mtp", 8192, None, None, None)
+    assert q is not None
+    with pytest.raises(UsageError, match="one node"):
+        scripts.compose(recipe.make(FACTS, m, q, "vllm"), m)
+
+
+def test_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _ = go(capsys, "vllm", "--assume", "2x GB10", "-m", "31b", "-md", "mtp", "-o",
+                 str(tmp_path / "out"))  # fmt: skip
+    assert code == 0
+    names = sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert names == ["bench.sh", "prepare.sh", "start-node0.sh", "start-node1.sh"]
+    for path in (tmp_path / "out").iterdir():
+        subprocess.run(["sh", "-n", str(path)], check=True)
+
+
+def test_our_own_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every `g4spec ...` that a recipe or a fix tells to type is understood by this version."""
+    commands = typer.main.get_command(cli.app()).commands  # type: ignore[attr-defined]
+    for flag in FACTS.all(Flag):
+        if not flag.text.startswith("g4spec "):
+            continue
+        words = shlex.split(flag.text)
+        options = {o for p in commands[words[1]].params for o in p.opts}
+        used = {w for w in words[2:] if w.startswith("-")}
+        assert used <= options, (flag.text, used - options)
+    for engine, start in recipe.SERVER.items():
+        if engine == "g4spec":
+            assert start.split()[1] in commands
