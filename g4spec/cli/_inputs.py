@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Literal
 
 from g4spec.cli.render import Output
 from g4spec.errors import InputError
@@ -39,15 +40,28 @@ def cache_folder() -> Path:
     return Path(base) / "g4spec" / "drafts"
 
 
+def local(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:
+    """What the user named: a path, or a hub id whose files are fetched into the hub's cache."""
+    from g4spec.convert import hub
+
+    path, notes = hub.resolve(name, want)
+    for note in notes:
+        out.note(note)
+    return path
+
+
 def open_draft(draft: str | None, target: Path, out: Output) -> Path | str | None:
-    """The file behind `-md`: a checkpoint folder is converted once and kept in a cache."""
+    """The file behind `-md`: a checkpoint folder, or a GGUF in another program's dialect, is
+    converted once and kept in a cache."""
     if draft is None or draft == NGRAM:
         return draft
-    path = Path(draft)
-    if not path.is_dir():
-        return path
+    path = local(Path(draft), out)
     from g4spec import convert
 
+    if not path.is_dir():
+        with convert.detect(path) as found:
+            if found.dialect is None:
+                return path
     with out.progress(f"converting {path.name}") as progress:
         made, note = convert.cached(path, target, cache_folder(), progress=progress)
     out.note(note)

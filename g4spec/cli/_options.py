@@ -10,15 +10,17 @@ import typer
 from g4spec.errors import UsageError
 from g4spec.models.spec import MAX_DRAFT
 
-Model = Annotated[Path, typer.Option("-m", "--model", help="Target: a GGUF file.")]
+Model = Annotated[
+    Path, typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one.")
+]
 DraftModel = Annotated[
     str | None,
     typer.Option(
         "-md",
         "--model-draft",
-        help="Draft: a GGUF file, a checkpoint folder (converted into a cache), or `ngram` for "
-        "n-gram lookup. Default: none.",
-        metavar="FILE|DIR|ngram",
+        help="Draft: a GGUF file, a checkpoint folder (converted into a cache), a hub id, or "
+        "`ngram` for n-gram lookup. Default: none.",
+        metavar="FILE|DIR|ID|ngram",
     ),
 ]
 ContextSize = Annotated[

@@ -84,6 +84,7 @@ def measure(
     wanted = draft_max or ("8" if preset else "sweep")
     bench.lengths_of(wanted, 15)  # a typing error should not cost the time of loading
     questions = shipped.mt_bench(dataset or Path("question.jsonl"), prompts) if preset else []
+    model = _inputs.local(model, out, "gguf")
     draft_file = _inputs.open_draft(draft, model, out)
     idle = bench.memory_in_use()
     engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)

@@ -7,16 +7,19 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _types
+from g4spec.cli import _inputs, _types
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
 
 def command(
-    source: Annotated[Path, typer.Argument(help="Checkpoint folder of a draft or a target.")],
+    source: Annotated[
+        Path,
+        typer.Argument(help="Checkpoint folder, GGUF in another program's dialect, or hub id."),
+    ],
     target: Annotated[
         Path | None,
-        typer.Option("--target", help="The draft's target, a folder or GGUF: gives the tokenizer."),
+        typer.Option(help="The draft's target, folder, GGUF or hub id: gives the tokenizer."),
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write.")] = None,
     type: _types.Type = "q8_0",
@@ -34,11 +37,14 @@ def command(
     if out is None:
         if not dry_run:
             raise UsageError("no output named", expected="-o FILE.gguf, or --dry-run")
-        out = Path(f"{source.resolve().stem}-{type}.gguf")
+        out = Path(f"{source.name.split(':')[0]}-{type}.gguf")
     from g4spec import convert
 
     said = Output(json, quiet)
-    with said.progress(f"converting {source.name}") as progress:
+    source = _inputs.local(source, said)
+    if target is not None:
+        target = _inputs.local(target, said, "tokenizer")
+    with said.progress("converting") as progress:
         result = convert.convert(
             source, out, target=target, type=type, dry_run=dry_run, progress=progress
         )

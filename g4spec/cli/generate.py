@@ -71,6 +71,7 @@ def command(
         tuple(stop or ()),
         ignore_eos,
     )
+    model = _inputs.local(model, out, "gguf")
     draft_file = _inputs.open_draft(draft, model, out)
     engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
     ids = _prompt(engine.tokenizer, prompt, file, tokens_file, chat, system)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _types
+from g4spec.cli import _inputs, _types
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SHOWN = 6
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A GGUF file, or a checkpoint folder.")],
+    path: Annotated[Path, typer.Argument(help="A GGUF file, checkpoint folder or hub id.")],
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = True,
     json: Json = False,
     quiet: Quiet = False,
@@ -31,6 +31,7 @@ def command(
     from g4spec.gguf import GGUF
 
     out = Output(json, quiet)
+    path = _inputs.local(path, out)
     if path.is_file() and path.suffix != ".safetensors":
         with GGUF(path) as file:  # any architecture may be looked at
             facts = _gguf(file)

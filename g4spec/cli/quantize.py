@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _types
+from g4spec.cli import _inputs, _types
 from g4spec.cli.render import Json, Output, Quiet
 
 
 def command(
-    source: Annotated[Path, typer.Argument(help="A GGUF file.")],
+    source: Annotated[Path, typer.Argument(help="A GGUF file, or hub id of one.")],
     out: Annotated[Path, typer.Argument(help="The file to write.")],
     type: _types.Type = "q8_0",
     allow_requantize: Annotated[
@@ -29,6 +29,7 @@ def command(
     from g4spec import convert
 
     said = Output(json, quiet)
+    source = _inputs.local(source, said, "gguf")
     with said.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(source, out, type, allow_requantize=allow_requantize,
                                   dry_run=dry_run, progress=progress)  # fmt: skip

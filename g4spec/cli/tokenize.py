@@ -29,9 +29,9 @@ def command(
     from g4spec.gguf import GGUF
     from g4spec.runtime.tokenizer import Tokenizer
 
-    with GGUF(model) as opened:
-        tokenizer = Tokenizer.from_gguf(opened)
     out = Output(json, quiet)
+    with GGUF(_inputs.local(model, out, "gguf")) as opened:
+        tokenizer = Tokenizer.from_gguf(opened)
     assert given is not None
     if ids_to_text:
         ids = _inputs.parse_ids(given, "TEXT" if file is None else str(file))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import render
+from g4spec.cli import _inputs, render
 
 
 def command(
@@ -43,6 +43,9 @@ def command(
         return
     if path is None:
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
+    path = _inputs.local(path, out, "gguf")
+    target = target and _inputs.local(target, out, "gguf")
+    against = against and _inputs.local(against, out)
     with out.progress("reading tensors") as progress:
         report = validate.validate(path, target, against, only=rule or (), progress=progress)
     report.show(out)

@@ -35,6 +35,7 @@ def command(
     from g4spec.runtime.engine import Engine
 
     out = Output(json, quiet)
+    model = _inputs.local(model, out, "gguf")
     draft_file = _inputs.open_draft(draft, model, out)
     engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
     assert engine.draft is not None

@@ -27,15 +27,18 @@ VERSIONS = "g4spec.versions"
 SAMPLES, SAMPLE_BYTES = 64, 4096
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
          "chat_template.jinja")  # fmt: skip
+_SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
 def keys(source: Folder | GGUF, command: str) -> KV:
     """Provenance of a conversion."""
     kv = {SOURCE: string(name(source.path))}
-    revision = source.path.resolve().name
-    if _REVISION.fullmatch(revision):
-        kv[REVISION] = string(revision)
+    snapshot, folder = _snapshot(source.path), source.path.resolve().name
+    if snapshot is not None:
+        kv[REVISION] = string(snapshot[3])
+    elif _REVISION.fullmatch(folder):
+        kv[REVISION] = string(folder)
     kv[DIGEST] = string(digest(source))
     kv[COMMAND] = string(command)
     kv[VERSIONS] = string(
@@ -46,10 +49,18 @@ def keys(source: Folder | GGUF, command: str) -> KV:
 
 def name(path: Path) -> str:
     """What a checkpoint is called: its folder, or its repository in a Hugging Face cache."""
+    snapshot = _snapshot(path)
+    if snapshot is not None:
+        return f"{snapshot[1]}/{snapshot[2]}"
     path = path.resolve()
-    if _REVISION.fullmatch(path.name) and path.parent.name == "snapshots":
-        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
     return path.stem if path.is_file() else path.name
+
+
+def _snapshot(path: Path) -> re.Match[str] | None:
+    """Organization, name and commit, if the path lies in a Hugging Face cache.
+
+    Files there are links to blobs, so the path as given is what tells."""
+    return _SNAPSHOT.fullmatch(path.absolute().as_posix())
 
 
 def digest(source: Folder | GGUF) -> str:

@@ -16,9 +16,10 @@ import numpy as np
 
 from g4spec import quant
 from g4spec.convert.tensors import Stored
-from g4spec.errors import InputError
+from g4spec.errors import InputError, Unsupported
 
 MAX_HEADER = 100 << 20
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {
     "F64": ("f64", 8), "F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2),
     "I64": ("i64", 8), "I32": ("i32", 4), "I16": ("i16", 2), "I8": ("i8", 1),
@@ -74,10 +75,7 @@ def files(folder: Path) -> list[Path]:
                 fix="download the index too, or name one file",
             )
         return found
-    names = sorted(set(_weight_map(indexes[0]).values()))
-    for name in names:
-        if Path(name).name != name or name in (".", ".."):
-            raise InputError(f"{indexes[0]}: shard {name!r} lies outside the folder")
+    names = sorted(set(weight_map(indexes[0]).values()))
     missing = [n for n in names if not (folder / n).is_file()]
     if missing:
         raise InputError(f"{folder}: shards named in the index are missing",
@@ -94,10 +92,23 @@ def files(folder: Path) -> list[Path]:
     return [folder / n for n in names]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def refuse_pickles(where: str, names: Iterable[str]) -> None:
+    """Raise if weights are there, but only in files that can run code when they are loaded."""
+    pickled = sorted(n for n in names if n.endswith(PICKLES))
+    if pickled:
+        raise Unsupported(f"{where}: its weights are pickles, which can run any code when they are "
+                          "loaded, so they are never opened", found=", ".join(pickled[:4]),
+                          fix="ask for, or make, a safetensors version")  # fmt: skip
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, from an index; names that leave the folder are refused."""
     got = load_json(index).get("weight_map")
     if not isinstance(got, dict) or not got or not all(isinstance(v, str) for v in got.values()):
         raise InputError(f"{index}: weight_map", expected="tensor name -> file name")
+    for name in set(got.values()):
+        if Path(name).name != name or name in (".", "..") or "\\" in name:
+            raise InputError(f"{index}: shard {name!r} lies outside the folder")
     return got
 
 
@@ -114,7 +125,7 @@ def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
             out[name], place[name] = tensor, path.name
     indexes = sorted(folder.glob("*.safetensors.index.json")) if folder else []
     if indexes:
-        promised = _weight_map(indexes[0])
+        promised = weight_map(indexes[0])
         wrong = [n for n in promised.keys() | place.keys() if promised.get(n) != place.get(n)]
         if wrong:
             n = min(wrong)

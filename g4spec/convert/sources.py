@@ -20,18 +20,12 @@ from g4spec.gguf import GGUF
 from g4spec.models.spec import Checkpoint
 
 UNSUPPORTED = {
-    "eagle3": "an EAGLE-3 draft",
-    "peagle": "a P-EAGLE draft",
     "dflash2": "a DFlash2 draft",
     "mtp": "a speculators MTP draft",
     "eagle": "an EAGLE draft",
-    "eagle3speculator": "an EAGLE-3 draft",
-    "eagle3draftmodel": "an EAGLE-3 draft",
-    "llamaforcausallmeagle3": "an EAGLE-3 draft",
     "dflash2draftmodel": "a DFlash2 draft",
     "dsparkdraftmodel": "a DSpark draft",
     "qwen3dsparkmodel": "a DSpark draft",
-    "gemma4unifiedforconditionalgeneration": "a unified (12B) Gemma 4 target",
 }
 """Kinds that are recognised (speculators_model_type, architecture; lower case) but have no code."""
 
@@ -89,9 +83,9 @@ class Found:
         return self.kind.ARCH in models.TARGETS
 
 
-def detect(path: str | Path) -> Found:
+def detect(path: str | Path, weights: bool = True) -> Found:
     """What lies at `path`. InputError when it is nothing known, Unsupported when it is known but
-    has no code; both say what was seen."""
+    has no code; both say what was seen. Without `weights` a folder need not hold any."""
     path = Path(path)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
@@ -102,7 +96,7 @@ def detect(path: str | Path) -> Found:
             raise InputError(f"{path}: several GGUF files", found=[p.name for p in ggufs][:8],
                              fix="name the one to use")  # fmt: skip
         if not ggufs:
-            return _detect_folder(_open_folder(path))
+            return _detect_folder(_open_folder(path, weights=weights))
         if any(path.glob("*.safetensors")):
             notes.append(f"{path} holds a GGUF and safetensors; took {ggufs[0].name}")
         path = ggufs[0]
@@ -111,13 +105,15 @@ def detect(path: str | Path) -> Found:
     return _detect_gguf(GGUF(path), notes)
 
 
-def _open_folder(folder: Path, files: list[Path] | None = None) -> Folder:
+def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = True) -> Folder:
+    files = files or (safetensors.files(folder) if weights else [])
+    if not files and weights:
+        safetensors.refuse_pickles(str(folder), [p.name for p in folder.iterdir()])
     config = safetensors.load_json(
         folder / "config.json", "the config.json of a checkpoint, or a GGUF file"
     )
     generation = folder / "generation_config.json"
-    files = files or safetensors.files(folder)
-    if not files:
+    if not files and weights:
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
     tensors = safetensors.read_all(files)
     return Folder(folder, files, config,

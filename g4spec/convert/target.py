@@ -36,7 +36,7 @@ class Target:
 
 def load(path: Path) -> Target:
     """The target at `path`, a checkpoint folder or a GGUF."""
-    found = sources.detect(path)
+    found = sources.detect(path, weights=False)
     if not found.is_target:
         raise InputError(f"{path}: must be a target", found=found.kind.TITLE)
     if isinstance(found.source, GGUF):

@@ -1,0 +1,296 @@
+"""Models named by their id on the Hugging Face hub: `org/name[@revision][:file.gguf]`.
+
+Downloads go through huggingface_hub: its cache, its token, its resumption, and its settings
+(HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are fetched,
+names that the hub sends are not trusted, and what was downloaded is held against its digest.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from g4spec.convert import safetensors
+from g4spec.convert.provenance import SMALL
+from g4spec.errors import EnvironmentProblem, G4Error, InputError
+
+Want = Literal["any", "tokenizer", "gguf"]
+"""What for: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
+
+T = TypeVar("T")
+_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_ID = re.compile(rf"({_WORD}/{_WORD})(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?(?::([^:\\]+\.gguf))?")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+INDEX = ".safetensors.index.json"
+TRIES = 3
+TRANSIENT = {408, 429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True, slots=True)
+class Id:
+    """A repository on the hub, a revision of it, and maybe one file in it."""
+
+    repo: str
+    revision: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Id | None:
+        """None for what can only be a path. A bare file name after a slash is one too."""
+        found = _ID.fullmatch(text)
+        if found is None or found[1].endswith((".gguf", ".safetensors")):
+            return None
+        if (found[2] and ".." in found[2]) or (found[3] and not _safe(found[3])):
+            return None
+        return cls(found[1], found[2], found[3])
+
+    def __str__(self) -> str:
+        return self.repo + (f"@{self.revision}" if self.revision else "")
+
+
+def resolve(text: str | Path, want: Want = "any") -> tuple[Path, list[str]]:
+    """The local path of what the user named, and what to tell them.
+
+    A path that exists wins over a hub id; anything that can be neither is returned as it is.
+
+    Raises InputError or EnvironmentProblem when the hub does not deliver.
+    """
+    name = str(text)
+    found, path = Id.parse(name), Path(name)
+    if found is None:
+        return path, []
+    if path.exists():
+        return path, [f"{name} is a local path; the hub was not asked"]
+    got = fetch(found, want)
+    return got, [f"{name}: took {got} from the hub"]
+
+
+def fetch(id: Id, want: Want = "any") -> Path:
+    """Download what is needed of a repository; the file, or the folder of its snapshot."""
+    return _Hub(id).fetch(want)
+
+
+class _Hub:
+    def __init__(self, id: Id) -> None:
+        import huggingface_hub as hf
+        from huggingface_hub import constants, errors
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        self.id, self.hf, self.errors, self.constants = id, hf, errors, constants
+        self.cache = Path(os.path.abspath(constants.HF_HUB_CACHE))
+        # Whatever the transport raises: it changed with the versions of huggingface_hub.
+        self.transport: type[Exception] = errors.HfHubHTTPError.__mro__[1]
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+
+    def fetch(self, want: Want) -> Path:
+        if self.constants.HF_HUB_OFFLINE:
+            return self._offline()
+        revision, names = self._list()
+        if self.id.file:
+            if self.id.file not in names:
+                raise InputError(f"{self.id} has no file {self.id.file}",
+                                 found=_shown(n for n in names if n.endswith(".gguf")))  # fmt: skip
+            path = self._get(self.id.file, revision)
+            self._remember(path, revision)
+            return path
+        chosen = self._choose(names, want, revision)
+        paths = [self._get(name, revision) for name in chosen]
+        self._remember(paths[0], revision)
+        return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
+
+    def _list(self) -> tuple[str, list[str]]:
+        """The commit that the revision stands for, and the files of it."""
+        api = self.hf.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+        timeout = float(self.constants.HF_HUB_ETAG_TIMEOUT)
+        try:
+            info = self._asked(lambda: api.model_info(self.id.repo, revision=self.id.revision,
+                                                      timeout=timeout))  # fmt: skip
+            names = [s.rfilename for s in info.siblings or []]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise InputError(f"{self.id}: the hub's answer makes no sense",
+                             found=f"{type(e).__name__}: {e}") from e  # fmt: skip
+        if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
+            raise InputError(f"{self.id}: the hub names no commit", found=f"{info.sha!r:.80}")
+        return str(info.sha), [n for n in names if isinstance(n, str) and _safe(n)]
+
+    def _choose(self, names: list[str], want: Want, revision: str) -> list[str]:
+        """The files to fetch, the one that stands for the whole first."""
+        top = [n for n in names if "/" not in n]
+        small = [n for n in SMALL if n in top]
+        tensors = sorted(n for n in top if n.endswith(".safetensors"))
+        ggufs = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n.lower())
+        if want == "gguf" or not (tensors or (want == "tokenizer" and "tokenizer.json" in top)):
+            if len(ggufs) == 1:
+                return ggufs
+            self._no_gguf(ggufs, names, bool(tensors))
+        if "config.json" not in small:
+            raise InputError(f"{self.id} has no config.json", found=_shown(names))
+        if want == "tokenizer":
+            return small
+        indexes = sorted(n for n in top if n.endswith(INDEX))
+        if indexes:
+            index = self._get(indexes[0], revision)
+            shards = sorted(set(safetensors.weight_map(index).values()))
+            missing = [s for s in shards if s not in top]
+            if missing:
+                raise InputError(f"{self.id}: shards that its index names are not there",
+                                 found=_shown(missing))  # fmt: skip
+            return [*small, indexes[0], *shards]
+        return [*small, *(["model.safetensors"] if "model.safetensors" in tensors else tensors)]
+
+    def _no_gguf(self, ggufs: list[str], names: list[str], tensors: bool) -> None:
+        if ggufs:
+            raise InputError(f"{self.id} has {len(ggufs)} GGUF files", found=_shown(ggufs),
+                             fix=f"name one, as {self.id}:{ggufs[0]}")  # fmt: skip
+        if tensors:
+            raise InputError(f"{self.id} has no GGUF file", found="a safetensors checkpoint",
+                             fix=f"convert it first: g4spec convert {self.id}")  # fmt: skip
+        safetensors.refuse_pickles(str(self.id), names)
+        raise InputError(f"{self.id} has neither safetensors nor GGUF files", found=_shown(names))
+
+    def _get(self, name: str, revision: str) -> Path:
+        """One file of a commit, from the cache or downloaded and checked."""
+        options: dict[str, Any] = {"revision": revision, "cache_dir": self.cache}
+        had = self.hf.try_to_load_from_cache(self.id.repo, name, **options)
+        path = Path(self._asked(lambda: self.hf.hf_hub_download(
+            self.id.repo, name, endpoint=os.environ.get("HF_ENDPOINT"), **options)))  # fmt: skip
+        if self.cache.resolve() not in path.resolve().parents:
+            raise InputError(f"{self.id}: {name} leads out of the cache", found=path.resolve())
+        if not isinstance(had, str):
+            _check_digest(path, f"{self.id}: {name}")
+        return path
+
+    def _remember(self, path: Path, revision: str) -> None:
+        """Write down in the cache what a branch or tag stands for, so that it works offline."""
+        name = self.id.revision or "main"
+        if name != revision:
+            storage = next(p for p in path.parents if p.name == "snapshots").parent
+            reference = storage / "refs" / name
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(revision)
+
+    def _offline(self) -> Path:
+        """What the cache holds, without asking."""
+        try:
+            if self.id.file:
+                return Path(self.hf.hf_hub_download(
+                    self.id.repo, self.id.file, revision=self.id.revision, cache_dir=self.cache,
+                    local_files_only=True))  # fmt: skip
+            folder = Path(self.hf.snapshot_download(
+                self.id.repo, revision=self.id.revision, cache_dir=self.cache,
+                local_files_only=True))  # fmt: skip
+        except (self.errors.LocalEntryNotFoundError, self.errors.HFValidationError) as e:
+            raise EnvironmentProblem(f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
+                                     fix="unset it to download") from e  # fmt: skip
+        ggufs = sorted(folder.glob("*.gguf"))
+        alone = len(ggufs) == 1 and not any(folder.glob("*.safetensors"))
+        return ggufs[0] if alone else folder
+
+    @property
+    def _what(self) -> str:
+        return f"{self.id}:{self.id.file}" if self.id.file else str(self.id)
+
+    def _asked(self, call: Callable[[], T]) -> T:
+        """The answer; a few times, while the failure is one that passes."""
+        for attempt in range(TRIES):
+            try:
+                return call()
+            except (self.errors.HFValidationError, self.transport, OSError) as e:
+                if attempt == TRIES - 1 or not self._passes(e):
+                    raise self._explained(e) from e
+                time.sleep(0.5 * 2**attempt)
+        raise AssertionError
+
+    def _passes(self, error: BaseException) -> bool:
+        """Whether it may work a moment later."""
+        status = _status(error)
+        if isinstance(error, self.errors.LocalEntryNotFoundError) and error.__cause__:
+            return self._passes(error.__cause__)
+        if status is not None:
+            return status in TRANSIENT
+        named = isinstance(error, OSError) and error.errno is not None
+        return not named and not isinstance(
+            error, (self.errors.OfflineModeIsEnabled, self.errors.HFValidationError)
+        )
+
+    def _explained(self, error: BaseException) -> G4Error:
+        """A failure in one line, with what to do."""
+        errors, what = self.errors, self._what
+        if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
+            return self._explained(error.__cause__)
+        nowhere = f"{what}: no such file or folder here, and"
+        page = f"{self.constants.ENDPOINT}/{self.id.repo}"
+        for kind, text, fix in (
+            (errors.GatedRepoError, f"{what} is gated",
+             f"accept its licence at {page} and set HF_TOKEN to a token of yours"),
+            (errors.RevisionNotFoundError, f"{self.id.repo} has no revision {self.id.revision!r}",
+             "name a branch, a tag or a commit"),
+            (errors.EntryNotFoundError, f"{what}: the hub lacks a file that it listed", None),
+            (errors.RepositoryNotFoundError, f"{nowhere} no such repository on the hub",
+             "if it is private, set HF_TOKEN"),
+            (errors.HFValidationError, f"{nowhere} it is no hub id", None),
+        ):  # fmt: skip
+            if isinstance(error, kind):
+                return InputError(text, fix=fix)
+        status = _status(error)
+        if status in (401, 403):
+            return InputError(f"{what}: the hub refuses access ({status})",
+                              fix="set HF_TOKEN to a token that may read it")  # fmt: skip
+        if status is not None:
+            return EnvironmentProblem(f"{what}: the hub answered {status}", fix="try again later")
+        if isinstance(error, OSError) and error.filename is not None:
+            return EnvironmentProblem(f"{what}: cannot write {error.filename}: {error.strerror}")
+        return self._unreachable(error, nowhere)
+
+    def _unreachable(self, error: BaseException, nowhere: str) -> G4Error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return EnvironmentProblem(f"{self._what}: no space left in {self.cache}",
+                                      fix="free some, or set HF_HUB_CACHE")  # fmt: skip
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        return EnvironmentProblem(f"{nowhere} the hub cannot be reached", found=found,
+                                  fix="check the network; a download goes on where it stopped",
+                                  )  # fmt: skip
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) and status >= 400 else None
+
+
+def _safe(name: str) -> bool:
+    """Whether a file name from the hub stays inside a folder on every system."""
+    return all(_FILE.fullmatch(part) for part in name.split("/"))
+
+
+def _shown(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "") or "nothing"
+
+
+def _check_digest(path: Path, what: str) -> None:
+    """Hold a fresh download against the digest under which the cache keeps it: sha256 for large
+    files, git's sha1 for small ones. A wrong one is removed."""
+    blob = path.resolve()
+    kind = {64: "sha256", 40: "sha1"}.get(len(blob.name))
+    if kind is None or not re.fullmatch(r"[0-9a-f]+", blob.name):
+        return
+    digest = hashlib.new(kind, usedforsecurity=False)
+    if kind == "sha1":
+        digest.update(f"blob {blob.stat().st_size}\0".encode())
+    with open(blob, "rb") as f:
+        while chunk := f.read(1 << 22):
+            digest.update(chunk)
+    if digest.hexdigest() != blob.name:
+        path.unlink()
+        blob.unlink(missing_ok=True)
+        raise InputError(f"{what}: damaged on the way, removed", expected=f"{kind} {blob.name}",
+                         found=digest.hexdigest(), fix="run the command again")  # fmt: skip

@@ -1,0 +1,312 @@
+"""Hub ids, against a hub on loopback: what is fetched, from where, and all that can go wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import cli
+from g4spec.convert import convert, hub
+from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
+from g4spec.gguf import GGUF
+from tests import tiny
+from tests.hub_server import SHA, Hub, hang, redirect, status, truncated
+
+huggingface_hub = pytest.importorskip("huggingface_hub")
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("family")
+    target = tiny.target(base / "target")
+    tiny.zlab_dflash(base / "draft", target, shards=2)
+    convert(base / "draft", base / "draft.gguf", target=target)
+    convert(target, base / "target.gguf")
+    return base
+
+
+@pytest.fixture
+def served(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The family on a hub, an empty cache, and an empty working folder."""
+    from huggingface_hub import constants
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 1)
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 1)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(hub.time, "sleep", lambda seconds: None)
+    extra = {"README.md": b"hello", "training/optimizer.pt": b"pickle", "pytorch_model.bin": b"x"}
+    one = {"draft-q8_0.gguf": (family / "draft.gguf").read_bytes()}
+    with Hub({
+        "org/draft": files(family / "draft") | extra, "org/target": files(family / "target"),
+        "org/one": one, "org/two": one | {"sub/target.gguf": (family / "target.gguf").read_bytes()},
+        "org/pickles": {"config.json": b"{}", "pytorch_model.bin": b"\x80\x04K\x01."},
+    }) as server:  # fmt: skip
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
+
+
+def get(text: str, want: hub.Want = "any") -> Path:
+    return hub.resolve(text, want)[0]
+
+
+def refused(text: str, error: type[G4Error], says: str, want: hub.Want = "any") -> str:
+    with pytest.raises(error, match=says) as e:
+        get(text, want)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+# ---- what is an id
+
+
+@pytest.mark.parametrize("text,repo,revision,file", [
+    ("org/name", "org/name", None, None),
+    ("org/name@main", "org/name", "main", None),
+    ("z-lab/gemma-4-31B-it-DFlash@refs/pr/1", "z-lab/gemma-4-31B-it-DFlash", "refs/pr/1", None),
+    ("org/name:a b.gguf", "org/name", None, "a b.gguf"),
+    ("org/name@v1:sub/file.gguf", "org/name", "v1", "sub/file.gguf"),
+])  # fmt: skip
+def test_ids(text: str, repo: str, revision: str | None, file: str | None) -> None:
+    assert hub.Id.parse(text) == hub.Id(repo, revision, file)
+
+
+@pytest.mark.parametrize("text", [
+    "name", "/org/name", "./org", "../name", "org/name/more", "org/../name", "org/file.gguf",
+    "org/name:../x.gguf", "org/name:/etc/x.gguf", "org/name:x.bin", "org/name:a/./b.gguf", "",
+    "org/name:..\\x.gguf", "org/", "org/name@a/../../b", "org/name@..", "C:/name", "org/name@",
+    "org/.hidden", "dir/model.safetensors",
+])  # fmt: skip
+def test_what_is_no_id_is_a_path(text: str) -> None:
+    assert hub.Id.parse(text) is None
+    assert hub.resolve(text) == (Path(text), [])
+
+
+def test_a_local_path_wins_and_it_is_said(served: Hub) -> None:
+    Path("org/draft").mkdir(parents=True)
+    path, notes = hub.resolve("org/draft")
+    assert path == Path("org/draft") and "local path" in notes[0]
+    assert not served.seen
+
+
+# ---- what is fetched
+
+
+def test_only_what_is_needed_is_fetched(served: Hub) -> None:
+    folder = get("org/draft")
+    assert set(served.downloads()) == {
+        "config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+    assert folder.name == SHA
+    served.seen.clear()
+    assert get("org/draft") == folder and not served.downloads()
+
+
+def test_a_target_gives_its_tokenizer_only(served: Hub) -> None:
+    get("org/target", "tokenizer")
+    assert not any(name.endswith(".safetensors") for name in served.downloads())
+
+
+def test_a_conversion_from_the_hub(family: Path, served: Hub, tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    assert cli.run(["convert", "org/draft@v1", "--target", "org/target", "-o", str(out)]) == 0
+    with GGUF(out) as new, GGUF(family / "draft.gguf") as old:
+        assert new["g4spec.source"] == "org/draft" and new["g4spec.source_revision"] == SHA
+        assert "--target org/target" in new["g4spec.command"]
+        assert all(new.raw(n).tobytes() == old.raw(n).tobytes() for n in old.tensors)
+        assert new["tokenizer.ggml.tokens"] == old["tokenizer.ggml.tokens"]
+
+
+def test_a_gguf_is_named_or_the_only_one(served: Hub) -> None:
+    assert get("org/one").name == "draft-q8_0.gguf"
+    assert get("org/two:sub/target.gguf").name == "target.gguf"
+    says = refused("org/two", InputError, "2 GGUF files")
+    assert "org/two:draft-q8_0.gguf" in says
+    refused("org/two:other.gguf", InputError, r"no file other\.gguf.*draft-q8_0\.gguf")
+    refused("org/draft", InputError, "Convert it first", "gguf")
+
+
+def test_every_command_takes_ids(
+    served: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    target, draft = "org/two:sub/target.gguf", "org/two:draft-q8_0.gguf"
+    assert cli.run(["inspect", draft, "--no-tensors"]) == 0
+    assert cli.run(["inspect", "org/draft", "--no-tensors"]) == 0
+    assert cli.run(["validate", draft, "--target", target, "--against", "org/draft"]) == 0
+    assert cli.run(["tokenize", "-m", target, "a"]) == 0
+    assert cli.run(["generate", "-m", target, "-md", draft, "-p", "a", "-n", "2", "-c", "64"]) == 0
+    args = ["generate", "-m", target, "-md", "org/draft", "-p", "a", "-n", "2", "-c", "64"]
+    assert cli.run(args) == 0
+    assert "converted into" in capsys.readouterr().err
+    with GGUF(next((tmp_path / "xdg").rglob("*.gguf"))) as g:
+        assert g["g4spec.source_revision"] == SHA
+
+
+def test_the_token_opens_gated_repositories(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.gated.add("org/draft")
+    says = refused("org/draft", InputError, "gated")
+    assert "licence" in says and "HF_TOKEN" in says
+    monkeypatch.setenv("HF_TOKEN", "hf_bad")
+    refused("org/draft", InputError, "gated")
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    assert (get("org/draft") / "config.json").is_file()
+
+
+# ---- refusals
+
+
+def test_what_is_not_there(served: Hub) -> None:
+    refused("org/absent", InputError, "no such file or folder here.*no such repository.*HF_TOKEN")
+    refused("org/draft@v9", InputError, "no revision 'v9'")
+    served.repos["org/draft"].pop("model-00002-of-00002.safetensors")
+    refused("org/draft", InputError, "shards.*not there.*00002")
+    served.repos["org/void"] = {"README.md": b""}
+    refused("org/void", InputError, "neither safetensors nor GGUF")
+    served.repos["org/bare"] = {"model.safetensors": b""}
+    refused("org/bare", InputError, "no config.json")
+
+
+def test_pickles_are_never_fetched(served: Hub) -> None:
+    refused("org/pickles", Unsupported, "pickles")
+    assert not served.downloads()
+
+
+def test_forbidden_is_not_gated(served: Hub) -> None:
+    served.faults["/api/models/org/draft"] = [status(403)]
+    refused("org/draft", InputError, "403.*HF_TOKEN")
+
+
+def test_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    folder, file = get("org/draft"), get("org/two:sub/target.gguf")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    served.seen.clear()
+    assert get("org/draft") == folder and get("org/two:sub/target.gguf") == file
+    assert get("org/two").name == SHA  # one of its files is there, in a folder
+    refused("org/one", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
+    refused("org/one:x.gguf", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
+    assert not served.seen
+
+
+def test_no_network(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    refused("org/draft", EnvironmentProblem, "no such file or folder here.*cannot be reached")
+
+
+# ---- what passes
+
+
+def test_errors_that_pass_are_waited_for(served: Hub) -> None:
+    served.faults["/api/models/org/draft"] = [status(500), status(503)]
+    served.faults["HEAD /org/draft/resolve"] = [status(502)]
+    served.faults["GET /org/draft/resolve"] = [status(500)]
+    assert (get("org/draft") / "config.json").is_file()
+
+
+def test_errors_that_stay_are_told(served: Hub) -> None:
+    served.faults["/api/models/org/draft"] = [status(500)] * 9
+    refused("org/draft", EnvironmentProblem, "answered 500")
+    served.faults.clear()
+    served.faults["resolve"] = [status(500)] * 99
+    refused("org/draft", EnvironmentProblem, "answered 500")
+
+
+def test_a_cut_download_goes_on_where_it_stopped(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = served.repos["org/one"]["draft-q8_0.gguf"]
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
+    served.faults["GET /org/one/resolve"] = [truncated(data, 5000)]
+    assert get("org/one").read_bytes() == data
+    assert any("bytes=5000-" in line for line in served.seen)
+
+
+def test_a_hanging_hub_is_left(served: Hub) -> None:
+    served.faults["/api/models/org/draft"] = [hang(2.5)] * 3
+    refused("org/draft", EnvironmentProblem, "cannot be reached")
+
+
+def test_redirects_are_followed(served: Hub) -> None:
+    path = f"/org/one/resolve/{SHA}/draft-q8_0.gguf"
+    served.faults["GET /org/one/resolve"] = [redirect(served.url + path + "?signed=1")]
+    assert get("org/one").read_bytes() == served.repos["org/one"]["draft-q8_0.gguf"]
+
+
+# ---- a hub that is not to be trusted
+
+
+@pytest.mark.parametrize("name", ["draft-q8_0.gguf", "small.gguf"])
+def test_wrong_content_is_found_and_removed(name: str, served: Hub, tmp_path: Path) -> None:
+    served.repos["org/one"] = {name: b"x" * (5000 if name[0] == "d" else 50)}
+    served.wrong_etag.add(name)
+    refused("org/one", InputError, "damaged on the way, removed.*sha256")
+    assert not [p for p in (tmp_path / "cache").rglob("*") if p.name == name]
+    served.wrong_etag.clear()
+    assert get("org/one").read_bytes() == served.repos["org/one"][name]
+
+
+@pytest.mark.parametrize("name", ["../../evil.safetensors", "/tmp/evil.safetensors",
+                                  "a/../../evil.gguf", "..\\evil.gguf", "\x00.gguf",
+                                  ".git/config.gguf", "con\n.gguf"])  # fmt: skip
+def test_names_that_lead_outside_are_ignored(name: str, served: Hub, tmp_path: Path) -> None:
+    served.repos["org/evil"] = {name: b"x"}
+    refused("org/evil", InputError, "neither safetensors nor GGUF")
+    assert not served.downloads() and not list(tmp_path.rglob("*evil*"))
+
+
+def test_an_index_that_leads_outside_is_refused(served: Hub, tmp_path: Path) -> None:
+    index = json.loads(served.repos["org/draft"]["model.safetensors.index.json"])
+    index["weight_map"]["fc.weight"] = "../../../evil.safetensors"
+    served.repos["org/draft"]["model.safetensors.index.json"] = json.dumps(index).encode()
+    refused("org/draft", InputError, "outside the folder")
+
+
+def test_a_link_in_the_cache_that_leads_outside_is_refused(served: Hub, tmp_path: Path) -> None:
+    path = get("org/one")
+    path.unlink()
+    (tmp_path / "secret").write_bytes(b"secret")
+    path.symlink_to(tmp_path / "secret")
+    refused("org/one", InputError, "leads out of the cache")
+
+
+ANSWERS: dict[str, Any] = {
+    "no JSON": lambda a: b"<html>", "a list": lambda a: [1], "empty": lambda a: b"",
+    "no commit": lambda a: a | {"sha": None}, "a path": lambda a: a | {"sha": "../../x"},
+    "siblings": lambda a: a | {"siblings": [{"x": 1}]}, "text": lambda a: a | {"siblings": "abc"},
+    "numbers": lambda a: a | {"siblings": [{"rfilename": 5}]}, "deep": lambda a: b"[" * 100000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_answers_that_make_no_sense(name: str, served: Hub) -> None:
+    served.listing = ANSWERS[name]
+    refused("org/draft", InputError, "makes no sense|names no commit|neither safetensors")
+
+
+def test_a_full_disk(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
+    refused("org/one", EnvironmentProblem, "no space left")
+
+
+def test_a_cache_that_cannot_be_written(served: Hub, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_bytes(b"a file, not a folder")
+    refused("org/one", EnvironmentProblem, "cannot write")

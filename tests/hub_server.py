@@ -1,0 +1,182 @@
+"""A Hugging Face hub on loopback: the few requests that a download makes, and faults on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+LARGE = 1 << 10
+"""Files from this size on have a sha256 as their ETag, smaller ones git's sha1."""
+
+
+def etag(data: bytes) -> str:
+    if len(data) >= LARGE:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+@dataclass
+class Hub:
+    """What is served, and what goes wrong.
+
+    Attributes:
+        repos: "org/name" -> file name -> content.
+        faults: substring of "METHOD path" -> what the next requests to it do instead, in order;
+            called with the handler, returns whether it has answered.
+        token: what `Authorization` must hold, if anything. `seen`: "METHOD path range" of requests.
+        listing: changes the answer to "what is in this repository".
+    """
+
+    repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    faults: dict[str, list[Callable[[Any], bool]]] = field(default_factory=dict)
+    gated: set[str] = field(default_factory=set)
+    token: str = "hf_good"
+    seen: list[str] = field(default_factory=list)
+    listing: Callable[[dict[str, Any]], Any] = lambda answer: answer
+    wrong_etag: set[str] = field(default_factory=set)
+
+    def __enter__(self) -> Hub:
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server.daemon_threads = True
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
+
+    def downloads(self) -> list[str]:
+        """Names of the files whose content was asked for."""
+        return [s.split()[1].split("/resolve/")[1].split("/", 1)[1]
+                for s in self.seen if s.startswith("GET") and "/resolve/" in s]  # fmt: skip
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        line = f"{self.command} {self.path} {self.headers.get('Range', '')}".strip()
+        self.hub.seen.append(line)
+        for part, faults in self.hub.faults.items():
+            if part in line and faults and faults.pop(0)(self):
+                return
+        parts = self.path.split("?")[0].strip("/").split("/")
+        if parts[:2] == ["api", "models"]:
+            self._list("/".join(parts[2:4]), parts[5:] and parts[5])
+        elif len(parts) > 4 and parts[2] == "resolve":
+            self._file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
+        else:
+            self.send(404, b"", {"X-Error-Code": "RepoNotFound"})
+
+    def _refused(self, repo: str) -> bool:
+        if repo not in self.hub.repos:
+            self.send(401, b"Invalid username or password.", {"X-Error-Code": "RepoNotFound"})
+            return True
+        if repo in self.hub.gated:
+            good = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+            if not good:
+                self.send(401 if "Authorization" not in self.headers else 403, b"gated",
+                          {"X-Error-Code": "GatedRepo"})  # fmt: skip
+                return True
+        return False
+
+    def _list(self, repo: str, revision: str | list[str]) -> None:
+        if self._refused(repo):
+            return
+        if revision and revision not in ("main", SHA, "v1"):
+            self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            return
+        files = [{"rfilename": name} for name in self.hub.repos[repo]]
+        answer = {"_id": "1", "id": repo, "modelId": repo, "sha": SHA, "private": False,
+                  "downloads": 0, "likes": 0, "tags": [], "siblings": files}  # fmt: skip
+        got = self.hub.listing(answer)
+        body = got if isinstance(got, bytes) else json.dumps(got).encode()
+        self.send(200, body, {"Content-Type": "application/json"})
+
+    def _file(self, repo: str, revision: str, name: str) -> None:
+        if self._refused(repo):
+            return
+        data = self.hub.repos[repo].get(name)
+        if data is None or revision != SHA:
+            self.send(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": SHA})
+            return
+        tag = etag(b"other" if name in self.hub.wrong_etag else data)
+        if name in self.hub.wrong_etag:
+            tag = hashlib.sha256(b"other").hexdigest()
+        headers = {"ETag": f'"{tag}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        asked = self.headers.get("Range")
+        if asked and self.command == "GET":
+            start = int(asked.removeprefix("bytes=").split("-")[0])
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            self.send(206, data[start:], headers)
+        else:
+            self.send(200, data, headers)
+
+    def send(self, status: int, body: bytes, headers: dict[str, str], length: int = -1) -> None:
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(len(body) if length < 0 else length))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def status(code: int, **headers: str) -> Callable[[Any], bool]:
+    def fault(handler: Any) -> bool:
+        handler.send(code, b"", {k.replace("_", "-"): v for k, v in headers.items()})
+        return True
+
+    return fault
+
+
+def truncated(data: bytes, count: int) -> Callable[[Any], bool]:
+    """All headers, `count` bytes, and the connection is gone."""
+
+    def fault(handler: Any) -> bool:
+        tag = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": SHA}
+        handler.send(200, data[:count], tag, length=len(data))
+        handler.close_connection = True
+        return True
+
+    return fault
+
+
+def hang(seconds: float) -> Callable[[Any], bool]:
+    def fault(handler: Any) -> bool:
+        time.sleep(seconds)
+        handler.close_connection = True
+        return True
+
+    return fault
+
+
+def redirect(url: str) -> Callable[[Any], bool]:
+    def fault(handler: Any) -> bool:
+        handler.send(307, b"", {"Location": url})
+        return True
+
+    return fault
