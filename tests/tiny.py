@@ -95,7 +95,8 @@ def _gemma_config(*, layers: int, hidden: int, inter: int, heads: int, kv: int, 
         "num_key_value_heads": kv, "head_dim": head_dim, "sliding_window": window,
         "layer_types": ["full_attention" if f else "sliding_attention" for f in full],
         "attention_k_eq_v": k_eq_v, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": vocab, "enable_moe_block": False,
+        "vocab_size_per_layer_input": vocab, "enable_moe_block": False, "num_experts": None,
+        "top_k_experts": None, "moe_intermediate_size": None,
         "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
         "final_logit_softcapping": softcap, "rope_parameters": ROPE, "attention_bias": False,
         "attention_dropout": 0.0, "max_position_embeddings": n_ctx, "tie_word_embeddings": True,
@@ -115,11 +116,13 @@ def _gemma_config(*, layers: int, hidden: int, inter: int, heads: int, kv: int, 
 
 
 def _gemma_layers(
-    w: Weights, c: dict[str, Any], *, own_kv: bool, kv_full: int, hd_full: int
+    w: Weights, c: dict[str, Any], *, own_kv: bool, kv_full: int, hd_full: int, spare: bool = False
 ) -> None:
-    e, ff = c["hidden_size"], c["intermediate_size"]
+    """`own_kv`: layers have keys and values; `spare`: also those that share them."""
+    e, first = c["hidden_size"], c["num_hidden_layers"] - c["num_kv_shared_layers"]
     for i, kind in enumerate(c["layer_types"]):
         full, p = kind == "full_attention", f"layers.{i}."
+        ff = c["intermediate_size"] * (2 if i >= first and c["use_double_wide_mlp"] else 1)
         hd = hd_full if full else c["head_dim"]
         q = c["num_attention_heads"] * hd
         k = (kv_full if full else c["num_key_value_heads"]) * hd
@@ -129,7 +132,7 @@ def _gemma_layers(
         w.matrix(p + "self_attn.q_proj.weight", q, e)
         w.norm(p + "self_attn.q_norm.weight", hd)
         w.matrix(p + "self_attn.o_proj.weight", e, q)
-        if own_kv:
+        if own_kv and (i < first or spare):
             w.matrix(p + "self_attn.k_proj.weight", k, e)
             w.norm(p + "self_attn.k_norm.weight", hd)
             if not (full and c["attention_k_eq_v"]):
@@ -138,6 +141,26 @@ def _gemma_layers(
         w.matrix(p + "mlp.up_proj.weight", ff, e)
         w.matrix(p + "mlp.down_proj.weight", e, ff)
         w.put(p + "layer_scalar", np.array([1 + 0.1 * w.rng.standard_normal()]))
+        _gemma_extras(w, c, p)
+
+
+def _gemma_extras(w: Weights, c: dict[str, Any], p: str) -> None:
+    """Experts and per-layer embeddings of one layer, if the model has them."""
+    e = c["hidden_size"]
+    if c["enable_moe_block"]:
+        n, ff = c["num_experts"], c["moe_intermediate_size"]
+        w.matrix(p + "router.proj.weight", n, e, scale=1.0)
+        w.norm(p + "router.scale", e)
+        w.norm(p + "router.per_expert_scale", n)
+        w.matrix(p + "experts.gate_up_proj", n, 2 * ff, e)
+        w.matrix(p + "experts.down_proj", n, e, ff)
+        for name in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
+                     "pre_feedforward_layernorm_2"):  # fmt: skip
+            w.norm(p + name + ".weight", e)
+    if ple := c["hidden_size_per_layer_input"]:
+        w.matrix(p + "per_layer_input_gate.weight", ple, e)
+        w.matrix(p + "per_layer_projection.weight", e, ple)
+        w.norm(p + "post_per_layer_input_norm.weight", e)
 
 
 def target(
@@ -145,9 +168,11 @@ def target(
     kv: int = 2, global_kv: int = 1, head_dim: int = 16, global_head_dim: int = 32,
     window: int = 8, softcap: float | None = 30.0, vocab: int = VOCAB, tokens: int | None = None,
     k_eq_v: bool = True, per_layer: bool = False, nested: bool = True, shards: int = 1,
-    period: int = 6, n_ctx: int = 131072, dtype: str = "BF16", seed: int = 0,
+    period: int = 6, n_ctx: int = 131072, dtype: str = "BF16", seed: int = 0, experts: int = 0,
+    top_k: int = 2, expert_inter: int = 24, ple: int = 0, shared: int = 0, spare: bool = False,
+    unified: bool = False, vision: bool = False, suppress: list[int] | None = None,
 ) -> Path:  # fmt: skip
-    """A dense Gemma 4 target.
+    """A Gemma 4 target; dense, unless told otherwise.
 
     Args:
         global_kv: KV heads of full layers when `k_eq_v` (they have no v_proj then).
@@ -155,6 +180,11 @@ def target(
         per_layer: write `per_layer_config` instead of `global_head_dim` and friends.
         nested: settings under `text_config`, as the multimodal releases have them.
         period: every `period`-th layer has full attention, and the last one.
+        experts: experts beside each feed-forward, `top_k` of them used, `expert_inter` wide.
+        ple: width of per-layer embeddings.
+        shared: last layers without keys and values, twice as wide; `spare`: they hold them anyway.
+        unified: the 12B's spelling. `vision`: with tensors that a text model does not need.
+        suppress: `suppress_tokens` of generation_config.json.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = _gemma_config(
@@ -162,20 +192,39 @@ def target(
         head_dim=head_dim, global_head_dim=global_head_dim, window=window, softcap=softcap,
         vocab=vocab, per_layer=per_layer, k_eq_v=k_eq_v, n_ctx=n_ctx, period=period,
     )  # fmt: skip
+    if experts:
+        config |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": top_k,
+                   "moe_intermediate_size": expert_inter}  # fmt: skip
+    config |= {"hidden_size_per_layer_input": ple, "num_kv_shared_layers": shared,
+               "use_double_wide_mlp": shared > 0}  # fmt: skip
+    brand, family = ("Gemma4Unified", "gemma4_unified") if unified else ("Gemma4", "gemma4")
+    config["model_type"] = f"{family}_text"
     if nested:
-        outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
+        outer = {"architectures": [f"{brand}ForConditionalGeneration"], "model_type": family,
                  "text_config": config, "eos_token_id": [1, 106], "tie_word_embeddings": True,
                  "vision_config": None, "audio_config": None, "dtype": "bfloat16"}  # fmt: skip
     else:
-        outer = {"architectures": ["Gemma4ForCausalLM"], **config}
+        outer = {"architectures": [f"{brand}ForCausalLM"], **config}
     dump(folder / "config.json", outer)
     w = Weights(seed, dtype, "model.language_model." if nested else "model.")
     w.matrix("embed_tokens.weight", vocab, hidden)
     kv_full = global_kv if k_eq_v else kv
-    _gemma_layers(w, config, own_kv=True, kv_full=kv_full, hd_full=global_head_dim)
+    _gemma_layers(w, config, own_kv=True, kv_full=kv_full, hd_full=global_head_dim, spare=spare)
     w.norm("norm.weight", hidden)
+    if ple:
+        w.matrix("embed_tokens_per_layer.weight", vocab, layers * ple)
+        w.matrix("per_layer_model_projection.weight", layers * ple, hidden)
+        w.norm("per_layer_projection_norm.weight", ple)
+    if vision:
+        w.prefix = "model."
+        w.matrix("vision_tower.encoder.layers.0.mlp.gate_proj.weight", 8, 8)
+        w.matrix("embed_vision.embedding_projection.weight", hidden, 8)
+        w.matrix("embed_audio.embedding_projection.weight", hidden, 8)
     save_all(folder, w.out, shards)
     tokenizer(folder, tokens or vocab)
+    if suppress is not None:
+        path = folder / "generation_config.json"
+        dump(path, json.loads(path.read_text()) | {"suppress_tokens": suppress})
     return folder
 
 
@@ -293,21 +342,32 @@ def speculators_dflash(
     w.norm("norm.weight", e)
     _qwen_layers(w, layers, e, inter, heads, kv, head_dim)
     if draft_vocab:
-        chosen = {1, 106, NEWLINE}
-        rest = [i for i in w.rng.permutation(vocab) if int(i) not in chosen]
-        ids_sorted = np.array(sorted([*chosen, *rest[: draft_vocab - len(chosen)]]))
-        w.put("d2t", ids_sorted - np.arange(draft_vocab), "I64")
-        w.put("t2d", np.isin(np.arange(vocab), ids_sorted), "BOOL")
+        reduced(w, vocab, draft_vocab)
     save_all(folder, w.out, shards)
     return folder
+
+
+def reduced(w: Weights, vocab: int, draft_vocab: int) -> None:
+    """`d2t` and `t2d` of a head with `draft_vocab` rows, stop tokens among them."""
+    chosen = {1, 106, NEWLINE}
+    rest = [i for i in w.rng.permutation(vocab) if int(i) not in chosen]
+    ids_sorted = np.array(sorted([*chosen, *rest[: draft_vocab - len(chosen)]]))
+    w.put("d2t", ids_sorted - np.arange(draft_vocab), "I64")
+    w.put("t2d", np.isin(np.arange(vocab), ids_sorted), "BOOL")
 
 
 def assistant(
     folder: Path, target: Path, *, layers: int = 4, hidden: int = 32, inter: int = 64,
     heads: int | None = None, centroids: int = 0, top_k: int = 4, shards: int = 1,
-    dtype: str = "BF16", seed: int = 3, **config: Any,
+    dtype: str = "BF16", seed: int = 3, shared: int | None = -1, unified: bool = False,
+    **config: Any,
 ) -> Path:  # fmt: skip
-    """A Gemma 4 MTP assistant; `centroids` > 0 gives it a centroid head."""
+    """A Gemma 4 MTP assistant; `centroids` > 0 gives it a centroid head.
+
+    Args:
+        shared: `num_kv_shared_layers` as published, None leaves it out; default: all layers.
+        unified: the 12B's spelling.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     text = _text(target)
     over = next(iter(text.get("per_layer_config", {}).values()), {})
@@ -320,17 +380,22 @@ def assistant(
         vocab=text["vocab_size"], per_layer="per_layer_config" in text,
         k_eq_v=text["attention_k_eq_v"], n_ctx=text["max_position_embeddings"], period=layers,
     )  # fmt: skip
-    inner |= {"num_kv_shared_layers": layers, "vocab_size_per_layer_input": 0}
+    brand, family = ("Gemma4Unified", "gemma4_unified") if unified else ("Gemma4", "gemma4")
+    inner |= {"num_kv_shared_layers": layers if shared == -1 else shared,
+              "vocab_size_per_layer_input": 0, "model_type": f"{family}_text"}  # fmt: skip
     settings = {
-        "architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant",
+        "architectures": [f"{brand}AssistantForCausalLM"], "model_type": f"{family}_assistant",
         "backbone_hidden_size": text["hidden_size"], "text_config": inner,
         "use_ordered_embeddings": centroids > 0, "num_centroids": centroids or 2048,
         "centroid_intermediate_top_k": top_k if centroids else 32, "tie_word_embeddings": True,
         "dtype": "bfloat16",
     } | config  # fmt: skip
+    if shared is None:
+        del inner["num_kv_shared_layers"]
     dump(folder / "config.json", settings)
     w = Weights(seed, dtype, "model.")
     w.matrix("embed_tokens.weight", text["vocab_size"], hidden)
+    inner["num_kv_shared_layers"] = 0
     _gemma_layers(w, inner, own_kv=False, kv_full=kv_full, hd_full=hd_full)
     w.norm("norm.weight", hidden)
     w.prefix = ""

@@ -17,6 +17,7 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, KV, T, array, boolean, string, u32
 
 STOP_IDS = "g4spec.stop_ids"
+SUPPRESS = "tokenizer.ggml.suppress_tokens"
 SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # upstream's spelling
 DEFAULTS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
@@ -68,6 +69,8 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
     template = _template(folder, settings)
     if template:
         kv["tokenizer.chat_template"] = string(template)
+    if suppressed := generation.get("suppress_tokens"):
+        kv[SUPPRESS] = array(T.I32, _ids(suppressed, len(tokens), folder))
     kv[STOP_IDS] = array(T.I32, _stop_ids(config, generation))
     return kv
 
@@ -158,6 +161,15 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
         named = {t.get("name"): t.get("template") for t in got if isinstance(t, dict)}
         got = named.get("default")
     return got if isinstance(got, str) else None
+
+
+def _ids(found: Any, n_tokens: int, folder: Path) -> list[int]:
+    """`suppress_tokens`: ids that the model must never be let choose."""
+    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < n_tokens for i in found):
+        raise InputError(f"{folder}/generation_config.json: suppress_tokens",
+                         expected=f"a list of token ids below {n_tokens}",
+                         found=f"{found!r:.80}")  # fmt: skip
+    return found
 
 
 def _stop_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> list[int]:

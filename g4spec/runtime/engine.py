@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,7 +213,8 @@ class Engine:
         logits = self.target.logits(read.hidden[-1:])[0]
         stats.prefill_seconds = time.perf_counter() - started
         draft = None if options.draft_max == 0 else self.draft
-        cycles = Speculation(self.target, Backlog(draft), options.sampler, length, logits,
+        sampler = replace(options.sampler, suppress=self.tokenizer.suppress_ids)
+        cycles = Speculation(self.target, Backlog(draft), sampler, length, logits,
                              len(prompt), options.n_predict)  # fmt: skip
         return Run(self, cycles, options, stats)
 

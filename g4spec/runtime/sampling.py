@@ -65,6 +65,7 @@ class Sampler:
         top_k: candidates kept; 0 keeps all.
         top_p: smallest set of most likely candidates with at least this mass; 1 keeps all.
         min_p: candidates at least this likely relative to the best; 0 keeps all.
+        suppress: tokens that are never chosen, whatever their logits.
     """
 
     temperature: float = 0.0
@@ -72,6 +73,7 @@ class Sampler:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    suppress: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, ok, want in (
@@ -90,6 +92,9 @@ class Sampler:
 
         Raises NotFinite when there is no largest logit.
         """
+        if self.suppress:
+            logits = logits.clone()
+            logits[list(self.suppress)] = -math.inf
         best = logits.max()
         if not torch.isfinite(best):
             raise NotFinite("logits are not finite", found=float(best),

@@ -30,6 +30,7 @@ CONTROL, UNKNOWN, USER_DEFINED, BYTE = 3, 2, 4, 6
 """Token types of GGUF (llama.h, `enum llama_token_type`)."""
 
 _KEY = "tokenizer.ggml."
+SUPPRESS = "tokenizer.ggml.suppress_tokens"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -41,6 +42,7 @@ class Tokenizer:
         merges: "left right", most important first.
         bos: id of the token every prompt begins with.
         stops: ids that end a text, beside Gemma's own.
+        suppress: ids that must never be chosen.
         template: chat template in Jinja, if there is one.
         source: name of the file, for messages.
     """
@@ -53,11 +55,13 @@ class Tokenizer:
         *,
         bos: int,
         stops: Iterable[int] = (),
+        suppress: Iterable[int] = (),
         template: str | None = None,
         source: str = "tokenizer",
     ) -> None:
         self.bos, self.template, self.source = bos, template, source
         self.stop_ids = frozenset(i for i in stop_ids(stops) if 0 <= i < len(tokens))
+        self.suppress_ids = tuple(sorted({i for i in suppress if 0 <= i < len(tokens)}))
         self._tokens = tokens
         self._special = {i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN, USER_DEFINED)}
         self._hidden = {i for i in self._special if types[i] != USER_DEFINED}
@@ -188,13 +192,19 @@ def _read(kv: Mapping[str, Any], source: str) -> Tokenizer:
     bos = ids.pop("bos")
     if bos is None:
         raise InputError(f"{source}: {_KEY}bos_token_id is missing")
-    own = kv.get("g4spec.stop_ids", [])
-    if not isinstance(own, list) or not all(isinstance(i, int) for i in own):
-        raise InputError(f"{source}: g4spec.stop_ids", expected="a list of ids", found=own)
+    own, suppress = (_ids(kv, key, source) for key in ("g4spec.stop_ids", SUPPRESS))
     stops = [*own, *(i for i in ids.values() if i is not None)]
     template = kv.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
-    return Tokenizer(tokens, types, merges, bos=bos, stops=stops, template=template, source=source)
+    return Tokenizer(tokens, types, merges, bos=bos, stops=stops, suppress=suppress,
+                     template=template, source=source)  # fmt: skip
+
+
+def _ids(kv: Mapping[str, Any], key: str, source: str) -> list[int]:
+    found = kv.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
+        raise InputError(f"{source}: {key}", expected="a list of ids", found=f"{found!r:.80}")
+    return found
 
 
 def _id(kv: Mapping[str, Any], name: str, n_vocab: int, source: str) -> int | None:

@@ -47,6 +47,8 @@ def weights(specs: list[TensorSpec], stored: dict[str, torch.Tensor]) -> dict[st
             n = spec.shape[0]
             out[spec.name] = torch.tensor([1.0] * (n // 4) + [1e30] * (n - n // 4))
             continue
+        if spec.optional and spec.source not in stored:
+            continue
         x = stored[spec.source or ""]
         if spec.make == "absolute_d2t":
             x = x + torch.arange(len(x))
