@@ -41,12 +41,12 @@ $(BIN)/python:
 # Stamps: installing again happens only when what is to be installed changed.
 $(VENV)/.package: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV): minutes the first time'
-	@$(PIP) -e '.[report]'
+	@$(PIP) -e .
 	@touch $@
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV): minutes the first time'
-	@$(PIP) -e '.[report,test,dev,oracle]'
+	@$(PIP) -e '.[test,dev,oracle]'
 	@# Their own requirements name builds of torchvision and torchaudio that are not needed here.
 	@$(PIP) --no-deps speculators==0.9.0 hs-connectors==0.9.0
 	@touch $@ $(VENV)/.package
