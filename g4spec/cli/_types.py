@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from g4spec.convert import Result
 
 # The files are listed, not imported: `--help` must not wait for numpy.
-TYPES = sorted(m.name for m in pkgutil.iter_modules([str(Path(package).parent / "quant/formats")]))
+FOLDERS = [str(Path(package).parent / "quant" / name) for name in ("formats", "mixes")]
+TYPES = sorted(m.name for m in pkgutil.iter_modules(FOLDERS))
 Type = Annotated[
     str, typer.Option("--type", help=f"Type of matrices: {', '.join(TYPES)}. Vectors stay F32.")
 ]

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from g4spec.convert.tensors import Stored, equal
 from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import Drop, TensorSpec
-from g4spec.quant import Format, policy
+from g4spec.quant import policy
 
 MOST_PROBLEMS = 20
 
@@ -64,12 +64,12 @@ class Plan:
         return {t: kept.count(t) for t in sorted(set(kept))}
 
 
-def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: Format,
+def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: policy.Mix,
           n_tokens: int, shorts: Mapping[str, str] | None = None) -> Plan:  # fmt: skip
     """The plan for a checkpoint of `kind`.
 
     Args:
-        config: the kind's parsed configuration. `asked`: type for matrices.
+        config: the kind's parsed configuration. `asked`: type or mix for matrices.
         n_tokens: entries of the tokenizer; token tables are cut to it.
         shorts: name of each tensor -> the kind's name of it, where a prefix is not all.
     """
@@ -77,9 +77,10 @@ def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: F
 
 
 class _Builder:
-    def __init__(self, kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: Format,
-                 n_tokens: int, shorts: Mapping[str, str] | None = None) -> None:  # fmt: skip
-        self.kind, self.config, self.tensors, self.asked = kind, config, tensors, asked
+    def __init__(self, kind: ModuleType, config: Any, tensors: Mapping[str, Stored],
+                 asked: policy.Mix, n_tokens: int,
+                 shorts: Mapping[str, str] | None) -> None:  # fmt: skip
+        self.kind, self.config, self.tensors = kind, config, tensors
         self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[Row]()
         self.names: dict[str, str] = {}
         for name in tensors:
@@ -87,6 +88,9 @@ class _Builder:
             if short in self.names:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
+        self.specs = [self._fitted(spec) for spec in kind.tensors(config)]
+        there = (s.name for s in self.specs if s.source is None or s.source in self.names)
+        self.policy = policy.Policy(asked, there)
 
     def build(self) -> Plan:
         if self.config.n_vocab < self.n_tokens:
@@ -94,9 +98,9 @@ class _Builder:
                              expected=f"at most {self.config.n_vocab}", found=self.n_tokens,
                              fix="use the tokenizer that belongs to this model")  # fmt: skip
         left = dict(self.names)
-        for spec in self.kind.tensors(self.config):
+        for spec in self.specs:
             left.pop(spec.source or "", None)
-            self._tensor(self._fitted(spec))
+            self._tensor(spec)
         for short, (key, shape) in self._metadata().items():
             left.pop(short, None)
             self._array(short, key, shape)
@@ -117,7 +121,7 @@ class _Builder:
         return spec
 
     def _tensor(self, spec: TensorSpec) -> None:
-        form, note = policy.choose(spec.name, spec.shape, spec.role, self.asked)
+        form, note = self.policy.choose(spec.name, spec.shape, spec.role)
         size = form.nbytes(spec.shape, spec.name)
         if spec.source is None:
             self.rows.append(Row("make", None, spec.name, spec.shape, form.name.upper(),

@@ -25,7 +25,8 @@ from g4spec.convert.tensors import Stored, recode, workers
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, KV, T, TensorData, array, string, u32
 from g4spec.gguf.writer import Progress
-from g4spec.quant import Format, policy
+from g4spec.quant import policy
+from g4spec.quant.policy import Mix, Policy
 
 QUANTIZATION_VERSION = 2
 
@@ -57,13 +58,13 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
             rewritten, any other GGUF (alone or in a folder) is requantized.
         target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
             shapes come from it.
-        type: of matrices, one of `quant.names()`; vectors stay F32.
+        type: of matrices, one of `policy.names()`; vectors stay F32.
         dry_run: make the plan only.
 
     Raises:
         InputError: before anything is written, whenever the plan does not work out.
     """
-    asked = quant.get(type)
+    asked = policy.asked(type)
     found, out = sources.detect(Path(source)), Path(out)
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
@@ -75,7 +76,7 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
         return _convert(found, out, asked, target, dry_run, progress)
 
 
-def _convert(found: Found, out: Path, asked: Format, target: Path | None, dry_run: bool,
+def _convert(found: Found, out: Path, asked: Mix, target: Path | None, dry_run: bool,
              progress: Progress | None) -> Result:  # fmt: skip
     """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
     start = time.perf_counter()
@@ -120,7 +121,7 @@ def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = Fal
     twice, or grows without gaining any.
     """
     with GGUF(source) as file:
-        return _requantize(file, Path(out), quant.get(type), dry_run, allow_requantize, progress,
+        return _requantize(file, Path(out), policy.asked(type), dry_run, allow_requantize, progress,
                            [])  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
     return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool))
 
 
-def _metadata(found: Found, config: Any, asked: Format, pair: Target, made: Mapping[str, Any],
+def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping[str, Any],
               plan: Plan, out: Path, target: Path | None) -> KV:  # fmt: skip
     """All keys of the file: general, the kind's own, tokenizer, provenance."""
     own: KV = found.kind.metadata(config)
@@ -224,21 +225,23 @@ def _metadata(found: Found, config: Any, asked: Format, pair: Target, made: Mapp
     return kv | provenance.keys(found.source, command)
 
 
-def _file_type(plan: Plan, asked: Format) -> int:
+def _file_type(plan: Plan, asked: Mix) -> int:
     """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs."""
     sizes: dict[str, int] = {}
     for row in plan.of("copy"):
         sizes[row.type] = sizes.get(row.type, 0) + row.nbytes
     kept = any(row.note.startswith("quantized already") for row in plan.rows)
-    form = quant.get(max(sizes, key=lambda name: sizes[name])) if kept and sizes else asked
-    return form.file_type or 0
+    if kept and sizes:
+        return quant.get(max(sizes, key=lambda name: sizes[name])).file_type or 0
+    return asked.file_type or 0
 
 
-def _requantize(file: GGUF, out: Path, asked: Format, dry_run: bool, allow: bool,
+def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
                 progress: Progress | None, notes: list[str]) -> Result:  # fmt: skip
     start = time.perf_counter()
     _refuse_same(out, [file.path])
-    rows = tuple(_requantized(file, name, asked, allow) for name in file.tensors)
+    choice = Policy(asked, file.tensors)
+    rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)
     if dry_run:
         return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
@@ -253,11 +256,12 @@ def _requantize(file: GGUF, out: Path, asked: Format, dry_run: bool, allow: bool
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 
-def _requantized(file: GGUF, name: str, asked: Format, allow: bool) -> Row:
+def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> Row:
     info = file.tensors[name]
     form, note = info.format, ""
-    if not form.integer:
-        to, note = policy.choose(name, info.shape, "matrix", asked)
+    kept = len(info.shape) > 1 and not form.quantized and policy.never_quantized(name)
+    if not (form.integer or kept):
+        to, note = choice.choose(name, info.shape, "matrix")
         if form.quantized and to is not form:
             if not allow:
                 raise InputError(

@@ -11,7 +11,7 @@ from g4spec.quant import formats
 from g4spec.quant.format import Format, Unrepresentable
 from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS
 
-__all__ = ["Format", "Unrepresentable", "by_type", "get", "names"]
+__all__ = ["FIRST_CLASHING_TYPE", "Format", "Unrepresentable", "by_type", "get", "known", "names"]
 
 
 @cache
@@ -42,6 +42,11 @@ def get(name: str) -> Format:
     if found is None:
         raise UsageError("unknown tensor type", expected=f"one of {', '.join(names())}", found=name)
     return found
+
+
+def known(number: int) -> Format | None:
+    """Upstream's type of this number, or None."""
+    return _by_type().get(number)
 
 
 def by_type(number: int, name: str = "a tensor") -> Format:

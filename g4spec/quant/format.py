@@ -39,6 +39,7 @@ class Format:
         encode: float32 [n] (n a multiple of `block`) -> uint8, or None: cannot be written.
         decode: uint8 -> float32, or None: cannot be read.
         stored: numpy type of plain numbers, None for blocks.
+        bound: values [n] -> largest error of each that quantizing explains, or None if unknown.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Format:
     encode: Callable[[Floats], Bytes] | None = None
     decode: Callable[[Bytes], Floats] | None = None
     stored: str | None = None
+    bound: Callable[[Floats], Floats] | None = None
 
     @property
     def quantized(self) -> bool:
@@ -87,7 +89,7 @@ class Format:
         if self.decode is None:
             raise Unsupported(
                 f"type {self.name.upper()} has no dequantizer here",
-                fix="use a file of type F32, F16, BF16 or Q8_0",
+                fix="use a file of another type: F16, BF16 and Q8_0 are always read",
             )
         shape = (*raw.shape[:-1], raw.shape[-1] // self.block_bytes * self.block)
         return self.decode(np.ascontiguousarray(raw).reshape(-1)).reshape(shape)
@@ -103,3 +105,27 @@ def first_bad(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
     """The error for the first value of `x` that is not `good`."""
     index = int(np.argmin(good.reshape(-1)))
     return Unrepresentable(index, float(x.reshape(-1)[index]))
+
+
+def in_batches(x: Floats, size: int, encode: Callable[[Floats], Bytes]) -> Bytes:
+    """`encode` on `size` values at a time, whose temporaries then stay in a core's cache."""
+    parts = []
+    for at in range(0, max(len(x), 1), size):
+        try:
+            parts.append(encode(x[at : at + size]))
+        except Unrepresentable as e:
+            raise Unrepresentable(at + e.index, e.value) from None
+    return np.concatenate(parts)
+
+
+def refuse_infinite(x: Floats, *factors: NDArray[np.float16]) -> None:
+    """Raise Unrepresentable for the largest value of the first block that has a factor which is
+    not finite: the value is not finite itself, or too large. `factors`: one for each block."""
+    bad = ~np.isfinite(factors[0])
+    for factor in factors[1:]:
+        bad |= ~np.isfinite(factor)
+    if bad.any():
+        size, first = len(x) // len(bad), int(np.argmax(bad))
+        block = np.abs(x[first * size : (first + 1) * size])
+        index = first * size + int(np.argmax(block))  # a NaN counts as the largest
+        raise Unrepresentable(index, float(x[index]))

@@ -242,12 +242,9 @@ def _allowed(form: Format, want: NDArray[np.float32]) -> NDArray[np.float32]:
         size: NDArray[np.float32] = np.abs(want)
         size = size * np.float32(relative) + np.float32(tiny)
         return size
-    if form.name != "q8_0":
+    if form.bound is None:
         return np.full_like(want, np.inf)
-    # Half a step of amax / 127, and up to 127 steps of a scale rounded to 11 bits (or, below
-    # fp16's normal range, to a multiple of 2**-24).
-    blocks = np.abs(want.reshape(-1, form.block))
-    step = blocks.max(axis=1, keepdims=True) / np.float32(127)
-    bound = step * np.float32((0.5 + 127 * 2.0**-11) * SLACK) + np.float32(127 * 2.0**-25)
-    out: NDArray[np.float32] = np.repeat(bound, form.block).reshape(want.shape)
+    with np.errstate(invalid="ignore", over="ignore"):
+        found = form.bound(np.ascontiguousarray(want).reshape(-1)) * np.float32(SLACK)
+    out: NDArray[np.float32] = found.reshape(want.shape)
     return out

@@ -9,9 +9,10 @@ import gguf as oracle
 import numpy as np
 import pytest
 
-from g4spec import models, quant
+from g4spec import models
 from g4spec.convert import convert, quantize
 from g4spec.gguf import GGUF, T
+from g4spec.quant import policy
 from tests import tiny, tiny_drafts
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -48,4 +48,11 @@ def decode(raw: Bytes) -> Floats:
     return values.reshape(-1)
 
 
-FORMAT = Format("q8_0", 8, BLOCK, DTYPE.itemsize, 7, encode, decode)
+def bound(x: Floats) -> Floats:
+    """Half a step, and up to 127 steps of a scale rounded to 11 bits (or, below the normal range
+    of half precision, to a multiple of 2**-24)."""
+    step = np.abs(x.reshape(-1, BLOCK)).max(axis=1) / np.float32(127)
+    return np.repeat(step * np.float32(0.5 + 127 * 2.0**-11) + np.float32(127 * 2.0**-25), BLOCK)
+
+
+FORMAT = Format("q8_0", 8, BLOCK, DTYPE.itemsize, 7, encode, decode, bound=bound)

@@ -1,0 +1,40 @@
+"""Q4_0: 32 values of 4 bits with a scale, byte for byte as ggml's C reference.
+
+Layout: half-precision scale d, 16 bytes of codes: value j in the lower half of byte j, value j + 16
+in the upper. A value is d * (code - 8).
+Source: ggml `block_q4_0`; rounding: `g4spec.quant.plain`.
+"""
+
+import numpy as np
+
+from g4spec.quant import plain
+from g4spec.quant.format import Bytes, Floats, Format, in_batches
+
+DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
+
+
+def encode(x: Floats) -> Bytes:
+    return in_batches(x, plain.BATCH, _encode)
+
+
+def _encode(x: Floats) -> Bytes:
+    d, codes = plain.symmetric(x, 8)
+    out = np.empty(len(d), DTYPE)
+    out["d"] = d
+    out["q"] = plain.nibbles(codes)
+    return out.view(np.uint8)
+
+
+def decode(raw: Bytes) -> Floats:
+    blocks = raw.view(DTYPE)
+    out = plain.codes_of(blocks["q"]).astype(np.float32)
+    out -= np.float32(8)
+    out *= blocks["d"].astype(np.float32)[:, None]
+    return out.reshape(-1)
+
+
+def bound(x: Floats) -> Floats:
+    return plain.symmetric_bound(x, 8)
+
+
+FORMAT = Format("q4_0", 2, plain.BLOCK, DTYPE.itemsize, 2, encode, decode, bound=bound)

@@ -1,0 +1,43 @@
+"""Q4_K: 256 values in 8 groups of 32, each with a 6-bit scale and minimum; 4 bits a value.
+
+Layout: half-precision d and dmin, 12 bytes of scales and minima, 128 bytes of codes: of each two
+groups, the first in the lower halves of 32 bytes, the second in the upper halves. A value is
+d * scale * code - dmin * minimum.
+Source: ggml `block_q4_K`; how scales are found: `g4spec.quant.affine`.
+"""
+
+import numpy as np
+
+from g4spec.quant import affine
+from g4spec.quant.format import Bytes, Floats, Format, in_batches, refuse_infinite
+
+DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
+
+
+def encode(x: Floats) -> Bytes:
+    return in_batches(x, affine.BLOCK * affine.BATCH, _encode)
+
+
+def _encode(x: Floats) -> Bytes:
+    found = affine.fit(x, 15)
+    refuse_infinite(x, found.d, found.dmin)
+    out = np.empty(len(found.d), DTYPE)
+    out["d"], out["dmin"] = found.d, found.dmin
+    out["scales"] = affine.pack_scales(found.scale, found.least)
+    codes = found.codes.astype(np.uint8)
+    out["q"] = (codes[:, 0::2] | codes[:, 1::2] << 4).transpose(2, 1, 0)
+    return out.view(np.uint8)
+
+
+def decode(raw: Bytes) -> Floats:
+    blocks = raw.view(DTYPE)
+    q = blocks["q"]
+    codes = np.stack((q & 15, q >> 4), axis=2).reshape(-1, affine.GROUPS, affine.SIZE)
+    return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
+
+
+def bound(x: Floats) -> Floats:
+    return affine.bound(x, 15)
+
+
+FORMAT = Format("q4_k", 12, affine.BLOCK, DTYPE.itemsize, 14, encode, decode, bound=bound)

@@ -1,0 +1,49 @@
+"""Q5_K: 256 values in 8 groups of 32, each with a 6-bit scale and minimum; 5 bits a value.
+
+Layout: half-precision d and dmin, 12 bytes of scales and minima, 32 bytes whose bit g is the fifth
+bit of a value in group g, 128 bytes of the lower four bits as in Q4_K. A value is
+d * scale * code - dmin * minimum.
+Source: ggml `block_q5_K`; how scales are found: `g4spec.quant.affine`.
+"""
+
+import numpy as np
+
+from g4spec.quant import affine
+from g4spec.quant.format import Bytes, Floats, Format, in_batches, refuse_infinite
+
+DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32),
+                  ("q", "u1", (4, 32))])  # fmt: skip
+_GROUP = np.arange(affine.GROUPS, dtype=np.uint8)
+
+
+def encode(x: Floats) -> Bytes:
+    return in_batches(x, affine.BLOCK * affine.BATCH, _encode)
+
+
+def _encode(x: Floats) -> Bytes:
+    found = affine.fit(x, 31)
+    refuse_infinite(x, found.d, found.dmin)
+    out = np.empty(len(found.d), DTYPE)
+    out["d"], out["dmin"] = found.d, found.dmin
+    out["scales"] = affine.pack_scales(found.scale, found.least)
+    codes = found.codes.astype(np.uint8)
+    low, high = codes & 15, codes >> 4
+    out["q"] = (low[:, 0::2] | low[:, 1::2] << 4).transpose(2, 1, 0)
+    high <<= _GROUP[:, None]
+    out["high"] = np.bitwise_or.reduce(high, axis=1).T
+    return out.view(np.uint8)
+
+
+def decode(raw: Bytes) -> Floats:
+    blocks = raw.view(DTYPE)
+    q = blocks["q"]
+    codes = np.stack((q & 15, q >> 4), axis=2).reshape(-1, affine.GROUPS, affine.SIZE)
+    codes |= (blocks["high"][:, None] >> _GROUP[:, None] & 1) << 4
+    return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
+
+
+def bound(x: Floats) -> Floats:
+    return affine.bound(x, 31)
+
+
+FORMAT = Format("q5_k", 13, affine.BLOCK, DTYPE.itemsize, 16, encode, decode, bound=bound)
