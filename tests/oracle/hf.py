@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Gemma4AssistantForCausalLM, Gemma4ForCausalLM
+import transformers
 from transformers.utils import logging
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 
-def target(folder: Path) -> Any:
-    """`Gemma4ForCausalLM`; the folder must hold a text-only checkpoint."""
-    return Gemma4ForCausalLM.from_pretrained(
+def model(folder: Path) -> Any:
+    """The model that a folder's configuration names; a target must be a text-only checkpoint."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    made = getattr(transformers, config["architectures"][0]).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    return made.eval()
 
 
-def assistant(folder: Path) -> Any:
-    """`Gemma4AssistantForCausalLM`."""
-    return Gemma4AssistantForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+target = assistant = model

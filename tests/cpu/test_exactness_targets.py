@@ -1,0 +1,122 @@
+"""Losslessness of the targets that are not dense: see `test_exactness.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from g4spec.models import gemma4, ngram
+from g4spec.models.gemma4_config import shared_kv
+from g4spec.models.spec import Draft, LayerSpec
+from g4spec.runtime.ops import TILE, Ops
+from g4spec.runtime.sampling import Sampler
+from g4spec.runtime.target import Target
+from tests import memory_models as mm
+from tests.cpu.test_exactness import PROMPT, decode
+
+
+def experts(s: LayerSpec) -> LayerSpec:
+    return replace(s, n_expert=8, n_expert_used=3, n_ff_expert=32)
+
+
+def _sharing(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
+    sources = shared_kv([s.window is not None for s in layers], 3)
+    return tuple(replace(s, kv_from=source, n_ple=16, n_ff=96 if source is None else 192)
+                 for s, source in zip(layers, sources, strict=True))  # fmt: skip
+
+
+CONFIGS: dict[str, Callable[[tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]] = {
+    "experts": lambda layers: tuple(map(experts, layers)),
+    "experts, split": lambda layers: tuple(replace(experts(s), split_experts=True)
+                                           for s in layers),
+    "per-layer, shared": _sharing,
+}  # fmt: skip
+
+
+def target(name: str, chunk: int = 64) -> Target:
+    base = mm.target_config()
+    config = replace(base, layers=CONFIGS[name](base.layers))
+    return Target(config, mm.weights(gemma4.tensors(config), 0, 0.3), Ops(), 512, chunk)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_prefill_chunks_do_not_change_a_bit(name: str, chunk: int) -> None:
+    a = list(target(name, 512).prefill(PROMPT))
+    b = list(target(name, chunk).prefill(PROMPT))
+    assert torch.equal(a[0].hidden, torch.cat([r.hidden for r in b]))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_step_logits_equal_plain_decoding_at_every_row(name: str) -> None:
+    plain = target(name)
+    list(plain.prefill(PROMPT))
+    ids = [(7 * i) % 150 + 5 for i in range(TILE)]
+    one = torch.stack([plain.step([t], len(PROMPT) + i).logits[0] for i, t in enumerate(ids)])
+    wide = target(name)
+    list(wide.prefill(PROMPT))
+    for rows in range(1, TILE + 1):
+        assert torch.equal(wide.step(ids[:rows], len(PROMPT)).logits, one[:rows]), rows
+
+
+DRAFTS: dict[str, Callable[[Target], Draft]] = {
+    "dflash": mm.dflash_draft,
+    "assistant": mm.assistant_draft,
+    "ngram": lambda t: ngram.Drafter(),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_text_with_a_draft_equals_text_without(name: str, draft: str) -> None:
+    for sampler in (Sampler(), Sampler(temperature=1.0, seed=3, suppress=(5, 9))):
+        want = decode(target(name), None, sampler, 0)
+        for count in (1, 5, 15):
+            on = target(name)
+            assert decode(on, DRAFTS[draft](on), sampler, count) == want, count
+
+
+def test_a_row_does_not_depend_on_the_experts_of_others() -> None:
+    ops, g = Ops(), torch.Generator().manual_seed(0)
+    x = torch.randn(40, 48, generator=g)
+    gate, up = torch.randn(8, 32, 48, generator=g), torch.randn(8, 32, 48, generator=g)
+    down, scale = torch.randn(8, 48, 32, generator=g), torch.rand(48, generator=g) + 0.5
+    router, gains = torch.randn(8, 48, generator=g), torch.rand(8, generator=g) + 0.5
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        ids, weights = ops.route(rows, scale, router, gains, 3, 1e-6)
+        return ops.experts(rows, ids, weights, gate, up, down, ops.gelu_tanh)
+
+    want = run(x)
+    for start, count in ((0, 1), (3, 2), (7, 16), (11, 29)):
+        assert torch.equal(run(x[start : start + count]), want[start : start + count])
+    order = torch.randperm(40, generator=g)
+    assert torch.equal(run(x[order]), want[order])
+
+
+def test_routing() -> None:
+    ops = Ops()
+    x, router = torch.eye(4), torch.tensor([[0.0, 1, 0, 0], [0, 1, 0, 0], [2, 1, 0, 0.0]])
+    ids, weights = ops.route(x, torch.ones(4), router, torch.tensor([1.0, 2, 3]), 2, 0.0)
+    assert ids.tolist() == [[2, 0], [0, 1], [0, 1], [0, 1]]  # the lowest id on a tie
+    assert torch.allclose(weights[1], torch.tensor([0.5, 1.0]))
+    share = 1 / (1 + torch.exp(torch.tensor(-2.0)))
+    assert torch.allclose(weights[0], torch.stack([3 * share, 1 - share]))
+
+
+def test_only_layers_with_their_own_keys_have_a_cache() -> None:
+    made = target("per-layer, shared")
+    assert len(made.caches) == 3
+    assert [s.kv_from for s in made.config.layers] == [None, None, None, 1, 1, 2]
+    assert (made.config.donor(True), made.config.donor(False)) == (1, 2)
+
+
+def test_suppressed_tokens_are_never_chosen() -> None:
+    logits = torch.tensor([0.0, 5.0, 4.0, 3.0])
+    assert Sampler(suppress=(1, 2)).choose(logits, 0) == 3
+    hot = Sampler(temperature=5.0, seed=1, suppress=(1, 2))
+    assert {hot.choose(logits, i) for i in range(200)} == {0, 3}
+    assert logits[1] == 5.0

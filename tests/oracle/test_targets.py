@@ -1,0 +1,141 @@
+"""The targets that are not dense, and the 12B's spelling, against transformers; the assistants of
+each of them, too. See `test_target.py` and `test_assistant.py`, whose measures these are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.oracle import build, hf
+from tests.oracle.test_assistant import Clean, differences, oracle
+from tests.oracle.test_target import ours
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+WINDOW, VOCAB = 16, 512
+SHAPE: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB, "dtype": "F32"}
+PLE: dict[str, Any] = {"ple": 8, "shared": 3, "k_eq_v": False}
+CASES: dict[str, dict[str, Any]] = {
+    "experts": {"experts": 8},
+    "experts-one": {"experts": 8, "top_k": 1},
+    "experts-most": {"experts": 8, "top_k": 7, "per_layer": True},
+    "per-layer": PLE,
+    "per-layer-own-kv": PLE | {"shared": 0},
+    "shared-kv-spare": PLE | {"spare": True},
+    "shared-kv-five": {"layers": 9, "shared": 5, "ple": 8, "k_eq_v": False, "kv": 1},
+    "unified": {"unified": True},
+}
+TEXTS = ("experts", "per-layer", "unified")
+N_NEW = 160
+
+
+def make(folder: Path, name: str) -> Path:
+    shape: dict[str, Any] = SHAPE | CASES[name]
+    return build.lively(tiny.target(folder, nested=False, **shape))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(tmp_path: Path, name: str) -> None:
+    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB)
+    with torch.no_grad():
+        want = hf.target(folder)(torch.tensor([ids])).logits[0]
+    for chunk in (1, 7, 64):
+        _, got = ours(folder, ids, chunk)
+        assert float((got - want).abs().max()) < 1e-4, chunk
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_greedy_text(tmp_path: Path, name: str) -> None:
+    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB, 1)
+    target, logits = ours(folder, ids)
+    text, row = [], logits[-1]
+    for i in range(N_NEW):
+        text.append(int(row.argmax()))
+        row = target.step(text[-1:], len(ids) + i).logits[0]
+    with torch.no_grad():
+        made = hf.target(folder).generate(torch.tensor([ids]), max_new_tokens=N_NEW,
+                                          do_sample=False, eos_token_id=None)  # fmt: skip
+    assert len(set(text)) > 5, "a text that repeats one token proves little"
+    assert text == made[0, len(ids) :].tolist()
+
+
+def planted(target: Any, bug: str) -> None:
+    """A typical mistake, made in a loaded target."""
+    ops, w = target.ops, target.model.w
+    if bug == "router reads the normed rows":
+        old = ops.route
+        ops.route = lambda x, *rest: old(ops.rms_norm(x, w["blk.0.ffn_norm.weight"], 1e-6), *rest)
+    elif bug == "experts weighed alike":
+        old = ops.route
+
+        def route(*args: Any) -> Any:
+            ids, weights = old(*args)
+            return ids, torch.ones_like(weights)
+
+        ops.route = route
+    elif bug == "gate and up swapped":
+        old = ops.experts
+        ops.experts = lambda x, ids, p, gate, up, *rest: old(x, ids, p, up, gate, *rest)
+    elif bug == "per-expert scale":
+        for key in w:
+            if key.endswith("exps.scale"):
+                w[key] = torch.ones_like(w[key])
+    elif bug == "another donor":
+        from dataclasses import replace
+
+        layers = tuple(replace(s, kv_from=s.kv_from and 0 if s.window else s.kv_from)
+                       for s in target.config.layers)  # fmt: skip
+        target.model.config = replace(target.config, layers=layers)
+    elif bug == "unscaled per-layer table":
+        w["per_layer_token_embd.weight"] = w["per_layer_token_embd.weight"] / 8**0.5
+    elif bug == "per-layer inputs of the next layer":
+        old = ops.per_layer_inputs
+        ops.per_layer_inputs = lambda *args: old(*args).roll(1, dims=1)
+
+
+MISTAKES = {
+    "router reads the normed rows": "experts",
+    "experts weighed alike": "experts",
+    "gate and up swapped": "experts",
+    "per-expert scale": "experts",
+    "another donor": "shared-kv-five",
+    "unscaled per-layer table": "per-layer",
+    "per-layer inputs of the next layer": "per-layer",
+}
+
+
+@pytest.mark.parametrize("bug", MISTAKES)
+def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
+    folder, ids = make(tmp_path, MISTAKES[bug]), build.prompt(3 * WINDOW + 5, VOCAB)
+    with torch.no_grad():
+        want = hf.target(folder)(torch.tensor([ids])).logits[0]
+    target = build.target(folder)
+    planted(target, bug)
+    got = torch.cat([target.logits(r.hidden) for r in target.prefill(ids)])
+    assert float((got - want).abs().max()) > 1e-3
+
+
+ASSISTANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "experts": ({"experts": 8}, {}),
+    "per-layer, centroids": (PLE, {"centroids": 16}),
+    "per-layer, no number of shared layers": (PLE, {"shared": None}),
+    "unified, no shared layers by number": ({"unified": True}, {"unified": True, "shared": 0}),
+}
+
+
+@pytest.mark.parametrize("name", ASSISTANTS)
+def test_assistants(tmp_path: Path, name: str) -> None:
+    """Proposals of every round, inside the window and three windows out."""
+    shape, head = ASSISTANTS[name]
+    target = tiny.target(tmp_path / "target", nested=False, **(SHAPE | shape))
+    pair = (target, tiny.assistant(tmp_path / "draft", target, dtype="F32", **head))
+    for length in (WINDOW // 2, 3 * WINDOW + 5):
+        ids = build.prompt(length, VOCAB, length)
+        text, rounds = oracle(pair, ids, 4, Clean)
+        found = differences(rounds, pair, ids + text)
+        assert len(found) >= 3 and all(same for same, _ in found), found
+        assert max(worst for _, worst in found) < 1e-4, found
