@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -354,14 +354,16 @@ def test_every_row_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_quick_without_a_gpu() -> None:
-    """Best of three whole processes, imports included."""
-    times = []
-    for args in (["doctor"], ["doctor", "-m", "31b", "-md", "mtp", "--assume", "RTX 3090"]) * 2:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "g4spec", *args], cwd=ROOT, capture_output=True,
-                       check=False)  # fmt: skip
-        times.append(time.perf_counter() - started)
-    assert min(times[0::2]) < 2 and min(times[1::2]) < 2, times
+    """Whole processes, imports included; their own time, because the machine may be busy."""
+    for args in (["doctor"], ["doctor", "-m", "31b", "-md", "mtp", "--assume", "RTX 3090"]):
+        times = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            subprocess.run([sys.executable, "-m", "g4spec", *args], cwd=ROOT, capture_output=True,
+                           check=False)  # fmt: skip
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        assert min(times) < 1.5, (args, times)
 
 
 def test_torch_is_not_imported() -> None:

@@ -110,8 +110,17 @@ def test_broken_files(content: bytes, tmp_path: Path) -> None:
         subjects.target(FACTS, str(path))
 
 
-@pytest.mark.parametrize("config", [None, "{", "[]", "{}", '{"architectures": ["Gemma4ForCausalLM"]}',
-                                    '{"architectures": ["LlamaForCausalLM"]}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        "{",
+        "[]",
+        "{}",
+        '{"architectures": ["Gemma4ForCausalLM"]}',
+        '{"architectures": ["LlamaForCausalLM"]}',
+    ],
+)
 def test_broken_folders(config: str | None, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
@@ -147,8 +156,10 @@ def test_gguf_metadata_of_shared_layers() -> None:
     kv = {"gemma4.block_count": 4, "gemma4.attention.head_count_kv": [2, 1, 2, 1],
           "gemma4.attention.sliding_window_pattern": [True, False, True, False],
           "gemma4.attention.sliding_window": 512, "gemma4.attention.key_length": 512,
-          "gemma4.attention.key_length_swa": 256, "gemma4.attention.shared_kv_layers": 2}  # fmt: skip
-    assert files.gguf_caches(kv, "gemma4") == (CacheShape(2, 256, 512), CacheShape(1, 512, None))
+          "gemma4.attention.key_length_swa": 256,
+          "gemma4.attention.shared_kv_layers": 2}  # fmt: skip
+    expected = (CacheShape(2, 256, 512), CacheShape(1, 512, None))
+    assert files.gguf_caches(kv, "gemma4") == expected
     with pytest.raises(InputError):
         files.gguf_caches({**kv, "gemma4.block_count": "many"}, "gemma4")
     with pytest.raises(InputError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -41,30 +42,24 @@ READINGS = [r for r in FACTS.all(Reading) if r.check]
 def computed(r: Reading) -> float:
     """What the arithmetic gives for a reading, in its unit."""
     caches = target(r.model).caches
-    per_token = memory.token_bytes(caches, r.kv or "bf16", r.kv_v or None)
-    if r.check == "total":
-        return llamacpp_total(r)
-    if r.check == "slope":
-        mine = memory.sharded(caches, r.tp)
-        return memory.token_bytes(mine, r.kv) * (r.context_to - r.context) / GIB
-    whole, ring = memory.vllm_cache(caches, r.context or 1 << 18, r.kv, r.tp, r.batched)
-    if r.check == "pool":
-        return (whole + ring) / GIB
-    if r.check == "token":
-        return (whole + ring) / r.context
-    if r.check == "tokens":
-        return r.pool_gib * GIB / ((whole + ring) / r.context)
-    if r.check == "pages":
-        return memory.vllm_pages(caches, r.context, r.batched)
-    every = per_token + memory.slot_bytes(caches, r.kv)
-    if r.check == "unwindowed":
-        return every / r.tp
-    if r.check == "unwindowed-tokens":
-        return r.pool_gib * GIB / every
-    if r.check == "full-sliding":
-        return every * r.context / GIB
-    assert r.check == "card"
-    return vllm_card(r)
+    mine = memory.sharded(caches, r.tp)
+    kv = r.kv or "bf16"
+    context = r.context or 1 << 18
+    one = sum(memory.vllm_cache(caches, context, kv, r.tp, r.batched))
+    every = memory.token_bytes(caches, kv) + memory.slot_bytes(caches, kv)
+    ways: dict[str, Callable[[], float]] = {
+        "total": lambda: llamacpp_total(r),
+        "slope": lambda: memory.token_bytes(mine, kv) * (r.context_to - r.context) / GIB,
+        "pool": lambda: one / GIB,
+        "token": lambda: one / context,
+        "tokens": lambda: r.pool_gib * GIB / (one / context),
+        "pages": lambda: memory.vllm_pages(caches, context, r.batched),
+        "unwindowed": lambda: every / r.tp,
+        "unwindowed-tokens": lambda: r.pool_gib * GIB / every,
+        "full-sliding": lambda: every * context / GIB,
+        "card": lambda: vllm_card(r),
+    }
+    return ways[r.check]()
 
 
 def llamacpp_total(r: Reading) -> float:

@@ -169,7 +169,8 @@ def test_duplicate_ids_and_unknown_sources(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text(text)
     with pytest.raises(BadFact, match=r"used in one\.toml too"):
         loader.load(tmp_path)
-    (tmp_path / "two.toml").write_text(text.replace('"a"', '"b"').replace("https://a.example/b", "me"))
+    other = text.replace('"a"', '"b"').replace("https://a.example/b", "me")
+    (tmp_path / "two.toml").write_text(other)
     with pytest.raises(BadFact, match="unknown source"):
         loader.load(tmp_path)
 
@@ -212,3 +213,11 @@ def test_every_kind_of_row_is_used(known: Facts) -> None:
     used = {type(r) for r in known}
     assert [k for k, c in loader.KINDS.items() if c not in used] == []
     assert all(issubclass(c, Row) for c in loader.KINDS.values())
+
+
+def test_the_page_is_up_to_date() -> None:
+    from g4spec.validate.hardware.document import document
+
+    path = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
+    fix = "run python -m g4spec.validate.hardware.document"
+    assert path.read_text(encoding="utf-8") == document(), fix

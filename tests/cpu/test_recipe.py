@@ -21,8 +21,17 @@ from g4spec.validate.hardware.rows import Card, Draft, Flag, Size
 FACTS = facts()
 
 
-def make(engine: str, machine: str, model: str, draft: str | None = None, *, c: int | None = None,
-         given: tuple[str, ...] = (), kv: str | None = None, nodes: int | None = None) -> Recipe:  # fmt: skip
+def make(
+    engine: str,
+    machine: str,
+    model: str,
+    draft: str | None = None,
+    *,
+    c: int | None = None,
+    given: tuple[str, ...] = (),
+    kv: str | None = None,
+    nodes: int | None = None,
+) -> Recipe:
     m = recipe.on_nodes(questions.machine(FACTS, machine, given), nodes)
     q = questions.build(FACTS, model, draft, c, kv, None, None)
     assert q is not None

@@ -86,8 +86,11 @@ def _judge(facts: Facts, b: Backend, cc: tuple[int, int]) -> Row:
         reasons.append(f"{missing} cache: needs capability {least}")
     target = WIDE in heads and 256 in heads and b.sliding == "yes"
     draft = {"yes": True, "no": False}.get(b.noncausal)
-    fix = b.fix if reasons else ""
-    return Row(b.name, heads, target, draft, b.sliding, kv, "; ".join(reasons), fix, b.id)
+    fix = b.fix
+    if kv != b.kv and WIDE in heads and b.noncausal == "yes":
+        fix = "a bf16 cache"
+    why = "; ".join(reasons)
+    return Row(b.name, heads, target, draft, b.sliding, kv, why, fix if why else "", b.id)
 
 
 def release(facts: Facts, version: str) -> Release | None:

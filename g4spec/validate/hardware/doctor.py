@@ -9,6 +9,7 @@ from g4spec.validate.hardware.engines import EngineVerdict, Question
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.lengths import advice
 from g4spec.validate.hardware.machine import GIB, Machine
+from g4spec.validate.hardware.memory import UNKNOWN_SIZE
 from g4spec.validate.hardware.rows import Mark
 from g4spec.validate.hardware.survey import general, problem_line, sizes
 from g4spec.validate.hardware.verdict import Diagnosis
@@ -52,7 +53,7 @@ def diagnose(
     _lengths(facts, d, question, verdicts)
     _backends(facts, d, question, asked, best)
     _problems(d, verdicts, best)
-    _notes(d, question)
+    _notes(d, question, best)
     _steps(d, question, asked, best, engine)
     return d
 
@@ -149,7 +150,8 @@ def _runs(v: EngineVerdict) -> str:
     cards = f"{v.gpus} cards, " if v.gpus > 1 else ""
     if not v.on_gpu:
         cards = "on the CPU, "
-    return f"runs {v.plan.format}, {cards}{v.plan.kv} cache up to {v.plan.largest:,} tokens"
+    text = f"runs {v.plan.format}, {cards}{v.plan.kv} cache up to {v.plan.largest:,} tokens"
+    return text + (" (without the draft, whose size is not known)" if v.uncounted else "")
 
 
 def _memory(d: Diagnosis, v: EngineVerdict) -> None:
@@ -157,12 +159,13 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
     plan = v.plan
     d.plans.extend(v.plans)
     per_card = " a card" if v.gpus > 1 else ""
+    like = " with vLLM's figures, an estimate" if v.engine.name == "sglang" else ""
     s = d.section(
         f"Memory{per_card}: {v.engine.title}, {plan.format}, {plan.kv} cache, "
-        f"{plan.context:,} tokens (computed)"
+        f"{plan.context:,} tokens (computed{like}; -c for others)"
     )
     for step in plan.steps:
-        if step.nbytes or "not known" in step.how:
+        if step.nbytes or step.how == UNKNOWN_SIZE:
             s.add("note", f"{step.nbytes / GIB:7.2f} GiB  {step.name}: {step.how}")
     sign: Mark = "good" if plan.fits else "bad"
     s.add(
@@ -198,7 +201,7 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
             cost = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             s.add(
                 "note",
-                f"{made.draft_low:.0f} to {made.draft_high:.0f} tokens/s with it: "
+                f"{made.draft_low:.0f} to {made.draft_high:.0f} tokens/s with the draft: "
                 f"published are {min(q.draft.accepted):g} to {max(q.draft.accepted):g} accepted "
                 f"tokens a cycle, and a cycle costs {cost} plain steps",
                 facts=(*q.draft.ids, *made.facts),
@@ -206,9 +209,9 @@ def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
         else:
             s.add(
                 "note",
-                "with it: unknown, no acceptance was published for this pair"
+                "with the draft: unknown, no acceptance was published for this pair"
                 if not q.target.moe
-                else "with it: unknown; verifying several tokens reads more experts, so measure it",
+                else "with the draft: unknown; a longer step reads more experts: measure",
                 facts=q.draft.ids,
             )
     for report in made.reports:
@@ -246,12 +249,16 @@ def _backends(
     if v is None or cc is None:
         return
     name = v.engine.name
-    s = d.section(f"Attention backends: {v.engine.title} {v.version}, capability {cc[0]}.{cc[1]}")
+    asks = q.draft is not None and not q.draft.causal
+    s = d.section(
+        f"Attention backends: {v.engine.title} {v.version}, capability {cc[0]}.{cc[1]} (the target "
+        "needs head sizes 256 and 512 and sliding windows"
+        + (", the draft non-causal attention)" if asks else ")")
+    )
     rows = backends.rows(facts, name, v.version, cc)
     if not rows:
         s.add("note", "nothing known for this version and card")
         return
-    asks_draft = q.draft is not None and not q.draft.causal
     for row in rows:
         heads = "/".join(str(h) for h in row.heads) or "none"
         draft = {True: "yes", False: "no", None: "unknown"}[row.draft]
@@ -259,12 +266,12 @@ def _backends(
             f"{row.name}: head sizes {heads}, non-causal {draft}, sliding {row.sliding}, "
             f"cache {', '.join(row.kv) or 'none'}"
         )
-        whole = row.target and (row.draft is True or not asks_draft)
-        half = row.target or (row.draft is True and asks_draft)
+        whole = row.target and (row.draft is True or not asks)
+        half = row.target or (row.draft is True and asks)
         mark: Mark = "good" if whole else "warn" if half else "bad"
         use = (
             ""
-            if whole or not asks_draft
+            if whole or not asks
             else " (target only)"
             if row.target
             else " (draft only)"
@@ -296,8 +303,14 @@ def _problems(d: Diagnosis, verdicts: list[EngineVerdict], best: EngineVerdict |
             problem_line(s, p, v.engine.title if p.when.engine else "", detail)
 
 
-def _notes(d: Diagnosis, q: Question) -> None:
-    notes = (*q.target.notes, *(q.draft.notes if q.draft is not None else ()))
+def _notes(d: Diagnosis, q: Question, best: EngineVerdict | None) -> None:
+    notes = [*q.target.notes, *(q.draft.notes if q.draft is not None else ())]
+    disk, option = d.machine.disk_free, best.option if best is not None else None
+    if disk is not None and option is not None and not q.target.is_local and disk < option.nbytes:
+        notes.append(
+            f"{option.format} is a download of {option.nbytes / 1e9:.0f} GB, and "
+            f"{disk / 1e9:.0f} GB are free on this disk"
+        )
     if notes:
         s = d.section("About the files")
         for note in notes:

@@ -11,7 +11,14 @@ from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import GIB, Machine
-from g4spec.validate.hardware.memory import Calculator, Plan, slot_bytes, token_bytes, window_of
+from g4spec.validate.hardware.memory import (
+    UNKNOWN_SIZE,
+    Calculator,
+    Plan,
+    slot_bytes,
+    token_bytes,
+    window_of,
+)
 from g4spec.validate.hardware.rows import Engine, Problem, Size
 from g4spec.validate.hardware.subjects import DraftModel, Option, Target
 from g4spec.validate.hardware.versions import holds
@@ -57,6 +64,7 @@ class EngineVerdict:
     """
 
     engine: Engine
+    target: Target
     version: str
     installed: bool
     gpus: int
@@ -82,6 +90,11 @@ class EngineVerdict:
     @property
     def works(self) -> bool:
         return not self.blockers and not self.refusal and not self.unknown
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether the draft's weights are missing from the arithmetic."""
+        return self.plan is not None and any(s.how == UNKNOWN_SIZE for s in self.plan.steps)
 
     @property
     def refused(self) -> bool:
@@ -209,6 +222,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     found.sort(key=lambda p: p.rank)
     return EngineVerdict(
         row,
+        q.target,
         version,
         installed,
         gpus,
@@ -349,6 +363,7 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     s = situation(facts, machine, q, "g4spec", __version__, None, None, q.context, 1)
     return EngineVerdict(
         row,
+        q.target,
         __version__,
         True,
         1,

@@ -60,6 +60,7 @@ RANGES = frozenset(
         "driver",
         "torch",
         "transformers",
+        "nvcc",
         "bandwidth",
     }
 )

@@ -37,6 +37,8 @@ LLAMACPP_KV = ("f16", "q8_0", "q4_0")
 VLLM_KV = ("bf16", "fp8")
 BLOCK = 16
 """Tokens of a vLLM cache block."""
+UNKNOWN_SIZE = "its size is not known"
+"""How a step reads that counts nothing."""
 UBATCH = 512
 """llama.cpp's default micro-batch."""
 
@@ -254,7 +256,9 @@ class Calculator:
                     size,
                     "Q8_0 file"
                     if self.draft.gguf_bytes
-                    else "Q8_0, estimated from its 16-bit size",
+                    else "Q8_0, estimated from its 16-bit size"
+                    if size
+                    else UNKNOWN_SIZE,
                 )
             )
             own = self.draft.own_cache(context)
@@ -306,7 +310,7 @@ class Calculator:
                     size,
                     f"{self.draft.nbytes / 1e9:.2f} GB{share}"
                     if self.draft.nbytes
-                    else "its size is not known",
+                    else UNKNOWN_SIZE,
                 )
             )
             own = self.draft.own_cache(context) // tp

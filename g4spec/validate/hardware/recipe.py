@@ -233,7 +233,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
             else "nvcc 13.2.0 and 13.2.1 miscompile"
         ),
         "draft_hub": draft.hub if draft is not None else "",
-        "target_hub": target.hub,
+        "target_hub": target.given if target.is_local else target.hub,
         "draft_source": shlex.quote(draft.given)
         if draft is not None and draft.is_local
         else "draft",

@@ -21,7 +21,7 @@ class When:
     that is not known of a machine does not hold.
 
     Attributes:
-        versions, transformers, driver, torch: version ranges; `versions` is the engine's.
+        versions, transformers, driver, torch, nvcc: version ranges; `versions` is the engine's.
         cc: range of compute capability of the weakest card; `gpus` of cards on one node.
         memory: range of GiB per card. `context`: range of tokens. `streams`: concurrent requests.
         cards: ids of cards. `mixed`: cards of several capabilities.
@@ -42,6 +42,7 @@ class When:
     driver: str = ""
     torch: str = ""
     transformers: str = ""
+    nvcc: str = ""
     unified: bool | None = None
     wsl: bool | None = None
     mixed: bool | None = None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from g4spec.validate.hardware import engines
-from g4spec.validate.hardware.engines import Question
+from g4spec.validate.hardware.engines import EngineVerdict, Question
 from g4spec.validate.hardware.facts import Facts
+from g4spec.validate.hardware.lengths import start
 from g4spec.validate.hardware.machine import GIB
 from g4spec.validate.hardware.rows import Draft, Mark, Problem, Size
+from g4spec.validate.hardware.speed import estimate
 from g4spec.validate.hardware.subjects import DraftModel, from_row, named_target
 from g4spec.validate.hardware.verdict import Diagnosis, Section
 from g4spec.validate.hardware.when import Situation, matches
@@ -52,7 +54,53 @@ def sizes(facts: Facts, d: Diagnosis) -> None:
                 )
         ok = [v.works for v in found.values()]
         mark: Mark = "good" if all(ok) else "warn" if any(ok) else "bad"
-        s.add(mark, f"{size.name}: " + "; ".join(parts), facts=(size.id,))
+        s.add(
+            mark,
+            f"{size.name}: " + "; ".join(parts) + _pace(facts, d, found, draft),
+            facts=(size.id,),
+        )
+        _other_drafts(facts, d, s, size)
+
+
+def _pace(
+    facts: Facts, d: Diagnosis, found: dict[str, EngineVerdict], draft: DraftModel | None
+) -> str:
+    """Tokens/s without a draft and the length to start with, by the first engine that works."""
+    for name, v in found.items():
+        if not v.works or v.plan is None or v.option is None:
+            continue
+        target = v.target
+        gpus = v.gpus if name == "vllm" else 1
+        made = estimate(facts, d.machine, target, None, v.option, v.plan.kv, v.plan.context, gpus)
+        text = f"; {made.low:.0f} to {made.high:.0f} tokens/s without a draft" if made else ""
+        if draft is not None:
+            text += f", start with {start(facts, draft, name, d.machine.cc)} drafted"
+        return text
+    return ""
+
+
+def _other_drafts(facts: Facts, d: Diagnosis, s: Section, size: Size) -> None:
+    """The other published drafts of a size; shown when everything is asked for."""
+    for row in facts.all(Draft):
+        if row.model != size.id or row.kind == "mtp":
+            continue
+        question = Question(named_target(facts, size), from_row(row, row.id))
+        words = []
+        for name in ("llama.cpp", "vllm"):
+            v = engines.judge(facts, d.machine, question, name)
+            words.append(f"{v.engine.title} {_short(v)}")
+        text = f"{size.name} with {row.id}: {'; '.join(words)}"
+        s.add("note", text, facts=(row.id,), detail=True)
+
+
+def _short(v: EngineVerdict) -> str:
+    if v.refused or v.plan is None:
+        return "no"
+    if v.unknown:
+        return "unknown"
+    if v.uncounted:
+        return "yes, memory unknown"
+    return f"to {v.plan.largest:,} tokens"
 
 
 def _without_gpu(facts: Facts, d: Diagnosis, s: Section) -> None:

@@ -81,6 +81,7 @@ def matches(when: When, s: Situation) -> bool:
         (when.driver, _version(s.driver)),
         (when.torch, _version(s.versions.get("torch"))),
         (when.transformers, _version(s.versions.get("transformers"))),
+        (when.nvcc, _version(s.versions.get("nvcc"))),
     )
     flags = (
         (when.unified, s.unified),
