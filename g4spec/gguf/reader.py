@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
+from g4spec.gguf import forks
 from g4spec.gguf.values import T, Value
 
 MAGIC = b"GGUF"
@@ -270,6 +271,7 @@ class GGUF(Mapping[str, Any]):
         for _ in range(n_tensors):
             at = self._scan_tensor(at)
         self.data_start = pad(at, self.alignment)
+        self._clashing()
         self._check_bounds()
         if self.get("split.count", 0) not in (0, 1):
             raise Unsupported(f"{self.path}: one part of a split GGUF",
@@ -344,11 +346,19 @@ class GGUF(Mapping[str, Any]):
         if min(shape, default=0) < 0 or prod(shape) > 1 << 62:
             raise self._bad(f"tensor {name!r}: impossible shape {shape}")
         where = f"{self.path}: tensor {name!r}"
-        nbytes = quant.by_type(number, where).nbytes(shape, where)
+        clashing = number >= quant.FIRST_CLASHING_TYPE  # measured when all offsets are known
+        nbytes = 0 if clashing else quant.by_type(number, where).nbytes(shape, where)
         if offset % self.alignment:
             raise self._bad(f"tensor {name!r}: offset", f"a multiple of {self.alignment}", offset)
         self.tensors[name] = TensorInfo(name, shape, number, offset, nbytes)
         return at
+
+    def _clashing(self) -> None:
+        """Sizes of tensors whose type number means different things in different forks."""
+        places = [(t.name, t.shape, t.type, t.offset) for t in self.tensors.values()]
+        room = self.size - self.data_start
+        for name, nbytes in forks.sizes(places, room, self.alignment, str(self.path)).items():
+            self.tensors[name] = replace(self.tensors[name], nbytes=nbytes)
 
     def _check_bounds(self) -> None:
         room = self.size - self.data_start
