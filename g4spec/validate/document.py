@@ -20,6 +20,9 @@ FAMILIES = {
     "DON": "Assistants and the layers they read",
     "CEN": "Centroid heads",
     "LAY": "Layers of the target",
+    "MOE": "Experts (26B-A4B)",
+    "PLE": "Per-layer embeddings, shared keys and values (E2B, E4B)",
+    "SUP": "Suppressed tokens (12B)",
     "PAIR": "A draft beside its target",
     "CMP": "A file beside the checkpoint it came from",
 }

@@ -284,6 +284,27 @@ PAIRING: dict[str, tuple[str, Break]] = {
                                  [True] * 5 + [False] + [True] * 6, T.BOOL)),
     "G4-LAY-002": ("target", drop("gemma4.final_logit_softcapping")),
 }  # fmt: skip
+SUPPRESS = "tokenizer.ggml.suppress_tokens"
 
-BREAK = {**GGUF, **KEYS, **TENSORS, **TAPS, **D2T, **VOCABULARY, **BLOCK, **ASSISTANT, **PAIRING}
+
+def one_layer_dense(f: File, t: File) -> None:
+    """A layer loses its router and experts."""
+    for name in [n for n in f.tensors if n.startswith("blk.3.") and ("_exps" in n or "inp" in n)]:
+        del f.tensors[name]
+
+
+SIZES: dict[str, tuple[str, Break]] = {
+    "G4-MOE-001": ("experts", number("gemma4.expert_used_count", 0)),
+    "G4-MOE-002": ("experts", one_layer_dense),
+    "G4-MOE-003": ("experts", lambda f, t: f.tensors.update(
+        {"blk.0.ffn_gate_inp.weight": Entry((8, H), 8, b"\1\0" * 17 * 16)})),
+    "G4-PLE-001": ("per-layer", number("gemma4.embedding_length_per_layer_input", 0)),
+    "G4-PLE-002": ("per-layer", number("gemma4.attention.shared_kv_layers", 4)),
+    "G4-PLE-003": ("per-layer", lambda f, t: f.tensors.update(
+        {"blk.8.attn_k.weight": f.tensors["blk.4.attn_k.weight"]})),
+    "G4-SUP-001": ("target", put(SUPPRESS, T.ARRAY, [7, V], T.I32)),
+}  # fmt: skip
+
+BREAK = {**GGUF, **KEYS, **TENSORS, **TAPS, **D2T, **VOCABULARY, **BLOCK, **ASSISTANT, **PAIRING,
+         **SIZES}  # fmt: skip
 """Rule id -> kind of file (see `gguf_fixtures.KINDS`) and what to break."""

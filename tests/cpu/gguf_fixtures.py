@@ -6,7 +6,7 @@ The serializer is independent of `g4spec.gguf.write`, which refuses most of what
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +18,7 @@ from g4spec.convert import provenance
 from g4spec.convert.make import t2d_sha256
 from g4spec.convert.tensors import Stored
 from g4spec.gguf import KV, T, Value, array, boolean, f32, string, u32
-from g4spec.models import assistant, dflash, gemma4
+from g4spec.models import assistant, dflash, gemma4, gemma4_config
 from g4spec.models.spec import LayerSpec
 
 CODES = {T.U8: "B", T.I8: "b", T.U16: "H", T.I16: "h", T.U32: "I", T.I32: "i", T.F32: "f",
@@ -215,6 +215,27 @@ def target(n_layer: int = N_LAYER) -> File:
     return _build(gemma4, target_config(n_layer), "bf16")
 
 
+def experts() -> File:
+    """A target with experts."""
+    layers = tuple(replace(s, n_expert=8, n_expert_used=2, n_ff_expert=32)
+                   for s in target_config().layers)  # fmt: skip
+    return _build(gemma4, replace(target_config(), layers=layers), "bf16")
+
+
+def per_layer() -> File:
+    """A target with per-layer embeddings, whose last six layers share keys and values."""
+    base = target_config().layers
+    sources = gemma4_config.shared_kv([s.window is not None for s in base], 6)
+    layers = tuple(replace(s, n_ple=8, kv_from=source, v_from_k=s.v_from_k and source is None)
+                   for s, source in zip(base, sources, strict=True))  # fmt: skip
+    config = replace(target_config(), layers=layers)
+    file = _build(gemma4, config, "bf16")
+    for spec in gemma4.tensors(config):
+        if spec.optional:
+            del file.tensors[spec.name]
+    return file
+
+
 def zlab() -> File:
     file = _build(dflash, zlab_config(), "q8_0")
     file.kv |= _recorded()
@@ -240,11 +261,14 @@ def assistant_file() -> File:
 
 KINDS = {
     "target": target,
+    "experts": experts,
+    "per-layer": per_layer,
     "zlab": zlab,
     "speculators": speculators,
     "assistant": assistant_file,
 }
 """Name -> builder of a healthy file."""
+TARGETS = ("target", "experts", "per-layer")
 
-__all__ = ["KINDS", "N_DRAFT", "N_LAYER", "Entry", "File", "H", "V", "array", "boolean", "d2t_ids",
-           "f32", "string", "tokenizer", "u32"]  # fmt: skip
+__all__ = ["KINDS", "N_DRAFT", "N_LAYER", "TARGETS", "Entry", "File", "H", "V", "array", "boolean",
+           "d2t_ids", "f32", "string", "tokenizer", "u32"]  # fmt: skip
