@@ -121,6 +121,24 @@ def test_two_cards(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     assert look(monkeypatch, Nvml([card, card]), system).nvlink is False
 
 
+@pytest.mark.parametrize(
+    ("value", "n"),
+    [(None, 3), ("0", 1), ("2,0", 2), ("0,7,1", 1), ("", 0), ("GPU-b", 1), ("GPU-", 0), ("1,1", 1)],
+)
+def test_visible_devices(
+    monkeypatch: pytest.MonkeyPatch, system: System, value: str | None, n: int
+) -> None:
+    cards = [(f"RTX {k}090", (8, 6), 24 << 30, 24 << 30) for k in (3, 4, 5)]
+    nvml = Nvml(cards)
+    nvml.nvmlDeviceGetUUID = lambda h: f"GPU-{'abc'[h]}1"  # type: ignore[attr-defined]
+    system.env = {} if value is None else {"CUDA_VISIBLE_DEVICES": value}
+    m = look(monkeypatch, nvml, system)
+    assert len(m.gpus) == n
+    assert any("CUDA_VISIBLE_DEVICES" in x for x in m.notes) == (n < 3)
+    if value == "2,0":
+        assert [g.card for g in m.gpus] == ["rtx-5090", "rtx-3090"]
+
+
 def test_gb10_reports_no_memory(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     m = look(monkeypatch, Nvml([("NVIDIA GB10", (12, 1), None, None)]), system)
     (gpu,) = m.gpus

@@ -215,6 +215,8 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
         refusal, fix = _too_large(plans, q)
     elif q.draft is not None and q.draft.kind not in row.drafts:
         refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
+    if q.kv is not None and q.kv not in row.kv_all:
+        refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
     s = situation(
         facts, machine, q, name, version, option, plan.kv if plan else kinds[0], q.context, gpus
     )

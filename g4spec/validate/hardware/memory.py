@@ -174,12 +174,15 @@ class Calculator:
     def available(self, engine: str) -> int:
         """Bytes of a card that an engine may fill."""
         if engine == "llama.cpp":
-            free = self.machine.free or 0
             reserve = 8 * GIB if self.machine.unified else gib(self.facts, "fixed-llamacpp-margin")
-            return max(free - reserve, 0)
+            return max((self.machine.free or 0) - reserve, 0)
         total = self.machine.memory or 0
-        used = total - (self.machine.free or total)
-        return max(int(total * self.util) - (0 if self.machine.unified else used), 0)
+        free = self.machine.free
+        left = total if free is None else free
+        wanted = int(total * self.util)
+        if self.machine.unified:
+            return min(wanted, left)
+        return max(wanted - (total - left), 0)
 
     def draft_bytes(self, engine: str) -> int:
         """Weights of the draft as the engine loads it."""

@@ -81,7 +81,8 @@ def probe(facts: Facts, system: System | None = None) -> Machine:
     system = system or System()
     memory = meminfo(system)
     notes: list[str] = []
-    gpus, driver, cuda, nvlink = _gpus(facts, memory, notes)
+    visible = system.env.get("CUDA_VISIBLE_DEVICES")
+    gpus, driver, cuda, nvlink = _gpus(facts, memory, notes, visible)
     tools = _packages() | _programs(system)
     kernel = system.text(system.proc / "version").lower()
     return Machine(
@@ -171,8 +172,30 @@ def _text(value: Any) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
+def _visible(ask: _Asker, handles: list[Any], wanted: str | None) -> list[Any]:
+    """The devices that CUDA_VISIBLE_DEVICES leaves: indices or beginnings of UUIDs; CUDA stops at
+    the first entry that it cannot use. NVML itself ignores the variable."""
+    if wanted is None:
+        return handles
+    ids = [ask.text("nvmlDeviceGetUUID", h) or "" for h in handles]
+    out = []
+    for word in wanted.split(","):
+        name = word.strip()
+        if name.isdigit() and int(name) < len(handles):
+            found = handles[int(name)]
+        else:
+            starts = [h for h, id in zip(handles, ids, strict=True) if name and id.startswith(name)]
+            if len(starts) != 1:
+                break
+            found = starts[0]
+        if found in out:
+            break
+        out.append(found)
+    return out
+
+
 def _gpus(
-    facts: Facts, memory: Mapping[str, int], notes: list[str]
+    facts: Facts, memory: Mapping[str, int], notes: list[str], visible: str | None
 ) -> tuple[list[Gpu], str | None, str | None, bool | None]:
     """Cards, driver, its CUDA version and whether cards are linked."""
     with _nvml() as nvml:
@@ -188,6 +211,12 @@ def _gpus(
             handle = ask("nvmlDeviceGetHandleByIndex", i)
             if handle is not None:
                 handles.append(handle)
+        every = len(handles)
+        handles = _visible(ask, handles, visible)
+        if len(handles) < every:
+            notes.append(
+                f"CUDA_VISIBLE_DEVICES={visible}: {len(handles)} of {every} cards are used"
+            )
         gpus = [_gpu(facts, ask, handle, memory, notes) for handle in handles]
         linked = (
             any(ask("nvmlDeviceGetNvLinkState", handles[0], link) == 1 for link in range(4))

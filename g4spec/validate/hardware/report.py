@@ -41,7 +41,7 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
     _software(facts, s, m)
     _system(s, m)
     for note in m.notes if m.gpus else ():
-        s.add("note", note, detail=True)
+        s.add("note", note, detail="CUDA_VISIBLE" not in note)
 
 
 def _gpu(facts: Facts, s: Section, m: Machine, gpu: Gpu) -> None:

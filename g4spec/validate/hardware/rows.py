@@ -352,13 +352,15 @@ class Toolkit(Row):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(Row):
     """An engine that people run Gemma 4 with. `newest`: the newest version that the facts know,
-    taken where none is installed. `drafts`: kinds it is known to run with Gemma 4."""
+    taken where none is installed. `drafts`: kinds it is known to run with Gemma 4. `kv`: cache
+    types worth comparing; `kv_all`: every type it knows."""
 
     name: str
     title: str
     newest: str
     drafts: tuple[str, ...]
     kv: tuple[str, ...]
+    kv_all: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
