@@ -31,8 +31,8 @@ def size(n: float) -> str:
     return f"{n:.0f} {UNITS[i]}" if i == 0 else f"{n:.1f} {UNITS[i]}"
 
 
-def show(result: Result, out: Output) -> None:
-    """A plan (after a dry run) or what was written."""
+def show(result: Result, out: Output, **more: Any) -> None:
+    """A plan (after a dry run) or what was written. `more`: further fields of the JSON answer."""
     for note in result.notes:
         out.note(note)
     rows = result.plan.rows
@@ -49,7 +49,7 @@ def show(result: Result, out: Output) -> None:
     types = ", ".join(f"{n} {t}" for t, n in result.plan.types().items())
     verb = "wrote" if result.written else "would write"
     out.line(f"{verb} {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")
-    out.result(as_json(result))
+    out.result({**as_json(result), **more})
 
 
 def as_json(result: Result) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from g4spec.cli import _inputs, _types
 from g4spec.cli.render import Json, Output, Quiet
+from g4spec.errors import UsageError
+
+if TYPE_CHECKING:
+    from g4spec.validate.loss import Loss
 
 
 def command(
@@ -22,15 +26,42 @@ def command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
     ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Show the error of each tensor that changed its type.")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Write a GGUF again with its matrices in another type; all metadata is kept."""
+    if report and dry_run:
+        raise UsageError("--report needs the written file", fix="leave out --dry-run")
     from g4spec import convert
+    from g4spec.validate import loss
 
     said = Output(json, quiet)
     source = _inputs.local(source, said, "gguf")
     with said.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(source, out, type, allow_requantize=allow_requantize,
                                   dry_run=dry_run, progress=progress)  # fmt: skip
-    _types.show(result, said)
+    if not report:
+        _types.show(result, said)
+        return
+    with said.progress(f"comparing {out.name}") as progress:
+        found = loss.losses(source, out, progress)
+    total = loss.total(found)
+    _show(found, said)
+    if total:
+        said.line(f"all of them: {total.bits:.2f} bits a weight, relative RMS error "
+                  f"{total.relative_rms:.3%}, largest error {total.max_abs:.3g}")  # fmt: skip
+    _types.show(result, said, report=[f.json() for f in found],
+                report_total=total.json() if total else None)  # fmt: skip
+
+
+def _show(found: list[Loss], out: Output) -> None:
+    rows: list[tuple[Any, ...]] = [
+        (f.difference.name, f.difference.source, f.difference.type, f"{f.bits:.2f}",
+         f"{f.difference.relative_rms:.3%}", f"{f.difference.max_abs:.3g}")
+        for f in found
+    ]  # fmt: skip
+    columns = ("tensor", "was", "is", "bits a weight", "relative RMS error", "largest error")
+    out.table("What it cost", columns, rows)

@@ -107,7 +107,7 @@ def compare(
 
     Raises InputError when they were measured in different ways, unless `force`.
     """
-    unlike = _unlike(old, new)
+    unlike, retyped = _unlike(old, new), _retyped(old, new)
     if unlike and not force:
         raise InputError("the two results cannot be compared: " + "; ".join(unlike),
                          fix="measure both in the same way, or pass --force")  # fmt: skip
@@ -123,7 +123,7 @@ def compare(
             regressions.append(f"the text of prompt {name} changed")
     if not new["identical"]:
         regressions.append("the new result's own texts differ between draft lengths")
-    return Comparison(changes, sorted(regressions), sorted(unlike))
+    return Comparison(changes, sorted(regressions), sorted(unlike + retyped))
 
 
 def _change(old: Mapping[str, Any], new: Mapping[str, Any], allowed: float) -> Change:
@@ -154,6 +154,8 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if a != b:
             found.append(f"{name} {a} and {b}")
     for name in ("target", "draft"):
+        if name == "draft" and _retyped(old, new):
+            continue
         one, two = (side["provenance"].get(name) or {} for side in (old, new))
         if one.get("sha256") != two.get("sha256") or one.get("kind") != two.get("kind"):
             found.append(f"{name} {one.get('name')} and {two.get('name')} are different files")
@@ -165,3 +167,15 @@ def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if prompts[0] != prompts[1]:
         found.append("other prompts")
     return found
+
+
+def _retyped(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The drafts are of one kind but stored in other types: what that costs can be compared, as
+    the texts are the target's."""
+    one, two = (side["provenance"].get("draft") or {} for side in (old, new))
+    types = [side.get("types") or {} for side in (one, two)]
+    if one.get("kind") != two.get("kind") or set(types[0]) == set(types[1]) or not all(types):
+        return []
+    shown = [max((t for t in side if t != "f32"), key=lambda t: side[t], default="f32")
+             for side in types]  # fmt: skip
+    return [f"the draft is stored as {shown[0]}, then as {shown[1]}"]

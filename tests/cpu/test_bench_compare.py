@@ -133,3 +133,18 @@ def test_tolerance() -> None:
     for text in ("", "5", "-1%", "nan", "5%%", "x", "100%"):
         with pytest.raises(UsageError, match="--tolerance"):
             tolerance(text)
+
+
+def test_a_draft_in_two_types(pair: tuple[Data, Data]) -> None:
+    """What a type does to acceptance is shown without --force; another target type is not alike,
+    for it writes other texts."""
+    old, new = pair
+    file = {"sha256": "cd" * 32, "types": {"q4_k": 40, "q6_k": 4, "f32": 66}}
+    new["provenance"]["draft"] |= file
+    new["rows"][3]["acceptance"] -= 0.05
+    found = compare(old, new)
+    assert found.warnings == ["the draft is stored as q8_0, then as q4_k"]
+    assert len(found.regressions) == 1 and "acceptance fell" in found.regressions[0]
+    new["provenance"]["target"] |= file
+    with pytest.raises(InputError, match="target"):
+        compare(old, new)

@@ -1,0 +1,71 @@
+"""What quantizing cost: the error of each tensor that is stored in another type than before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod, sqrt
+from pathlib import Path
+from typing import Any
+
+from g4spec.convert.tensors import Stored, workers
+from g4spec.gguf import GGUF
+from g4spec.validate.compare import Difference, difference
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """One tensor. `bits`: of storage for each of its `count` values, scales included."""
+
+    difference: Difference
+    count: int
+    bits: float
+
+    def json(self) -> dict[str, Any]:
+        found = self.difference
+        return {"name": found.name, "type": found.type, "source": found.source,
+                "relative_rms": found.relative_rms, "max_abs": found.max_abs,
+                "bits_per_weight": self.bits, "weights": self.count}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """All of them. `relative_rms`: root mean square of the tensors', by their sizes."""
+
+    relative_rms: float
+    max_abs: float
+    bits: float
+
+    def json(self) -> dict[str, Any]:
+        return {"relative_rms": self.relative_rms, "max_abs": self.max_abs,
+                "bits_per_weight": self.bits}  # fmt: skip
+
+
+def losses(source: Path, out: Path,
+           progress: Callable[[int, int], None] | None = None) -> list[Loss]:  # fmt: skip
+    """Hold each retyped tensor of GGUF `out` against GGUF `source`, which it was made from."""
+    with GGUF(source) as old, GGUF(out) as new, workers() as pool:
+        changed = [n for n, t in new.tensors.items() if old.tensors[n].format is not t.format]
+
+        def look(name: str) -> Difference:
+            was, now = old.tensors[name], new.tensors[name]
+            stored = Stored(name, was.shape, was.format.name.upper(), was.format, old.raw(name))
+            return difference(name, now.format, new.raw(name), stored)
+
+        found = []
+        for name, result in zip(changed, pool.map(look, changed), strict=True):
+            count = prod(new.tensors[name].shape)
+            found.append(Loss(result, count, 8 * new.tensors[name].nbytes / count))
+            if progress is not None:
+                progress(len(found), len(changed))
+        return found
+
+
+def total(found: list[Loss]) -> Total | None:
+    """The sum of it, or None if no tensor changed its type."""
+    count = sum(loss.count for loss in found)
+    if not count:
+        return None
+    square = sum(loss.count * loss.difference.relative_rms**2 for loss in found)
+    return Total(sqrt(square / count), max(loss.difference.max_abs for loss in found),
+                 sum(loss.count * loss.bits for loss in found) / count)  # fmt: skip

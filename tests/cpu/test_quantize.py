@@ -1,0 +1,219 @@
+"""Mixes choose as llama-quantize does; quantized files load, generate, and say what they cost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from g4spec import cli, quant
+from g4spec.convert import convert, quantize
+from g4spec.errors import InputError, UsageError
+from g4spec.gguf import GGUF
+from g4spec.quant import policy
+from g4spec.quant.policy import Policy
+from g4spec.runtime.engine import Engine, Options
+from g4spec.validate import validate
+from g4spec.validate.loss import losses, total
+from tests import tiny
+
+DEEP = {"layers": 12, "hidden": 256, "inter": 512}
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.target(tmp_path_factory.mktemp("deep") / "target", **DEEP)
+
+
+@pytest.fixture(scope="module")
+def full(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("full") / "target.gguf"
+    convert(deep, path, type="bf16")
+    return path
+
+
+def types(path: Path) -> dict[str, str]:
+    """Types of the quantized tensors, without `.weight`."""
+    with GGUF(path) as g:
+        return {n.removesuffix(".weight"): t.format.name for n, t in g.tensors.items()
+                if t.format.quantized}  # fmt: skip
+
+
+def blocks(name: str, *layers: int) -> set[str]:
+    return {f"blk.{i}.{name}" for i in layers}
+
+
+# What `llama-quantize FILE OUT Q4_K_M` of llama.cpp made of the same files: per type, the tensors;
+# every other one has the first type. Q5_K_M differs in q5_k and q5_1 for q4_k and q5_0.
+OBSERVED = {
+    "target": ("q4_k", {
+        "q6_k": {"token_embd"} | blocks("ffn_down", 0, 3, 6, 9, 10, 11)
+        | blocks("attn_v", 0, 3, 7, 9, 10),
+        "q5_0": blocks("attn_output", *range(12)),
+    }),
+    "zlab": ("q4_k", {
+        "q6_k": blocks("attn_v", 2, 4), "q8_0": blocks("ffn_down", 2, 4),
+        "q5_0": blocks("attn_output", *range(5)) | blocks("ffn_down", 0, 1, 3),
+    }),
+    "speculators": ("q4_k", {
+        "q6_k": {"output"} | blocks("attn_v", 1), "q8_0": blocks("ffn_down", 1),
+        "q5_0": blocks("attn_output", 0, 1) | blocks("ffn_down", 0),
+    }),
+    "assistant": ("q5_0", {
+        "q4_k": {"nextn.pre_projection"}, "q8_0": {"token_embd"} | blocks("ffn_down", 2, 3),
+    }),
+}  # fmt: skip
+DRAFTS = {"zlab": (tiny.zlab_dflash, {"layers": 5}), "speculators": (tiny.speculators_dflash, {}),
+          "assistant": (tiny.assistant, {})}  # fmt: skip
+
+
+@pytest.mark.parametrize("mix", ["q4_k_m", "q5_k_m"])
+@pytest.mark.parametrize("kind", list(OBSERVED))
+def test_mixes_choose_as_upstream(kind: str, mix: str, deep: Path, tmp_path: Path) -> None:
+    source = deep
+    if kind != "target":
+        make, options = DRAFTS[kind]
+        source = make(tmp_path / kind, deep, **options)
+    out = tmp_path / "out.gguf"
+    convert(source, out, target=None if kind == "target" else deep, type=mix)
+    rest, others = OBSERVED[kind]
+    named = {name: form for form, names in others.items() for name in names}
+    renamed = {"q4_k": "q5_k", "q5_0": "q5_1"} if mix == "q5_k_m" else {}
+    found = types(out)
+    assert named.keys() <= found.keys()
+    expected = {name: named.get(name, rest) for name in found}
+    assert found == {name: renamed.get(form, form) for name, form in expected.items()}
+    with GGUF(out) as g:
+        assert g["general.file_type"] == {"q4_k_m": 15, "q5_k_m": 17}[mix]
+
+
+@pytest.mark.parametrize(
+    ("asked", "name", "shape", "role", "expected", "why"),
+    [
+        ("q8_0", "blk.0.x.weight", (64, 64), "matrix", "q8_0", ""),
+        ("q8_0", "blk.0.x.weight", (64,), "vector", "f32", "stay F32"),
+        ("q8_0", "blk.0.x.weight", (64,), "matrix", "f32", "stay F32"),
+        ("q8_0", "blk.0.x.weight", (64, 48), "matrix", "f16", "48"),
+        ("q8_0", "d2t", (64,), "index", "i64", "ids"),
+        ("q8_0", "token_embd.weight", (512, 64), "embed", "q8_0", ""),
+        ("q8_0", "blk.0.ffn_gate_inp.weight", (64, 64), "matrix", "f32", "routing"),
+        ("q8_0", "blk.0.ffn_down_exps.scale", (64, 64), "matrix", "f32", "never"),
+        ("q4_0", "token_embd.weight", (512, 256), "embed", "q6_k", "tied"),
+        ("q4_0", "token_embd.weight", (512, 96), "embed", "q8_0", "96"),
+        ("q4_k", "blk.0.x.weight", (64, 704), "matrix", "q5_0", "704"),
+        ("q5_k", "blk.0.x.weight", (64, 2112), "matrix", "q5_1", "2112"),
+        ("q6_k", "blk.0.x.weight", (64, 64), "matrix", "q8_0", "64"),
+        ("q4_k", "blk.0.x.weight", (64, 48), "matrix", "f16", "48"),
+        ("bf16", "token_embd.weight", (512, 48), "embed", "bf16", ""),
+    ],
+)
+def test_policy(asked: str, name: str, shape: tuple[int, ...], role: policy.Role, expected: str,
+                why: str) -> None:  # fmt: skip
+    form, reason = Policy(policy.asked(asked), [name]).choose(name, shape, role)
+    assert form.name == expected and why in reason and bool(reason) == bool(why)
+
+
+def test_which_layers_get_more_bits() -> None:
+    """The table for 30, 35, 48 and 60 layers begins and ends with an eighth."""
+    assert [i for i in range(30) if policy.more_bits(i, 30)] == [
+        0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]  # fmt: skip
+    for n in (35, 42, 48, 60):
+        chosen = {i for i in range(n) if policy.more_bits(i, n)}
+        assert {*range(n // 8), *range(7 * n // 8, n)} <= chosen and len(chosen) < n * 0.55
+
+
+def test_an_untied_output_leaves_the_table_alone() -> None:
+    names = ["token_embd.weight", "output.weight"]
+    choice = Policy(policy.asked("q4_k_m"), names)
+    assert [choice.choose(n, (512, 256), "embed")[0].name for n in names] == ["q4_k", "q6_k"]
+
+
+def test_names_of_what_can_be_asked_for() -> None:
+    assert policy.names() == [*quant.names(), "q4_k_m", "q5_k_m"]
+    assert policy.asked("Q4_K_M").file_type == 15
+    with pytest.raises(UsageError, match="q4_k_m"):
+        policy.asked("q4_k_l")
+
+
+@pytest.mark.parametrize("type", ["q8_0", "q4_0", "q4_k_m"])
+def test_quantized_files_need_permission(type: str, full: Path, tmp_path: Path) -> None:
+    once, twice = tmp_path / "once.gguf", tmp_path / "twice.gguf"
+    quantize(full, once, type)
+    with pytest.raises(InputError, match=r"quantized already.*--allow-requantize"):
+        quantize(once, twice, "q5_k_m")
+    assert not twice.exists()
+    quantize(once, twice, "q5_k_m", allow_requantize=True)
+    assert validate(twice).ok
+    quantize(once, tmp_path / "same.gguf", type)  # nothing changes, so nothing is lost
+    assert (tmp_path / "same.gguf").read_bytes() == once.read_bytes()
+
+
+def test_routers_keep_their_type(tmp_path: Path) -> None:
+    target = tiny.target(tmp_path / "t", experts=4)
+    convert(target, tmp_path / "t.gguf", type="bf16")
+    quantize(tmp_path / "t.gguf", tmp_path / "q.gguf", "q4_k_m")
+    with GGUF(tmp_path / "t.gguf") as before, GGUF(tmp_path / "q.gguf") as after:
+        routers = [n for n in before.tensors if n.endswith("ffn_gate_inp.weight")]
+        assert routers
+        assert all(before.tensors[n].type == after.tensors[n].type for n in routers)
+
+
+@pytest.mark.parametrize("type", ["q4_0", "q5_1", "q4_k_m", "q5_k_m", "q6_k"])
+def test_drafts_change_nothing_whatever_their_type(type: str, deep: Path, tmp_path: Path) -> None:
+    """A quantized target and its quantized draft: the text is that of plain decoding."""
+    convert(deep, tmp_path / "t.gguf", type=type)
+    draft = tiny.zlab_dflash(tmp_path / "z", deep, inter=256)
+    convert(draft, tmp_path / "d.gguf", target=deep, type=type)
+    assert validate(tmp_path / "d.gguf", tmp_path / "t.gguf", draft).ok
+    prompt = list(range(200, 230))
+
+    def text(with_draft: bool) -> list[int]:
+        path = tmp_path / "d.gguf" if with_draft else None
+        engine = Engine.load(tmp_path / "t.gguf", path, n_ctx=256)
+        run = engine.generate(prompt, Options(n_predict=12, ignore_eos=True))
+        return [i for cycle in run for i in cycle.tokens]
+
+    assert text(True) == text(False)
+
+
+def test_the_runtime_reads_what_the_format_says(full: Path, tmp_path: Path) -> None:
+    """The logits of a Q8_0 file differ little from BF16's, those of Q4_0 more."""
+    quantize(full, tmp_path / "a.gguf", "q6_k")
+    with GGUF(full) as a, GGUF(tmp_path / "a.gguf") as b:
+        for name in ("blk.0.ffn_down.weight", "token_embd.weight"):
+            want, got = a.array(name), b.array(name)
+            assert 0 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
+
+
+def test_losses(full: Path, tmp_path: Path) -> None:
+    found = {}
+    some = {f"{name}.weight" for name in blocks("ffn_down", *range(12))}
+    for type in ("q8_0", "q6_k", "q5_k", "q4_k", "q4_0"):
+        quantize(full, tmp_path / f"{type}.gguf", type)
+        report = losses(full, tmp_path / f"{type}.gguf")
+        assert {r.difference.name for r in report} >= some
+        found[type] = total(report)
+    errors = [t.relative_rms for t in found.values() if t]
+    assert errors == sorted(errors) and 0.004 < errors[0] < 0.006 < errors[-1] < 0.1
+    bits = [t.bits for t in found.values() if t]
+    assert bits == sorted(bits, reverse=True) and bits[0] == 8.5
+    assert losses(full, full) == [] and total([]) is None
+
+
+def test_report_on_the_command_line(
+    full: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["quantize", str(full), str(tmp_path / "a.gguf"), "--type", "q4_k_m", "--report"]
+    assert cli.run(args) == 0
+    said = capsys.readouterr().out
+    assert "relative RMS error" in said and "blk.0.ffn_down.weight" in said and "bits" in said
+    assert cli.run([*args, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    row = next(r for r in found["report"] if r["name"] == "blk.1.ffn_up.weight")
+    assert row["type"] == "Q4_K" and row["bits_per_weight"] == 4.5 and row["source"] == "BF16"
+    assert 0.03 < row["relative_rms"] < 0.1 and row["max_abs"] > 0
+    assert 4.5 < found["report_total"]["bits_per_weight"] < 6.6
+    assert cli.run([*args, "--dry-run"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
