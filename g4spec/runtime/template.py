@@ -1,8 +1,15 @@
-"""Chat templates: Jinja text that comes with a file, so it is not trusted."""
+"""Chat templates: Jinja text that comes with a file, so it is not trusted.
+
+Jinja's sandbox keeps a template from the system, but not from looping for hours or from filling the
+memory in one expression. So it runs in a process of its own, with a limit on both; that costs
+about a tenth of a second.
+"""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -15,8 +22,16 @@ from g4spec.errors import InputError
 LONGEST_TEMPLATE = 1 << 20
 """Characters of a template; Gemma 4's has about 17,000."""
 
-LONGEST_TEXT = 1 << 24
-"""Characters it may write: a loop in it must not fill the memory."""
+LONGEST_TEXT = 1 << 22
+"""Characters it may write: some times what the longest context holds."""
+
+SECONDS, MEMORY = 10, 256 << 20
+"""What it may take. Memory is limited where the system can (Linux)."""
+
+_WORKER = (
+    "import json, sys; job = json.load(sys.stdin); sys.path[:] = job.pop('path'); "
+    "from g4spec.runtime import template; template.work(job)"
+)
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str) -> str:
@@ -30,6 +45,39 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eo
     if len(template) > LONGEST_TEMPLATE:
         raise InputError("chat template too long", expected=f"at most {LONGEST_TEMPLATE}",
                          found=len(template))  # fmt: skip
+    job = {"path": sys.path, "template": template, "messages": [dict(m) for m in messages],
+           "bos": bos, "eos": eos}  # fmt: skip
+    try:
+        done = subprocess.run([sys.executable, "-I", "-c", _WORKER], input=json.dumps(job),
+                              capture_output=True, encoding="utf-8", timeout=SECONDS,
+                              check=False)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _failed(f"no end after {SECONDS} s") from None
+    if done.returncode:
+        raise _failed("it was stopped, probably for the memory it took")
+    answer = json.loads(done.stdout)
+    if "error" in answer:
+        raise _failed(answer["error"])
+    return str(answer["text"])
+
+
+def work(job: dict[str, Any]) -> None:
+    """Render in this process, which exists for that, and write the answer to stdout."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    except (ImportError, ValueError, OSError):
+        pass  # a system without such limits
+    try:
+        answer = {"text": expand(job.pop("template"), **job)}
+    except (InputError, MemoryError) as error:
+        answer = {"error": getattr(error, "found", None) or "it takes too much memory"}
+    json.dump(answer, sys.stdout)
+
+
+def expand(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str) -> str:
+    """`render` without limits of time and memory."""
     variables = {
         "messages": list(messages), "add_generation_prompt": True, "bos_token": bos,
         "eos_token": eos, "enable_thinking": False, "tools": None,
@@ -42,14 +90,16 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eo
             if size > LONGEST_TEXT:
                 _refuse(f"more than {LONGEST_TEXT} characters of output")
             parts.append(part)
+        "".join(parts).encode()  # half a surrogate pair is no text
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
-            AttributeError, RecursionError) as error:  # fmt: skip
-        raise InputError(
-            "the chat template failed",
-            found=str(error) or type(error).__name__,
-            fix="give the whole prompt as text, with --no-chat",
-        ) from error
+            AttributeError, AssertionError, RecursionError, SyntaxError) as error:  # fmt: skip
+        raise _failed(str(error) or type(error).__name__) from error
     return "".join(parts)
+
+
+def _failed(why: str) -> InputError:
+    return InputError("the chat template failed", found=why[:500],
+                      fix="give the whole prompt as text, with --no-chat")  # fmt: skip
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
