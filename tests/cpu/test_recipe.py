@@ -220,6 +220,30 @@ def test_fp8_cache_with_a_draft_gets_its_key() -> None:
 # ---- every pair on every card
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_checkpoint_has_the_format_that_was_counted(engine: str) -> None:
+    """A BF16 checkpoint must not be served where the arithmetic took a smaller format."""
+    for card in FACTS.all(Card):
+        for size in FACTS.all(Size):
+            for n in ("", "2x "):
+                r = make(engine, n + card.name, size.id, None)
+                m = questions.machine(FACTS, n + card.name, ())
+                q = questions.build(FACTS, size.id, None, None, None, None, None)
+                assert q is not None
+                option = engines.judge(FACTS, m, q, engine).option
+                if r.works and r.model == size.hub:
+                    assert option is not None
+                    assert option.format == "BF16" or "--quantization fp8" in r.commands[0]
+
+
+def test_a_checkpoint_nobody_named_is_asked_for() -> None:
+    r = make("vllm", "2x RTX 3090", "31b:awq", "mtp")
+    assert "YOUR_31B_AWQ_CHECKPOINT" in r.commands[0]
+    assert any("put yours" in u for u in r.unknown)
+    r = make("vllm", "2x RTX 3090", "someone/gemma-4-31B-it-AWQ", "mtp")
+    assert "vllm serve someone/gemma-4-31B-it-AWQ" in r.commands[0]
+
+
 @pytest.mark.parametrize("engine", engines.NAMES)
 def test_nothing_is_written_without_a_reason(engine: str) -> None:
     for card in FACTS.all(Card):

@@ -9,6 +9,13 @@ from g4spec import __version__, models
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint
+from g4spec.validate.hardware.choice import (
+    LEAST_CONTEXT,
+    USUAL_CONTEXT,
+    choose,
+)
+from g4spec.validate.hardware.choice import Question as Question
+from g4spec.validate.hardware.choice import source as source
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import GIB, Machine
 from g4spec.validate.hardware.memory import (
@@ -20,35 +27,11 @@ from g4spec.validate.hardware.memory import (
     window_of,
 )
 from g4spec.validate.hardware.rows import Engine, Problem, Size
-from g4spec.validate.hardware.subjects import DraftModel, Option, Target
+from g4spec.validate.hardware.subjects import Option, Target
 from g4spec.validate.hardware.versions import holds
 from g4spec.validate.hardware.when import Situation, matches
 
 NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
-USUAL_CONTEXT = 8192
-"""Context in tokens that the arithmetic is shown for when none was asked for."""
-LEAST_CONTEXT = 2048
-"""A context below this is no answer to "does not fit"."""
-COMFORTABLE_CONTEXT = 32768
-"""Context that a format should allow to be suggested, when none was asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What is asked.
-
-    Attributes:
-        context: tokens, or None. `kv`: cache type, or None for the engine's choice.
-        backend: attention backend forced on the target. `gpus`: cards to use, None for all.
-    """
-
-    target: Target
-    draft: DraftModel | None = None
-    context: int | None = None
-    kv: str | None = None
-    backend: str | None = None
-    gpus: int | None = None
-    batched: int = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,13 +155,6 @@ def situation(
     )
 
 
-def _plans(
-    calc: Calculator, name: str, option: Option, q: Question, kinds: tuple[str, ...]
-) -> tuple[Plan, ...]:
-    wanted = q.context or min(USUAL_CONTEXT, q.target.context)
-    return tuple(calc.plan(name, option, kv, wanted) for kv in kinds)
-
-
 def _kv_types(facts: Facts, row: Engine, machine: Machine, q: Question) -> tuple[str, ...]:
     """Cache types worth showing: what was asked for, or what the card has kernels for."""
     if q.kv is not None:
@@ -202,7 +178,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     loadable = [
         o for o in q.target.options if name in o.engines and holds(o.cc, machine.cc or (0,))
     ]
-    option, plans, plan = _choose(calc, name, loadable, q, kinds)
+    option, plans, plan = choose(calc, name, loadable, q, kinds)
     refusal, fix = "", ""
     if not machine.gpus and name != "llama.cpp":
         refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
@@ -238,38 +214,6 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
         fix,
         s,
     )
-
-
-def _choose(
-    calc: Calculator, name: str, loadable: list[Option], q: Question, kinds: tuple[str, ...]
-) -> tuple[Option | None, tuple[Plan, ...], Plan | None]:
-    """The best format that leaves room for a useful context, else one that fits at all, else the
-    smallest one. Formats that would be needlessly slow on the card come last."""
-    if not loadable:
-        return None, (), None
-    ordered = sorted(loadable, key=lambda o: _slow(o, calc.machine))
-    wanted = q.context or min(COMFORTABLE_CONTEXT, q.target.context)
-    tried = [(o, _plans(calc, name, o, q, kinds)) for o in ordered]
-    for least in (wanted, q.context or min(USUAL_CONTEXT, q.target.context)):
-        for option, plans in tried:
-            # The last cache type saves most and costs quality; it is not a reason to choose.
-            for plan in plans[: max(len(kinds) - 1, 1)]:
-                if plan.fits and plan.largest >= least:
-                    return option, plans, plan
-    for option, plans in tried:
-        for plan in plans:
-            if plan.fits:
-                return option, plans, plan
-    option, plans = min(tried, key=lambda t: t[0].nbytes)
-    return option, plans, plans[-1] if plans else None
-
-
-def _slow(option: Option, machine: Machine) -> bool:
-    """Whether a format is too many bytes for the card's bandwidth when a smaller one exists."""
-    bandwidth = machine.bandwidth or 0.0
-    if option.format in ("BF16", "F16"):
-        return bandwidth < 2000
-    return option.format in ("FP8", "Q8_0") and bandwidth < 400
 
 
 def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:

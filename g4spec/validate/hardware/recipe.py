@@ -128,6 +128,11 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
         return r
     values = _values(facts, machine, q, v)
     r.model = shlex.split(values["model"])[0]
+    if r.model.startswith("YOUR_"):
+        r.unknown.append(
+            f"the hub id of a checkpoint in {v.option.format if v.option else ''}: "
+            f"put yours in place of {r.model}"
+        )
     for flag in sorted(facts.all(Flag), key=lambda f: f.order):
         if flag.engine == engine and matches(flag.when, _situation(v, q, values)):
             _take(r, flag, values, q, v)
@@ -186,15 +191,11 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     target, draft = q.target, q.draft
     option, plan = v.option, v.plan
     gguf = v.engine.name in ("llama.cpp", "g4spec")
-    model = (
-        target.given if target.is_local else (option.hub if option and option.hub else target.hub)
-    )
-    if gguf and not target.is_gguf:
-        model = (
-            f"{target.size}-{option.format.replace(' ', '-').lower()}.gguf"
-            if option
-            else "target.gguf"
-        )
+    model = engines.source(v.engine.name, target, option) if option else "target.gguf"
+    if not model and option is not None:
+        model = f"YOUR_{target.size}_{option.format.replace(' ', '_')}_CHECKPOINT".upper()
+    if gguf and target.is_local and not target.is_gguf:
+        model = "target.gguf"
     most = plan.largest if plan is not None else target.context
     ctx = q.context or min(CONTEXT, most, target.context)
     n = (
