@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.upstream import CTX, NEW, Round, Upstream
 from g4spec import convert
 from g4spec.gguf import GGUF
 from g4spec.models.spec import Committed
 from g4spec.runtime.engine import Engine, Options
 
-CTX, NEW = 1024, 96
 TYPES = ("f32", "bf16", "q8_0")
 NEAR_TIE = 2e-3
 """Logits closer than this are not told apart: both sides round, in different orders."""
@@ -52,73 +52,14 @@ PROMPTS = {
             "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):",
     "text": "The list type has methods that change it in place, and the sorted function returns "
             "a new list. When the key argument is given, it is called once for each item. ",
+    "sort": "def bubble_sort(items):\n    for i in range(len(items)):",
+    "docs": "The following methods are defined:\n\n   append(x)\n      Add an item to the end of "
+            "the list.\n\n   extend(iterable)",
+    "class": "class Config:\n    def __init__(self, path=None):\n        self.path = path\n"
+             "        self.values = {}\n\n    def load(self):",
     "long": "import os\nimport sys\n\n" + "".join(
-        f"def f{i}(x):\n    return x + {i}\n\n" for i in range(24)) + "def main():",
+        f"def f{i}(x):\n    return x + {i}\n\n" for i in range(40)) + "def main():",
 }  # fmt: skip
-
-
-@dataclass
-class Round:
-    """One cycle of upstream: proposals from `position`, where `anchor` stands."""
-
-    position: int
-    anchor: int
-    drafted: list[int]
-    accepted: int
-
-
-class Upstream:
-    """Upstream's programs. `source`: its source folder, or None."""
-
-    def __init__(self, binaries: Path, source: Path | None) -> None:
-        self.binaries, self.source = binaries, source
-
-    def run(self, program: str, *args: object) -> bytes:
-        done = subprocess.run(
-            [self.binaries / program, *map(str, args)], capture_output=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{program}: exit {done.returncode}\n{done.stderr[-2000:]!r}")
-        return done.stdout + done.stderr
-
-    def version(self) -> str:
-        text = self.run("llama-speculative-simple", "--version").decode()
-        return text.strip().splitlines()[0]
-
-    def tokenize(self, model: Path, prompt: Path) -> list[int]:
-        out = self.run("llama-tokenize", "-m", model, "-f", prompt, "--ids", "--log-disable")
-        found = re.findall(rb"^\[([\d, ]+)\]", out, re.M)
-        return [int(i) for i in found[-1].split(b",")]
-
-    def draft(
-        self, target: Path, draft: Path, kind: str, n_max: int, prompt: Path, ids: list[int]
-    ) -> tuple[list[int], list[Round]]:
-        """Greedy text after the prompt, and every round."""
-        f32 = [a for k in ("-ctk", "-ctv", "-ctkd", "-ctvd") for a in (k, "f32")]
-        log = self.run(
-            "llama-speculative-simple", "-m", target, "-md", draft, "--spec-type", kind,
-            "--spec-draft-n-max", n_max, "-n", NEW, "--temp", 0, "-lv", 10, "-c", CTX, "-fa", "off",
-            "-t", 1, "-td", 1, "-f", prompt, "--ignore-eos", *f32,
-        )  # fmt: skip
-        return parse(log, ids)
-
-
-def parse(log: bytes, ids: list[int]) -> tuple[list[int], list[Round]]:
-    """Rounds from a debug log. The prompt's last token is the first anchor."""
-    event = re.compile(
-        rb"draft candidate\s+0, pos\s+\d+:\s+(\d+) \("
-        rb"|accepted (\d+)/(\d+) draft tokens, the last target token is: \((\d+)\)"
-    )
-    rounds, drafted, text = [], [], list(ids)
-    for m in event.finditer(log):
-        if m[1] is not None:
-            drafted.append(int(m[1]))
-            continue
-        accepted, n, last = int(m[2]), int(m[3]), int(m[4])
-        rounds.append(Round(len(text) - 1, text[-1], drafted[:n], accepted))
-        text += [*drafted[:accepted], last]
-        drafted = []
-    return text[len(ids) :], rounds
 
 
 # ---- bytes
@@ -326,8 +267,7 @@ def convert_all(family: Path, work: Path) -> tuple[str, dict[str, Path], dict[st
     """Convert every checkpoint. (Target's name, folders by name, draft types by name.)"""
     folders = {p.parent.name: p.parent for p in sorted(family.glob("*/config.json"))}
     kinds: dict[str, str] = {}
-    target = next(n for n, p in folders.items()
-                  if "Gemma4For" in (p / "config.json").read_text(encoding="utf-8"))  # fmt: skip
+    target = next(n for n, p in folders.items() if convert.detect(p).is_target)
     for name, folder in folders.items():
         pair = None if name == target else folders[target]
         for type in TYPES:
@@ -362,15 +302,36 @@ def main() -> None:
         result = {
             "date": today,
             "family": args.family.name if args.family else "tiny random",
+            "checkpoints_sha256": {
+                n: hashlib.sha256((p / "model.safetensors").read_bytes()).hexdigest()
+                for n, p in folders.items()
+            },
             "versions": {"llama.cpp": upstream.version(), "python": platform.python_version(),
                          "torch": torch.__version__, "machine": platform.machine()},
             "bytes": compare_bytes(upstream, folders, target, work) if args.source else "not run",
             "drafts": compare_drafts(upstream, kinds, target, work, args.lengths),
         }  # fmt: skip
+    result["tokens_a_cycle"] = cycles(result["drafts"])
     label = "trained" if args.family else "random"
     out = args.out or Path(__file__).parent / "results" / f"{today}-llama-cpp-{label}.json"
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     report(result, out)
+
+
+def cycles(drafts: dict[str, Any]) -> dict[str, Any]:
+    """Mean committed tokens a cycle by draft and n_max: with the draft's own semantics, and with
+    upstream's."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name, d in drafts.items():
+        p = d["proposals"]
+        found.setdefault(" ".join(name.split()[:2]), []).append(
+            (p["committed_per_cycle_ours"], p["committed_per_cycle_ours_as_upstream"])
+        )
+    return {
+        name: {"own": round(sum(a for a, _ in pairs) / len(pairs), 3),
+               "as_upstream": round(sum(b for _, b in pairs) / len(pairs), 3)}
+        for name, pairs in found.items()
+    }  # fmt: skip
 
 
 def report(result: dict[str, Any], out: Path) -> None:
@@ -385,6 +346,8 @@ def report(result: dict[str, Any], out: Path) -> None:
     if isinstance(result["bytes"], dict):
         for name, f in result["bytes"].items():
             print(f"{name}:", f.get("upstream") or {k: v for k, v in f.items() if v})
+    for name, means in result["tokens_a_cycle"].items():
+        print(name, means)
     print(out)
 
 

@@ -1,0 +1,113 @@
+"""The bundled trained family: a draft is as good three windows out as at the start.
+
+The same held-out lines stand behind a little and behind much unrelated text; how many proposed
+tokens agree with the lines is compared. Rings that wrap wrongly, or positions that drift, show here
+and nowhere else with real acceptance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec import convert
+from g4spec.models.spec import Committed
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.sampling import Sampler
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+DRAFTS = ["dflash", "dflash-speculators", "assistant"]
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.skipif(
+        not all((TINY / d / "config.json").exists() for d in ["target", *DRAFTS]),
+        reason="the trained family is not in this checkout",
+    ),
+]
+NEAR, FAR, LINES, COUNT = 32, 3 * 256, 128, 8
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Python files that training never saw, long enough, in the archive's order."""
+    out = []
+    with tarfile.open(TINY / "corpus.tar.xz") as tar:
+        for member in tar:
+            held = int(hashlib.sha256(member.name.encode()).hexdigest(), 16) % 20 == 7
+            if held and member.name.endswith(".py") and member.size > 12_000:
+                file: Any = tar.extractfile(member)
+                out.append(file.read().decode("utf-8"))
+            if len(out) == COUNT + 1:
+                return out
+    raise AssertionError("too few held-out files")
+
+
+def load(where: Path, name: str) -> Engine:
+    convert.convert(TINY / "target", where / "target.gguf", type="f32")
+    convert.convert(TINY / name, where / "draft.gguf", target=TINY / "target", type="f32")
+    return Engine.load(where / "target.gguf", where / "draft.gguf", n_ctx=FAR + LINES + 32)
+
+
+def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
+    """Mean number of proposed tokens that agree with `lines`, over anchors in them."""
+    target, draft, ids = engine.target, engine.draft, [2, *before, *lines]
+    assert draft is not None
+    start = 1 + len(before) + 24  # the first lines tell what text this is
+    draft.reset()
+    # The target's rings are long enough to hold the lines and the windows before them.
+    reads = list(target.prefill(ids))
+    hidden, taps = (torch.cat([getattr(r, a) for r in reads]) for a in ("hidden", "taps"))
+    for at in range(0, start, 256):
+        rows = slice(at, min(start, at + 256))
+        draft.commit(Committed(ids[rows], at, hidden[rows], taps[rows]))
+    right = cycles = 0
+    most = 7 if draft.name == "dflash" else 3  # the assistant computes them one by one
+    for at in range(start, len(ids) - 8, 2):
+        drafted = draft.propose(ids[at], at, most, Sampler())
+        true = ids[at + 1 : at + 1 + len(drafted)]
+        right += next((i for i, t in enumerate(true) if drafted[i] != t), len(true))
+        cycles += 1
+        rows = slice(at, at + 2)
+        draft.commit(Committed(ids[rows], at, hidden[rows], taps[rows]))
+    return right / cycles
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_three_windows_out(tmp_path: Path, texts: list[str], name: str) -> None:
+    engine = load(tmp_path, name)
+    near = far = 0.0
+    other = engine.tokenizer.encode(texts[-1], bos=False)
+    for text in texts[:COUNT]:
+        ids = engine.tokenizer.encode(text, bos=False)
+        lines = ids[600 : 600 + LINES]
+        near += agreement(engine, other[:NEAR], lines)
+        far += agreement(engine, other[:FAR], lines)
+    assert near / COUNT > 0.5, "a draft this bad shows nothing"
+    assert abs(far - near) < 0.1 * near, (near / COUNT, far / COUNT)
+
+
+def other_layers(engine: Engine) -> None:
+    """Features of the layers below."""
+    engine.target.taps = tuple(i - 1 for i in engine.target.taps)
+
+
+def drift(engine: Engine) -> None:
+    """Keys and values three rows from where they belong."""
+    draft: Any = engine.draft
+    for kv in getattr(draft, "kv", None) or engine.target.caches:
+        blocks = kv.blocks
+        kv.blocks = lambda a, b, n, f=blocks: tuple(x.roll(3, 2) for x in f(a, b, n))
+
+
+@pytest.mark.parametrize("name,bug", [("dflash", other_layers), ("dflash", drift)])
+def test_the_measure_notices(tmp_path: Path, texts: list[str], name: str, bug: Any) -> None:
+    engine = load(tmp_path, name)
+    ids = engine.tokenizer.encode(texts[0], bos=False)
+    whole = agreement(engine, ids[:NEAR], ids[600 : 600 + LINES])
+    bug(engine)
+    assert agreement(engine, ids[:NEAR], ids[600 : 600 + LINES]) < 0.9 * whole
