@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from g4spec.validate.hardware.engines import Question
+    from g4spec.validate.hardware.choice import Question
     from g4spec.validate.hardware.facts import Facts
     from g4spec.validate.hardware.machine import Machine
 

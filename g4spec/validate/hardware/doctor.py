@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from g4spec.validate.hardware import backends, engines, speed
-from g4spec.validate.hardware.engines import EngineVerdict, Question
+from g4spec.validate.hardware.choice import Question
+from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.lengths import advice
 from g4spec.validate.hardware.machine import GIB, Machine

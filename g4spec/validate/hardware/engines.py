@@ -9,13 +9,7 @@ from g4spec import __version__, models
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint
-from g4spec.validate.hardware.choice import (
-    LEAST_CONTEXT,
-    USUAL_CONTEXT,
-    choose,
-)
-from g4spec.validate.hardware.choice import Question as Question
-from g4spec.validate.hardware.choice import source as source
+from g4spec.validate.hardware.choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import GIB, Machine
 from g4spec.validate.hardware.memory import (

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from g4spec.errors import CheckFailed, UsageError
 from g4spec.validate.hardware import engines, subjects
 from g4spec.validate.hardware import machine as machines
-from g4spec.validate.hardware.engines import Question
+from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import Machine
 from g4spec.validate.hardware.memory import BITS

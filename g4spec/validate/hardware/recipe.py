@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from g4spec.errors import UsageError
-from g4spec.validate.hardware import backends, engines, lengths
-from g4spec.validate.hardware.engines import EngineVerdict, Question
+from g4spec.validate.hardware import backends, choice, engines, lengths
+from g4spec.validate.hardware.choice import Question
+from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import Machine
 from g4spec.validate.hardware.rows import Flag
@@ -191,7 +192,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     target, draft = q.target, q.draft
     option, plan = v.option, v.plan
     gguf = v.engine.name in ("llama.cpp", "g4spec")
-    model = engines.source(v.engine.name, target, option) if option else "target.gguf"
+    model = choice.source(v.engine.name, target, option) if option else "target.gguf"
     if not model and option is not None:
         model = f"YOUR_{target.size}_{option.format.replace(' ', '_')}_CHECKPOINT".upper()
     if gguf and target.is_local and not target.is_gguf:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from g4spec.validate.hardware import engines
-from g4spec.validate.hardware.engines import EngineVerdict, Question
+from g4spec.validate.hardware.choice import Question
+from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.lengths import start
 from g4spec.validate.hardware.machine import GIB
