@@ -53,6 +53,7 @@ def command(
 ) -> None:
     """What works on this machine, what breaks, and the exact fix.
 
+    Marks: ✓ works, ! works with a condition, ✗ does not work, · a figure or a remark.
     Exits 1 when the run that was asked for cannot work.
     """
     from g4spec.errors import CheckFailed

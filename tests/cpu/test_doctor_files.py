@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,26 @@ def test_broken_folders(config: str | None, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(InputError):
         subjects.target(FACTS, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["target", "zlab", "redhat", "mtp"])
+@pytest.mark.parametrize("junk", [None, "x", -1, [], {}, [None], 1e400, True], ids=str)
+def test_hostile_values(name: str, junk: object, family: dict[str, Path], tmp_path: Path) -> None:
+    """Any value in place of any other: an answer or one of our errors, never a traceback."""
+    raw = json.loads((family[name] / "config.json").read_text())
+    target = subjects.target(FACTS, str(family["target"]))
+    spots = [(raw, k) for k in raw]
+    spots += [(v, k) for v in raw.values() if isinstance(v, dict) for k in v]
+    for where, key in spots:
+        kept = where[key]
+        where[key] = junk
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        where[key] = kept
+        with suppress(InputError):
+            if name == "target":
+                subjects.target(FACTS, str(tmp_path))
+            else:
+                subjects.draft(FACTS, str(tmp_path), target)
 
 
 def gemma_config(size: Size, per_layer: bool) -> dict[str, Any]:

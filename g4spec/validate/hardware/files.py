@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,27 @@ SHORT = 2
 """Bytes of a cache value in 16 bits."""
 
 
+@contextmanager
+def _malformed(path: Path) -> Iterator[None]:
+    """A configuration may hold anything: numbers as words, words as lists."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as problem:
+        raise InputError(f"{path}: its configuration makes no sense ({problem})") from problem
+
+
 def target(facts: Facts, path: Path, given: str) -> Target:
     """A target in a GGUF file or a checkpoint folder."""
-    return (
-        _gguf_target(facts, path, given) if path.is_file() else _folder_target(facts, path, given)
-    )
+    with _malformed(path):
+        read = _gguf_target if path.is_file() else _folder_target
+        return read(facts, path, given)
 
 
 def draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
     """A draft in a GGUF file or a checkpoint folder."""
-    return (
-        _gguf_draft(facts, path, given, of)
-        if path.is_file()
-        else _folder_draft(facts, path, given, of)
-    )
+    with _malformed(path):
+        read = _gguf_draft if path.is_file() else _folder_draft
+        return read(facts, path, given, of)
 
 
 # ---- GGUF
