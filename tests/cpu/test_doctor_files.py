@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,3 +250,18 @@ def test_windows_and_slots() -> None:
     assert memory.llamacpp_slots(caches, 600) == 768
     assert memory.vllm_slots(1024, 2048, 1 << 17) == 5136
     assert memory.vllm_slots(1024, 8192, 1 << 17) == 17424
+
+
+def test_only_active_experts_and_no_token_tables_are_read() -> None:
+    """8 of 128 experts; a per-layer token table gives one row a token."""
+
+    def file(**sizes: int) -> Any:
+        tensors = {k.replace("__", "."): SimpleNamespace(nbytes=v) for k, v in sizes.items()}
+        return SimpleNamespace(tensors=tensors)
+
+    moe = file(blk__0__ffn_up_exps__weight=1280, token_embd__weight=120)
+    kv = {"gemma4.expert_count": 128, "gemma4.expert_used_count": 8}
+    assert files._read_once(moe, kv, "gemma4") == pytest.approx((80 + 120) / 1400)
+    small = file(per_layer_token_embd__weight=300, token_embd__weight=100)
+    assert files._read_once(small, {}, "gemma4") == pytest.approx(0.25)
+    assert files._read_once(file(), {}, "gemma4") == 1.0
