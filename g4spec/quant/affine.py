@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from g4spec.quant.format import Bytes, Floats
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
-BATCH = 512
-"""Blocks computed together, in arrays of 512 KiB: smaller ones fit a core's own cache, but then
-the calls outweigh the arithmetic."""
+BATCH = 384
+"""Blocks computed together, in arrays of 384 KiB. Fewer, and calls outweigh the arithmetic; more,
+and each array is fetched from the operating system anew."""
 STEPS = (-3.0, -2.0, -1.4, -0.9, -0.4, -0.2, 0.0, 0.2, 0.5, 0.9)
 """Steps tried are span / (top + these): below zero the codes stop short of `top`, above it the
 largest values are cut off."""
@@ -98,15 +98,15 @@ class _Search:
         total: Floats = np.einsum("ij,ij->j", self.weights, self.y)
         return total
 
-    def round(self, inverse: Floats) -> Floats:
-        """Codes of the shifted values, for 1 / scale."""
+    def round(self, inverse: Floats, clip: bool = True) -> Floats:
+        """Codes of the shifted values, for 1 / scale. `clip`: some would be out of range."""
         np.multiply(self.y, inverse, out=self.code)
         np.rint(self.code, out=self.code)
-        return np.clip(self.code, F(0), self.top, out=self.code)
+        return np.clip(self.code, F(0), self.top, out=self.code) if clip else self.code
 
-    def sums(self, inverse: Floats, out: Floats) -> None:
+    def sums(self, inverse: Floats, out: Floats, clip: bool = True) -> None:
         """Weighted sums over each group: of codes, their squares, their products with values."""
-        code = self.round(inverse)
+        code = self.round(inverse, clip)
         part = np.multiply(code, self.weights, out=self.part)
         np.add.reduce(part, axis=0, out=out[0])
         np.einsum("ij,ij->j", part, code, out=out[1])
@@ -119,32 +119,36 @@ class _Search:
         flat = span < TINY
         span[flat] = 1
         total = self.shift(least)
-        scale, first, gain = self._best(least, total, [(self.top + F(s)) / span for s in STEPS])
+        inverses = [(self.top + F(s)) / span for s in STEPS]
+        scale, first, gain = self._best(least, total, inverses, [s > 0 for s in STEPS])
         moved = first - least
         # The second search counts from another minimum, so from another error of all zeros.
         gain += 2 * moved * total + moved * moved * self.weight
         total = self.shift(first)
-        scale2, second, gain2 = self._best(first, total, [F(f) / scale for f in AROUND])
+        inverses = [F(f) / scale for f in AROUND]
+        scale2, second, gain2 = self._best(first, total, inverses, [True] * len(AROUND))
         better = gain2 > gain
         scale = np.where(better, scale2, scale)
         return np.where(flat, F(0), scale), np.where(flat, least, np.where(better, second, first))
 
-    def _best(self, least: Floats, total: Floats,
-              inverses: list[Floats]) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+    def _best(self, least: Floats, total: Floats, inverses: list[Floats],
+              clip: list[bool]) -> tuple[Floats, Floats, Floats]:  # fmt: skip
         """The best fit to codes made with one of `inverses`: scale, minimum, and by how much its
         error is below that of all zeros."""
         sums = np.empty((3, len(inverses), len(total)), F)
         for i, inverse in enumerate(inverses):
-            self.sums(inverse, sums[:, i])
+            self.sums(inverse, sums[:, i], clip[i])
         code, square, product = sums
         determinant = self.weight * square - code * code
         scale = (self.weight * product - total * code) / determinant
         low = (square * total - code * product) / determinant
-        above = low > least  # the stored minimum cannot be above zero
-        low = np.where(above, least, low)
-        scale = np.where(above, (product - least * code) / square, scale)
-        gain = 2 * (scale * product + low * total)
-        gain -= scale * (scale * square + 2 * low * code) + low * low * self.weight
+        gain = scale * product + low * total
+        above = np.nonzero(low > least)  # the stored minimum cannot be above zero
+        if len(above[0]):
+            most, rest = least[above[1]], product[above] - least[above[1]] * code[above]
+            scale[above], low[above] = rest / square[above], most
+            gain[above] = rest * rest / square[above] + most * (
+                2 * total[above[1]] - most * self.weight[above[1]])  # fmt: skip
         # One code for all values, or numbers too small to be squared.
         gain[~((determinant > 0) & (scale > 0))] = -np.inf
         best = gain.argmax(axis=0), np.arange(len(total))

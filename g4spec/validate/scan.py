@@ -43,7 +43,8 @@ SCALES: dict[str, tuple[int, ...]] = {
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 """Where the fp16 scales (and minima) of a block are, in bytes from its start."""
-SYMMETRIC = ("Q8_0",)  # a zero scale beside non-zero codes is a value lost
+ZERO = {"Q8_0": bytes(32), "Q4_0": b"\x88" * 16, "Q5_0": b"\xff" * 4 + bytes(16)}
+"""What follows the scale in a block of zeros; other codes beside a zero scale are values lost."""
 
 
 @dataclass(slots=True)
@@ -118,9 +119,10 @@ def _blocks(raw: NDArray[np.uint8], name: str, stats: Stats) -> None:
         magnitude = scales & np.uint16(0x7FFF)
         if stats.first_bad is None and int(magnitude.max()) >= 0x7C00:
             stats.first_bad = start + int(np.argmax((magnitude >= 0x7C00).any(0)))
-        if name in SYMMETRIC and not magnitude.all():
+        if name in ZERO and not magnitude.all():
             codes = part[magnitude[0] == 0, 2:]
-            stats.lost_blocks += int(codes.any(1).sum())
+            zero = np.frombuffer(ZERO[name], np.uint8)
+            stats.lost_blocks += int((codes != zero).any(1).sum())
         stats.zero &= not magnitude.any()
         if stats.constant:
             stats.constant = bool((part == rows[0]).all())

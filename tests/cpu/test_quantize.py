@@ -15,7 +15,7 @@ from g4spec.gguf import GGUF
 from g4spec.quant import policy
 from g4spec.quant.policy import Policy
 from g4spec.runtime.engine import Engine, Options
-from g4spec.validate import validate
+from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
 from tests import tiny
 
@@ -217,3 +217,14 @@ def test_report_on_the_command_line(
     assert 4.5 < found["report_total"]["bits_per_weight"] < 6.6
     assert cli.run([*args, "--dry-run"]) == 2
     assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("type", ["q4_0", "q5_0", "q8_0"])
+def test_lost_scales_are_seen(type: str) -> None:
+    """Blocks whose scale became zero count as lost, unless they held zeros."""
+    x = np.random.default_rng(0).standard_normal((6, 32)).astype(np.float32)
+    x[1:3] *= 1e-9
+    x[4] = 0
+    stats = scan.Stats()
+    scan._blocks(quant.get(type).quantize(x).reshape(-1), type.upper(), stats)
+    assert stats.lost_blocks == 2 and not stats.zero

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from g4spec.quant.format import Bytes, Floats, Format, in_batches, refuse_infinite
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
-BATCH = 512
+BATCH = 384
 STEPS = (-2.4, -1.8, -1.2, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9)
 """Steps tried are the largest value / -(32 + these)."""
 NEIGHBOURS = (0, -1, 1)

@@ -1,0 +1,120 @@
+"""Holds `g4spec quantize` against llama.cpp's `llama-quantize`: time, error, type of every tensor.
+
+    python benchmarks/quantize.py --tool LLAMA_BUILD/bin/llama-quantize [--file BF16.gguf]
+
+Both run on one core, in turn, with one thread; what counts is processor time, start-up included,
+which a busy machine disturbs least. Without --file a random target of 110 million weights serves.
+The result is kept as dated JSON. Exit code 1 when the types of a tensor differ, the bytes of a
+type without a search differ, or an error is larger than llama.cpp's.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT.parent))
+
+from g4spec import convert  # noqa: E402
+from g4spec.gguf import GGUF  # noqa: E402
+from g4spec.runtime import provenance  # noqa: E402
+from g4spec.validate.loss import losses, total  # noqa: E402
+from tests import tiny  # noqa: E402
+
+NAMES = {"q4_k_m": "Q4_K_M", "q5_k_m": "Q5_K_M", "q6_k": "Q6_K", "q8_0": "Q8_0", "q4_0": "Q4_0",
+         "q4_1": "Q4_1", "q5_0": "Q5_0", "q5_1": "Q5_1", "q5_k": "Q5_K_S"}  # fmt: skip
+SEARCHED = ("q4_k", "q5_k", "q6_k")
+SIZE = {"layers": 8, "hidden": 1024, "inter": 4096, "heads": 8, "head_dim": 128, "kv": 4,
+        "global_head_dim": 256}  # fmt: skip
+
+
+def timed(core: int, *command: object) -> float:
+    """Seconds of processor time of a program on one core."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False,
+                          preexec_fn=lambda: os.sched_setaffinity(0, {core}))  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{command[0]}: exit {done.returncode}\n{done.stderr[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime
+
+
+def compared(source: Path, ours: Path, theirs: Path) -> dict[str, Any]:
+    """Types, bytes and errors of two results."""
+    with GGUF(ours) as a, GGUF(theirs) as b:
+        types = [{n: t.format.name for n, t in f.tensors.items()} for f in (a, b)]
+        exact = [n for n, t in types[1].items() if t not in SEARCHED]
+        bytes_equal = all((a.raw(n) == b.raw(n)).all() for n in exact if types[0][n] == types[1][n])
+    found: dict[str, Any] = {"types_equal": types[0] == types[1], "bytes_equal": bytes_equal}
+    errors = []
+    for side, path in (("g4spec", ours), ("llama_cpp", theirs)):
+        lost = losses(source, path)
+        summed = total(lost)
+        found[side] = summed.json() if summed else None
+        errors.append({loss.difference.name: loss.difference.relative_rms for loss in lost})
+    found["larger_errors"] = [n for n, e in errors[0].items() if e > errors[1].get(n, 0)]
+    return found
+
+
+def one(tool: Path, source: Path, name: str, repeats: int, folder: Path) -> dict[str, Any]:
+    """Everything about one type."""
+    ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
+    core = min(os.sched_getaffinity(0))
+    seconds: dict[str, list[float]] = {"g4spec": [], "llama_cpp": []}
+    for _ in range(repeats):
+        seconds["llama_cpp"].append(timed(core, tool, source, theirs, NAMES[name], 1))
+        seconds["g4spec"].append(timed(core, sys.executable, "-m", "g4spec", "quantize", source,
+                                       ours, "--type", name))  # fmt: skip
+    middle = {side: statistics.median(s) for side, s in seconds.items()}
+    return {"seconds": seconds, "speedup": middle["llama_cpp"] / middle["g4spec"],
+            **compared(source, ours, theirs)}  # fmt: skip
+
+
+def main() -> int:
+    """Measure all types, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", type=Path, required=True)
+    parser.add_argument("--file", type=Path)
+    parser.add_argument("--types", nargs="*", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    args = parser.parse_args()
+    found = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, source = Path(temporary), args.file
+        if source is None:
+            source = folder / "source.gguf"
+            convert.convert(tiny.target(folder / "target", **SIZE), source, type="bf16")
+        with GGUF(source) as g:
+            weights = sum(prod(t.shape) for t in g.tensors.values() if len(t.shape) > 1)
+        for name in args.types:
+            r = found[name] = one(args.tool, source, name, args.repeats, folder)
+            errors = [r[side]["relative_rms"] for side in ("g4spec", "llama_cpp")]
+            print(f"{name}: {r['speedup']:.2f} times as fast as llama.cpp; error {errors[0]:.4%}, "
+                  f"there {errors[1]:.4%}; types equal {r['types_equal']}, bytes "
+                  f"{r['bytes_equal']}", flush=True)  # fmt: skip
+        result = {
+            "date": datetime.date.today().isoformat(), "weights": weights,
+            "file": provenance.file(source), "machine": provenance.machine(),
+            "commit": provenance.commit(), "tool": args.tool.name, "types": found,
+        }  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{result['date']}-quantize.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+    good = all(r["types_equal"] and r["bytes_equal"] and not r["larger_errors"]
+               for r in found.values())  # fmt: skip
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
