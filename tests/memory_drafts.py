@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from g4spec.models import dflash_backbone as backbone
-from g4spec.models import dspark
+from g4spec.models import dspark, eagle3
 from g4spec.models.spec import MAX_STEP_ROWS
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.target import Target
@@ -39,4 +39,18 @@ def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
         base = mm.dflash_config(layers=layers, own_embed=True, own_head=True, softcap=30.0)
     config = backbone.extended(dspark.Config, base, **extra)
     made: dspark.Drafter = build(dspark, config, on, seed)
+    return made
+
+
+def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any) -> eagle3.Drafter:
+    """An EAGLE-3 draft with tables of its own, or with `depths` a P-EAGLE draft."""
+    sliding = kw.pop("sliding", None)
+    layers = tuple(mm.layer(i, full=False, v_from_k=False, window=sliding)
+                   for i in range(kw.pop("n_layer", 1)))  # fmt: skip
+    config = eagle3.Config(**{
+        "n_vocab": mm.V, "n_embd": mm.H, "n_ctx": 4096, "eps": 1e-6, "layers": layers,
+        "target_layers": (1, 3, 5), "n_target": mm.H, "own_embed": True, "own_head": True,
+        "n_draft": 64, "norm_before_residual": True, "mask_token": 4,
+    } | kw)  # fmt: skip
+    made: eagle3.Drafter = build(eagle3, config, on, seed, window)
     return made

@@ -111,3 +111,95 @@ def deepspec_dspark(
         w.out = {n.replace("confidence_head.proj", "confidence_proj"): x for n, x in w.out.items()}
     tiny.save_all(folder, w.out)
     return folder
+
+
+def _eagle_layers(
+    w: Weights, names: list[str], e: int, inter: int, heads_: int, kv: int, hd: int, qk_norm: bool
+) -> None:
+    for i, p in enumerate(names):
+        wide = 2 * e if i == 0 else e
+        for name in ("input_layernorm", "post_attention_layernorm", *["hidden_norm"] * (i == 0)):
+            w.norm(p + name + ".weight", e)
+        w.matrix(p + "self_attn.q_proj.weight", heads_ * hd, wide, scale=0.1)
+        w.matrix(p + "self_attn.k_proj.weight", kv * hd, wide, scale=0.1)
+        w.matrix(p + "self_attn.v_proj.weight", kv * hd, wide)
+        w.matrix(p + "self_attn.o_proj.weight", e, heads_ * hd)
+        if qk_norm:
+            w.norm(p + "self_attn.q_norm.weight", hd)
+            w.norm(p + "self_attn.k_norm.weight", hd)
+        w.matrix(p + "mlp.gate_proj.weight", inter, e)
+        w.matrix(p + "mlp.up_proj.weight", inter, e)
+        w.matrix(p + "mlp.down_proj.weight", e, inter)
+
+
+def eagle3(
+    folder: Path, target: Path, *, layout: str = "speculators", draft_vocab: int | None = 64,
+    layers: int = 1, inter: int = 96, heads_: int = 4, kv: int = 2, head_dim: int = 16,
+    taps: tuple[int, ...] | None = None, window: int | None = None, qwen: bool = False,
+    before_residual: bool | None = True, before_fc: bool = False, fc_norm: bool = False,
+    norm_output: bool = False, depths: int = 0, embed: bool = True, dtype: str = "BF16",
+    seed: int = 6, **config: Any,
+) -> Path:  # fmt: skip
+    """An EAGLE-3 draft.
+
+    Args:
+        layout: "speculators" (nested configuration) or "specforge" (flat, `midlayer.*`).
+        taps: layers of the target whose *input* is read; default three.
+        window: all layers slide over so many tokens; None: all are full.
+        qwen: queries and keys are normed by head.
+        before_residual: None leaves the key out.
+        depths: of P-EAGLE; 0 is EAGLE-3.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = tiny._text(target)
+    e, depth, vocab = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
+    ids = list(taps or [2, depth // 2, depth - 2])
+    inner = {
+        "model_type": "qwen3" if qwen else "llama", "hidden_size": e, "intermediate_size": inter,
+        "num_hidden_layers": layers, "num_attention_heads": heads_, "num_key_value_heads": kv,
+        "head_dim": head_dim, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": vocab,
+        "max_position_embeddings": text["max_position_embeddings"], "attention_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    if window:
+        inner |= {"layer_types": ["sliding_attention"] * layers, "sliding_window": window,
+                  "use_sliding_window": True}  # fmt: skip
+    flat = layout == "specforge"
+    settings = {"draft_vocab_size": draft_vocab or vocab, "tie_word_embeddings": False,
+                "norm_before_residual": before_residual, "norm_before_fc": before_fc,
+                "fc_norm": fc_norm, "norm_output": norm_output, "dtype": "bfloat16"}  # fmt: skip
+    if flat:
+        settings |= inner | {"architectures": ["LlamaForCausalLMEagle3"],
+                             "eagle_config": {"eagle_aux_hidden_state_layer_ids":
+                                              [i - 1 for i in ids]}}  # fmt: skip
+    else:
+        proposal = {"proposal_type": "greedy", "speculative_tokens": depths or 3}
+        settings |= {
+            "architectures": ["Eagle3DraftModel"], "transformer_layer_config": inner,
+            "speculators_model_type": "peagle" if depths else "eagle3",
+            "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy",
+                                   "proposal_methods": [proposal],
+                                   "verifier": {"name_or_path": None, "architectures": []}},
+            "eagle_aux_hidden_state_layer_ids": ids, **({"mask_token_id": 4} if depths else {}),
+        }  # fmt: skip
+    settings = {k: v for k, v in (settings | config).items() if v is not None}
+    dump(folder / "config.json", settings)
+    w = Weights(seed, dtype)
+    if embed:
+        w.matrix("embed_tokens.weight", vocab, e)
+    w.matrix("lm_head.weight", draft_vocab or vocab, e)
+    w.matrix("fc.weight", e, len(ids) * e)
+    w.norm("norm.weight", e)
+    if before_fc:
+        w.norm("input_norm.weight", len(ids) * e)
+    if fc_norm:
+        for i in range(len(ids)):
+            w.norm(f"fc_norm.{i}.weight", e)
+    if depths:
+        w.put("mask_hidden", w.rng.standard_normal((1, 1, len(ids) * e), np.float32))
+    names = ["midlayer." if flat else f"layers.{i}." for i in range(layers)]
+    _eagle_layers(w, names, e, inter, heads_, kv, head_dim, qwen)
+    if draft_vocab:
+        tiny.reduced(w, vocab, draft_vocab)
+    tiny.save_all(folder, w.out)
+    return folder

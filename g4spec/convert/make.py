@@ -75,6 +75,16 @@ def _check_t2d(t2d: Stored, ids: NDArray[np.int64], n_vocab: int) -> None:
         )
 
 
+def paired(tensor: Stored, head_dim: int) -> Stored:
+    """Rows of each head reordered from halves to neighbouring pairs (`TensorSpec.pairs`).
+
+    Source: llama.cpp `conversion/llama.py` (LlamaModel.permute).
+    """
+    halves = tensor.raw.reshape(tensor.shape[0] // head_dim, 2, head_dim // 2, -1)
+    raw = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
+    return Stored(tensor.name, tensor.shape, tensor.dtype, tensor.format, raw)
+
+
 def t2d_sha256(t2d: Stored) -> str:
     """sha256 over one byte (0 or 1) for each token of the target."""
     return hashlib.sha256((t2d.raw != 0).tobytes()).hexdigest()

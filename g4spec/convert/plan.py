@@ -31,7 +31,7 @@ class Row:
         source: name in the source, None for what is made. `name`: in the result, None if dropped.
         shape: in the result (in the source, if dropped), PyTorch order.
         type: in the result, e.g. "Q8_0"; empty if dropped. `note`: the reason, where there is one.
-        nbytes: size in the result.
+        nbytes: size in the result. `pairs`: as in `TensorSpec`.
     """
 
     action: Literal["copy", "make", "metadata", "drop"]
@@ -41,6 +41,7 @@ class Row:
     type: str
     note: str = ""
     nbytes: int = 0
+    pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +145,10 @@ class _Builder:
                 action, note = "make", spec.make
             elif given and given.quantized and given is not form and spec.role != "vector":
                 form, note, size = given, "quantized already, kept", given.nbytes(wanted, name)
+            if spec.pairs:
+                note = f"rows of each head in pairs; {note}".rstrip("; ")
             self.rows.append(Row(action, name, spec.name, spec.shape, form.name.upper(), note,
-                                 size))  # fmt: skip
+                                 size, spec.pairs))  # fmt: skip
 
     def _source_shape(self, spec: TensorSpec) -> tuple[int, tuple[int, ...]]:
         """Rows of the source if they are cut (else 0), and the source's shape."""

@@ -110,7 +110,8 @@ def _read(
     checkpoint = found.source.checkpoint
     config = (found.kind.parse_hf(checkpoint) if found.is_target
               else found.kind.parse_hf(checkpoint, pair.config))  # fmt: skip
-    return config, found.source.tensors, None, [], []
+    said = getattr(found.kind, "notes", None)
+    return config, found.source.tensors, None, said(checkpoint) if said else [], []
 
 
 def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
@@ -197,6 +198,8 @@ def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
     tensor = tensors[row.source or ""]
     if tensor.shape != row.shape:
         tensor = tensor.first_rows(row.shape[0])
+    if row.pairs:
+        tensor = make.paired(tensor, row.pairs)
     return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from g4spec.errors import InputError
+
 if TYPE_CHECKING:
     import torch
 
@@ -41,6 +43,8 @@ class TensorSpec:
         make: `rule` name of a value made or changed at conversion: "rope_freqs" (from the
             configuration) or "absolute_d2t" (delta to absolute ids). None: copied.
         optional: the file may lack it.
+        pairs: head size if rows of each head go from halves (0, 1, ...) to neighbouring pairs
+            (0, d/2, 1, d/2 + 1, ...), as the rotation of upstream's Llama kind wants them.
     """
 
     name: str
@@ -49,6 +53,7 @@ class TensorSpec:
     source: str | None
     make: Literal["rope_freqs", "absolute_d2t"] | None = None
     optional: bool = False
+    pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +107,25 @@ class Checkpoint:
         config: the parsed `config.json`.
         tensors: name as stored -> (shape in PyTorch order, dtype string of safetensors).
         generation: the parsed `generation_config.json`, or an empty dict.
+
+    Raises InputError where the configuration's outline is not what every kind expects of it.
     """
 
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
     generation: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = self.config.get("architectures")
+        if names is not None and not (
+            isinstance(names, list) and all(isinstance(n, str) for n in names)
+        ):
+            raise InputError("config.json: architectures", expected="a list of names",
+                             found=f"{names!r:.80}")  # fmt: skip
+        text = self.config.get("text_config")
+        if text is not None and not isinstance(text, dict):
+            raise InputError("config.json: text_config", expected="an object",
+                             found=f"{text!r:.80}")  # fmt: skip
 
 
 @dataclass(slots=True)

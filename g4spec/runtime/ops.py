@@ -63,6 +63,10 @@ class Ops:
         """Parts [T, H_i] side by side -> [T, sum H_i]."""
         return torch.cat(parts, dim=-1)
 
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Parts [T_i, H] below each other -> [sum T_i, H]."""
+        return torch.cat(parts)
+
     def embed(self, table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
         """Rows `ids` [T] of `table` [V, H], times `scale` rounded to float32 -> [T, H]."""
         return table[ids] * torch.tensor(scale, dtype=torch.float32, device=self.device)

@@ -146,6 +146,8 @@ class _Compare:
             return tensor
         if spec.make == "absolute_d2t":
             return self._d2t(spec.name, tensor)
+        if spec.pairs and tensor.shape == spec.shape:
+            return make.paired(tensor, spec.pairs)
         rows = (self.s.shape(spec.name) or (0,))[0]
         if spec.role in ("embed", "output") and 0 < rows < tensor.shape[0]:
             return tensor.first_rows(rows)  # token tables are cut to the tokenizer

@@ -168,9 +168,7 @@ def test_requantizing_must_be_asked_for(family: Path, tmp_path: Path) -> None:
 # ---- what a path is
 
 UNKNOWN: dict[str, tuple[dict[str, Any], type[G4Error], str]] = {
-    "eagle3": ({"speculators_model_type": "eagle3"}, Unsupported, "EAGLE-3"),
     "mtp": ({"speculators_model_type": "mtp"}, Unsupported, "MTP"),
-    "peagle": ({"speculators_model_type": "peagle"}, Unsupported, "P-EAGLE"),
     "dflash2": ({"architectures": ["DFlash2DraftModel"]}, Unsupported, "DFlash2"),
     "unified": ({"architectures": ["Gemma4UnifiedForConditionalGeneration"]}, Unsupported, "12B"),
     "other": ({"architectures": ["LlamaForCausalLM"]}, InputError, "LlamaForCausalLM.*fc.weight"),

@@ -28,6 +28,10 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dspark gated": (tiny_drafts.speculators_dspark, {"head": "gated", "draft_vocab": None}),
     "dspark rnn": (tiny_drafts.speculators_dspark, {"head": "rnn", "confidence": "hidden"}),
     "deepspec": (tiny_drafts.deepspec_dspark, {"alias": True}),
+    "eagle3": (tiny_drafts.eagle3, {}),
+    "specforge": (tiny_drafts.eagle3, {"layout": "specforge", "embed": False}),
+    "eagle3 norms": (tiny_drafts.eagle3, {"fc_norm": True, "qwen": True, "norm_output": True}),
+    "p-eagle": (tiny_drafts.eagle3, {"depths": 4, "layers": 2, "before_fc": True, "window": 8}),
 }
 PROVENANCE = ("g4spec.source", "g4spec.command", "g4spec.versions", "general.name")
 

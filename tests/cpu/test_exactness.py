@@ -138,6 +138,10 @@ DRAFTS: dict[str, Callable[[Target], Draft]] = {
     ),
     "dspark-cut": lambda t: md.dspark_draft(t, head="gated", cut=0.5),
     "dspark-gemma": lambda t: md.dspark_draft(t, gemma=True),
+    "eagle3": md.eagle3_draft,
+    "eagle3-window": lambda t: md.eagle3_draft(t, window=10, norm_output=True, fc_norm=True),
+    "eagle3-two-layers": lambda t: md.eagle3_draft(t, n_layer=2, qk_norm=True, n_draft=None),
+    "p-eagle": lambda t: md.eagle3_draft(t, depths=5, sliding=12, norm_before_fc=True),
 }
 
 

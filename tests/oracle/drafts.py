@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from tests.oracle import build
 
-Oracle = Callable[[torch.Tensor, list[int], int, int], torch.Tensor]
-"""Features [n, taps * H], the text's ids, the anchor's position and a count -> logits [count, V]
-of the greedy proposal, -inf where undraftable."""
+Oracle = Callable[[torch.Tensor, list[int], int, list[int]], torch.Tensor]
+"""Features [n, taps * H], the text's ids, the anchor's position and what was drafted there -> the
+logits [drafted, V] from which each of these tokens is chosen, -inf where undraftable."""
 
 
-def opened(
-    on: Path, folder: Path, ids: list[int], chunk: int = 64, window: int | None = None
-) -> tuple[Any, Any, torch.Tensor]:
-    """Target and draft that have read nothing, and the features of every position."""
-    target = build.target(on, chunk)
-    build.draft(folder, target)
-    features = torch.cat([r.taps for r in target.prefill(ids)])
-    target = build.target(on, chunk)
-    return target, build.draft(folder, target, window), features
+class Pair(Protocol):
+    """A target and a draft, as often as a test wants them."""
+
+    def open(self) -> tuple[Any, Any]:
+        """Both, having read nothing; the target's taps are the draft's."""
+        ...
+
+
+@dataclass
+class Folders:
+    """A pair from checkpoint folders, without the converter."""
+
+    target: Path
+    draft: Path
+    chunk: int = 8
+    window: int | None = None
+
+    def open(self) -> tuple[Any, Any]:
+        target = build.target(self.target, self.chunk)
+        return target, build.draft(self.draft, target, self.window)
+
+
+def read_features(pair: Pair, ids: list[int]) -> torch.Tensor:
+    """What the draft is given of every position of a text, [n, taps * H]."""
+    return torch.cat([r.taps for r in pair.open()[0].prefill(ids)])
 
 
 def difference(
@@ -32,19 +49,17 @@ def difference(
     """Largest difference of logits at anchor `at`; proposals and draftable tokens must be equal."""
     seen = build.Recorder()
     drafted = draft.propose(ids[at], at, draft.max_tokens, seen)
-    its = oracle(features, ids, at, len(drafted))
+    its = oracle(features, ids, at, drafted)
     assert drafted == its.argmax(-1).tolist()
     mine = torch.stack(seen.rows)
     assert torch.equal(torch.isfinite(mine), torch.isfinite(its))
     return float((mine - its)[torch.isfinite(mine)].abs().max())
 
 
-def every_anchor(
-    on: Path, folder: Path, oracle: Oracle, ids: list[int], window: int | None = None
-) -> float:
+def every_anchor(pair: Pair, oracle: Oracle, ids: list[int]) -> float:
     """Largest difference over all anchors from 1 on, one token committed at a time."""
-    target, draft, features = opened(on, folder, ids, 8, window)
-    worst = 0.0
+    features, worst = read_features(pair, ids), 0.0
+    target, draft = pair.open()
     for at in range(len(ids)):
         if at:
             worst = max(worst, difference(draft, oracle, features, ids, at))
@@ -52,14 +67,15 @@ def every_anchor(
     return worst
 
 
-def after_rejections(on: Path, folder: Path, oracle: Oracle, ids: list[int], chunk: int) -> float:
-    """Largest difference while 1, 2, ... rows of each step hold, after a prompt in chunks."""
-    target, draft, features = opened(on, folder, ids, chunk)
+def after_rejections(pair: Pair, oracle: Oracle, ids: list[int]) -> float:
+    """Largest difference while 1, 2, ... rows of each step hold, after half of the text at once."""
+    features = read_features(pair, ids)
+    target, draft = pair.open()
     vocab, rows = target.config.n_vocab, draft.max_tokens + 1
     at, turn, worst = len(ids) // 2 + 2, 0, 0.0
     build.prefill(target, draft, ids[:at])
     while at + rows < len(ids):
-        keep = turn % min(rows, 7) + 1
+        keep = turn % rows + 1
         worst = max(worst, difference(draft, oracle, features, ids, at))
         wrong = [(t + 1) % vocab for t in ids[at + keep : at + rows]]
         build.commit(draft, target.step([*ids[at : at + keep], *wrong], at).read, keep)

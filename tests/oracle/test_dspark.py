@@ -116,9 +116,9 @@ def package_oracle(folder: Path, full_window: int | None = None) -> drafts.Oracl
     first = 0 if model.config.sample_from_anchor else 1
 
     @torch.no_grad()
-    def oracle(features: torch.Tensor, ids: list[int], at: int, count: int) -> torch.Tensor:
+    def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         h, z = rows_and_logits(model, features, ids, at, full_window)
-        return chain(model, h, z, ids[at], first, count)[0]
+        return chain(model, h, z, ids[at], first, len(drafted))[0]
 
     return oracle
 
@@ -135,8 +135,8 @@ def test_every_anchor(tmp_path: Path, name: str, window: int | None) -> None:
     """Five windows long: every ring wraps twice."""
     target, draft = make(tmp_path, name)
     ids = build.prompt(5 * WINDOW, VOCAB)
-    oracle = package_oracle(draft, window)
-    assert drafts.every_anchor(target, draft, oracle, ids, window) < 1e-4
+    pair = drafts.Folders(target, draft, window=window)
+    assert drafts.every_anchor(pair, package_oracle(draft, window), ids) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["vanilla", "rnn-bonus"])
@@ -144,7 +144,8 @@ def test_every_anchor(tmp_path: Path, name: str, window: int | None) -> None:
 def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
     target, draft = make(tmp_path, name)
     ids = build.prompt(6 * WINDOW, VOCAB, 3)
-    assert drafts.after_rejections(target, draft, package_oracle(draft), ids, chunk) < 1e-4
+    pair = drafts.Folders(target, draft, chunk)
+    assert drafts.after_rejections(pair, package_oracle(draft), ids) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["vanilla", "rnn-bonus", "hidden-confidence", "no-markov"])
@@ -154,7 +155,8 @@ def test_a_proposal_ends_before_the_first_row_of_little_confidence(
     target, folder = make(tmp_path, name)
     model, ids = read_model(folder), build.prompt(2 * WINDOW, VOCAB)
     first = 0 if model.config.sample_from_anchor else 1
-    on, draft, features = drafts.opened(target, folder, ids)
+    pair = drafts.Folders(target, folder)
+    (on, draft), features = pair.open(), drafts.read_features(pair, ids)
     at = len(ids) - 1
     build.prefill(on, draft, ids[:at])
     with torch.no_grad():
@@ -177,10 +179,10 @@ def test_dflash_from_the_anchor(tmp_path: Path, window: int | None) -> None:
     draft = tiny.speculators_dflash(tmp_path / "draft", target, sample_from_anchor=True, **options)
     model, ids = read_model(draft), build.prompt(3 * WINDOW, VOCAB)
 
-    def oracle(features: torch.Tensor, ids: list[int], at: int, count: int) -> torch.Tensor:
-        return wide(model, rows_and_logits(model, features, ids, at)[1])[:count]
+    def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
+        return wide(model, rows_and_logits(model, features, ids, at)[1])[: len(drafted)]
 
-    assert drafts.every_anchor(target, draft, oracle, ids) < 1e-4
+    assert drafts.every_anchor(drafts.Folders(target, draft), oracle, ids) < 1e-4
     assert build.draft(draft, build.target(target)).max_tokens == BLOCK
 
 
@@ -268,7 +270,7 @@ DEEPSPEC: dict[str, dict[str, Any]] = {
 }
 
 
-def deepspec(folder: Path, name: str) -> tuple[Path, Path, drafts.Oracle]:
+def deepspec(folder: Path, name: str) -> tuple[drafts.Pair, drafts.Oracle]:
     target = tiny.target(folder / "target", **TARGET)
     draft = tiny_drafts.deepspec_dspark(folder / "draft", target, block=BLOCK, dtype="F32",
                                         **DEEPSPEC[name])  # fmt: skip
@@ -276,23 +278,22 @@ def deepspec(folder: Path, name: str) -> tuple[Path, Path, drafts.Oracle]:
     first = 0 if DEEPSPEC[name].get("sample_from_anchor", True) else 1
 
     @torch.no_grad()
-    def oracle(features: torch.Tensor, ids: list[int], at: int, count: int) -> torch.Tensor:
+    def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         h, z = model.block(features, ids, at)
-        return chain(model, h, z, ids[at], first, count)[0]
+        return chain(model, h, z, ids[at], first, len(drafted))[0]
 
-    return target, draft, oracle
+    return drafts.Folders(target, draft, 7), oracle
 
 
 @pytest.mark.parametrize("name", DEEPSPEC)
 def test_deepspec_every_anchor(tmp_path: Path, name: str) -> None:
-    target, draft, oracle = deepspec(tmp_path, name)
-    assert drafts.every_anchor(target, draft, oracle, build.prompt(5 * WINDOW, VOCAB)) < 1e-4
+    pair, oracle = deepspec(tmp_path, name)
+    assert drafts.every_anchor(pair, oracle, build.prompt(5 * WINDOW, VOCAB)) < 1e-4
 
 
 def test_deepspec_after_partial_rejection(tmp_path: Path) -> None:
-    target, draft, oracle = deepspec(tmp_path, "published")
-    ids = build.prompt(6 * WINDOW, VOCAB, 3)
-    assert drafts.after_rejections(target, draft, oracle, ids, 7) < 1e-4
+    pair, oracle = deepspec(tmp_path, "published")
+    assert drafts.after_rejections(pair, oracle, build.prompt(6 * WINDOW, VOCAB, 3)) < 1e-4
 
 
 # ---- the oracle notices
@@ -325,11 +326,12 @@ def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
     name, breaks = BUGS[bug]
     target, folder = make(tmp_path, name)
     ids = build.prompt(2 * WINDOW, VOCAB)
-    on, draft, features = drafts.opened(target, folder, ids)
+    pair = drafts.Folders(target, folder)
+    (on, draft), features = pair.open(), drafts.read_features(pair, ids)
     build.prefill(on, draft, ids[:-1])
     oracle, seen = package_oracle(folder), build.Recorder()
     breaks(draft)
-    draft.propose(ids[-1], len(ids) - 1, BLOCK - 1, seen)
-    its = oracle(features, ids, len(ids) - 1, len(seen.rows))
+    drafted = draft.propose(ids[-1], len(ids) - 1, BLOCK - 1, seen)
+    its = oracle(features, ids, len(ids) - 1, drafted)
     off = (torch.stack(seen.rows) - its)[torch.isfinite(its)]
     assert float(off.abs().max()) > 1e-3
