@@ -23,7 +23,8 @@ __all__ = ["NEWLINE", "SPECIALS", "VOCAB", "assistant", "save", "save_all", "spe
 def store(x: np.ndarray, dtype: str) -> bytes:
     """`x` in a safetensors type; BF16 is rounded to nearest even."""
     if dtype != "BF16":
-        kinds = {"F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U8": "u1"}
+        kinds = {"F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U8": "u1",
+                 "F8_E4M3": "u1"}  # fmt: skip
         return np.ascontiguousarray(x).astype(kinds[dtype]).tobytes()
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()

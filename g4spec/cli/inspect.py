@@ -67,7 +67,7 @@ def _gguf(file: GGUF) -> dict[str, Any]:
 
 
 def _folder(folder: Folder, title: str) -> dict[str, Any]:
-    entries = [{"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.raw.size}
+    entries = [{"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.nbytes}
                for t in folder.tensors.values()]  # fmt: skip
     return {
         "path": str(folder.path),

@@ -13,6 +13,7 @@ from math import prod
 from types import ModuleType
 from typing import Any, Literal
 
+from g4spec.convert import packed
 from g4spec.convert.tensors import Stored, equal
 from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import Drop, TensorSpec
@@ -145,6 +146,7 @@ class _Builder:
                 action, note = "make", spec.make
             elif given and given.quantized and given is not form and spec.role != "vector":
                 form, note, size = given, "quantized already, kept", given.nbytes(wanted, name)
+            note = "; ".join(x for x in (packed.told(self.tensors[name], form), note) if x)
             if spec.pairs:
                 note = f"rows of each head in pairs; {note}".rstrip("; ")
             self.rows.append(Row(action, name, spec.name, spec.shape, form.name.upper(), note,

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from g4spec import models
-from g4spec.convert import dialects, safetensors
+from g4spec.convert import dialects, packed, safetensors
 from g4spec.convert.dialects import Dialect
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
@@ -115,7 +115,7 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
     generation = folder / "generation_config.json"
     if not files and weights:
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
-    tensors = safetensors.read_all(files)
+    tensors = packed.unpack(config, safetensors.read_all(files))
     return Folder(folder, files, config,
                   safetensors.load_json(generation) if generation.is_file() else {},
                   tensors)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -22,6 +22,8 @@ BLOCK_VALUES = 1 << 18
 COPY_BYTES = 1 << 23
 AHEAD = 4
 """Blocks computed ahead of the one being written."""
+Rows = Callable[[int, int], Any]
+"""Something about the rows from the first number up to the second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,20 @@ class Stored:
     format: Format | None
     raw: Bytes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the source."""
+        return self.raw.size
+
+    @property
+    def note(self) -> str:
+        """What the plan should say about it."""
+        return ""
+
+    def rows(self, first: int, last: int) -> Bytes:
+        """Bytes of rows first .. last - 1 of the tensor seen as a matrix, [last - first, row]."""
+        return self.raw.reshape(prod(self.shape[:-1]), -1)[first:last]
+
     def first_rows(self, n: int) -> Stored:
         """The tensor without the rows from `n` on."""
         size = self.raw.size // self.shape[0] * n
@@ -51,27 +67,74 @@ class Stored:
         return self.format.array(self.raw, self.shape)
 
 
+class Packed(Stored):
+    """A tensor that is put together when it is read, in blocks of rows.
+
+    Args:
+        read: `read(first, last)` are the bytes of these rows in `format`, [last - first, row].
+        note: what was done to it, for the plan. `size`: bytes in the source.
+    """
+
+    __slots__ = ("_note", "_read", "_size")
+    _note: str
+    _read: Rows
+    _size: int
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: str, format: Format, read: Rows,
+                 note: str, size: int) -> None:  # fmt: skip
+        fields = {"name": name, "shape": shape, "dtype": dtype, "format": format, "_read": read,
+                  "_note": note, "_size": size}  # fmt: skip
+        for key, value in fields.items():
+            object.__setattr__(self, key, value)
+
+    @property
+    def raw(self) -> Bytes:
+        """All bytes, in memory."""
+        return self.rows(0, prod(self.shape[:-1])).reshape(-1)
+
+    @property
+    def nbytes(self) -> int:
+        return self._size
+
+    @property
+    def note(self) -> str:
+        return self._note
+
+    def rows(self, first: int, last: int) -> Bytes:
+        out: Bytes = self._read(first, last)
+        return out
+
+    def first_rows(self, n: int) -> Stored:
+        assert self.format is not None
+        return Packed(self.name, (n, *self.shape[1:]), self.dtype, self.format, self._read,
+                      self.note, self._size)  # fmt: skip
+
+
 def workers() -> ThreadPoolExecutor:
     """Threads for `recode`; numpy releases the interpreter while it computes."""
-    return ThreadPoolExecutor(max_workers=min(os.cpu_count() or 1, 8))
+    # Not cpu_count: in a container, or pinned, more threads than cores share one core's cache.
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return ThreadPoolExecutor(max_workers=min(mine or 1, 8))
 
 
 def recode(tensor: Stored, to: Format, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
     """The tensor's bytes in format `to`, in order. InputError for values it cannot hold."""
     source = tensor.format
     assert source is not None, tensor.name
-    if source is to:
+    if source is to and not isinstance(tensor, Packed):
         for at in range(0, tensor.raw.size, COPY_BYTES):
             yield tensor.raw[at : at + COPY_BYTES]
         return
     width = tensor.shape[-1] if tensor.shape else 1
     rows = prod(tensor.shape[:-1])
-    raw = tensor.raw.reshape(rows, -1)
     step = max(1, BLOCK_VALUES // max(width, 1))
 
     def block(first: int) -> Bytes:
+        raw = tensor.rows(first, min(first + step, rows))
+        if source is to:
+            return raw.reshape(-1)
         try:
-            return to.quantize(source.dequantize(raw[first : first + step])).reshape(-1)
+            return to.quantize(source.dequantize(raw)).reshape(-1)
         except Unrepresentable as e:
             row, column = divmod(first * width + e.index, width)
             raise InputError(

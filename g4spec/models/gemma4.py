@@ -41,6 +41,8 @@ ARCHITECTURES = (
 DROPS = (
     Drop(r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
          "vision and audio are not part of a text GGUF"),
+    Drop(r".*\.(input|output|[qkv])_(scale|zero_point|global_scale)",
+         "for quantized activations; they are computed in full precision here"),
     Drop(r"(model\.)?lm_head\.weight", "tied to the token table", "embed_tokens.weight"),
 )  # fmt: skip
 

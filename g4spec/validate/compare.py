@@ -210,14 +210,14 @@ def difference(name: str, form: Format, raw: NDArray[np.uint8], source: Stored) 
     exact = form.integer or source.format.name in HOLDS.get(form.name, ()) or form is source.format
     width = source.shape[-1] if source.shape else 1
     rows = prod(source.shape[:-1])
-    mine, its = raw.reshape(rows, -1), source.raw.reshape(rows, -1)
+    mine = raw.reshape(rows, -1)
     step = max(1, BLOCK_VALUES // max(width, 1))
     worst = error = power = 0.0
     first: tuple[int, float, float] | None = None
     for start in range(0, rows, step):
         shape = (min(step, rows - start), width)
         got = form.array(mine[start : start + step], shape)
-        want = source.format.array(its[start : start + step], shape)
+        want = source.format.array(source.rows(start, start + shape[0]), shape)
         off = np.abs(got - want) if not form.integer else np.abs(got.astype(float) - want)
         allowed = _allowed(form, want) if not exact else 0.0
         error += float(np.square(off, dtype=np.float64).sum())

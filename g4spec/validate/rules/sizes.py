@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import re
 
+from g4spec.convert.tokenizer import STOP_IDS, SUPPRESS
 from g4spec.validate.rule import ERROR, NOTE, TARGETS, WARNING, Finding, Findings, Needs, rule
-from g4spec.validate.rules.vocabulary import STOP_IDS
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
-SUPPRESS = "tokenizer.ggml.suppress_tokens"
 FROM_CONFIG = "take the number from the checkpoint's config.json"
 CONVERT = "convert again with g4spec convert"
 

@@ -1,0 +1,73 @@
+"""Experts that a checkpoint holds one by one, as quantizing tools leave them: put together into the
+3-D tensors of the model, gate rows before up rows, without ever holding more than a block of rows.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from math import prod
+
+import numpy as np
+
+from g4spec import quant
+from g4spec.convert.tensors import Packed, Stored
+from g4spec.errors import InputError
+from g4spec.quant.format import Bytes
+
+ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def stacked(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The tensors with `experts.N.gate_proj.weight` and friends replaced by `experts.gate_up_proj`
+    and `experts.down_proj`. InputError if an expert is missing."""
+    out = dict(tensors)
+    found: dict[str, dict[tuple[int, str], str]] = {}
+    for name in tensors:
+        if match := ONE.fullmatch(name):
+            found.setdefault(match[1], {})[int(match[2]), match[3]] = name
+    for base, names in found.items():
+        count = 1 + max(i for i, _ in names)
+        for result, halves in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            wanted = [(i, half) for i in range(count) for half in halves]
+            missing = [f"{base}.{i}.{half}_proj" for i, half in wanted if (i, half) not in names]
+            if missing:
+                raise InputError(f"{base}: experts are missing", found=missing[:8])
+            parts = [out.pop(names[key]) for key in wanted]
+            out[f"{base}.{result}"] = _joined(f"{base}.{result}", parts, count)
+    return out
+
+
+def _joined(name: str, parts: Sequence[Stored], count: int) -> Stored:
+    """Matrices of one shape one below the other, as [count, rows, columns]."""
+    shape = parts[0].shape
+    odd = next((p for p in parts if p.shape != shape or p.format is None), None)
+    if odd is not None or len(shape) != 2:
+        raise InputError(f"{name}: experts of different shapes", expected=list(shape),
+                         found=f"{odd.name} {list(odd.shape)}" if odd else None)  # fmt: skip
+    same = all(p.format is parts[0].format for p in parts)
+    form = parts[0].format if same and parts[0].format else quant.get("f32")
+    ends = list(accumulate(shape[0] for _ in parts))
+
+    def rows(part: Stored, a: int, b: int) -> Bytes:
+        raw = part.rows(a, b)
+        if part.format is form or part.format is None:
+            return raw
+        return part.format.dequantize(raw).view(np.uint8)
+
+    def read(a: int, b: int) -> Bytes:
+        blocks, at = [], a
+        while at < b:
+            i = bisect_right(ends, at)
+            start, stop = ends[i] - shape[0], min(b, ends[i])
+            blocks.append(rows(parts[i], at - start, stop - start))
+            at = stop
+        return np.concatenate(blocks)
+
+    notes = sorted({p.note for p in parts} - {""})
+    total = (count, len(parts) // count * shape[0], shape[1])
+    assert prod(total) == len(parts) * prod(shape)
+    return Packed(name, total, parts[0].dtype, form, read, "; ".join(notes),
+                  sum(p.nbytes for p in parts))  # fmt: skip

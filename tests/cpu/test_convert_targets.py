@@ -1,0 +1,226 @@
+"""Targets of every size, and checkpoints that are quantized already, become GGUF files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from g4spec.convert import convert
+from g4spec.convert import tensors as stored
+from g4spec.convert.run import Result
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import GGUF, T
+from g4spec.models import gemma4
+from g4spec.runtime.engine import Engine, Options
+from g4spec.validate import validate
+from tests import tiny, tiny_quantized
+
+PLE: dict[str, Any] = {"ple": 32, "shared": 6, "k_eq_v": False}
+CASES: dict[str, dict[str, Any]] = {
+    "experts": {"experts": 8, "expert_inter": 32},
+    "per-layer": PLE,
+    "spare": PLE | {"spare": True},
+    "unified": {"unified": True, "vision": True, "suppress": [7, 9]},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_tensor_arrives(tmp_path: Path, name: str) -> None:
+    folder = tiny.target(tmp_path / "t", dtype="F32", **CASES[name])
+    result = convert(folder, tmp_path / "t.gguf", type="f32")
+    source = load_file(folder / "model.safetensors")
+    with GGUF(tmp_path / "t.gguf") as g:
+        config = gemma4.parse_gguf(g.kv, g.shapes())
+        specs = {s.name: s for s in gemma4.tensors(config)}
+        assert set(g.tensors) == {n for n, s in specs.items()
+                                  if not s.optional or name == "spare"}  # fmt: skip
+        for n in g.tensors:
+            if made := specs[n].source:
+                assert np.array_equal(g.array(n), source["model.language_model." + made]), n
+        assert validate(tmp_path / "t.gguf", against=folder).ok
+    dropped = {r.source: r.note for r in result.plan.of("drop")}
+    assert len(dropped) == (3 if name == "unified" else 0)
+    assert all("vision and audio" in note for note in dropped.values())
+
+
+def test_keys_of_each_size(tmp_path: Path) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for name, case in CASES.items():
+        convert(tiny.target(tmp_path / name, **case), tmp_path / f"{name}.gguf")
+        with GGUF(tmp_path / f"{name}.gguf") as g:
+            found[name] = dict(g.kv)
+            assert name != "unified" or g.value("tokenizer.ggml.suppress_tokens").item is T.I32
+    a = "gemma4."
+    assert [
+        found["experts"][a + k]
+        for k in ("expert_count", "expert_used_count", "expert_feed_forward_length")
+    ] == [8, 2, 32]
+    assert found["per-layer"][a + "feed_forward_length"] == [96] * 6 + [192] * 6
+    assert found["per-layer"][a + "attention.shared_kv_layers"] == 6
+    assert found["per-layer"][a + "embedding_length_per_layer_input"] == 32
+    assert found["unified"]["tokenizer.ggml.suppress_tokens"] == [7, 9]
+    assert "gemma4.expert_count" not in found["unified"]
+
+
+def test_types_of_routers_and_tables(tmp_path: Path) -> None:
+    """As upstream's converter has them: the router in F32, whatever was asked."""
+    for case, asked in (("experts", "bf16"), ("experts", "q8_0"), ("per-layer", "q8_0")):
+        convert(tiny.target(tmp_path / case, **CASES[case]), tmp_path / "t.gguf", type=asked)
+        with GGUF(tmp_path / "t.gguf") as g:
+            types = {n: t.format.name for n, t in g.tensors.items()}
+        if case == "experts":
+            assert types["blk.0.ffn_gate_inp.weight"] == types["blk.0.ffn_gate_inp.scale"] == "f32"
+            assert types["blk.0.ffn_gate_up_exps.weight"] == asked
+        else:
+            assert types["per_layer_token_embd.weight"] == types["blk.7.inp_gate.weight"] == "q8_0"
+
+
+def test_the_engine_never_chooses_a_suppressed_token(tmp_path: Path) -> None:
+    folder = tiny.target(tmp_path / "t", layers=6, period=3)
+    convert(folder, tmp_path / "t.gguf")
+    options = Options(n_predict=24, ignore_eos=True)
+    run = Engine.load(tmp_path / "t.gguf").generate([2, 300, 301], options)
+    list(run)
+    loud = sorted(set(run.ids))
+    tiny.target(tmp_path / "s", layers=6, period=3, suppress=loud)
+    convert(tmp_path / "s", tmp_path / "s.gguf")
+    engine = Engine.load(tmp_path / "s.gguf", "ngram")
+    again = engine.generate([2, 300, 301], options)
+    list(again)
+    assert engine.tokenizer.suppress_ids == tuple(loud)
+    assert not set(again.ids) & set(loud)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size_per_layer_input": -1}, {"num_experts": 0},
+                                    {"num_kv_shared_layers": 12}, {"num_kv_shared_layers": 99},
+                                    {"vocab_size_per_layer_input": 100}])  # fmt: skip
+def test_nonsense_in_the_configuration(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = tiny.target(tmp_path / "t", experts=8, ple=8)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError):
+        convert(folder, tmp_path / "t.gguf")
+    assert not (tmp_path / "t.gguf").exists()
+
+
+# ---- quantized checkpoints
+
+Make = Callable[[Path], dict[str, np.ndarray]]
+Q = tiny_quantized
+QUANTIZED: dict[str, tuple[Make, str, str]] = {
+    "w4a16": (Q.compressed, "q4_0", "INT4 in groups of 32, exact"),
+    "w4a16, wide groups": (lambda f: Q.compressed(f, group=64), "q4_0", "of 64, exact"),
+    "w8a16": (lambda f: Q.compressed(f, bits=8), "q8_0", "INT8 in groups of 32, exact"),
+    "autoround": (Q.autoround, "q4_0", "exact"),
+    "autoround, wide groups": (lambda f: Q.autoround(f, group=64), "q4_0", "exact"),
+    # Nothing holds these; asked for F32, they must still come out right.
+    "small scales": (lambda f: Q.compressed(f, tiny_scale=True), "f32", "no type holds"),
+    "small groups": (lambda f: Q.compressed(f, group=16), "f32", "no type holds"),
+    "shuffled": (lambda f: Q.autoround(f, shuffled=True), "f32", "no type holds"),
+    "fp8 rows": (Q.fp8, "f32", "FP8"),
+    "fp8 tensors": (lambda f: Q.fp8(f, per_tensor=True), "f32", "FP8"),
+    "fp8 blocks": (lambda f: Q.fp8(f, block=(48, 48)), "f32", "FP8"),
+}
+
+
+def source(folder: Path, **kw: Any) -> Path:
+    return tiny.target(folder, dtype="F32", layers=6, inter=128, **kw)
+
+
+def check(path: Path, meant: dict[str, np.ndarray], form: str | None) -> None:
+    """Every quantized weight stands for the same numbers as before, to the last bit."""
+    with GGUF(path) as g:
+        config = gemma4.parse_gguf(g.kv, g.shapes())
+        names = {"model.language_model." + (s.source or ""): s.name
+                 for s in gemma4.tensors(config)}  # fmt: skip
+        for name, values in meant.items():
+            assert form in (None, g.tensors[names[name]].format.name), name
+            assert np.array_equal(g.array(names[name]), values), name
+
+
+def notes(result: Result) -> dict[str, str]:
+    return {r.name or "": r.note for r in result.plan.rows}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_nothing_is_lost(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "BLOCK_VALUES", 64 * 7)  # blocks that end inside a word
+    make, form, told = QUANTIZED[name]
+    meant = make(source(tmp_path / "t"))
+    result = convert(tmp_path / "t", tmp_path / "t.gguf", type="f32")
+    check(tmp_path / "t.gguf", meant, form)
+    assert told in notes(result)["blk.1.attn_q.weight"]
+    assert validate(tmp_path / "t.gguf", against=tmp_path / "t").ok
+
+
+def test_zero_points(tmp_path: Path) -> None:
+    """Q4_1 holds what has half-precision numbers for scale times zero point."""
+    meant = Q.compressed(source(tmp_path / "a"), symmetric=False, powers=True)
+    convert(tmp_path / "a", tmp_path / "a.gguf")
+    check(tmp_path / "a.gguf", meant, "q4_1")
+    for i, make in enumerate((Q.compressed, Q.autoround)):
+        meant = make(source(tmp_path / f"{i}"), symmetric=False)
+        result = convert(tmp_path / f"{i}", tmp_path / "t.gguf", type="f32")
+        check(tmp_path / "t.gguf", meant, None)
+        told = {r.type: r.note for r in result.plan.rows if r.note.startswith("INT")}
+        assert set(told) <= {"Q4_1", "F32"}
+        assert "no type holds them exactly" in told["F32"]
+
+
+def test_a_loss_is_told(tmp_path: Path) -> None:
+    Q.fp8(source(tmp_path / "t"))
+    said = notes(convert(tmp_path / "t", tmp_path / "t.gguf", type="q8_0", dry_run=True))
+    assert said["blk.1.attn_q.weight"].startswith("FP8 with scales, multiplied out; relative error")
+    assert 0 < float(said["blk.1.attn_q.weight"].split()[-1].rstrip("%")) < 1
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_experts_one_by_one(tmp_path: Path, quantized: bool) -> None:
+    whole = source(tmp_path / "a", experts=4, expert_inter=32)
+    parts = source(tmp_path / "b", experts=4, expert_inter=32)
+    Q.one_by_one(parts)
+    if quantized:
+        Q.LINEAR, kept = Q.re.compile(r".*_proj\.weight"), Q.LINEAR
+        meant = Q.compressed(parts)
+        Q.LINEAR = kept
+    convert(whole, tmp_path / "a.gguf", type="f32")
+    convert(parts, tmp_path / "b.gguf", type="f32")
+    with GGUF(tmp_path / "a.gguf") as a, GGUF(tmp_path / "b.gguf") as b:
+        assert a.shapes() == b.shapes()
+        for name in a.tensors:
+            if not quantized:
+                assert np.array_equal(a.raw(name), b.raw(name)), name
+        if quantized:
+            p = "model.language_model.layers.2.experts.3."
+            gate_up = np.concatenate([meant[p + f"{x}_proj.weight"] for x in ("gate", "up")])
+            assert b.tensors["blk.2.ffn_gate_up_exps.weight"].format.name == "q4_0"
+            assert np.array_equal(b.array("blk.2.ffn_gate_up_exps.weight")[3], gate_up)
+            assert np.array_equal(b.array("blk.2.ffn_down_exps.weight")[3],
+                                  meant[p + "down_proj.weight"])  # fmt: skip
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    folder = source(tmp_path / "t")
+    Q.compressed(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for change in ({"quant_method": "awq"}, {"quant_method": "bitsandbytes"},
+                   {"format": "nvfp4-pack-quantized"}):  # fmt: skip
+        path.write_text(json.dumps(config | {
+            "quantization_config": config["quantization_config"] | change}))  # fmt: skip
+        with pytest.raises(Unsupported, match="quantization_config"):
+            convert(folder, tmp_path / "t.gguf")
+    path.write_text(json.dumps(config))
+    head, body = (
+        (folder / "model.safetensors").read_bytes().split(b"layers.0.mlp.up_proj.weight_s", 1)
+    )
+    (folder / "model.safetensors").write_bytes(head + b"layers.0.mlp.up_proj.weight_x" + body)
+    with pytest.raises(InputError, match="parts of the quantized weight are missing"):
+        convert(folder, tmp_path / "t.gguf")
