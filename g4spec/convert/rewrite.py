@@ -104,7 +104,9 @@ class _Reading:
 
     def _same_tokenizer(self) -> None:
         mine = self.file.get(TOKENS)
-        if mine is not None and list(mine) != list(self.pair.tokenizer[TOKENS].data):
+        if mine is not None and not isinstance(mine, list):
+            raise InputError(f"{self.file.path}: {TOKENS}", expected="a list of texts")
+        if mine is not None and mine != list(self.pair.tokenizer[TOKENS].data):
             raise InputError(f"{self.file.path}: its tokens are not the target's",
                              expected=f"{self.pair.n_tokens} tokens, the same ones",
                              found=f"{len(mine)} tokens",

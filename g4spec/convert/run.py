@@ -137,7 +137,7 @@ def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
         if isinstance(found.source, GGUF) and found.dialect is None:
             return found.path, f"{source} holds a GGUF: took {found.path.name}"
         parts = [__version__, type, provenance.digest(found.source)]
-    with sources.detect(target) as pair:
+    with sources.detect(target, weights=False) as pair:
         parts.append(provenance.digest(pair.source))
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"

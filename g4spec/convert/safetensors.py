@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
 
 MAX_HEADER = 100 << 20
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {
     "F64": ("f64", 8), "F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2),
@@ -32,6 +34,8 @@ DTYPES = {
 def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
     """A JSON object from a file; InputError says what is wrong with it."""
     try:
+        if path.is_fifo():
+            raise InputError(f"{path}: a pipe", expected=what)
         value = parse_json(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file", expected=what) from None
@@ -53,6 +57,8 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
 
     try:
         value = json.loads(raw, object_pairs_hook=unique)
+        if _HALF.search(raw):  # half of a surrogate pair is no text, and cannot be written
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise InputError(f"{where}: not valid JSON ({e})") from e
     if not isinstance(value, dict):
@@ -62,7 +68,7 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
 
 def files(folder: Path) -> list[Path]:
     """The safetensors files that make up a folder's checkpoint, validated against its index."""
-    found = sorted(folder.glob("*.safetensors"))
+    found = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise InputError(f"{folder}: several indexes", found=[p.name for p in indexes])

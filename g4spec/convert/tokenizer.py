@@ -49,7 +49,10 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
             expected="BPE with byte fallback, as Gemma 4 has",
             found=model.get("type") if isinstance(model, dict) else model,
         )
-    added = [a for a in raw.get("added_tokens") or [] if isinstance(a, dict)]
+    listed = raw.get("added_tokens") or []
+    if not isinstance(listed, list):
+        raise InputError(f"{folder}/tokenizer.json: added_tokens", expected="a list")
+    added = [a for a in listed if isinstance(a, dict)]
     ids = {str(a.get("content")): a.get("id") for a in added}
     tokens = _tokens(model.get("vocab"), ids, folder)
     kv: KV = {

@@ -8,6 +8,8 @@ Source: ggml `docs/gguf.md`, `ggml/src/gguf.cpp`.
 from __future__ import annotations
 
 import mmap
+import os
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -201,6 +203,8 @@ class GGUF(Mapping[str, Any]):
 
     def _open(self) -> None:
         try:
+            if stat.S_ISFIFO(os.stat(self.path).st_mode):  # opening one would wait for a writer
+                raise self._bad("a pipe", "a file")
             with open(self.path, "rb") as f:
                 self.size = f.seek(0, 2)
                 if self.size < 24:

@@ -100,7 +100,10 @@ def header(kv: KV, tensors: list[TensorData], align: int) -> bytes:
 
 
 def _string(text: str) -> bytes:
-    raw = text.encode("utf-8")
+    try:
+        raw = text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InputError(f"{text!r:.80} cannot be written: not valid Unicode") from e
     return struct.pack("<Q", len(raw)) + raw
 
 

@@ -154,10 +154,10 @@ def qwen_layer(f: Fields) -> LayerSpec:
     f.require("hidden_act", ("silu",), "silu")
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)
-    rope = f.get(dict, "rope_parameters", {})
-    if rope.get("rope_type", "default") != "default":
-        raise Unsupported(f"{f.where}: rope_type {rope['rope_type']!r} in a draft")
-    theta = rope.get("rope_theta", f.raw.get("rope_theta"))
+    rope = f.sub("rope_parameters")
+    if rope.raw.get("rope_type", "default") != "default":
+        raise Unsupported(f"{f.where}: rope_type {rope.raw['rope_type']!r} in a draft")
+    theta = rope.get(float, "rope_theta", f.get(float, "rope_theta", 10000.0))
     n_head = f.positive("num_attention_heads")
     return LayerSpec(
         index=0,
@@ -166,5 +166,5 @@ def qwen_layer(f: Fields) -> LayerSpec:
         n_kv=f.positive("num_key_value_heads", n_head),
         head_dim=f.positive("head_dim", f.positive("hidden_size") // n_head),
         n_ff=f.positive("intermediate_size"),
-        rope_base=10000.0 if theta is None else float(theta),
+        rope_base=theta,
     )

@@ -45,7 +45,10 @@ class Fields:
                 raise InputError(f"{self.where}: key {self.prefix + key!r} is missing")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                pass  # reported below
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise InputError(
                 f"{self.where}: key {self.prefix + key!r}",

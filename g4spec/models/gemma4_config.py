@@ -91,8 +91,10 @@ def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
     if len(types) != n_layer:
         raise InputError("config.json: layer_types", expected=n_layer, found=len(types))
     sources = shared_kv([kind == SLIDING for kind in types], _count(text, "num_kv_shared_layers"))
-    overrides = {int(k): v for k, v in text.get(dict, "per_layer_config", {}).items()}
-    return tuple(_layer_hf(text, i, kind, overrides.get(i, {}), sources[i])
+    given = text.sub("per_layer_config")
+    overrides = {int(k): given.sub(k) for k in given.raw if k.isdecimal()}
+    none = Fields({}, given.where)
+    return tuple(_layer_hf(text, i, kind, overrides.get(i, none), sources[i])
                  for i, kind in enumerate(types))  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def _default_types(n_layer: int) -> list[str]:
 
 
 def _layer_hf(
-    text: Fields, index: int, kind: str, override: Mapping[str, Any], kv_from: int | None
+    text: Fields, index: int, kind: str, override: Fields, kv_from: int | None
 ) -> LayerSpec:
     if kind not in (SLIDING, FULL):
         raise InputError(f"config.json: layer_types[{index}]", found=kind,
@@ -114,15 +116,15 @@ def _layer_hf(
         head_dim = text.positive("global_head_dim", head_dim)
     if k_eq_v:
         n_kv = text.positive("num_global_key_value_heads", n_kv)
-    base, partial = _rope(text.get(dict, "rope_parameters", {}).get(kind) or {}, full)
+    base, partial = _rope(text.sub("rope_parameters").sub(kind), full)
     n_ff = text.positive("intermediate_size")
     moe = text.get(bool, "enable_moe_block", False)
     return LayerSpec(
         index=index,
         window=None if full else text.positive("sliding_window"),
         n_head=text.positive("num_attention_heads"),
-        n_kv=int(override.get("num_key_value_heads", n_kv)),
-        head_dim=int(override.get("head_dim", head_dim)),
+        n_kv=override.positive("num_key_value_heads", n_kv),
+        head_dim=override.positive("head_dim", head_dim),
         n_ff=2 * n_ff if shared and text.get(bool, "use_double_wide_mlp", False) else n_ff,
         rope_base=base,
         rope_partial=partial,
@@ -156,14 +158,14 @@ def _count(f: Fields, key: str) -> int:
     return value
 
 
-def _rope(raw: Mapping[str, Any], full: bool) -> tuple[float, float]:
-    kind = raw.get("rope_type", "proportional" if full else "default")
+def _rope(f: Fields, full: bool) -> tuple[float, float]:
+    kind = f.raw.get("rope_type", "proportional" if full else "default")
     if kind != ("proportional" if full else "default"):
         raise Unsupported(
             f"config.json: rope_type {kind!r} on {'full' if full else 'sliding'} layers"
         )
-    partial = float(raw.get("partial_rotary_factor", 0.25)) if full else 1.0
-    return float(raw.get("rope_theta", 1e6 if full else 1e4)), partial
+    partial = f.get(float, "partial_rotary_factor", 0.25) if full else 1.0
+    return f.get(float, "rope_theta", 1e6 if full else 1e4), partial
 
 
 def parse_gguf(
@@ -207,7 +209,9 @@ def _layer_gguf(
         head_dim=f.positive(f"attention.key_length{swa}"),
         n_ff=_per_layer(f, "feed_forward_length", i),
         rope_base=f.get(float, f"rope.freq_base{swa}", 1e4 if sliding else 1e6),
-        rope_partial=1.0 if sliding else float(f.raw.get("g4spec.rope_partial", 0.25)),
+        rope_partial=1.0 if sliding else Fields(f.raw, f.where, "g4spec.").get(
+            float, "rope_partial", 0.25
+        ),
         v_from_k=target and kv_from is None and not own_v,
         kv_from=kv_from,
         n_ple=_count(f, "embedding_length_per_layer_input"),

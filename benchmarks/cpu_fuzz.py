@@ -1,0 +1,82 @@
+"""Mutated files against every reader, guided by coverage; the corpus that grew is kept.
+
+    python benchmarks/cpu_fuzz.py [--scale 1.0] [--seed 0]
+
+Runs at least 100,000 inputs at scale 1, on one core, and writes
+`benchmarks/results/DATE-cpu-fuzz.json`. Fails if an input raised anything but a G4Error, took more
+than 5 seconds, or made memory grow by more than 200 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from g4spec import __version__  # noqa: E402
+from tests import fuzzing  # noqa: E402
+
+RUNS = {"gguf": 12000, "dialect": 3000, "safetensors": 26000, "config": 20000,
+        "target config": 10000, "tokenizer.json": 3000, "tokenizer_config.json": 2500,
+        "index": 10000, "template": 20000}  # fmt: skip
+KEPT = 40
+"""Entries of a corpus, the newest first to go."""
+
+
+def run(scale: float, seed: int) -> dict[str, Any]:
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for surface in fuzzing.surfaces(Path(folder)):
+            start = time.perf_counter()
+            corpus = fuzzing.saved(surface.name)
+            verdict = fuzzing.fuzz(surface, int(RUNS[surface.name] * scale), seed, corpus=corpus)
+            small = [x for x in verdict.kept if len(x) < 64 << 10]
+            fuzzing.save(surface.name, (corpus + small)[:KEPT])
+            rows[surface.name] = row = {
+                "files": verdict.ran, "refused": verdict.refused, "accepted": verdict.passed,
+                "stopped": verdict.stopped, "slowest_seconds": round(verdict.slowest, 3),
+                "largest_growth_mb": round(verdict.growth / 2**20, 1),
+                "lines_reached": verdict.lines, "new_corpus_entries": len(verdict.kept),
+                "failures": sorted({text for text, _ in verdict.failures}),
+                "seconds": round(time.perf_counter() - start, 1),
+            }  # fmt: skip
+            print(f"{surface.name}: {row}", flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    warnings.simplefilter("ignore")
+    start = time.perf_counter()
+    rows = run(asked.scale, asked.seed)
+    failures = sum(len(row["failures"]) for row in rows.values())
+    result = {
+        "what": "coverage-guided fuzzing of every reader", "date": time.strftime("%Y-%m-%d"),
+        "files": sum(row["files"] for row in rows.values()), "failures": failures,
+        "seconds": round(time.perf_counter() - start, 1), "seed": asked.seed,
+        "limits": {"seconds": fuzzing.SECONDS, "growth_mb": fuzzing.GROWTH >> 20},
+        "versions": {"g4spec": __version__, "python": platform.python_version()},
+        "machine": {"cpu": platform.machine(), "cores_used": 1}, "surfaces": rows,
+    }  # fmt: skip
+    out = ROOT / "benchmarks" / "results" / f"{result['date']}-cpu-fuzz.json"
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"{result['files']:,} files, {failures} failures, {result['seconds']} s: {out}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""Whatever is in a file, and whatever happens: a clear error, and nothing half-written."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from g4spec.convert import convert, safetensors
+from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
+from g4spec.gguf import GGUF, TensorData, string, write
+from g4spec.runtime import template
+from tests import fuzzing, tiny
+
+NAMES = ["gguf", "dialect", "safetensors", "config", "target config", "tokenizer.json",
+         "tokenizer_config.json", "index", "template"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def surfaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzzing.Surface]:
+    return {s.name: s for s in fuzzing.surfaces(tmp_path_factory.mktemp("fuzz"))}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_kept_corpus_and_fresh_mutations(
+    name: str, surfaces: dict[str, fuzzing.Surface], tmp_path: Path
+) -> None:
+    surface, verdict = surfaces[name], fuzzing.Verdict()
+    for data in fuzzing.saved(name):
+        fuzzing.one(surface, data, verdict)
+    fresh = fuzzing.fuzz(surface, 150, seed=12, cover=False)
+    assert verdict.failures + fresh.failures == []
+    assert fresh.refused and fresh.passed, "mutations that all do the same test nothing"
+
+
+def test_every_surface_is_tested(surfaces: dict[str, fuzzing.Surface]) -> None:
+    assert list(surfaces) == NAMES
+
+
+def test_the_fuzzer_sees_failures(surfaces: dict[str, fuzzing.Surface]) -> None:
+    """A reader that breaks, hangs or grows is told."""
+
+    def check(data: bytes) -> None:
+        if data == b"hang":
+            time.sleep(30)
+        safetensors.weight_map(None)  # type: ignore[arg-type]
+
+    surface, verdict = fuzzing.Surface("x", [], check, fuzzing.mutate_bytes), fuzzing.Verdict()
+    fuzzing.one(surface, b"", verdict)
+    assert "AttributeError" in verdict.failures[0][0]
+    fuzzing.SECONDS, before = 0.1, fuzzing.SECONDS
+    try:
+        fuzzing.one(surface, b"hang", verdict)
+    finally:
+        fuzzing.SECONDS = before
+    assert verdict.failures[1][0] == "Hang" and verdict.stopped == 1
+
+
+# ---- properties
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner,
+                                                                max_size=4),
+    max_leaves=12,
+)  # fmt: skip
+FAST = settings(max_examples=150, deadline=None,
+                suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+
+
+@FAST
+@given(entry=JSON | st.fixed_dictionaries({
+    "dtype": st.sampled_from(["F32", "BF16", "I64", "BOOL", "F8_E4M3", "X"]) | JSON,
+    "shape": st.lists(st.integers(-1, 1 << 63), max_size=5) | JSON,
+    "data_offsets": st.lists(st.integers(-1, 64), min_size=2, max_size=2) | JSON,
+}), data=st.binary(max_size=64))  # fmt: skip
+def test_any_safetensors_entry(entry: Any, data: bytes, tmp_path: Path) -> None:
+    import json
+
+    head = json.dumps({"t": entry}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + data)
+    try:
+        tensors = safetensors.read(path)
+    except InputError:
+        return
+    t = tensors["t"]
+    assert t.raw.size <= len(data)
+    if t.format is not None:
+        assert np.asarray(t.array()).shape == t.shape
+
+
+@FAST
+@given(raw=st.binary(max_size=200))
+def test_any_bytes_as_json_gguf_and_safetensors(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    for data, read in ((raw, lambda: safetensors.parse_json(raw, "x")),
+                       (raw, lambda: safetensors.read(path)),
+                       (b"GGUF\3\0\0\0" + raw, lambda: GGUF(path).close())):  # fmt: skip
+        path.write_bytes(data)
+        with suppress(G4Error):
+            read()
+
+
+# ---- pickles, pipes, links
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt"])
+def test_pickles_are_refused_by_name_and_never_loaded(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    folder = tiny.zlab_dflash(tmp_path / "d", tiny.target(tmp_path / "t"))
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(Unsupported, match=rf"pickles.*{name}"):
+        convert(folder, tmp_path / "o.gguf", target=tmp_path / "t")
+    (folder / "model.safetensors").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(InputError, match="not a safetensors"):
+        convert(folder, tmp_path / "o.gguf", target=tmp_path / "t")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_pipe_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.gguf")
+    with pytest.raises(InputError, match="pipe"):
+        GGUF(tmp_path / "a.gguf")
+    folder = tiny.zlab_dflash(tmp_path / "d", tiny.target(tmp_path / "t"))
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(InputError, match="pipe"):
+        convert(folder, tmp_path / "o.gguf", target=tmp_path / "t")
+
+
+def test_dangling_and_circular_links(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "b.gguf").symlink_to(tmp_path / "b.gguf")
+    for name in ("a.gguf", "b.gguf"):
+        with pytest.raises(G4Error):
+            GGUF(tmp_path / name)
+
+
+# ---- templates
+
+GREEDY = {
+    "one large value": "{{ 'a' * 10 ** 9 }}",
+    "doubling": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}"
+                "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "padding": "{{ 'x'.ljust(10 ** 10) }}",
+    "format": "{{ '%1000000000d' % 1 }}",
+    "list": "{{ [1] * 10 ** 9 }}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_a_template_cannot_fill_the_memory(name: str) -> None:
+    with pytest.raises(InputError, match=r"chat template failed.*memory"):
+        template.render(GREEDY[name], [], bos="", eos="")
+
+
+def test_a_template_cannot_run_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "SECONDS", 1)
+    loop = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    start = time.perf_counter()
+    with pytest.raises(InputError, match="no end after 1 s"):
+        template.render(loop, [], bos="", eos="")
+    assert time.perf_counter() - start < 5
+
+
+# ---- writing
+
+RUN = "import sys; from g4spec.cli import main; sys.argv[0] = 'g4spec'; main()"
+
+
+class Failing:
+    """A file whose disk fills up after some bytes, or that says no at once."""
+
+    def __init__(self, file: Any, room: int, error: int) -> None:
+        self.file, self.room, self.error = file, room, error
+
+    def __enter__(self) -> Failing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def write(self, data: Any) -> int:
+        self.room -= memoryview(data).nbytes
+        if self.room < 0:
+            raise OSError(self.error, os.strerror(self.error))
+        return int(self.file.write(data))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def failing(room: int, error: int) -> Callable[..., Any]:
+    def opened(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        file = builtins.open(path, mode, *args, **kwargs)  # noqa: SIM115
+        return Failing(file, room, error) if "x" in mode else file
+
+    return opened
+
+
+@pytest.mark.parametrize("room", [0, 100, 5000, 100000])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS])
+def test_a_disk_that_fails_loses_nothing(
+    room: int, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out" / "o.gguf"
+    out.parent.mkdir()
+    out.write_bytes(b"older file")
+    data = [TensorData("a", (300, 100), 0, [np.ones((100, 100), np.float32)] * 3)]
+    monkeypatch.setattr("g4spec.gguf.writer.open", failing(room, error), raising=False)
+    with pytest.raises(EnvironmentProblem, match="cannot write"):
+        write(out, {"k": string("v")}, data)
+    assert out.read_bytes() == b"older file" and list(out.parent.iterdir()) == [out]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if "x" in mode:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return builtins.open(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr("g4spec.gguf.writer.open", refuse, raising=False)
+    target = tiny.target(tmp_path / "t")
+    with pytest.raises(EnvironmentProblem, match=r"cannot write.*[Pp]ermission"):
+        convert(target, tmp_path / "o.gguf")
+    assert not (tmp_path / "o.gguf").exists()
+
+
+def test_a_source_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny.target(tmp_path / "t")
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("g4spec.convert.safetensors.open", refuse, raising=False)
+    with pytest.raises(InputError, match="Permission denied"):
+        convert(target, tmp_path / "o.gguf")
+
+
+def started(folder: Path, out: Path) -> subprocess.Popen[bytes]:
+    arguments = ["convert", str(folder), "-o", str(out), "--quiet"]
+    return subprocess.Popen([sys.executable, "-c", RUN, *arguments], stderr=subprocess.DEVNULL)
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    """The output is the older file or the new one, whole; the next run works."""
+    target, out = tiny.target(tmp_path / "t", layers=24, hidden=256, inter=768), tmp_path / "o.gguf"
+    convert(target, tmp_path / "want.gguf")
+    want, rng = (tmp_path / "want.gguf").stat().st_size, random.Random(0)
+    out.write_bytes(b"older file")
+    for _ in range(6):
+        process = started(target, out)
+        time.sleep(rng.uniform(0.2, 1.0))
+        process.send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+        process.wait(60)
+        assert out.read_bytes() == b"older file" or out.stat().st_size == want
+    assert started(target, out).wait(60) == 0
+    with GGUF(out) as a, GGUF(tmp_path / "want.gguf") as b:
+        assert all(a.raw(n).tobytes() == b.raw(n).tobytes() for n in b.tensors)
+
+
+def test_two_runs_to_one_output(tmp_path: Path) -> None:
+    target, out = tiny.target(tmp_path / "t"), tmp_path / "o.gguf"
+    both = [started(target, out) for _ in range(2)]
+    assert [p.wait(60) for p in both] == [0, 0]
+    with GGUF(out) as g:
+        assert len(g.tensors) == 169
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))

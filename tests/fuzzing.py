@@ -1,0 +1,342 @@
+"""Mutated files against everything that reads files: seeds, coverage, verdicts.
+
+`tests/cpu/test_hostile.py` runs some of it and replays the kept corpus; `benchmarks/cpu_fuzz.py`
+runs it at length. A reader may raise G4Error and nothing else, within `SECONDS` and `GROWTH`.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from g4spec import models
+from g4spec.convert import convert, provenance, safetensors, tokenizer
+from g4spec.errors import G4Error
+from g4spec.gguf import GGUF
+from g4spec.runtime import template
+from g4spec.runtime.tokenizer import Tokenizer
+from tests import tiny
+from tests.cpu import gguf_fixtures as fixtures
+from tests.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
+from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
+from tests.tiny_tokenizer import TEMPLATE
+
+CORPUS = Path(__file__).parent / "corpus"
+SECONDS, GROWTH = 5, 200 << 20
+# ---- what is fuzzed
+
+
+@dataclass
+class Surface:
+    """One reader: `check` gets bytes, and may raise G4Error only."""
+
+    name: str
+    seeds: list[bytes]
+    check: Callable[[bytes], object]
+    mutate: Callable[[bytes, random.Random, bytes], bytes]
+    contained: bool = False  # time and memory are bounded by a process around it
+
+
+def surfaces(folder: Path) -> list[Surface]:
+    """All readers, with small seeds built in `folder`."""
+    target = tiny.target(folder / "target", layers=6, hidden=32, inter=32)
+    convert(target, folder / "target.gguf", type="bf16")
+    drafts = [
+        tiny.zlab_dflash(folder / "zlab", target, inter=32),
+        tiny.speculators_dflash(folder / "spec", target, inter=32),
+        tiny.assistant(folder / "asst", target, hidden=16, inter=32, centroids=16),
+    ]
+    return [
+        Surface("gguf", _ggufs(folder, drafts), Reading(folder).gguf, mutate_gguf),
+        Surface("dialect", _dialects(folder), Reading(folder).dialect, mutate_gguf),
+        Surface("safetensors", [_small_safetensors(folder)], Reading(folder).safetensors,
+                mutate_bytes),
+        Surface("config", [(d / "config.json").read_bytes() for d in drafts],
+                Reading(folder).config, mutate_json),
+        Surface("target config", [(target / "config.json").read_bytes()],
+                Reading(folder).target_config, mutate_json),
+        Surface("tokenizer.json", [(target / "tokenizer.json").read_bytes()],
+                Reading(folder).tokenizer_json, mutate_json),
+        Surface("tokenizer_config.json", [(target / "tokenizer_config.json").read_bytes()],
+                Reading(folder).tokenizer_config, mutate_json),
+        Surface("index", [b'{"weight_map": {"fc.weight": "a.safetensors", "b": "b.safetensors"}}'],
+                Reading(folder).index, mutate_json),
+        Surface("template", [TEMPLATE.encode(), b"{% for m in messages %}{{ m.content | trim }}"
+                             b"{{ m | tojson }}{% endfor %}{% set n = namespace(a=1) %}"],
+                Reading(folder).template, mutate_bytes, contained=True),
+    ]  # fmt: skip
+
+
+def _ggufs(folder: Path, drafts: list[Path]) -> list[bytes]:
+    out = []
+    for draft in drafts:
+        path = folder / f"{draft.name}.gguf"
+        convert(draft, path, target=folder / "target")
+        out.append(_kept(Parts.of(path), path))
+    return [*out, _kept(Parts.of(folder / "target.gguf"), folder / "target.gguf")]
+
+
+def _dialects(folder: Path) -> list[bytes]:
+    out = []
+    for change in DFLASH.values():
+        parts = Parts.of(folder / "zlab.gguf")
+        change(parts)
+        out.append(_kept(parts))
+    for chat in ASSISTANT.values():
+        parts = Parts.of(folder / "asst.gguf")
+        chat(parts, folder / "asst.gguf")
+        out.append(_kept(parts))
+    return out
+
+
+def _kept(parts: Parts, path: Path | None = None) -> bytes:
+    kv = dict(parts.kv)
+    if path is not None:
+        with GGUF(path) as g:
+            kv |= {k: g.value(k) for k in g if k.startswith("g4spec.")}
+    tensors = {n: fixtures.Entry(*entry) for n, entry in parts.tensors.items()}
+    file = fixtures.File(kv, tensors)
+    data = file.bytes()
+    FILES[data] = file
+    return data
+
+
+def _small_safetensors(folder: Path) -> bytes:
+    import numpy as np
+
+    path = folder / "small.safetensors"
+    tiny.save(path, {"a": (np.ones((2, 3)), "BF16"), "b": (np.ones(4), "I64"),
+                     "c": (np.ones(5), "BOOL")})  # fmt: skip
+    return path.read_bytes()
+
+
+class Reading:
+    """The checks. Files are written into `folder`, which is the only place written to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.at = folder, folder / "fuzzed.gguf"
+        from g4spec.convert import target
+
+        self.target = target.load(folder / "target.gguf")
+
+    def gguf(self, data: bytes) -> None:
+        self.at.write_bytes(data)
+        with GGUF(self.at) as g:
+            for key in g:
+                g.first(key, 3) if g.length(key) > 1 else g[key]
+            kind = models.of_gguf(g.get("general.architecture"), g.tensors)
+            if kind is not None:
+                kind.tensors(kind.parse_gguf(g.kv, g.shapes()))
+            for name in list(g.tensors)[:8]:
+                g.array(name)
+            Tokenizer.from_gguf(g).encode("in the a\n\n b", bos=True)
+
+    def dialect(self, data: bytes) -> None:
+        self.at.write_bytes(data)
+        convert(self.at, self.folder / "out.gguf", target=self.folder / "target.gguf", dry_run=True)
+
+    def safetensors(self, data: bytes) -> None:
+        path = self.folder / "fuzzed.safetensors"
+        path.write_bytes(data)
+        for tensor in safetensors.read(path).values():
+            if tensor.format is not None:
+                tensor.array()
+
+    def config(self, data: bytes) -> None:
+        from g4spec.convert import sources
+
+        config = safetensors.parse_json(data, "config.json")
+        for draft in ("zlab", "spec", "asst"):
+            shapes = self._shapes(draft)
+            checkpoint = sources.Checkpoint(config, shapes)
+            for kind in models.drafts().values():
+                if kind.claims(checkpoint):
+                    kind.tensors(kind.parse_hf(checkpoint, self.target.config))
+
+    def target_config(self, data: bytes) -> None:
+        from g4spec.convert import sources
+
+        config = safetensors.parse_json(data, "config.json")
+        checkpoint = sources.Checkpoint(config, self._shapes("target"))
+        kind = models.targets()["gemma4"]
+        if kind.claims(checkpoint):
+            got = kind.parse_hf(checkpoint)
+            kind.tensors(got)
+            kind.metadata(got)
+
+    def _shapes(self, name: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        if name not in SHAPES:
+            found = safetensors.read(self.folder / name / "model.safetensors")
+            SHAPES[name] = {n: (t.shape, t.dtype) for n, t in found.items()}
+        return SHAPES[name]
+
+    def tokenizer_json(self, data: bytes) -> None:
+        self._tokenizer("tokenizer.json", data)
+
+    def tokenizer_config(self, data: bytes) -> None:
+        self._tokenizer("tokenizer_config.json", data)
+
+    def _tokenizer(self, name: str, data: bytes) -> None:
+        place = self.folder / "tokenizer"
+        place.mkdir(exist_ok=True)
+        for other in ("tokenizer.json", "tokenizer_config.json"):
+            text = (self.folder / "target" / other).read_bytes()
+            (place / other).write_bytes(data if other == name else text)
+        kv = tokenizer.from_folder(place, {"eos_token_id": [1, 106]}, {})
+        provenance.pairing(kv, 32, 6)
+        from g4spec.gguf import write
+
+        write(self.folder / "tokenizer.gguf", kv, [])
+        with GGUF(self.folder / "tokenizer.gguf") as g:
+            Tokenizer.from_gguf(g).encode("in the a\n\n b")
+
+    def index(self, data: bytes) -> None:
+        path = self.folder / "x.safetensors.index.json"
+        path.write_bytes(data)
+        safetensors.weight_map(path)
+
+    def template(self, data: bytes) -> None:
+        text = data.decode("utf-8", "replace")[:20000]
+        template.expand(text, [{"role": "user", "content": "hi"}], bos="<bos>", eos="<eos>")
+
+
+SHAPES: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
+
+
+# ---- verdicts
+
+
+class Hang(BaseException):
+    """Took more than SECONDS."""
+
+
+@dataclass
+class Verdict:
+    """What happened to the inputs of one surface."""
+
+    ran: int = 0
+    refused: int = 0
+    passed: int = 0
+    stopped: int = 0
+    slowest: float = 0.0
+    growth: int = 0
+    lines: int = 0
+    kept: list[bytes] = field(default_factory=list)
+    failures: list[tuple[str, bytes]] = field(default_factory=list)
+
+
+@contextmanager
+def alarm(seconds: float) -> Iterator[None]:
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise Hang
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def one(surface: Surface, data: bytes, verdict: Verdict) -> None:
+    """Run one input and write down what came of it."""
+    start, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    verdict.ran += 1
+    try:
+        with alarm(1 if surface.contained else SECONDS):
+            surface.check(data)
+        verdict.passed += 1
+    except G4Error:
+        verdict.refused += 1
+    except (Hang, MemoryError) as error:
+        verdict.stopped += 1
+        if not surface.contained:
+            verdict.failures.append((type(error).__name__, data))
+    except Exception as error:  # noqa: BLE001  whatever it is, it is a bug to be reported
+        frames = traceback.extract_tb(error.__traceback__)
+        last = next(f for f in reversed(frames) if "/g4spec/" in f.filename)
+        place = f"{last.filename.split('/g4spec/')[-1]}:{last.lineno}"
+        verdict.failures.append((f"{place}: {type(error).__name__}: {error}"[:200], data))
+    verdict.slowest = max(verdict.slowest, time.perf_counter() - start)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
+    verdict.growth = max(verdict.growth, grown)
+    if grown > GROWTH and not surface.contained:
+        verdict.failures.append((f"memory grew by {grown >> 20} MB", data))
+
+
+class Coverage:
+    """Lines of g4spec that ran; `new` counts those since the last call."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[CodeType, int]] = set()
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if "/g4spec/" in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line":
+            self.seen.add((frame.f_code, frame.f_lineno))
+        return self._line
+
+
+def fuzz(surface: Surface, runs: int, seed: int = 0, cover: bool = True,
+         corpus: list[bytes] | None = None) -> Verdict:  # fmt: skip
+    """Mutate seeds and whatever reached new lines, `runs` times."""
+    rng, verdict, coverage = random.Random(seed), Verdict(), Coverage()
+    pool = [*surface.seeds, *(corpus or [])]
+    for data in pool:
+        with coverage.watch():
+            one(surface, data, Verdict())
+    for _ in range(runs):
+        before = len(coverage.seen)
+        data = surface.mutate(rng.choice(pool), rng, rng.choice(pool))
+        if cover:
+            with coverage.watch():
+                one(surface, data, verdict)
+        else:
+            one(surface, data, verdict)
+        if len(coverage.seen) > before:
+            pool.append(data)
+            verdict.kept.append(data)
+    verdict.lines = len(coverage.seen)
+    return verdict
+
+
+def saved(name: str) -> list[bytes]:
+    """The kept corpus of a surface."""
+    path = CORPUS / f"{name.replace(' ', '-')}.zip"
+    if not path.is_file():
+        return []
+    with zipfile.ZipFile(path) as z:
+        return [z.read(n) for n in sorted(z.namelist())]
+
+
+def save(name: str, entries: list[bytes]) -> None:
+    """Keep a corpus; the same entries make the same bytes."""
+    CORPUS.mkdir(exist_ok=True)
+    with zipfile.ZipFile(CORPUS / f"{name.replace(' ', '-')}.zip", "w", zipfile.ZIP_LZMA) as z:
+        for i, data in enumerate(entries):
+            info = zipfile.ZipInfo(f"{i:04d}")
+            info.compress_type = zipfile.ZIP_LZMA
+            z.writestr(info, data)
