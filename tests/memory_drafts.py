@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from g4spec.models import dflash2, dspark, eagle3
 from g4spec.models import dflash_backbone as backbone
-from g4spec.models import dspark, eagle3
 from g4spec.models.spec import MAX_STEP_ROWS
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.target import Target
@@ -53,4 +53,12 @@ def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any
         "n_draft": 64, "norm_before_residual": True, "mask_token": 4,
     } | kw)  # fmt: skip
     made: eagle3.Drafter = build(eagle3, config, on, seed, window)
+    return made
+
+
+def dflash2_draft(on: Target, seed: int = 7, **kw: Any) -> dflash2.Drafter:
+    """A DFlash2 draft that borrows its target's tables."""
+    extra = {"kernel": 2, "group": 16, "rank": 8, "top_k": 6, "softcap": 30.0} | kw
+    config = backbone.extended(dflash2.Config, mm.dflash_config(), **extra)
+    made: dflash2.Drafter = build(dflash2, config, on, seed)
     return made

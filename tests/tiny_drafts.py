@@ -203,3 +203,48 @@ def eagle3(
         tiny.reduced(w, vocab, draft_vocab)
     tiny.save_all(folder, w.out)
     return folder
+
+
+def _selector(target: Path, layers: int, dtype: str, seed: int, kernel: int, group: int,
+              rank: int) -> Weights:  # fmt: skip
+    """DFlash2's convolutions and selector."""
+    text = tiny._text(target)
+    e, w = text["hidden_size"], Weights(seed, dtype)
+    for i in range(layers):
+        for name in ("attention_conv", "mlp_conv"):
+            p = f"layers.{i}.{name}."
+            w.matrix(p + "base_kernel", 2, kernel, e, scale=0.5)
+            w.matrix(p + "kernel_projection.weight", 2 * kernel * (e // group), e, scale=0.1)
+    for name in ("predecessor_codebook", "successor_codebook"):
+        w.matrix(f"candidate_selector.{name}", text["vocab_size"], rank, scale=1.0)
+    w.matrix("candidate_selector.hidden_projection.weight", rank, e)
+    return w
+
+
+def speculators_dflash2(
+    folder: Path, target: Path, *, layers: int = 2, kernel: int = 2, group: int = 16,
+    rank: int = 8, top_k: int = 6, non_causal: bool | None = None, dtype: str = "BF16",
+    seed: int = 7, **options: Any,
+) -> Path:  # fmt: skip
+    """A speculators DFlash2 draft; `options` are those of `tiny.speculators_dflash`. `non_causal`
+    None leaves the key out."""
+    tiny.speculators_dflash(folder, target, draft_vocab=None, layers=layers, dtype=dtype, **options)
+    extend(folder, _selector(target, layers, dtype, seed, kernel, group, rank),
+           speculators_model_type="dflash2", architectures=["DFlash2DraftModel"],
+           conv_kernel_size=kernel, conv_group_size=group, selector_rank=rank,
+           selector_top_k=top_k, sliding_window_non_causal=non_causal)  # fmt: skip
+    return folder
+
+
+def zlab_dflash2(
+    folder: Path, target: Path, *, layers: int = 2, kernel: int = 2, group: int = 16,
+    rank: int = 8, top_k: int = 6, multiplier: float = 1.5, dtype: str = "BF16", seed: int = 8,
+    **options: Any,
+) -> Path:  # fmt: skip
+    """A z-lab DFlash2 draft; `options` are those of `tiny.zlab_dflash`."""
+    tiny.zlab_dflash(folder, target, layers=layers, dtype=dtype, **options)
+    inner = json.loads((folder / "config.json").read_text(encoding="utf-8"))["dflash_config"]
+    inner |= {"conv_kernel_size": kernel, "conv_group_size": group, "selector_rank": rank,
+              "selector_top_k": top_k, "output_multiplier": multiplier}  # fmt: skip
+    return extend(folder, _selector(target, layers, dtype, seed, kernel, group, rank),
+                  architectures=["DFlash2DraftModel"], dflash_config=inner)  # fmt: skip

@@ -20,10 +20,8 @@ from g4spec.gguf import GGUF
 from g4spec.models.spec import Checkpoint
 
 UNSUPPORTED = {
-    "dflash2": "a DFlash2 draft",
     "mtp": "a speculators MTP draft",
     "eagle": "an EAGLE draft",
-    "dflash2draftmodel": "a DFlash2 draft",
     "dsparkdraftmodel": "a DSpark draft",
     "qwen3dsparkmodel": "a DSpark draft",
 }

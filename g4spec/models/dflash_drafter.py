@@ -91,16 +91,18 @@ class Drafter:
         first = 0 if self.config.from_anchor else 1
         return rows[first : first + count]
 
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H] -> logits of the head's own rows [T, D]."""
+        if self.config.own_head:
+            return self.ops.linear(hidden, self.w["output.weight"])
+        if self.config.own_embed:
+            return self.ops.linear(hidden, self.w["token_embd.weight"])
+        return self.target.head(hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [T, H] -> logits of the head's own rows [T, D], capped."""
-        c = self.config
-        if c.own_head:
-            z = self.ops.linear(hidden, self.w["output.weight"])
-        elif c.own_embed:
-            z = self.ops.linear(hidden, self.w["token_embd.weight"])
-        else:
-            z = self.target.head(hidden)
-        return self.ops.softcap(z, c.softcap) if c.softcap else z
+        """`head`, capped."""
+        z = self.head(hidden)
+        return self.ops.softcap(z, self.config.softcap) if self.config.softcap else z
 
     def widen(self, z: torch.Tensor) -> torch.Tensor:
         """Logits [T, D] over the target's vocabulary [T, V], -inf where undraftable."""

@@ -287,6 +287,19 @@ class Ops:
             out[rows, place] = self.gated(x[rows], gate[e], up[e], down[e], activation)
         return _in_order(out * weights[..., None])
 
+    def convolve(self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Sum over taps i of x[t - i] * (base[i] + delta[t, i]); nothing stands before row 0.
+
+        Args:
+            x: [T, H]. `base`: [taps, H]. `delta`: [T, taps, G], each for H / G channels in a row.
+        """
+        group = x.shape[1] // delta.shape[2]
+        out = torch.zeros_like(x)
+        for i in range(min(len(base), len(x))):
+            weight = base[i] + delta[:, i].repeat_interleave(group, dim=1)
+            out[i:] += x[: len(x) - i] * weight[i:]
+        return out
+
     def scatter(self, z: torch.Tensor, ids: torch.Tensor, n_vocab: int) -> torch.Tensor:
         """Reduced logits z [T, D] at columns `ids` [D] of [T, n_vocab], -inf elsewhere."""
         out = z.new_full((len(z), n_vocab), -math.inf)

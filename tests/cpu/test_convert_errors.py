@@ -169,7 +169,6 @@ def test_requantizing_must_be_asked_for(family: Path, tmp_path: Path) -> None:
 
 UNKNOWN: dict[str, tuple[dict[str, Any], type[G4Error], str]] = {
     "mtp": ({"speculators_model_type": "mtp"}, Unsupported, "MTP"),
-    "dflash2": ({"architectures": ["DFlash2DraftModel"]}, Unsupported, "DFlash2"),
     "unified": ({"architectures": ["Gemma4UnifiedForConditionalGeneration"]}, Unsupported, "12B"),
     "other": ({"architectures": ["LlamaForCausalLM"]}, InputError, "LlamaForCausalLM.*fc.weight"),
     "nothing": ({"architectures": None}, InputError, "architectures None"),
@@ -181,7 +180,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], type[G4Error], str]] = {
 def test_kinds_without_code_are_recognised(name: str, family: Path, tmp_path: Path) -> None:
     changes, error, says = UNKNOWN[name]
     draft = copy(family, "zlab", tmp_path)
-    if name not in ("dflash2", "two"):
+    if name not in ("two",):
         value = json.loads((draft / "config.json").read_text())
         del value["dflash_config"]
         (draft / "config.json").write_text(json.dumps(value))

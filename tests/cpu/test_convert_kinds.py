@@ -28,6 +28,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dspark gated": (tiny_drafts.speculators_dspark, {"head": "gated", "draft_vocab": None}),
     "dspark rnn": (tiny_drafts.speculators_dspark, {"head": "rnn", "confidence": "hidden"}),
     "deepspec": (tiny_drafts.deepspec_dspark, {"alias": True}),
+    "dflash2": (tiny_drafts.speculators_dflash2, {}),
+    "dflash2 zlab": (tiny_drafts.zlab_dflash2, {}),
     "eagle3": (tiny_drafts.eagle3, {}),
     "specforge": (tiny_drafts.eagle3, {"layout": "specforge", "embed": False}),
     "eagle3 norms": (tiny_drafts.eagle3, {"fc_norm": True, "qwen": True, "norm_output": True}),

@@ -138,6 +138,8 @@ DRAFTS: dict[str, Callable[[Target], Draft]] = {
     ),
     "dspark-cut": lambda t: md.dspark_draft(t, head="gated", cut=0.5),
     "dspark-gemma": lambda t: md.dspark_draft(t, gemma=True),
+    "dflash2": md.dflash2_draft,
+    "dflash2-from-anchor": lambda t: md.dflash2_draft(t, from_anchor=True, kernel=3, top_k=4),
     "eagle3": md.eagle3_draft,
     "eagle3-window": lambda t: md.eagle3_draft(t, window=10, norm_output=True, fc_norm=True),
     "eagle3-two-layers": lambda t: md.eagle3_draft(t, n_layer=2, qk_norm=True, n_draft=None),

@@ -23,11 +23,13 @@ def layer_config(raw: dict[str, Any]) -> Qwen3Config:
     return made
 
 
-def _model(inner: dict[str, Any], stored: dict[str, torch.Tensor], **settings: Any) -> Any:
+def _model(inner: dict[str, Any], stored: dict[str, torch.Tensor], model_class: Any = None,
+           config_class: Any = None, **settings: Any) -> Any:  # fmt: skip
     settings = {"architectures": ["DFlashSpeculator"]} | settings
-    model = DFlashDraftModel(
-        DFlashSpeculatorConfig(transformer_layer_config=layer_config(inner), **settings)
+    config = (config_class or DFlashSpeculatorConfig)(
+        transformer_layer_config=layer_config(inner), **settings
     )
+    model = (model_class or DFlashDraftModel)(config)
     missing, unexpected = model.load_state_dict(stored, strict=False)
     assert not unexpected, unexpected
     assert all(m.startswith("verifier_") for m in missing), missing
@@ -44,7 +46,8 @@ def speculators(folder: Path) -> Any:
                   **{k: raw[k] for k in keys})  # fmt: skip
 
 
-def zlab(folder: Path, target: Target) -> Any:
+def zlab(folder: Path, target: Target, model_class: Any = None, config_class: Any = None,
+         **settings: Any) -> Any:  # fmt: skip
     """The package's model with a z-lab checkpoint: the target's table times sqrt(H), its head."""
     raw = build.config(folder)
     table = target.model.w["token_embd.weight"]
@@ -55,11 +58,14 @@ def zlab(folder: Path, target: Target) -> Any:
     return _model(
         {k: v for k, v in raw.items() if k not in ("dflash_config", "architectures")},
         stored,
+        model_class,
+        config_class,
         draft_vocab_size=raw["vocab_size"],
         block_size=raw["block_size"],
         aux_hidden_state_layer_ids=[i + 1 for i in inner["target_layer_ids"]],
         mask_token_id=inner["mask_token_id"],
         sliding_window_non_causal=inner.get("causal") is False,
+        **settings,
     )
 
 

@@ -45,14 +45,11 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def read_model(folder: Path) -> Any:
-    """The package's model of a DSpark or DFlash checkpoint."""
+def read_model(
+    folder: Path, model_class: Any = DSparkDraftModel, config_class: Any = DSparkSpeculatorConfig
+) -> Any:
+    """The package's model of a checkpoint in the speculators layout."""
     raw = build.config(folder)
-    kinds: dict[str, tuple[Any, Any]] = {
-        "dspark": (DSparkDraftModel, DSparkSpeculatorConfig),
-        "dflash": (DFlashDraftModel, DFlashSpeculatorConfig),
-    }
-    model_class, config_class = kinds[raw["speculators_model_type"]]
     known = set(config_class.model_fields) - {"transformer_layer_config", "speculators_config"}
     settings = {k: v for k, v in raw.items() if k in known and v is not None}
     model = model_class(config_class(
@@ -66,13 +63,14 @@ def read_model(folder: Path) -> Any:
 
 
 def rows_and_logits(
-    model: Any, features: torch.Tensor, ids: list[int], at: int, full_window: int | None = None
+    model: Any, features: torch.Tensor, ids: list[int], at: int, full_window: int | None = None,
+    per_row_window: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The block's rows after the final norm [B, H], and the head's logits [B, D]."""
     kept: list[torch.Tensor] = []
     hook = model.norm.register_forward_hook(lambda m, i, out: kept.append(out[0]))
     try:
-        z = package.block(model, features, ids, at, full_window=full_window)
+        z = package.block(model, features, ids, at, per_row_window, full_window=full_window)
     finally:
         hook.remove()
     return kept[-1], z
@@ -177,7 +175,8 @@ def test_dflash_from_the_anchor(tmp_path: Path, window: int | None) -> None:
     target = tiny.target(tmp_path / "target", **TARGET)
     options = DRAFT | {"window": window}
     draft = tiny.speculators_dflash(tmp_path / "draft", target, sample_from_anchor=True, **options)
-    model, ids = read_model(draft), build.prompt(3 * WINDOW, VOCAB)
+    model = read_model(draft, DFlashDraftModel, DFlashSpeculatorConfig)
+    ids = build.prompt(3 * WINDOW, VOCAB)
 
     def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         return wide(model, rows_and_logits(model, features, ids, at)[1])[: len(drafted)]

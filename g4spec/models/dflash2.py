@@ -1,0 +1,190 @@
+"""DFlash2 drafts, GGUF architecture `dflash` with a selector: speculators and z-lab checkpoints.
+
+A DFlash block whose sublayers are wrapped in short causal convolutions over the block's rows, with
+coefficients that depend on the row, and whose tokens are chosen one after the other: the best
+candidates of each row are scored again beside the token before them. Full vocabulary only.
+
+Sources: speculators 0.9.0 `models/dflash2` (adapted from z-lab/dflash), llama.cpp
+`conversion/qwen.py` and `src/models/dflash.cpp` (build_dflash2_conv, build_dflash2_selector).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import KV, f32, u32
+from g4spec.models import dflash, dflash_drafter
+from g4spec.models import dflash_backbone as backbone
+from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches
+from g4spec.models.fields import Fields
+from g4spec.models.spec import Checkpoint, Chooser, TensorSpec
+from g4spec.models.upstream import Limit, architecture
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches"]
+
+NAME = "dflash2"
+TITLE = "DFlash2 draft"
+MARKS = ("selector_hidden.weight",)
+KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SIDES = 2  # a sublayer's input and its output
+CONVS = (("attn", "attention_conv"), ("ffn", "mlp_conv"))
+"""Sublayer in the file -> its convolution in a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config(backbone.Config):
+    """A backbone, its convolutions and its selector.
+
+    Attributes:
+        kernel: taps of a convolution, the row itself included. `group`: channels that share the
+            part of a coefficient that depends on the row.
+        rank, top_k: of the selector: width of its tables, and candidates a row.
+        logit_scale: factor on the head's logits, before the cap.
+    """
+
+    kernel: int = 2
+    group: int = 16
+    rank: int = 256
+    top_k: int = 16
+    logit_scale: float = 1.0
+
+
+LIMITS = (
+    *backbone.LIMITS,
+    dflash.READS_ROW_ONE,
+    Limit("refused", "more candidates than its table of scores holds",
+          "wants top_k (top_k + 1) <= hidden size",
+          lambda c: c.n_embd < c.top_k * (c.top_k + 1)),
+)  # fmt: skip
+
+
+def claims(checkpoint: Checkpoint) -> bool:
+    """Whether the folder holds a DFlash2 draft of a layout known here."""
+    raw = checkpoint.config
+    if "speculators_model_type" in raw:
+        return bool(raw["speculators_model_type"] == "dflash2")
+    return "dflash_config" in raw and "DFlash2DraftModel" in (raw.get("architectures") or ())
+
+
+def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
+    """Hyperparameters from `config.json` and tensor names; `target` is its gemma4.Config."""
+    f = Fields(checkpoint.config, "config.json")
+    if "speculators_model_type" in checkpoint.config:
+        base = dflash.parse_speculators(checkpoint, target, non_causal=True)
+        where, scale = f, 1.0
+    else:
+        where = f.sub("dflash_config")
+        base = dflash.parse_zlab(checkpoint, target)
+        base = replace(base, embed_scale=where.get(
+            float, "input_embedding_scale", f.get(float, "input_embedding_scale", base.embed_scale)
+        ))  # fmt: skip
+        scale = where.get(float, "output_multiplier", f.get(float, "output_multiplier", 1.0))
+    kernel, group, rank, top_k = (
+        where.positive(key, default) for key, default in zip(KEYS, (2, 16, 256, 16), strict=True)
+    )
+    config = backbone.extended(Config, base, kernel=kernel, group=group, rank=rank, top_k=top_k,
+                               logit_scale=scale)  # fmt: skip
+    check_pair(config, target)
+    return replace(config, arch=architecture(ARCH, LIMITS, config))
+
+
+def check_pair(config: Config, target: Any) -> None:
+    """Raise unless the draft fits this target (its gemma4.Config), and itself."""
+    backbone.check_pair(config, target)
+    if config.n_draft is not None:
+        raise Unsupported("a DFlash2 draft with a reduced vocabulary: its tables have no such rows")
+    if config.n_embd % config.group:
+        raise InputError("the hidden size must be a multiple of conv_group_size",
+                         expected=f"a multiple of {config.group}", found=config.n_embd)  # fmt: skip
+    for what, mine, most in (("conv_kernel_size", config.kernel, config.block_size),
+                             ("selector_top_k", config.top_k, config.n_vocab)):  # fmt: skip
+        if mine > most:
+            raise InputError(what, expected=f"at most {most}", found=mine)
+
+
+def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
+    """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
+    base = backbone.parse_gguf(kv, tensors)
+    f = Fields(kv, "GGUF metadata", f"{base.arch}.")
+    kernel, group, rank, top_k = (f.positive(key) for key in KEYS)
+    return backbone.extended(Config, base, kernel=kernel, group=group, rank=rank, top_k=top_k,
+                             logit_scale=f.get(float, "logit_scale", 1.0))  # fmt: skip
+
+
+def metadata(config: Config) -> KV:
+    """The backbone's keys, and upstream's for what is added."""
+    kv = backbone.metadata(config)
+    values = (config.kernel, config.group, config.rank, config.top_k)
+    for key, value in zip(KEYS, values, strict=True):
+        kv[f"{config.arch}.{key}"] = u32(value)
+    if config.logit_scale != 1.0:
+        kv[f"{config.arch}.logit_scale"] = f32(config.logit_scale)
+    return kv
+
+
+def tensors(config: Config) -> list[TensorSpec]:
+    """Every tensor of the GGUF file, in order."""
+    e, v, r, out = config.n_embd, config.n_vocab, config.rank, backbone.tensors(config)
+    s = "candidate_selector."
+    out += [
+        TensorSpec("selector_predecessor.weight", (v, r), "embed", s + "predecessor_codebook"),
+        TensorSpec("selector_successor.weight", (v, r), "embed", s + "successor_codebook"),
+        TensorSpec("selector_hidden.weight", (r, e), "matrix", s + "hidden_projection.weight"),
+    ]
+    dynamic = SIDES * config.kernel * (e // config.group)
+    for spec in config.layers:
+        for name, conv in CONVS:
+            b, source = f"blk.{spec.index}.{name}_conv", f"layers.{spec.index}.{conv}"
+            out += [TensorSpec(f"{b}_base", (SIDES, config.kernel, e), "vector",
+                               f"{source}.base_kernel"),
+                    TensorSpec(f"{b}_proj.weight", (dynamic, e), "matrix",
+                               f"{source}.kernel_projection.weight")]  # fmt: skip
+    return out
+
+
+class Drafter(dflash_drafter.Drafter):
+    """Fills a block in one pass and walks through its candidates (`g4spec.models.spec.Draft`)."""
+
+    name = NAME
+    config: Config
+
+    def choose(
+        self, rows: torch.Tensor, anchor: int, position: int, count: int, chooser: Chooser
+    ) -> list[int]:
+        """Tokens read from the block's rows [B, H]: of each row's best candidates the one that
+        fits its hidden row and the token before it."""
+        ops, w = self.ops, self.w
+        hidden = self.drafting(rows, count)
+        unary = self.logits(hidden)
+        gates = ops.linear(hidden, w["selector_hidden.weight"])
+        previous, out = anchor, list[int]()
+        for j in range(len(hidden)):
+            candidates = unary[j].topk(self.config.top_k).indices
+            context = w["selector_predecessor.weight"][previous] * gates[j]
+            scores = (w["selector_successor.weight"][candidates] * context).sum(-1)
+            z = ops.scatter((unary[j, candidates] + scores)[None], candidates, unary.shape[1])
+            previous = chooser.choose(z[0], position + 1 + j)
+            out.append(previous)
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H] -> logits [T, V], scaled, then capped."""
+        z = self.head(hidden) * self.config.logit_scale
+        return self.ops.softcap(z, self.config.softcap) if self.config.softcap else z
+
+    def before(self, name: str, h: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """The convolved input, and the coefficients of the output's convolution."""
+        c, (first, second) = self.config, self.w[f"{name}_conv_base"]
+        delta = self.ops.linear(h, self.w[f"{name}_conv_proj.weight"])
+        inner, outer = delta.view(len(h), SIDES, c.kernel, -1).unbind(1)
+        return self.ops.convolve(h, first, inner), (second, outer)
+
+    def after(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
+        """The convolved output."""
+        return self.ops.convolve(h, *kept)
