@@ -8,8 +8,7 @@ ggml's `quantize_row_q4_K_ref`, rms + |x|, but by a search of our own:
    minimum by least squares; then once more around the best of them;
 2. scale and minimum rounded to 6 bits, and the neighbours of the scale tried, each with the
    minimum that then fits best;
-3. the factors d and dmin fitted to the codes by least squares, kept where that is better; 2 and 3
-   once more.
+3. the factors d and dmin fitted to the codes by least squares, kept where that is better.
 
 Values lie as [32, 8 * blocks] meanwhile: sums over a group are then additions of long rows, and
 the arrays of a batch stay in a core's cache. Sums are taken of values shifted by their minimum, so
@@ -34,7 +33,6 @@ STEPS = (-3.0, -2.0, -1.4, -0.9, -0.4, -0.2, 0.0, 0.2, 0.5, 0.9)
 largest values are cut off."""
 AROUND = (0.96, 0.98, 1.0, 1.02, 1.04)
 NEIGHBOURS = (0, -1, 1)
-ROUNDS = 2
 MOST = np.float32(63)
 TINY = np.float32(1e-30)
 """Groups with a smaller span count as constant: half precision could not tell them from that."""
@@ -57,9 +55,9 @@ class Fitted:
     codes: Floats
 
 
-def fit(x: Floats, top: int) -> Fitted:
-    """Quantize whole blocks [256 * n] with codes 0..top. Values that are not finite, or too large
-    for half-precision factors, leave such factors."""
+def fit(x: Floats, top: int, rounds: int) -> Fitted:
+    """Quantize whole blocks [256 * n] with codes 0..top, steps 2 and 3 done `rounds` times. Values
+    that are not finite, or too large for half-precision factors, leave such factors."""
     n = len(x) // BLOCK
     groups = np.ascontiguousarray(x.reshape(n, GROUPS, SIZE).transpose(2, 1, 0)).reshape(SIZE, -1)
     with np.errstate(all="ignore"):
@@ -67,7 +65,7 @@ def fit(x: Floats, top: int) -> Fitted:
         scale, least = (a.reshape(GROUPS, n) for a in search.groups())
         d, scale = _six_bits(scale)
         dmin, least = _six_bits(least)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             scale, least = search.neighbours(d, dmin, scale, least)
             d, dmin = search.factors(d, dmin, scale, least)
         codes = search.codes(d, dmin, scale, least).reshape(SIZE, GROUPS, n)

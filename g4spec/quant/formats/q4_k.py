@@ -19,7 +19,7 @@ def encode(x: Floats) -> Bytes:
 
 
 def _encode(x: Floats) -> Bytes:
-    found = affine.fit(x, 15)
+    found = affine.fit(x, 15, rounds=2)
     refuse_infinite(x, found.d, found.dmin)
     out = np.empty(len(found.d), DTYPE)
     out["d"], out["dmin"] = found.d, found.dmin

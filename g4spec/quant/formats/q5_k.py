@@ -21,7 +21,7 @@ def encode(x: Floats) -> Bytes:
 
 
 def _encode(x: Floats) -> Bytes:
-    found = affine.fit(x, 31)
+    found = affine.fit(x, 31, rounds=1)
     refuse_infinite(x, found.d, found.dmin)
     out = np.empty(len(found.d), DTYPE)
     out["d"], out["dmin"] = found.d, found.dmin
