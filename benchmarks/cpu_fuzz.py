@@ -30,8 +30,18 @@ from tests import fuzzing  # noqa: E402
 RUNS = {"gguf": 12000, "dialect": 3000, "safetensors": 26000, "config": 20000,
         "target config": 10000, "tokenizer.json": 3000, "tokenizer_config.json": 2500,
         "index": 10000, "template": 20000}  # fmt: skip
-KEPT = 40
-"""Entries of a corpus, the newest first to go."""
+KEPT = 400 << 10
+"""Bytes of a corpus, oldest entries first."""
+
+
+def kept(entries: list[bytes]) -> list[bytes]:
+    """As many of the entries as a repository should hold."""
+    out, size = [], 0
+    for data in entries:
+        if size + len(data) <= KEPT:
+            out.append(data)
+            size += len(data)
+    return out
 
 
 def run(scale: float, seed: int) -> dict[str, Any]:
@@ -41,8 +51,7 @@ def run(scale: float, seed: int) -> dict[str, Any]:
             start = time.perf_counter()
             corpus = fuzzing.saved(surface.name)
             verdict = fuzzing.fuzz(surface, int(RUNS[surface.name] * scale), seed, corpus=corpus)
-            small = [x for x in verdict.kept if len(x) < 64 << 10]
-            fuzzing.save(surface.name, (corpus + small)[:KEPT])
+            fuzzing.save(surface.name, kept(corpus + verdict.kept))
             rows[surface.name] = row = {
                 "files": verdict.ran, "refused": verdict.refused, "accepted": verdict.passed,
                 "stopped": verdict.stopped, "slowest_seconds": round(verdict.slowest, 3),

@@ -11,7 +11,7 @@ AtomicChat, and of the upstream pull requests 22105 (DFlash) and 22738 (assistan
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 MASK = "tokenizer.ggml.mask_token_id"
@@ -160,10 +160,21 @@ def recognise(arch: object, names: Iterable[str]) -> Dialect | None:
     return None
 
 
-def renamed(family: Family, name: str, present: Iterable[str]) -> str:
+def renamed(family: Family, name: str, present: Container[str]) -> str:
     """Current name of a tensor. A name of the present is kept where the file has both."""
     for pattern, new in family.tensors:
         if re.fullmatch(pattern, name):
             current = re.sub(pattern, new, name)
             return name if current in present else current
     return name
+
+
+def markdown() -> str:
+    """The dialects as the table in docs/sources.md."""
+    rows = ["| written by | `general.architecture` | told by | becomes |", "|---|---|---|---|"]
+    for d in DIALECTS:
+        marks = ", ".join(f"`{m}`" for m in d.marks).replace("|", "\\|") or "the name"
+        rows.append(f"| {d.title} | {', '.join(f'`{a}`' for a in d.archs)} | {marks} | "
+                    f"`{d.kind}` |")  # fmt: skip
+    refused = [feature for f in FAMILIES.values() for _, feature in f.refused]
+    return "\n".join(rows) + f"\n\nRefused by name, for want of code: {'; '.join(refused)}.\n"

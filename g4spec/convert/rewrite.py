@@ -69,10 +69,10 @@ class _Reading:
         arch = f"{file.get('general.architecture')}."
         self.own = {key.removeprefix(arch): key for key in file
                     if not key.startswith(("general.", "tokenizer.", "g4spec."))}  # fmt: skip
-        names = list(file.tensors)
+        names = file.tensors
         self.current = {renamed(self.family, name, names): name for name in names}
         if len(self.current) != len(names):
-            raise InputError(f"{file.path}: tensors under two names at once", found=names[:8])
+            raise InputError(f"{file.path}: tensors under two names at once", found=[*names][:8])
         self.tensors = {name: stored(file, name) for name in names}
 
     def result(self) -> Rewritten:

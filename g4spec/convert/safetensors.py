@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+from collections import Counter
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
@@ -50,8 +51,7 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         got = dict(pairs)
         if len(got) != len(pairs):
-            names = [k for k, _ in pairs]
-            twice = next(k for k in names if names.count(k) > 1)
+            twice = Counter(k for k, _ in pairs).most_common(1)[0][0]
             raise InputError(f"{where}: {twice!r} stands there twice")
         return got
 

@@ -58,15 +58,16 @@ def sizes(places: Sequence[Place], room: int, alignment: int, where: str) -> dic
     gaps = [(p, after.get(p[3], room) - p[3]) for p in places if p[2] >= FIRST_CLASHING_TYPE]
     if not gaps:
         return {}
+    upstream = _upstream(gaps)
     fitting = {
-        fork: first for fork, table in {UPSTREAM: _upstream(gaps), **FORKS}.items()
+        fork: first for fork, table in {UPSTREAM: upstream, **FORKS}.items()
         if (first := _fits(table, gaps, alignment))
     }  # fmt: skip
     # Types of the same name and size are the same type, wherever they come from.
     meanings = {name: fork for fork, name in reversed(fitting.items())}
     (name, _, number, _), _ = gaps[0]
     if UPSTREAM in fitting and len({n.removesuffix("_G128") for n in meanings}) == 1:
-        return {p[0]: _bytes(p[1], *_upstream(gaps)[p[2]][1:]) for p, _ in gaps}
+        return {p[0]: _bytes(p[1], *upstream[p[2]][1:]) for p, _ in gaps}
     told = " or ".join(f"{n} of {fork}" for n, fork in meanings.items())
     raise Unsupported(
         f"{where}: tensor {name!r} has type number {number}",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from g4spec import validate
-from g4spec.convert import cached, convert, detect
+from g4spec.convert import cached, convert, detect, dialects
 from g4spec.convert.dialects import DIALECTS
 from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, T, array, boolean, string, u32
@@ -105,6 +105,11 @@ def test_proposals_are_the_same(kind: str, family: Path, tmp_path: Path) -> None
 
 def test_every_dialect_has_a_builder() -> None:
     assert {d.title for d in DIALECTS} == set(TITLES.values())
+
+
+def test_the_table_in_the_docs_is_the_codes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "sources.md"
+    assert dialects.markdown() in page.read_text(encoding="utf-8")
 
 
 def test_quantized_matrices_are_never_requantized(family: Path, tmp_path: Path) -> None:

@@ -118,6 +118,30 @@ def test_any_bytes_as_json_gguf_and_safetensors(raw: bytes, tmp_path: Path) -> N
             read()
 
 
+def test_many_small_things_take_no_quadratic_time(tmp_path: Path) -> None:
+    """A file under 1 MB whose entries are as many as it can hold."""
+    start, path = time.perf_counter(), tmp_path / "a.gguf"
+    keys = ",".join(f'"{i}":1' for i in range(90000))
+    with pytest.raises(InputError, match="twice"):
+        safetensors.parse_json(f'{{{keys},"7":1}}'.encode(), "x")
+    for arch, kind, size in (("dflash-draft", 0, 4), ("gemma4_mtp", 0, 4), ("dflash", 41, 18)):
+        count = 18000
+        names = [f"blk.{i}.post_attention_norm.weight" for i in range(count)]
+        write(path, {"general.architecture": string(arch)},
+              [TensorData(n, (128 if kind else 1,), kind,
+                          [bytes(size)]) for n in names])  # fmt: skip
+        with suppress(G4Error):
+            convert(path, tmp_path / "o.gguf", target=target_of(tmp_path))
+    assert time.perf_counter() - start < 20
+
+
+def target_of(folder: Path) -> Path:
+    target = folder / "target.gguf"
+    if not target.exists():
+        convert(tiny.target(folder / "target"), target)
+    return target
+
+
 # ---- pickles, pipes, links
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from g4spec import models
+from g4spec.convert import dialects
 from g4spec.gguf import T
 from g4spec.validate.header import MAX_NAME
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, Needs, rule
@@ -15,16 +16,6 @@ from g4spec.validate.subject import Subject
 
 HEADER = Needs.HEADER
 AGAIN = "download or convert the file again"
-
-DIALECTS = {
-    "gemma4_assistant": "AtomicChat's assistant",
-    "gemma4_mtp": "ik_llama.cpp's assistant",
-    "gemma4-dflash-draft": "lucebox's DFlash",
-    "dflash-draft": "an early DFlash",
-    "qwen35-dflash-draft": "lucebox's DFlash",
-}
-"""Architecture names of forks that hold the same models in another form."""
-
 
 @rule("G4-GGUF-001", ERROR, "the file begins with GGUF", needs=HEADER)
 def magic(s: Subject) -> Findings:
@@ -158,10 +149,12 @@ def architecture(s: Subject) -> Findings:
     """Forks store the same drafts under other names, tensors and layer-id conventions
     (`gemma4_mtp`, `gemma4-dflash-draft`); loading one as the other is silently wrong."""
     if s.header.broken is None and s.kind is None:
-        dialect = DIALECTS.get(s.arch or "", "")
+        names = [x.name for x in (*s.header.keys, *s.header.tensors)]
+        dialect = dialects.recognise(s.arch, names)
+        fix = ("rewrite it with g4spec convert FILE --target TARGET -o NEW.gguf" if dialect
+               else "convert from the original checkpoint with g4spec convert")  # fmt: skip
         yield Finding("general.architecture", ", ".join(models.architectures()),
-                      f"{s.arch!r}" + (f" ({dialect})" if dialect else ""),
-                      "convert from the original checkpoint with g4spec convert")  # fmt: skip
+                      f"{s.arch!r}" + (f" (by {dialect.title})" if dialect else ""), fix)
 
 
 @rule("G4-GGUF-016", ERROR, "texts are UTF-8", needs=Needs.FILE)
