@@ -50,9 +50,11 @@ class Needs(IntEnum):
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE
 
 TARGETS = ("gemma4",)
-DFLASH = ("dflash",)
+DFLASH = ("dflash", "dflash-g4spec")
+EAGLE = ("eagle3", "eagle3-g4spec")
 ASSISTANT = ("gemma4-assistant",)
-DRAFTS = (*DFLASH, *ASSISTANT)
+TAPPED = (*DFLASH, *EAGLE)
+DRAFTS = (*TAPPED, *ASSISTANT)
 GEMMA = (*TARGETS, *ASSISTANT)
 
 

@@ -92,10 +92,6 @@ class Subject:
         assert self.file is not None
         return self.file
 
-    @property
-    def is_dflash(self) -> bool:
-        return self.arch == "dflash"
-
     def name(self, key: str) -> str:
         """A key; one that begins with a dot is put under the architecture."""
         return f"{self.arch}{key}" if key.startswith(".") else key

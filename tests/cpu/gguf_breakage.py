@@ -124,6 +124,17 @@ def extra(name: str) -> Break:
     return lambda f, t: f.extra_tensors.append((name, Entry((32,), 0, bytes(range(128)))))
 
 
+def rename(old: str, new: str) -> Break:
+    """Another architecture name, keys included."""
+
+    def change(f: File, t: File) -> None:
+        f.kv = {k.replace(f"{old}.", f"{new}.", 1) if k.startswith(f"{old}.") else k: v
+                for k, v in f.kv.items()}  # fmt: skip
+        f.kv["general.architecture"] = string(new)
+
+    return change
+
+
 def repeated_key(f: File, t: File) -> None:
     f.extra_keys.append(("general.architecture", string("dflash")))
 
@@ -252,6 +263,12 @@ BLOCK: dict[str, tuple[str, Break]] = {
     "G4-BLK-010": ("zlab", drop("dflash.attention.sliding_window_pattern")),
     "G4-BLK-011": ("zlab", number("dflash.attention.sliding_window", 3)),
     "G4-BLK-012": ("zlab", put("dflash.hidden_activation", T.STRING, "gelu")),
+    "G4-BLK-013": ("dspark", drop("dflash.attention.scale")),
+    "G4-HEAD-001": ("dspark", drop("dflash.sample_from_anchor")),
+    "G4-HEAD-002": ("dspark", put("dflash.has_confidence_head", T.BOOL, False)),
+    "G4-HEAD-003": ("eagle3", drop("eagle3.norm_before_residual")),
+    "G4-HEAD-004": ("zlab", put("dflash.sample_from_anchor", T.BOOL, True)),
+    "G4-HEAD-005": ("zlab", rename("dflash", "dflash-g4spec")),
 }
 A = "gemma4-assistant."
 ASSISTANT: dict[str, tuple[str, Break]] = {

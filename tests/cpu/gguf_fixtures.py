@@ -5,6 +5,7 @@ The serializer is independent of `g4spec.gguf.write`, which refuses most of what
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,8 @@ from g4spec.convert import provenance
 from g4spec.convert.make import t2d_sha256
 from g4spec.convert.tensors import Stored
 from g4spec.gguf import KV, T, Value, array, boolean, f32, string, u32
-from g4spec.models import assistant, dflash, gemma4, gemma4_config
+from g4spec.models import assistant, dflash, dspark, eagle3, gemma4, gemma4_config
+from g4spec.models import dflash_backbone as backbone
 from g4spec.models.spec import LayerSpec
 
 CODES = {T.U8: "B", T.I8: "b", T.U16: "H", T.I16: "h", T.U32: "I", T.I32: "i", T.F32: "f",
@@ -249,6 +251,29 @@ def speculators() -> File:
     return file
 
 
+def dspark_file() -> File:
+    """A DSpark draft with Gemma 4 layers and both heads."""
+    layers = tuple(LayerSpec(i, None, 4, 1, 32, 96, 1e6, 0.25, True, False) for i in range(2))
+    base = dataclasses.replace(
+        zlab_config(), layers=layers, own_embed=True, own_head=True, from_anchor=True, gemma=True
+    )
+    config = backbone.extended(dspark.Config, base, head="vanilla", rank=32, confidence="both")
+    file = _build(dspark, config, "f16")
+    file.kv |= _recorded()
+    return file
+
+
+def eagle3_file() -> File:
+    config = eagle3.Config(
+        n_vocab=V, n_embd=H, n_ctx=4096, eps=1e-6, layers=(LayerSpec(0, None, 4, 2, 16, 96, 1e4),),
+        target_layers=(2, 6, 10), n_target=H, own_embed=True, own_head=True, n_draft=N_DRAFT,
+        norm_before_residual=True,
+    )  # fmt: skip
+    file = _build(eagle3, config, "f16")
+    file.kv |= _recorded()
+    return file
+
+
 def assistant_file() -> File:
     config = assistant_config()
     file = _build(assistant, config, "f32")
@@ -266,6 +291,8 @@ KINDS = {
     "zlab": zlab,
     "speculators": speculators,
     "assistant": assistant_file,
+    "dspark": dspark_file,
+    "eagle3": eagle3_file,
 }
 """Name -> builder of a healthy file."""
 TARGETS = ("target", "experts", "per-layer")

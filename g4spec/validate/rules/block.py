@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from g4spec.models.dflash_backbone import GEMMA_MARK
 from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS
 from g4spec.validate.rule import DFLASH, ERROR, NOTE, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
@@ -11,8 +12,8 @@ from g4spec.validate.subject import Subject
 FILE = Needs.FILE
 CAUSAL = "g4spec.dflash.layer_causal"
 FROM_ANCHOR = "g4spec.dflash.window_from_anchor"
-SCALE = "dflash.embedding_scale"
-WINDOW = "dflash.attention.sliding_window"
+SCALE = ".embedding_scale"
+WINDOW = ".attention.sliding_window"
 
 
 def from_speculators(s: Subject) -> bool:
@@ -38,7 +39,7 @@ def long_enough(s: Subject) -> Findings:
     """A block of 1 drafts nothing, and some engines divide by block_size - 1."""
     size = s.integer(".block_size")
     if size is not None and size < 2:
-        yield Finding("dflash.block_size", "2 or more", size, "take it from the checkpoint")
+        yield Finding(s.name(".block_size"), "2 or more", size, "take it from the checkpoint")
 
 
 @rule("G4-BLK-002", ERROR, f"a block drafts at most {MAX_DRAFT} tokens", on=DFLASH, needs=FILE)
@@ -47,7 +48,7 @@ def short_enough(s: Subject) -> Findings:
     Files by other tools hold the context length here."""
     size = s.integer(".block_size")
     if size is not None and size > MAX_STEP_ROWS:
-        yield Finding("dflash.block_size", f"at most {MAX_STEP_ROWS}", size,
+        yield Finding(s.name(".block_size"), f"at most {MAX_STEP_ROWS}", size,
                       f"set it to {MAX_STEP_ROWS}")  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def scale_missing(s: Subject) -> Findings:
     small."""
     hidden = s.integer(".embedding_length")
     if hidden and not from_speculators(s) and not s.has(SCALE):
-        yield Finding(SCALE, f"{math.sqrt(hidden):.4f} = sqrt({hidden})", "nothing",
+        yield Finding(s.name(SCALE), f"{math.sqrt(hidden):.4f} = sqrt({hidden})", "nothing",
                       "convert again with g4spec convert")  # fmt: skip
 
 
@@ -71,7 +72,8 @@ def scale_wrong(s: Subject) -> Findings:
     if hidden and found is not None and not from_speculators(s):
         expected = math.sqrt(hidden)
         if not abs(found - expected) <= 0.005 * expected:
-            yield Finding(SCALE, f"{expected:.4f}", found, "convert again with g4spec convert")
+            yield Finding(s.name(SCALE), f"{expected:.4f}", found,
+                          "convert again with g4spec convert")  # fmt: skip
 
 
 @rule("G4-BLK-005", ERROR, "a speculators draft has no embedding scale", on=DFLASH, needs=FILE)
@@ -79,7 +81,7 @@ def scale_doubled(s: Subject) -> Findings:
     """speculators trains on the raw table. Engines that scale every Gemma draft degrade theirs."""
     found = s.number(SCALE)
     if from_speculators(s) and found is not None and found != 1:
-        yield Finding(SCALE, "nothing", found, "remove the key")
+        yield Finding(s.name(SCALE), "nothing", found, "remove the key")
 
 
 @rule("G4-BLK-006", ERROR, "causality is known for each layer", on=DFLASH, needs=FILE)
@@ -127,10 +129,10 @@ def window(s: Subject) -> Findings:
     A pattern without a window makes sliding layers see nothing or everything."""
     size, sliding = s.integer(WINDOW) or 0, pattern(s)
     if size > 0 and not s.has(".attention.sliding_window_pattern"):
-        yield Finding("dflash.attention.sliding_window_pattern", "an array", "nothing",
+        yield Finding(s.name(".attention.sliding_window_pattern"), "an array", "nothing",
                       "take layer_types from the draft's configuration")  # fmt: skip
     if size <= 0 and any(sliding):
-        yield Finding(WINDOW, "the window in tokens", size or "nothing",
+        yield Finding(s.name(WINDOW), "the window in tokens", size or "nothing",
                       "take sliding_window from the draft's configuration")  # fmt: skip
 
 
@@ -139,7 +141,8 @@ def window_holds_block(s: Subject) -> Findings:
     """A window shorter than the block hides the anchor from the last rows."""
     size, block = s.integer(WINDOW) or 0, s.integer(".block_size") or 0
     if 0 < size < block:
-        yield Finding(WINDOW, f"{block} or more", size, "take it from the draft's configuration")
+        yield Finding(s.name(WINDOW), f"{block} or more", size,
+                      "take it from the draft's configuration")  # fmt: skip
 
 
 @rule("G4-BLK-012", ERROR, "a draft with two norms a layer uses SiLU", on=DFLASH, needs=FILE)
@@ -147,5 +150,20 @@ def activation(s: Subject) -> Findings:
     """z-lab's layers are Qwen's. A fork ran them with the target's GELU and scale 1.0: fluent
     text, 28 to 44 % acceptance."""
     found = s.text(".hidden_activation")
-    if found not in (None, "silu"):
-        yield Finding("dflash.hidden_activation", "silu", found, "remove the key")
+    if found not in (None, "silu") and s.shape(GEMMA_MARK) is None:
+        yield Finding(s.name(".hidden_activation"), "silu", found, "remove the key")
+
+
+@rule("G4-BLK-013", ERROR, "a draft with four norms a layer uses GELU and scale 1", on=DFLASH,
+      needs=FILE)  # fmt: skip
+def gemma_layers(s: Subject) -> Findings:
+    """DeepSpec's layers are Gemma 4's. Without the two keys upstream runs them with SiLU and
+    divides by the root of the head size."""
+    if s.shape(GEMMA_MARK) is None:
+        return
+    for key, wanted, found in (
+        (".hidden_activation", "gelu_pytorch_tanh", s.text(".hidden_activation")),
+        (".attention.scale", 1.0, s.number(".attention.scale")),
+    ):
+        if found != wanted:
+            yield Finding(s.name(key), wanted, found, "convert again with g4spec convert")

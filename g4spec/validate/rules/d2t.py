@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from g4spec.convert import make, provenance
 from g4spec.convert.tensors import Stored
 from g4spec.models.spec import GEMMA_STOP_IDS
-from g4spec.validate.rule import DFLASH, ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
@@ -29,7 +29,7 @@ def looks_like_deltas(d2t: NDArray[np.int64]) -> bool:
     return bool((steps >= 0).all() and (steps == 0).mean() > DELTA_REPEATS)
 
 
-@rule("G4-D2T-001", ERROR, "d2t is stored as I64", on=DFLASH, needs=FILE)
+@rule("G4-D2T-001", ERROR, "d2t is stored as I64", on=TAPPED, needs=FILE)
 def is_i64(s: Subject) -> Findings:
     """Upstream loads an I32 d2t and aborts when the first graph runs."""
     found = s.type_name("d2t")
@@ -37,7 +37,7 @@ def is_i64(s: Subject) -> Findings:
         yield Finding("d2t", "I64", found, RECONVERT)
 
 
-@rule("G4-D2T-002", ERROR, "d2t has one entry for each row of the head", on=DFLASH, needs=FILE)
+@rule("G4-D2T-002", ERROR, "d2t has one entry for each row of the head", on=TAPPED, needs=FILE)
 def length(s: Subject) -> Findings:
     """A head and a map of different exports: the last rows propose tokens of no row at all."""
     head, d2t = s.shape("output.weight"), s.shape("d2t")
@@ -45,7 +45,7 @@ def length(s: Subject) -> Findings:
         yield Finding("d2t", list(head[:1]), list(d2t), RECONVERT)
 
 
-@rule("G4-D2T-003", ERROR, "d2t holds target ids, not deltas", on=DFLASH, needs=FILE)
+@rule("G4-D2T-003", ERROR, "d2t holds target ids, not deltas", on=TAPPED, needs=FILE)
 def absolute(s: Subject) -> Findings:
     """Deltas read as ids: proposals are gibberish, almost none is accepted, and the text stays
     right, so nothing but the speed tells. RedHat's 31B map read that way names 21,639 tokens
@@ -56,7 +56,7 @@ def absolute(s: Subject) -> Findings:
                       "add its row number to each entry")  # fmt: skip
 
 
-@rule("G4-D2T-004", ERROR, "d2t stays inside the target's vocabulary", on=DFLASH, needs=FILE)
+@rule("G4-D2T-004", ERROR, "d2t stays inside the target's vocabulary", on=TAPPED, needs=FILE)
 def in_range(s: Subject) -> Findings:
     """An id out of range aborts upstream inside a graph, or writes a logit outside its row."""
     if s.d2t is None or not len(s.d2t) or s.n_vocab is None:
@@ -66,7 +66,7 @@ def in_range(s: Subject) -> Findings:
         yield Finding(f"d2t[{bad[0]}]", f"0 to {s.n_vocab - 1}", int(s.d2t[bad[0]]), RECONVERT)
 
 
-@rule("G4-D2T-005", ERROR, "d2t names each target id once", on=DFLASH, needs=FILE)
+@rule("G4-D2T-005", ERROR, "d2t names each target id once", on=TAPPED, needs=FILE)
 def unique(s: Subject) -> Findings:
     """Two rows for one token overwrite each other's logit; which one wins depends on the
     backend."""
@@ -79,7 +79,7 @@ def unique(s: Subject) -> Findings:
                       RECONVERT)  # fmt: skip
 
 
-@rule("G4-D2T-006", WARNING, "d2t increases", on=DFLASH, needs=FILE)
+@rule("G4-D2T-006", WARNING, "d2t increases", on=TAPPED, needs=FILE)
 def increasing(s: Subject) -> Findings:
     """Training tools select rows in ascending order; another order means that head and map were
     sorted apart from each other, or ids were added twice."""
@@ -91,7 +91,7 @@ def increasing(s: Subject) -> Findings:
         yield Finding(f"d2t[{i + 1}]", f"more than {s.d2t[i]}", int(s.d2t[i + 1]), RECONVERT)
 
 
-@rule("G4-D2T-007", ERROR, "a reduced vocabulary comes with its own head", on=DFLASH, needs=FILE)
+@rule("G4-D2T-007", ERROR, "a reduced vocabulary comes with its own head", on=TAPPED, needs=FILE)
 def own_head(s: Subject) -> Findings:
     """Converters whose tensor list has no output.weight dropped the reduced head and kept the
     map; loaders then gave the token table the head's shape and failed."""
@@ -100,7 +100,7 @@ def own_head(s: Subject) -> Findings:
                       RECONVERT)  # fmt: skip
 
 
-@rule("G4-D2T-008", ERROR, "a reduced head comes with its map", on=DFLASH, needs=FILE)
+@rule("G4-D2T-008", ERROR, "a reduced head comes with its map", on=TAPPED, needs=FILE)
 def own_map(s: Subject) -> Findings:
     """Without d2t, row numbers of the head are taken for token ids."""
     head = s.shape("output.weight")
@@ -108,7 +108,7 @@ def own_map(s: Subject) -> Findings:
         yield Finding("d2t", f"{head[0]} target ids", "nothing", RECONVERT)
 
 
-@rule("G4-D2T-009", ERROR, "d2t is the one that was converted", on=DFLASH, needs=FILE)
+@rule("G4-D2T-009", ERROR, "d2t is the one that was converted", on=TAPPED, needs=FILE)
 def digest(s: Subject) -> Findings:
     """t2d says the same as d2t from the other side and is dropped at conversion; its digest is
     kept, so that a map exchanged or edited later is noticed."""
@@ -121,7 +121,7 @@ def digest(s: Subject) -> Findings:
             yield Finding("d2t", f"t2d digest {said:.12}", f"{found:.12}", RECONVERT)
 
 
-@rule("G4-D2T-010", WARNING, "the draft can propose every stop token", on=DFLASH, needs=FILE)
+@rule("G4-D2T-010", WARNING, "the draft can propose every stop token", on=TAPPED, needs=FILE)
 def stop_tokens(s: Subject) -> Findings:
     """A vocabulary cut to the 32,000 most frequent tokens lacks `<eos>`, `<turn|>` and
     `<|tool_response>`: the draft never ends a turn, and the last step of every answer drafts
@@ -135,7 +135,7 @@ def stop_tokens(s: Subject) -> Findings:
                       "nothing can be done short of training")  # fmt: skip
 
 
-@rule("G4-D2T-011", WARNING, "row numbers were added to d2t once", on=DFLASH, needs=FILE)
+@rule("G4-D2T-011", WARNING, "row numbers were added to d2t once", on=TAPPED, needs=FILE)
 def added_twice(s: Subject) -> Findings:
     """Ids that go through a delta-to-absolute step again grow by their row: no two neighbours of
     the vocabulary are left, which no real selection of frequent tokens looks like."""

@@ -11,7 +11,20 @@ from typing import NamedTuple
 from g4spec.gguf import T
 from g4spec.quant import policy
 from g4spec.validate.header import Key
-from g4spec.validate.rule import DFLASH, ERROR, GEMMA, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.rule import (
+    DFLASH,
+    DRAFTS,
+    EAGLE,
+    ERROR,
+    GEMMA,
+    TAPPED,
+    TARGETS,
+    WARNING,
+    Finding,
+    Findings,
+    Needs,
+    rule,
+)
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
@@ -28,7 +41,7 @@ class Want(NamedTuple):
     on: tuple[str, ...] = ()
 
 
-ALL = ("gemma4", "dflash", "gemma4-assistant")
+ALL = (*TARGETS, *DRAFTS)
 KEYS = {
     ".block_count": Want((T.U32,), on=ALL),
     ".context_length": Want((T.U32,), on=ALL),
@@ -58,7 +71,17 @@ KEYS = {
     ".rope.dimension_count_swa": Want((T.U32,)),
     ".final_logit_softcapping": Want((T.F32,)),
     ".block_size": Want((T.U32,), on=DFLASH),
-    ".target_layers": Want((), INTS, DFLASH),
+    ".target_layers": Want((), INTS, TAPPED),
+    ".target_hidden_size": Want((T.U32,), on=EAGLE),
+    ".norm_before_residual": Want((T.BOOL,)),
+    ".norm_before_fc": Want((T.BOOL,)),
+    ".sample_from_anchor": Want((T.BOOL,)),
+    ".has_confidence_head": Want((T.BOOL,)),
+    ".conv_kernel_size": Want((T.U32,)),
+    ".conv_group_size": Want((T.U32,)),
+    ".selector_rank": Want((T.U32,)),
+    ".selector_top_k": Want((T.U32,)),
+    ".logit_scale": Want((T.F32,)),
     ".embedding_scale": Want((T.F32,)),
     ".hidden_activation": Want((T.STRING,)),
     "general.alignment": Want((T.U32,)),

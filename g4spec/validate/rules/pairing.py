@@ -29,7 +29,7 @@ def hidden(s: Subject) -> Findings:
     """A draft for another size of target: upstream aborts inside a matrix product."""
     target = _target(s)
     if s.config.n_embd != target.config.n_embd:
-        yield Finding("dflash.embedding_length", target.config.n_embd, s.config.n_embd, OTHER)
+        yield Finding(s.name(".embedding_length"), target.config.n_embd, s.config.n_embd, OTHER)
 
 
 @rule("G4-PAIR-002", ERROR, "vocabularies have the same size", on=DRAFTS, needs=TARGET)
@@ -97,7 +97,7 @@ def softcap(s: Subject) -> Findings:
     changes nothing at temperature 0 and costs acceptance above."""
     target = _target(s)
     if not s.config.own_head and s.config.softcap != target.config.softcap:
-        yield Finding("dflash.final_logit_softcapping", target.config.softcap, s.config.softcap,
+        yield Finding(s.name(".final_logit_softcapping"), target.config.softcap, s.config.softcap,
                       "take final_logit_softcapping from the draft's configuration")  # fmt: skip
 
 

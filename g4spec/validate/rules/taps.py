@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from g4spec.validate.rule import DFLASH, ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
 
-KEY = "dflash.target_layers"
+KEY = ".target_layers"
 FILE = Needs.FILE
 
 
@@ -30,6 +30,8 @@ PUBLISHED = (
     Published(48, (6, 18, 30, 42, 47), "DeepSpec, 12B"),
     Published(60, (2, 13, 24, 36, 47, 58), "z-lab, 31B"),
     Published(60, (1, 17, 29, 47, 58), "speculators, 31B"),
+    Published(60, (2, 30, 57), "speculators EAGLE-3, 31B"),
+    Published(30, (2, 15, 27), "speculators EAGLE-3, 26B-A4B"),
 )
 
 
@@ -38,34 +40,36 @@ def ids(s: Subject) -> list[int]:
     return [] if found is None else [int(i) for i in found]
 
 
-@rule("G4-TAP-001", ERROR, "fc has one input block for each layer id", on=DFLASH, needs=FILE)
+@rule("G4-TAP-001", ERROR, "fc has one input block for each layer id", on=TAPPED, needs=FILE)
 def width(s: Subject) -> Findings:
     """A loader that took the target's depth (60) for the number of layer ids (6) sized fc for
     another model; an empty list divided by zero."""
     shape, hidden, n = s.shape("fc.weight"), s.integer(".embedding_length"), len(ids(s))
-    if shape and hidden and (n == 0 or shape != (hidden, n * hidden)):
-        yield Finding("fc.weight", f"[{hidden}, {n} x {hidden} = {n * hidden}]", list(shape),
-                      f"{KEY} must name {shape[-1] / hidden:g} layers")  # fmt: skip
+    its = s.integer(".target_hidden_size") or hidden
+    if shape and hidden and its and (n == 0 or shape != (hidden, n * its)):
+        yield Finding("fc.weight", f"[{hidden}, {n} x {its} = {n * its}]", list(shape),
+                      f"{s.name(KEY)} must name {shape[-1] / its:g} layers")  # fmt: skip
 
 
-@rule("G4-TAP-002", ERROR, "layer ids are unique", on=DFLASH, needs=FILE)
+@rule("G4-TAP-002", ERROR, "layer ids are unique", on=TAPPED, needs=FILE)
 def unique(s: Subject) -> Findings:
     """Upstream accepts a repeated id without a word; one block of fc then reads the wrong layer."""
     found = ids(s)
     if len(set(found)) != len(found):
-        yield Finding(KEY, "different layers", found, "take the ids from the checkpoint")
+        yield Finding(s.name(KEY), "different layers", found, "take the ids from the checkpoint")
 
 
-@rule("G4-TAP-003", WARNING, "layer ids increase", on=DFLASH, needs=FILE)
+@rule("G4-TAP-003", WARNING, "layer ids increase", on=TAPPED, needs=FILE)
 def increasing(s: Subject) -> Findings:
     """The order of the ids is the order of fc's blocks. Every published draft counts upwards; a
     set that went through a Python `set` does not."""
     found = ids(s)
     if found != sorted(found):
-        yield Finding(KEY, sorted(found), found, "keep the order of the checkpoint's configuration")
+        yield Finding(s.name(KEY), sorted(found), found,
+                      "keep the order of the checkpoint's configuration")  # fmt: skip
 
 
-@rule("G4-TAP-004", ERROR, "layer ids are inputs of target layers", on=DFLASH, needs=FILE)
+@rule("G4-TAP-004", ERROR, "layer ids are inputs of target layers", on=TAPPED, needs=FILE)
 def in_range(s: Subject) -> Findings:
     """0 is the embedding and no trained draft reads it: it is an id that was never shifted. An
     id equal to the layer count is the last layer's output, which upstream cannot read and
@@ -74,11 +78,12 @@ def in_range(s: Subject) -> Findings:
     for i in ids(s):
         if i < 1 or (n is not None and i >= n):
             top = f"1 to {n - 1}" if n is not None else "1 or more"
-            yield Finding(KEY, top, i, "count layer inputs: a z-lab id plus one, a speculators "
-                          "id as it is, and use the target this draft was trained for")  # fmt: skip
+            yield Finding(s.name(KEY), top, i, "count layer inputs: a z-lab id plus one, a "
+                          "speculators id as it is, and use the target this draft was trained "
+                          "for")  # fmt: skip
 
 
-@rule("G4-TAP-005", ERROR, "layer ids are not off by one", on=DFLASH, needs=FILE)
+@rule("G4-TAP-005", ERROR, "layer ids are not off by one", on=TAPPED, needs=FILE)
 def off_by_one(s: Subject) -> Findings:
     """z-lab ids taken as they are (several engines and forks), or speculators ids shifted once
     more (some forks): drafts load, text stays right, acceptance collapses."""
@@ -92,10 +97,10 @@ def off_by_one(s: Subject) -> Findings:
             why = "these were shifted once too often: subtract 1"
         else:
             continue
-        yield Finding(KEY, f"{list(p.ids)} ({p.who})", list(found), why)
+        yield Finding(s.name(KEY), f"{list(p.ids)} ({p.who})", list(found), why)
 
 
-@rule("G4-TAP-006", WARNING, "layer ids are those of a published draft", on=DFLASH, needs=FILE)
+@rule("G4-TAP-006", WARNING, "layer ids are those of a published draft", on=TAPPED, needs=FILE)
 def published(s: Subject) -> Findings:
     """An engine that computed evenly spaced ids instead of reading them had the wrong ones for
     both sizes of target, and drafts that were mostly rejected."""
@@ -104,5 +109,6 @@ def published(s: Subject) -> Findings:
     near = {tuple(i + d for i in p.ids) for p in PUBLISHED for d in (-1, 0, 1)}
     if sets and found and found not in near:
         known = "; ".join(f"{list(p.ids)} ({p.who})" for p in sets)
-        yield Finding(KEY, known, list(found), "compare with the checkpoint's configuration; "
-                      "ignore this if the draft was trained with these ids")  # fmt: skip
+        yield Finding(s.name(KEY), known, list(found),
+                      "compare with the checkpoint's configuration; ignore this if the draft was "
+                      "trained with these ids")  # fmt: skip

@@ -1,0 +1,69 @@
+"""Heads of DSpark and EAGLE-3 drafts, and what upstream makes of a draft."""
+
+from __future__ import annotations
+
+from g4spec.models import upstream
+from g4spec.models.dspark import MARKS
+from g4spec.validate.rule import (
+    DFLASH,
+    DRAFTS,
+    EAGLE,
+    ERROR,
+    NOTE,
+    WARNING,
+    Finding,
+    Findings,
+    Needs,
+    rule,
+)
+from g4spec.validate.subject import Subject
+
+FILE = Needs.FILE
+RECONVERT = "convert again from the original checkpoint with g4spec convert"
+
+
+@rule("G4-HEAD-001", ERROR, "a DSpark draft says which row drafts first", on=DFLASH, needs=FILE)
+def first_row(s: Subject) -> Findings:
+    """DeepSpec reads from the anchor's row on, RedHat's drafts from the next one. A loader that
+    guesses is off by one: only the first drafted token is ever accepted."""
+    if any(s.shape(name) for name in MARKS) and not s.has(".sample_from_anchor"):
+        yield Finding(s.name(".sample_from_anchor"), "true or false", "nothing", RECONVERT)
+
+
+@rule("G4-HEAD-002", ERROR, "the confidence head is there if the file says so", on=DFLASH,
+      needs=FILE)  # fmt: skip
+def confidence(s: Subject) -> Findings:
+    """Upstream with --spec-draft-p-min drafts nothing at all, without a word, when the key is
+    true or missing and the head is not there."""
+    there, said = s.shape("conf_proj.weight") is not None, s.flag(".has_confidence_head")
+    if said is not None and said != there:
+        yield Finding(s.name(".has_confidence_head"), there, said, RECONVERT)
+
+
+@rule("G4-HEAD-003", WARNING, "an EAGLE-3 draft says what its residual is", on=EAGLE, needs=FILE)
+def residual(s: Subject) -> Findings:
+    """`norm_before_residual` is false by default in speculators and llama.cpp and true in vLLM;
+    RedHat's drafts are trained with true. The wrong one drafts noise."""
+    if not s.has(".norm_before_residual"):
+        yield Finding(s.name(".norm_before_residual"), "true or false", "nothing", RECONVERT)
+
+
+@rule("G4-HEAD-004", ERROR, "what upstream would compute otherwise, it refuses", on=DRAFTS)
+def refused(s: Subject) -> Findings:
+    """A gated Markov head, a P-EAGLE block or drafts read from another row load in an engine that
+    does not know them, and are slow there for no visible reason."""
+    verdict = upstream.judge(getattr(s.kind, "LIMITS", ()), s.config)
+    if verdict.case == "refused" and not str(s.arch).endswith(upstream.OWN):
+        why = next(limit for limit in verdict.reasons if limit.case == "refused")
+        yield Finding("general.architecture", f"{s.arch}{upstream.OWN}, for {why.what}", s.arch,
+                      RECONVERT)  # fmt: skip
+
+
+@rule("G4-HEAD-005", NOTE, "nothing keeps upstream from loading the draft", on=DRAFTS)
+def needlessly(s: Subject) -> Findings:
+    """A file under our own architecture name runs here only; when upstream would run it as it was
+    trained, the name is a mistake."""
+    verdict = upstream.judge(getattr(s.kind, "LIMITS", ()), s.config)
+    if verdict.case != "refused" and str(s.arch).endswith(upstream.OWN):
+        yield Finding("general.architecture", str(s.arch).removesuffix(upstream.OWN), s.arch,
+                      RECONVERT)  # fmt: skip
