@@ -24,6 +24,10 @@ def command(
         list[str] | None,
         typer.Option(help="Ask only this rule; may be repeated."),
     ] = None,
+    upstream: Annotated[
+        bool,
+        typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file."),
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
     list_rules: Annotated[bool, typer.Option("--list-rules", help="Show all rules.")] = False,
     json: render.Json = False,
@@ -43,6 +47,9 @@ def command(
         return
     if path is None:
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
+    if upstream:
+        _upstream(out, path)
+        return
     path = _inputs.local(path, out, "gguf")
     target = target and _inputs.local(target, out, "gguf")
     against = against and _inputs.local(against, out)
@@ -58,6 +65,17 @@ def command(
     out.result(report.json())
     if not report.ok or (strict and report.count(Severity.WARNING)):
         raise CheckFailed(report.summary())
+
+
+def _upstream(out: render.Output, path: Path) -> None:
+    from g4spec.validate import upstream
+
+    verdict = upstream.of(path)
+    rows = [(limit.case, limit.what, limit.does) for limit in verdict.reasons]
+    out.table(f"Upstream llama.cpp: {upstream.CASES[verdict.case]}",
+              ("case", "this draft has", "upstream"), rows)  # fmt: skip
+    out.result({"case": verdict.case, "reasons": [
+        dict(zip(("case", "what", "does"), row, strict=True)) for row in rows]})  # fmt: skip
 
 
 def _list(out: render.Output) -> None:

@@ -29,6 +29,7 @@ from g4spec.models.spec import (
     TargetView,
     TensorSpec,
 )
+from g4spec.models.upstream import Limit
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,11 @@ TITLE = "Gemma 4 MTP assistant"
 PREFIXES = ("model.",)
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 DROPS = gemma4.DROPS
+
+LIMITS = (
+    Limit("differs", "a centroid head", "scores the whole vocabulary instead",
+          lambda c: c.n_centroids > 0),
+)  # fmt: skip
 
 CENTROIDS = "g4spec.assistant.centroids"
 ORDERING = "g4spec.assistant.token_ordering"

@@ -1,0 +1,78 @@
+"""Which of three cases a draft is in, judged from its file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import models
+from g4spec.cli import run
+from g4spec.convert import convert
+from g4spec.models.upstream import OWN
+from g4spec.validate import upstream
+from tests import tiny, tiny_drafts
+
+ROOT = Path(__file__).parents[2]
+DSPARK, EAGLE3 = tiny_drafts.speculators_dspark, tiny_drafts.eagle3
+CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "dspark": (DSPARK, {}, "same"),
+    "dspark-window": (DSPARK, {"window": 8}, "differs"),
+    "dspark-gated": (DSPARK, {"head": "gated"}, "refused"),
+    "dspark-hidden-confidence": (DSPARK, {"confidence": "hidden"}, "refused"),
+    "dspark-no-heads": (DSPARK, {"rank": 0, "confidence": "none"}, "refused"),
+    "deepspec-softcap": (tiny_drafts.deepspec_dspark, {}, "differs"),
+    "deepspec": (tiny_drafts.deepspec_dspark, {"softcap": None}, "same"),
+    "dflash": (tiny.speculators_dflash, {}, "same"),
+    "dflash-anchor": (tiny.speculators_dflash, {"sample_from_anchor": True}, "refused"),
+    "zlab": (tiny.zlab_dflash, {}, "differs"),
+    "dflash2": (tiny_drafts.speculators_dflash2, {}, "same"),
+    "dflash2-wide": (tiny_drafts.speculators_dflash2, {"top_k": 8}, "refused"),
+    "eagle3": (EAGLE3, {}, "same"),
+    "eagle3-window": (EAGLE3, {"window": 8}, "differs"),
+    "eagle3-four": (EAGLE3, {"taps": (1, 2, 3, 4)}, "refused"),
+    "eagle3-norms": (EAGLE3, {"fc_norm": True}, "refused"),
+    "p-eagle": (EAGLE3, {"depths": 3}, "refused"),
+    "assistant": (tiny.assistant, {}, "same"),
+    "assistant-centroids": (tiny.assistant, {"centroids": 16}, "differs"),
+}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.target(tmp_path_factory.mktemp("upstream") / "target")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, target: Path, tmp_path: Path) -> None:
+    make, options, case = CASES[name]
+    make(tmp_path / "draft", target, **options)
+    out = tmp_path / "draft.gguf"
+    convert(tmp_path / "draft", out, target=target)
+    assert upstream.of(out).case == case
+    with upstream.GGUF(out) as file:
+        assert file["general.architecture"].endswith(OWN) == (case == "refused")
+
+
+def test_a_missing_residual_key_is_said(target: Path, tmp_path: Path) -> None:
+    draft = EAGLE3(tmp_path / "draft", target, before_residual=None)
+    result = convert(draft, tmp_path / "d.gguf", target=target)
+    assert any("norm_before_residual" in note for note in result.notes)
+
+
+def test_the_command(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draft = DSPARK(tmp_path / "draft", target, window=8)
+    convert(draft, tmp_path / "d.gguf", target=target)
+    assert run(["validate", str(tmp_path / "d.gguf"), "--upstream", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["case"] == "differs" and len(said["reasons"]) == 2
+    assert run(["validate", str(tmp_path / "d.gguf"), "--upstream"]) == 0
+    assert "little different" in "".join(capsys.readouterr())
+
+
+def test_every_kind_is_on_the_page() -> None:
+    page = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
+    assert page == upstream.document(), "run python -m g4spec.validate.upstream"
+    assert all(m.TITLE in page for m in models.drafts().values())
