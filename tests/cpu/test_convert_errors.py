@@ -169,7 +169,6 @@ def test_requantizing_must_be_asked_for(family: Path, tmp_path: Path) -> None:
 
 UNKNOWN: dict[str, tuple[dict[str, Any], type[G4Error], str]] = {
     "mtp": ({"speculators_model_type": "mtp"}, Unsupported, "MTP"),
-    "unified": ({"architectures": ["Gemma4UnifiedForConditionalGeneration"]}, Unsupported, "12B"),
     "other": ({"architectures": ["LlamaForCausalLM"]}, InputError, "LlamaForCausalLM.*fc.weight"),
     "nothing": ({"architectures": None}, InputError, "architectures None"),
     "two": ({"architectures": ["DFlashDraftModel", "Gemma4ForCausalLM"]}, InputError, "several"),
