@@ -26,7 +26,7 @@ from g4spec.errors import G4Error
 from g4spec.gguf import GGUF
 from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
-from tests import tiny
+from tests import tiny, tiny_drafts
 from tests.cpu import gguf_fixtures as fixtures
 from tests.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
 from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
@@ -56,6 +56,10 @@ def surfaces(folder: Path) -> list[Surface]:
         tiny.zlab_dflash(folder / "zlab", target, inter=32),
         tiny.speculators_dflash(folder / "spec", target, inter=32),
         tiny.assistant(folder / "asst", target, hidden=16, inter=32, centroids=16),
+        tiny_drafts.speculators_dspark(folder / "dspark", target, inter=32),
+        tiny_drafts.deepspec_dspark(folder / "deepspec", target, inter=32),
+        tiny_drafts.eagle3(folder / "eagle3", target, inter=32),
+        tiny_drafts.zlab_dflash2(folder / "dflash2", target, inter=32),
     ]
     return [
         Surface("gguf", _ggufs(folder, drafts), Reading(folder).gguf, mutate_gguf),
@@ -157,7 +161,7 @@ class Reading:
         from g4spec.convert import sources
 
         config = safetensors.parse_json(data, "config.json")
-        for draft in ("zlab", "spec", "asst"):
+        for draft in ("zlab", "spec", "asst", "dspark", "deepspec", "eagle3", "dflash2"):
             shapes = self._shapes(draft)
             checkpoint = sources.Checkpoint(config, shapes)
             for kind in models.drafts().values():

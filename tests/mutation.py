@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import struct
@@ -67,11 +68,11 @@ def mutate_json(data: bytes, rng: random.Random, other: bytes) -> bytes:
         if kind == 0:
             del holder[key]
         elif kind == 1:
-            holder[key] = [holder[key]] * rng.choice([1, 2, 50])
+            holder[key] = [copy.deepcopy(holder[key]) for _ in range(rng.choice([1, 2, 50]))]
         elif kind == 2 and isinstance(holder[key], (int, float)):
             holder[key] = rng.choice([-1, 1]) * rng.choice(NUMBERS)
         else:
-            holder[key] = rng.choice(ODD)
+            holder[key] = copy.deepcopy(rng.choice(ODD))
     return json.dumps(tree).encode()
 
 

@@ -200,7 +200,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     d2t = tensors.get("d2t")
     depths = own.get(int, DEPTHS, 1) if MASK in tensors else 0
     return Config(
-        n_vocab=f.get(int, "vocab_size", len(kv.get("tokenizer.ggml.tokens") or ())),
+        n_vocab=f.vocabulary(),
         n_embd=f.positive("embedding_length"),
         n_ctx=f.positive("context_length"),
         eps=f.get(float, "attention.layer_norm_rms_epsilon"),

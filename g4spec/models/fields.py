@@ -87,6 +87,11 @@ class Fields:
                              expected=f"at most {MAX_LAYERS}", found=value)  # fmt: skip
         return value
 
+    def vocabulary(self) -> int:
+        """`vocab_size`, or in a GGUF without it the number of its tokens."""
+        tokens = Fields(self.raw, self.where).list(str, "tokenizer.ggml.tokens", [])
+        return self.get(int, "vocab_size", len(tokens))
+
     def sub(self, key: str) -> Fields:
         """The nested mapping under `key`, empty if absent."""
         return Fields(self.get(dict, key, {}), f"{self.where}: {key}")
