@@ -18,6 +18,7 @@ class Characters:
 
     template = "yes"
     stop_ids = frozenset({1})
+    suppress_ids: tuple[int, ...] = ()
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         return [2] * bos + [10 + ord(c) % (memory_models.V - 10) for c in text]
