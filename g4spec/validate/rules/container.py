@@ -149,7 +149,7 @@ def architecture(s: Subject) -> Findings:
     """Forks store the same drafts under other names, tensors and layer-id conventions
     (`gemma4_mtp`, `gemma4-dflash-draft`); loading one as the other is silently wrong."""
     if s.header.broken is None and s.kind is None:
-        names = [x.name for x in (*s.header.keys, *s.header.tensors)]
+        names = [k.name for k in s.header.keys] + [t.name for t in s.header.tensors]
         dialect = dialects.recognise(s.arch, names)
         fix = ("rewrite it with g4spec convert FILE --target TARGET -o NEW.gguf" if dialect
                else "convert from the original checkpoint with g4spec convert")  # fmt: skip
