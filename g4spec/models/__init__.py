@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Container
@@ -11,6 +12,7 @@ TARGETS = ("gemma4",)
 """Kinds that are targets; every other kind with an ARCH is a draft."""
 
 
+@functools.cache
 def kinds() -> dict[str, ModuleType]:
     """Name -> module, for every kind that has files. The name is the GGUF architecture, or NAME
     where several kinds share one."""
