@@ -71,6 +71,7 @@ def parse_hf(checkpoint: Checkpoint) -> Config:
     text = Fields(raw.get("text_config") or raw, "config.json")
     text.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     text.require("attention_bias", (False,), False)
+    text.require("use_bidirectional_attention", (None, "vision"), None)  # of images only
     n_vocab = text.positive("vocab_size")
     if text.raw.get("hidden_size_per_layer_input"):
         text.require("vocab_size_per_layer_input", (n_vocab,), n_vocab)

@@ -99,7 +99,8 @@ def test_the_engine_never_chooses_a_suppressed_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"hidden_size_per_layer_input": -1}, {"num_experts": 0},
                                     {"num_kv_shared_layers": 12}, {"num_kv_shared_layers": 99},
-                                    {"vocab_size_per_layer_input": 100}])  # fmt: skip
+                                    {"vocab_size_per_layer_input": 100},
+                                    {"use_bidirectional_attention": "all"}])  # fmt: skip
 def test_nonsense_in_the_configuration(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = tiny.target(tmp_path / "t", experts=8, ple=8)
     config = json.loads((folder / "config.json").read_text())
