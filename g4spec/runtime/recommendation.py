@@ -29,6 +29,7 @@ class Recommendation:
 def recommend(rows: Sequence[Row]) -> Recommendation:
     """The fastest fixed length of each category.
 
+    A length at which no draft was accepted cannot gain; whatever the clock said, it was noise.
     Lengths whose speed-up lies within the spread of the fastest one's repeats, or within `NOISE`,
     are ties; the smallest of them is taken, because it wastes the least.
     """
@@ -40,7 +41,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
     lengths: dict[str, int] = {}
     auto: dict[str, float] = {}
     for category, mine in by_category.items():
-        fixed = [r for r in mine if r.length != "auto"]
+        fixed = [r for r in mine if r.length == 0 or (r.length != "auto" and r.committed > 1)]
         best = max(fixed, key=lambda r: r.ratio)
         enough = min(best.ratio_spread[0], best.ratio * (1 - NOISE))
         lengths[category] = min(int(r.length) for r in fixed if r.ratio >= enough)
