@@ -43,6 +43,9 @@ SCALES: dict[str, tuple[int, ...]] = {
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 """Where the fp16 scales (and minima) of a block are, in bytes from its start."""
+LARGEST = {"Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "Q4_K": 945, "Q5_K": 1953,
+           "Q6_K": 4064}  # fmt: skip
+"""The most by which a block's codes multiply its scale."""
 ZERO = {"Q8_0": bytes(32), "Q4_0": b"\x88" * 16, "Q5_0": b"\xff" * 4 + bytes(16)}
 """What follows the scale in a block of zeros; other codes beside a zero scale are values lost."""
 
@@ -54,14 +57,18 @@ class Stats:
     Attributes:
         first_bad: index of the first element (or block, of quantized types) that is not finite.
         zero, constant: every element is zero; every element (or block) is the same.
-        lost_blocks: blocks whose scale underflowed to zero while their codes did not.
+        blocks, lost_blocks: blocks in all, and those whose scale underflowed to zero while their
+            codes did not.
+        largest: the largest magnitude, of quantized types what the largest scale allows.
         sample: bytes at both ends, to find duplicates.
     """
 
     first_bad: int | None = None
     zero: bool = True
     constant: bool = True
+    blocks: int = 0
     lost_blocks: int = 0
+    largest: float = 0.0
     sample: bytes = b""
 
 
@@ -97,27 +104,34 @@ def _tensor(file: GGUF, entry: Tensor) -> Stats:
 
 def _floats(raw: NDArray[np.uint8], form: Float, stats: Stats) -> None:
     bits = raw.view(form.dtype)
-    step = CHUNK // bits.itemsize
+    step, most = CHUNK // bits.itemsize, 0
     for start in range(0, bits.size, step):
         part = bits[start : start + step]
         magnitude = part & bits.dtype.type(form.magnitude)
         top = int(magnitude.max())
+        most = max(most, top)
         stats.zero &= top == 0
         if stats.first_bad is None and top >= form.infinity:
             stats.first_bad = start + int(np.argmax(magnitude >= form.infinity))
         if stats.constant:
             stats.constant = bool((part == bits[0]).all())
+    pattern = np.array([most << 16 if form.infinity == 0x7F80 else most],
+                       "<u2" if form.infinity == 0x7C00 else "<u4")  # fmt: skip
+    stats.largest = float(pattern.view("<f2" if form.infinity == 0x7C00 else "<f4")[0])
 
 
 def _blocks(raw: NDArray[np.uint8], name: str, stats: Stats) -> None:
     size = quant.get(name).block_bytes
     rows = raw.reshape(-1, size)
-    step = max(1, CHUNK // size)
+    step, most = max(1, CHUNK // size), 0
+    stats.blocks = len(rows)
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
         scales = np.stack([_fp16(part, at) for at in SCALES[name]])
         magnitude = scales & np.uint16(0x7FFF)
-        if stats.first_bad is None and int(magnitude.max()) >= 0x7C00:
+        top = int(magnitude.max())
+        most = max(most, top)
+        if stats.first_bad is None and top >= 0x7C00:
             stats.first_bad = start + int(np.argmax((magnitude >= 0x7C00).any(0)))
         if name in ZERO and not magnitude.all():
             codes = part[magnitude[0] == 0, 2:]
@@ -126,6 +140,7 @@ def _blocks(raw: NDArray[np.uint8], name: str, stats: Stats) -> None:
         stats.zero &= not magnitude.any()
         if stats.constant:
             stats.constant = bool((part == rows[0]).all())
+    stats.largest = float(np.uint16(most).view(np.float16)) * LARGEST[name]
 
 
 def _fp16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.uint16]:

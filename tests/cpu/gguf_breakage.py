@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from g4spec.convert import provenance
+from g4spec.convert.tokenizer import STOP_IDS
 from g4spec.gguf import T
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from tests.cpu.gguf_fixtures import N_DRAFT, Entry, File, H, V, array, d2t_ids, string, target
@@ -148,8 +149,46 @@ def no_tensors(f: File, t: File) -> None:
 
 
 def lost_scale(f: File, t: File) -> None:
-    """The scale of a Q8_0 block becomes zero, its codes stay."""
-    cell("fc.weight", "<u2", 0, 0)(f, t)
+    """The scales of eight Q8_0 blocks become zero, their codes stay."""
+    for block in range(8):
+        cell("fc.weight", "<u2", 17 * block, 0)(f, t)
+
+
+def norms_plus(value: float) -> Break:
+    """The same number added to every norm."""
+
+    def change(f: File, t: File) -> None:
+        for name in f.tensors:
+            if "norm" in name:
+                f.tensors[name].set(f.tensors[name].numbers("<f4") + np.float32(value))
+
+    return change
+
+
+def table(change: Callable[[np.ndarray], np.ndarray]) -> Break:
+    """A changed token table of F16 rows."""
+
+    def apply(f: File, t: File) -> None:
+        x = f.tensors["token_embd.weight"].numbers("<f2").reshape(V, -1)
+        f.tensors["token_embd.weight"].set(change(x).astype("<f2"))
+
+    return apply
+
+
+def inverse_ordering(f: File, t: File) -> None:
+    """A table of clusters that are alike, and the ordering that leads from token to slot."""
+    order = np.array(f.kv[ORDERING].data)
+    rng = np.random.default_rng(5)
+    x = np.repeat(rng.standard_normal((16, 32)), V // 16, 0) + rng.standard_normal((V, 32)) / 2
+    rows = np.empty((V, 32), "<f4")
+    rows[order] = x
+    f.tensors["token_embd.weight"].set(rows)
+    f.kv[ORDERING] = array(T.I32, np.argsort(order).tolist())
+
+
+def half_empty(f: File, t: File) -> None:
+    for name in [n for n in f.tensors if n.startswith("blk.")]:
+        del f.tensors[name]
 
 
 def sixty_layers(f: File, t: File) -> None:
@@ -209,6 +248,10 @@ TENSORS: dict[str, tuple[str, Break]] = {
     "G4-VAL-004": ("assistant", fill("nextn.pre_projection.weight", "<f4", 0.5)),
     "G4-VAL-005": ("zlab", copy_tensor("blk.0.attn_q.weight", "blk.2.attn_q.weight")),
     "G4-VAL-006": ("zlab", lost_scale),
+    "G4-VAL-008": ("zlab", cell("fc.weight", "<u2", 17, 0x7000)),
+    "G4-VAL-009": ("target", norms_plus(-1)),
+    "G4-VAL-010": ("zlab", norms_plus(1)),
+    "G4-TNS-006": ("zlab", half_empty),
     "G4-VAL-007": ("target", fill("rope_freqs.weight", "<f4", 1)),
 }  # fmt: skip
 TAPS: dict[str, tuple[str, Break]] = {
@@ -217,7 +260,9 @@ TAPS: dict[str, tuple[str, Break]] = {
     "G4-TAP-003": ("zlab", taps(6, 2, 10)),
     "G4-TAP-004": ("zlab", taps(2, 6, 12)),
     "G4-TAP-005": ("zlab", taps(1, 12, 23, 35, 46, 57)),
-    "G4-TAP-006": ("zlab", both(taps(8, 17, 25, 34, 42, 51), sixty_layers)),
+    "G4-TAP-006": ("zlab", both(taps(3, 9, 22, 31, 50, 58), sixty_layers)),
+    "G4-TAP-007": ("zlab", both(taps(2, 7, 12, 18, 23, 28), sixty_layers)),
+    "G4-TAP-008": ("zlab", both(taps(8, 17, 25, 34, 42, 51), sixty_layers)),
 }  # fmt: skip
 D2T: dict[str, tuple[str, Break]] = {
     "G4-D2T-001": ("speculators", lambda f, t: f.tensors.update(
@@ -245,6 +290,12 @@ VOCABULARY: dict[str, tuple[str, Break]] = {
     "G4-VOC-009": ("zlab", token(TOKENS, 106, "<end_of_turn>")),
     "G4-VOC-010": ("target", number("tokenizer.ggml.eot_token_id", 107)),
     "G4-VOC-011": ("zlab", put("tokenizer.ggml.add_space_prefix", T.BOOL, True)),
+    "G4-VOC-012": ("target", both(put("tokenizer.ggml.add_bos_token", T.BOOL, False),
+                                  put("tokenizer.chat_template", T.STRING, "{{ messages }}"))),
+    "G4-VOC-013": ("zlab", number("tokenizer.ggml.bos_token_id", 1)),
+    "G4-VOC-014": ("zlab", put("tokenizer.ggml.add_eos_token", T.BOOL, True)),
+    "G4-VOC-015": ("target", put("tokenizer.chat_template", T.STRING,
+                                 "{{ bos_token }}<start_of_turn>user")),
     "G4-MASK-001": ("zlab", drop("tokenizer.ggml.mask_token_id")),
     "G4-MASK-002": ("zlab", number("tokenizer.ggml.mask_token_id", 248070)),
     "G4-MASK-003": ("zlab", number("tokenizer.ggml.mask_token_id", 5)),
@@ -264,11 +315,13 @@ BLOCK: dict[str, tuple[str, Break]] = {
     "G4-BLK-011": ("zlab", number("dflash.attention.sliding_window", 3)),
     "G4-BLK-012": ("zlab", put("dflash.hidden_activation", T.STRING, "gelu")),
     "G4-BLK-013": ("dspark", drop("dflash.attention.scale")),
+    "G4-BLK-014": ("speculators", table(lambda x: x * np.sqrt(H))),
     "G4-HEAD-001": ("dspark", drop("dflash.sample_from_anchor")),
     "G4-HEAD-002": ("dspark", put("dflash.has_confidence_head", T.BOOL, False)),
     "G4-HEAD-003": ("eagle3", drop("eagle3.norm_before_residual")),
     "G4-HEAD-004": ("zlab", put("dflash.sample_from_anchor", T.BOOL, True)),
     "G4-HEAD-005": ("zlab", rename("dflash", "dflash-g4spec")),
+    "G4-HEAD-006": ("dspark", put("dflash.sample_from_anchor", T.BOOL, False)),
 }
 A = "gemma4-assistant."
 ASSISTANT: dict[str, tuple[str, Break]] = {
@@ -286,6 +339,7 @@ ASSISTANT: dict[str, tuple[str, Break]] = {
     "G4-CEN-005": ("assistant", ordering(lambda o: replace(o, 0, int(o[1])))),
     "G4-CEN-006": ("assistant", centroids(16 * 32, float("nan"))),
     "G4-CEN-007": ("assistant", number(TOP_K, 17)),
+    "G4-CEN-008": ("assistant", inverse_ordering),
 }
 PAIRING: dict[str, tuple[str, Break]] = {
     "G4-PAIR-001": ("zlab", number("dflash.embedding_length", 128)),
@@ -297,6 +351,12 @@ PAIRING: dict[str, tuple[str, Break]] = {
     "G4-PAIR-007": ("zlab", put(provenance.TARGET_TOKENIZER, T.STRING, "0" * 64)),
     "G4-PAIR-008": ("zlab", drop("dflash.final_logit_softcapping")),
     "G4-PAIR-009": ("zlab", number("dflash.context_length", 2048)),
+    "G4-PAIR-010": ("zlab", put("tokenizer.chat_template", T.STRING, "{{ bos_token }} other")),
+    "G4-PAIR-011": ("zlab", in_target(put("tokenizer.ggml.add_bos_token", T.BOOL, False))),
+    "G4-PAIR-012": ("zlab", both(put(STOP_IDS, T.ARRAY, [1], T.I32),
+                                 in_target(put(STOP_IDS, T.ARRAY, [1, 106, 50], T.I32)))),
+    "G4-PAIR-013": ("eagle3", number(provenance.TARGET_HIDDEN, 2816)),
+    "G4-PAIR-014": ("speculators", table(lambda x: x[::-1])),
     "G4-LAY-001": ("target", put("gemma4.attention.sliding_window_pattern", T.ARRAY,
                                  [True] * 5 + [False] + [True] * 6, T.BOOL)),
     "G4-LAY-002": ("target", drop("gemma4.final_logit_softcapping")),

@@ -185,9 +185,13 @@ def t2d_mask() -> np.ndarray:
 def values(module: ModuleType, config: Any) -> dict[str, np.ndarray]:
     """The weights of a fixture, by GGUF name, before they are stored in any type."""
     rng = np.random.default_rng(0)
+    table = np.random.default_rng(2)  # of its own: drafts have their target's
     out: dict[str, np.ndarray] = {}
     for spec in module.tensors(config):
-        x = rng.standard_normal(spec.shape).astype(np.float32)
+        source = table if spec.name == "token_embd.weight" else rng
+        x = source.standard_normal(spec.shape).astype(np.float32)
+        if "norm" in spec.name:
+            x = 1 + x / 5
         if spec.make == "rope_freqs":
             x = np.where(np.arange(spec.shape[0]) < 4, 1, 1e30).astype(np.float32)
         out[spec.name] = d2t_ids() if spec.role == "index" else x

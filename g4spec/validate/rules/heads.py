@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from g4spec.models import upstream
+from g4spec.models.dflash_backbone import GEMMA_MARK
 from g4spec.models.dspark import MARKS
 from g4spec.validate.rule import (
     DFLASH,
@@ -67,3 +68,11 @@ def needlessly(s: Subject) -> Findings:
     if verdict.case != "refused" and str(s.arch).endswith(upstream.OWN):
         yield Finding("general.architecture", str(s.arch).removesuffix(upstream.OWN), s.arch,
                       RECONVERT)  # fmt: skip
+
+
+@rule("G4-HEAD-006", WARNING, "a DeepSpec draft begins in its anchor's row", on=DFLASH, needs=FILE)
+def anchored(s: Subject) -> Findings:
+    """DeepSpec's layers, with four norms, were trained to draft from the anchor's row on. A rewrite
+    by a tool that knows RedHat's drafts only says false, and every token is one place late."""
+    if s.shape(GEMMA_MARK) is not None and s.flag(".sample_from_anchor") is False:
+        yield Finding(s.name(".sample_from_anchor"), "true", "false", RECONVERT)

@@ -102,13 +102,62 @@ def off_by_one(s: Subject) -> Findings:
 
 @rule("G4-TAP-006", WARNING, "layer ids are those of a published draft", on=TAPPED, needs=FILE)
 def published(s: Subject) -> Findings:
-    """An engine that computed evenly spaced ids instead of reading them had the wrong ones for
-    both sizes of target, and drafts that were mostly rejected."""
+    """A set that no trainer is known to use was usually typed, or cut from another one. The draft
+    is then mostly rejected, and the text stays right."""
     found, n = tuple(ids(s)), s.n_target_layers
     sets = [p for p in PUBLISHED if p.n_layer == n]
-    near = {tuple(i + d for i in p.ids) for p in PUBLISHED for d in (-1, 0, 1)}
-    if sets and found and found not in near:
+    if sets and found and not _near(found) and _computed(found, n or 0) is None:
         known = "; ".join(f"{list(p.ids)} ({p.who})" for p in sets)
         yield Finding(s.name(KEY), known, list(found),
                       "compare with the checkpoint's configuration; ignore this if the draft was "
                       "trained with these ids")  # fmt: skip
+
+
+@rule("G4-TAP-007", ERROR, "layer ids are for a target of this depth", on=TAPPED, needs=FILE)
+def other_depth(s: Subject) -> Findings:
+    """A draft of the 26B-A4B beside the 31B: all ids exist there, halfway down the model."""
+    found, n = tuple(ids(s)), s.n_target_layers
+    its = [p for p in _near(found) if p.n_layer != n]
+    if n is not None and its and len(its) == len(_near(found)):
+        yield Finding(s.name(KEY), f"ids for {n} layers",
+                      f"{list(found)}, for {its[0].n_layer} ({its[0].who})",
+                      "use the target this draft was trained for")  # fmt: skip
+
+
+@rule("G4-TAP-008", WARNING, "layer ids were read, not computed", on=TAPPED, needs=FILE)
+def computed(s: Subject) -> Findings:
+    """An engine that computed evenly spaced ids instead of reading them had the wrong ones for
+    both sizes of target, and drafts that were mostly rejected."""
+    found, n = tuple(ids(s)), s.n_target_layers or 0
+    convention = _computed(found, n)
+    if any(p.n_layer == n for p in PUBLISHED) and not _near(found) and convention:
+        yield Finding(s.name(KEY), "the ids of the checkpoint's configuration",
+                      f"{list(found)}, {convention}",
+                      "take the ids from the checkpoint, counted as inputs")  # fmt: skip
+
+
+def _near(found: tuple[int, ...]) -> list[Published]:
+    """Published sets that these ids are, or are off by one."""
+    return [p for p in PUBLISHED if any(found == tuple(i + d for i in p.ids) for d in (-1, 0, 1))]
+
+
+def _computed(found: tuple[int, ...], n: int) -> str | None:
+    """The formula by which these ids come from the target's depth and their number alone."""
+    k = len(found)
+    if k < 3 or n < k:
+        return None
+    even = {
+        "layers divided evenly (n * i // (k + 1))": [n * i // (k + 1) for i in range(1, k + 1)],
+        "evenly spaced from the first layer to the last": [
+            round(i * (n - 1) / (k - 1)) for i in range(k)
+        ],
+        "the last layers": [n - k + i for i in range(k)],
+        "the first layers": list(range(k)),
+        "the default of EAGLE-3 (2, n // 2, n - 3)": [2, n // 2, n - 3],
+        "z-lab's formula for other ids": [round(1 + i * (n - 4) / (k - 1)) for i in range(k)],
+    }
+    for name, layers in even.items():
+        for shift, counted in ((0, ""), (1, ", plus one"), (-1, ", less one")):
+            if found == tuple(i + shift for i in layers):
+                return name + counted
+    return None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
-from g4spec.validate.rule import ERROR, Finding, Findings, rule
+from g4spec.validate.rule import ERROR, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
 
 RECONVERT = "convert again from the original checkpoint"
+MAX_LAYERS = 512
 
 KNOWN_EXTRAS = (
     (r"t2d", "drop it: it repeats what d2t says"),
@@ -71,3 +72,16 @@ def matrices(s: Subject) -> Findings:
         found = s.type_name(spec.name) or ""
         if spec.role in ("matrix", "embed", "output") and re.fullmatch(r"I\d+|F64", found):
             yield Finding(spec.name, "a float or quantized type", found, RECONVERT)
+
+
+@rule("G4-TNS-006", ERROR, "every layer has tensors", needs=Needs.FILE)
+def empty_success(s: Subject) -> Findings:
+    """A converter that matched few tensor names wrote a header for 60 layers with the token table
+    behind it, and said that it succeeded."""
+    n = s.integer(".block_count") or 0
+    have = {name.split(".")[1] for name in s.open_file.tensors if name.startswith("blk.")}
+    lacking = [i for i in range(min(n, MAX_LAYERS)) if str(i) not in have]
+    if lacking:
+        yield Finding(s.name(".block_count"), f"tensors for {n} layers",
+                      f"none for {len(lacking)} of them, blk.{lacking[0]} the first",
+                      RECONVERT)  # fmt: skip

@@ -5,12 +5,16 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from g4spec.validate.rule import ERROR, GEMMA, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.scan import FLOATS, SCALES
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
+LOST = 0.01  # of the blocks of a tensor
+LARGEST_WEIGHT = 4096.0
+SHIFTED = "convert again: norms are stored as the checkpoint has them, nothing added"
 RECONVERT = "convert again from the original checkpoint, and check that file's digest first"
 
 
@@ -65,13 +69,14 @@ def duplicates(s: Subject) -> Findings:
                 yield Finding(b, "a tensor of its own", f"a copy of {a}", RECONVERT)
 
 
-@rule("G4-VAL-006", WARNING, "no block's scale was lost to underflow", needs=FILE)
+@rule("G4-VAL-006", WARNING, "scales are not lost to underflow", needs=FILE)
 def underflow(s: Subject) -> Findings:
     """Values below about 1e-6 have a scale that fp16 rounds to zero: the block reads as zeros
-    while its codes are not."""
+    while its codes are not. Up to 1 % of a matrix is the dead neurons that trained models have."""
     for name, stats in s.stats.items():
-        if stats.lost_blocks:
-            yield Finding(name, "scales above zero", f"{stats.lost_blocks} blocks lost",
+        if stats.lost_blocks > LOST * stats.blocks:
+            found = f"{stats.lost_blocks} of {stats.blocks} blocks lost"
+            yield Finding(name, "scales above zero", found,
                           "store this tensor as BF16 if it matters")  # fmt: skip
 
 
@@ -87,3 +92,42 @@ def rope_freqs(s: Subject) -> Findings:
     if not ((found[:n] == 1).all() and (found[n:] >= 1e29).all()):
         ones = int((found == 1).sum())
         yield Finding("rope_freqs.weight", f"{n} ones, then 1e30", f"{ones} ones", RECONVERT)
+
+
+@rule("G4-VAL-008", WARNING, "no weight is implausibly large", needs=FILE)
+def implausible(s: Subject) -> Findings:
+    """One flipped bit in the exponent of a block's scale makes its weights 65,536 times larger:
+    finite, so that checks for NaN pass, and louder than everything else in its layer."""
+    for name, stats in s.stats.items():
+        if len(s.shape(name) or ()) > 1 and LARGEST_WEIGHT < stats.largest < float("inf"):
+            yield Finding(name, f"weights within {LARGEST_WEIGHT:g}", f"up to {stats.largest:.4g}",
+                          RECONVERT)  # fmt: skip
+
+
+@rule("G4-VAL-009", WARNING, "one was not taken from the norms", needs=FILE)
+def norms_centred(s: Subject) -> Findings:
+    """Gemma 2 and 3 store their norms less one, Gemma 4 and Qwen as they are. Trained norms are
+    hardly ever negative; less one, a quarter of them has negative weights in number."""
+    norms = _norms(s)
+    negative = [name for name, x in norms.items() if float((x < 0).mean()) > 0.25]
+    if norms and len(negative) * 4 >= len(norms):
+        found = f"{len(negative)} of {len(norms)} with many weights below 0"
+        yield Finding(negative[0], "norms around 1", found, SHIFTED)
+
+
+@rule("G4-VAL-010", WARNING, "one was not added to the norms", needs=FILE)
+def norms_shifted(s: Subject) -> Findings:
+    """A converter made for Gemma 3 adds one to every norm, which is right there: the draft still
+    writes, from activations twice as large. Unshifted, some weight of some norm is below 0.9."""
+    norms = _norms(s)
+    if norms and all(float(np.percentile(x, 1)) >= 0.9 for x in norms.values()):
+        middle = float(np.median([float(np.median(x)) for x in norms.values()]))
+        if middle >= 1.5:
+            yield Finding("norms", "some weights below 0.9", f"none; median {middle:.2f}", SHIFTED)
+
+
+def _norms(s: Subject) -> dict[str, NDArray[np.float32]]:
+    """The finite norm vectors by name."""
+    names = [n for n in s.open_file.tensors if n.endswith("norm.weight")]
+    found = {n: s.open_file.array(n).reshape(-1) for n in names if s.type_name(n) == "F32"}
+    return {n: x for n, x in found.items() if x.size and np.isfinite(x).all()}

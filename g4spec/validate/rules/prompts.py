@@ -1,0 +1,107 @@
+"""Chat template, BOS and stop ids: what a file says, and draft and target side by side."""
+
+from __future__ import annotations
+
+from g4spec.convert import provenance
+from g4spec.convert.tokenizer import STOP_IDS
+from g4spec.validate.rule import DRAFTS, ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.rules.vocabulary import FROM_TARGET, TOKENS, special_ids
+from g4spec.validate.subject import Subject
+
+FILE, TARGET = Needs.FILE, Needs.TARGET
+TEMPLATE = "tokenizer.chat_template"
+ADD_BOS = "tokenizer.ggml.add_bos_token"
+MARKS = ("<start_of_turn>", "<end_of_turn>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
+         "<|eot_id|>", "[INST]", "<|turn>", "<turn|>")  # fmt: skip
+"""Marks of turns that chat templates write; those of Gemma 4 are the last two."""
+
+
+@rule("G4-VOC-012", ERROR, "a chat begins with a BOS", needs=FILE)
+def chat_bos(s: Subject) -> Findings:
+    """The template leaves the BOS to the tokenizer and the tokenizer leaves it to the template: no
+    prompt gets one, and the model writes degenerate text."""
+    template = s.text(TEMPLATE)
+    if template and not _writes_bos(template) and s.flag(ADD_BOS) is False:
+        yield Finding(ADD_BOS, "true, as the template writes no BOS", "false",
+                      "set it to true; no prompt ever gets a second one")  # fmt: skip
+
+
+@rule("G4-VOC-013", ERROR, "the BOS is `<bos>`", needs=FILE)
+def bos(s: Subject) -> Findings:
+    """Position 0 is where Gemma's attention rests. Another token there, such as the end of text
+    that other tokenizers use for both, and the first words are already wrong."""
+    tokens, i = s.strings(TOKENS) or [], special_ids(s).get("bos")
+    if i is not None and 0 <= i < len(tokens) and tokens[i] != "<bos>":
+        yield Finding("tokenizer.ggml.bos_token_id", "<bos>", f"{i}, {tokens[i]!r:.40}",
+                      FROM_TARGET)  # fmt: skip
+
+
+@rule("G4-VOC-014", WARNING, "no EOS is put after a prompt", needs=FILE)
+def add_eos(s: Subject) -> Findings:
+    """With an end of text after it every prompt is a finished one: answers are empty, or about
+    something else."""
+    if s.flag("tokenizer.ggml.add_eos_token"):
+        yield Finding("tokenizer.ggml.add_eos_token", "false", "true", "set it to false")
+
+
+@rule("G4-VOC-015", WARNING, "the template's turn marks are tokens", needs=FILE)
+def marks(s: Subject) -> Findings:
+    """A template of Gemma 3 or of another family: its marks are spelled letter by letter, and the
+    model that was trained with `<|turn>` sees text where a turn should begin."""
+    template, tokens = s.text(TEMPLATE), set(s.strings(TOKENS) or [])
+    for mark in MARKS:
+        if template and mark in template and mark not in tokens:
+            yield Finding(TEMPLATE, "marks of turns that are tokens", mark,
+                          "take the template of the target's checkpoint")  # fmt: skip
+
+
+@rule("G4-PAIR-010", WARNING, "both have the same chat template", on=DRAFTS, needs=TARGET)
+def template(s: Subject) -> Findings:
+    """The target's template counts; another one in the draft shows that it was made beside another
+    revision, and a server that reads the draft's writes prompts the target does not know."""
+    mine, its = s.text(TEMPLATE), _target(s).text(TEMPLATE)
+    if mine and its and mine != its:
+        same = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b),
+                    min(len(mine), len(its)))  # fmt: skip
+        yield Finding(TEMPLATE, f"the target's: {its[same : same + 30]!r} at {same}",
+                      f"{mine[same : same + 30]!r}", FROM_TARGET)  # fmt: skip
+
+
+@rule("G4-PAIR-011", WARNING, "both add the same tokens to prompts", on=DRAFTS, needs=TARGET)
+def added(s: Subject) -> Findings:
+    """Engines that tokenize for the draft with its own settings give it a prompt that is one token
+    shorter than the target's: every position of the draft is off by one."""
+    for name in ("add_bos_token", "add_eos_token", "add_space_prefix"):
+        key = f"tokenizer.ggml.{name}"
+        mine, its = s.flag(key), _target(s).flag(key)
+        if mine is not None and its is not None and mine != its:
+            yield Finding(key, its, mine, FROM_TARGET)
+
+
+@rule("G4-PAIR-012", WARNING, "both stop at the same tokens", on=DRAFTS, needs=TARGET)
+def stops(s: Subject) -> Findings:
+    """The target's generation settings changed since the draft was converted: a base model beside
+    a draft for the instruction-tuned one, or the other way round."""
+    mine, its = s.numbers(STOP_IDS), _target(s).numbers(STOP_IDS)
+    if mine is not None and its is not None and set(mine.tolist()) != set(its.tolist()):
+        yield Finding(STOP_IDS, sorted(its.tolist()), sorted(mine.tolist()), FROM_TARGET)
+
+
+@rule("G4-PAIR-013", ERROR, "the target has the width it had at conversion", on=DRAFTS,
+      needs=TARGET)  # fmt: skip
+def width(s: Subject) -> Findings:
+    """A draft for another size of target whose own shapes happen to fit, as those of EAGLE-3 do
+    that project the target's features first."""
+    said, found = s.integer(provenance.TARGET_HIDDEN), int(_target(s).config.n_embd)
+    if said is not None and said != found:
+        yield Finding("target hidden size", said, found, "use the target this draft was trained "
+                      "for")  # fmt: skip
+
+
+def _writes_bos(template: str) -> bool:
+    return "bos_token" in template or "<bos>" in template
+
+
+def _target(s: Subject) -> Subject:
+    assert s.target is not None
+    return s.target
