@@ -1,0 +1,62 @@
+"""Rules that judge by statistics, on trained weights: silent as they are, and speaking once they
+are spoiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from g4spec.convert import convert
+from g4spec.gguf import GGUF
+from g4spec.models.assistant import ORDERING
+from g4spec.validate import validate
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+DRAFTS = ("dflash", "dflash-other", "dflash-speculators", "assistant")
+KNOWN = {"G4-BLK-009", "G4-D2T-010"}
+"""Mixed causality, and a draft vocabulary without `<|tool_response>`: both are true."""
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("family")
+    convert(TINY / "target", folder / "target.gguf", type="q8_0")
+    for name in DRAFTS:
+        convert(TINY / name, folder / f"{name}.gguf", target=TINY / "target", type="q8_0")
+    return folder
+
+
+@pytest.mark.parametrize("name", ("target", *DRAFTS))
+def test_trained_files_are_healthy(family: Path, name: str) -> None:
+    target = None if name == "target" else family / "target.gguf"
+    report = validate(family / f"{name}.gguf", target)
+    assert {f.rule.id for f in report.failures} <= KNOWN
+
+
+@pytest.mark.parametrize(("value", "rule"), [(1, "G4-VAL-010"), (-1, "G4-VAL-009")])
+@pytest.mark.parametrize("name", ("target", *DRAFTS))
+def test_shifted_norms_are_noticed(
+    family: Path, tmp_path: Path, name: str, value: int, rule: str
+) -> None:
+    data = bytearray((family / f"{name}.gguf").read_bytes())
+    with GGUF(family / f"{name}.gguf") as file:
+        for tensor, info in file.tensors.items():
+            if tensor.endswith("norm.weight"):
+                start = file.data_start + info.offset
+                x = np.frombuffer(data, "<f4", info.nbytes // 4, start)
+                x += value
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data)
+    assert {f.rule.id for f in validate(path).failures} - KNOWN == {rule}
+
+
+def test_an_inverse_ordering_is_noticed(family: Path, tmp_path: Path) -> None:
+    data = (family / "assistant.gguf").read_bytes()
+    with GGUF(family / "assistant.gguf") as file:
+        order = np.asarray(file.numbers(ORDERING)).astype("<i4")
+    assert data.count(order.tobytes()) == 1
+    path = tmp_path / "x.gguf"
+    path.write_bytes(data.replace(order.tobytes(), np.argsort(order).astype("<i4").tobytes()))
+    assert {f.rule.id for f in validate(path).failures} == {"G4-CEN-008"}
