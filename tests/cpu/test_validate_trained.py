@@ -12,6 +12,7 @@ from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from g4spec.models.assistant import ORDERING
 from g4spec.validate import validate
+from g4spec.validate.rules import taps
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ("dflash", "dflash-other", "dflash-speculators", "assistant")
@@ -60,3 +61,13 @@ def test_an_inverse_ordering_is_noticed(family: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(data.replace(order.tobytes(), np.argsort(order).astype("<i4").tobytes()))
     assert {f.rule.id for f in validate(path).failures} == {"G4-CEN-008"}
+
+
+@pytest.mark.parametrize("n", (30, 48, 60))
+def test_conventions_of_layer_ids_are_named(n: int) -> None:
+    """Evenly divided ids, whatever they are counted from, are no trainer's, and are named."""
+    even = tuple(n * i // 7 for i in range(1, 7))
+    assert "divided evenly" in (taps._computed(even, n) or "")
+    assert "plus one" in (taps._computed(tuple(i + 1 for i in even), n) or "")
+    assert not taps._trained(even, n)
+    assert taps._trained((2, n // 2, n - 3), n)
