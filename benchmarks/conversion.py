@@ -1,0 +1,97 @@
+"""Converting a draft of the real size to Q8_0, beside llama.cpp's converter: time and memory.
+
+    python benchmarks/conversion.py --source LLAMA_CPP_SOURCE [--repeats 3] [--work DIR]
+
+The draft is z-lab's DFlash for the 31B with random weights, 3,071,941,240 bytes; its target gives
+a tokenizer of Gemma's size. Both converters run as programs, start-up included, in turn on the
+same folder; without --source only ours. Memory is anonymous memory at its peak: what a program
+asked for, without pages of mapped files, which the system takes back when others need room
+(`resident_mb` counts those too). Growth is that peak less the peak of `g4spec convert --help`.
+Exit code 1 unless ours is at least 4 times as fast, grows by less than 400 MB, and every matrix
+has the bytes that llama.cpp writes.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import synthetic, watch
+from g4spec.gguf import GGUF
+
+GOAL_SPEED, GOAL_MB = 4, 400
+OURS = [sys.executable, "-m", "g4spec", "convert"]
+
+
+def differing(a: Path, b: Path) -> list[str]:
+    """Tensors whose type or bytes are not the same in both files."""
+    with GGUF(a) as x, GGUF(b) as y:
+        return sorted(n for n in {*x.tensors, *y.tensors}
+                      if n not in x.tensors or n not in y.tensors
+                      or x.tensors[n].type != y.tensors[n].type
+                      or x.raw(n).tobytes() != y.raw(n).tobytes())  # fmt: skip
+
+
+def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
+    """Every run of both, in turn."""
+    draft, target, ours, theirs = (work / n for n in ("draft", "target", "a.gguf", "b.gguf"))
+    commands: dict[str, list[object]] = {
+        "g4spec": [*OURS, draft, "--target", target, "-o", ours, "--quiet"]
+    }
+    env = dict(os.environ)
+    if source:
+        env["PYTHONPATH"] = str(source / "gguf-py")
+        commands["llama_cpp"] = [
+            sys.executable, source / "convert_hf_to_gguf.py", draft, "--target-model-dir", target,
+            "--outtype", "q8_0", "--outfile", theirs,
+        ]  # fmt: skip
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, command in commands.items():
+            (ours if name == "g4spec" else theirs).unlink(missing_ok=True)
+            runs[name].append(watch.watched(command, env if name != "g4spec" else None))
+            print(name, {k: round(v, 1) for k, v in runs[name][-1].items()}, flush=True)
+    found: dict[str, Any] = {"runs": runs, "output_bytes": ours.stat().st_size}
+    if source:
+        found["differing"] = differing(ours, theirs)
+    return found
+
+
+def main() -> int:
+    """Make the checkpoint, convert, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--source", type=Path, help="llama.cpp's source folder")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--work", type=Path, help="where 7 GB have room; emptied afterwards")
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args()
+    idle = watch.watched([*OURS, "--help"])["anonymous_mb"]
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        work = Path(folder)
+        synthetic.target_config(work / "target")
+        synthetic.draft(work / "draft")
+        found = measured(work, args.source, args.repeats)
+    mine = found["g4spec"] = watch.figures(found["runs"]["g4spec"])
+    mine["growth_mb"] = round(mine["anonymous_mb"] - idle, 3)
+    good = mine["growth_mb"] < GOAL_MB
+    print(f"g4spec: {mine['seconds']:.1f} s, {mine['growth_mb']:.0f} MB")
+    if args.source:
+        its = found["llama_cpp"] = watch.figures(found["runs"]["llama_cpp"])
+        for key in ("seconds", "cpu_seconds"):
+            found[f"speedup_{key}"] = round(its[key] / mine[key], 2)
+        good = good and found["speedup_seconds"] >= GOAL_SPEED and not found["differing"]
+        print(f"llama.cpp: {its['seconds']:.1f} s, {its['anonymous_mb']:.0f} MB; ours is "
+              f"{found['speedup_seconds']:.2f} times as fast, {found['speedup_cpu_seconds']:.2f} "
+              f"by processor time; differing tensors: {found['differing'] or 'none'}")  # fmt: skip
+    watch.keep(args.out, "conversion", {
+        "bytes": synthetic.DRAFT_BYTES, "load": os.getloadavg()[0], "goals_met": good, **found,
+    })  # fmt: skip
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

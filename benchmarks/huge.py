@@ -1,0 +1,71 @@
+"""A 61 GB target becomes Q8_0 in constant memory.
+
+    python benchmarks/huge.py --work DIR [--layers 60]
+
+A sparse checkpoint with the shapes of Gemma 4 31B: shards of zeros that take no place on the disk,
+and a tokenizer of Gemma's size. The output is real, 32 GB; DIR must have room for it and is emptied
+afterwards. A target with the smallest number of layers is converted first: what the whole one
+takes beyond its anonymous memory is what depends on the size of the model. Pages of the mapped
+shards (`resident_mb`) come and go as the system pleases. With --layers less is converted, and the
+result says how much. Exit code 1 unless memory grows by less than 50 MB from the one to the other.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import synthetic, watch
+from g4spec.gguf import GGUF
+
+SMALLEST, GOAL_MB = 6, 50
+Q8_0 = 34 / 64  # of the bytes of bf16
+
+
+def one(work: Path, layers: int) -> dict[str, Any]:
+    """Make a target of so many layers, convert it, count; nothing stays."""
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        source, out = Path(folder) / "target", Path(folder) / "out.gguf"
+        size = synthetic.sparse_target(source, layers)
+        need, free = int(size * Q8_0) + (1 << 30), shutil.disk_usage(folder).free
+        if free < need:
+            raise SystemExit(f"{work}: {layers} layers need {need / 1e9:.0f} GB, free are "
+                             f"{free / 1e9:.0f} GB; choose another --work, or fewer --layers")  # fmt: skip
+        print(f"{layers} layers: {size:,} bytes of safetensors", flush=True)
+        got = watch.watched(
+            [sys.executable, "-m", "g4spec", "convert", source, "-o", out, "--type", "q8_0", "-q"]
+        )
+        with GGUF(out) as file:
+            types = sorted({t.format.name for t in file.tensors.values()})
+            tensors = len(file.tensors)
+        written = out.stat().st_size
+    rounded = {k: round(v, 1) for k, v in got.items()}
+    print(f"  {written:,} bytes of GGUF: {rounded}", flush=True)
+    return {"layers": layers, "input_bytes": size, "output_bytes": written, "tensors": tensors,
+            "types": types, **rounded}  # fmt: skip
+
+
+def main() -> int:
+    """Convert the small and the whole one, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=synthetic.LAYERS)
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args()
+    small, whole = one(args.work, SMALLEST), one(args.work, args.layers)
+    grown = round(whole["anonymous_mb"] - small["anonymous_mb"], 1)
+    print(f"{whole['input_bytes'] / small['input_bytes']:.1f} times the input, {grown:+} MB")
+    watch.keep(args.out, "huge", {
+        "complete": args.layers == synthetic.LAYERS, "load": os.getloadavg()[0],
+        "growth_mb": grown, "goals_met": grown < GOAL_MB, "small": small, "whole": whole,
+    })  # fmt: skip
+    return 0 if grown < GOAL_MB else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Time and memory of programs, and their results as dated JSON."""
+
+import datetime
+import json
+import resource
+import statistics
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from g4spec.runtime import provenance
+
+
+def watched(command: list[object], env: dict[str, str] | None = None) -> dict[str, float]:
+    """Run a program to its end: seconds, of processor time too, and megabytes (10^6) of memory at
+    its peak.
+
+    `anonymous_mb` is memory that the program asked for (RssAnon, sampled 200 times a second),
+    `resident_mb` also counts pages of mapped files (VmHWM), which the system takes back at will.
+    """
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    child = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, env=env,
+                             stderr=subprocess.PIPE)  # fmt: skip
+    peak = {"RssAnon": 0, "VmHWM": 0}
+
+    def sample() -> None:
+        while child.returncode is None:
+            try:
+                text = Path(f"/proc/{child.pid}/status").read_text()
+            except (OSError, ProcessLookupError):
+                return
+            for line in text.splitlines():
+                key, _, value = line.partition(":")
+                if key in peak:
+                    peak[key] = max(peak[key], int(value.split()[0]))
+            time.sleep(0.005)
+
+    watcher = threading.Thread(target=sample)
+    watcher.start()
+    _, err = child.communicate()
+    seconds = time.perf_counter() - start
+    watcher.join()
+    if child.returncode:
+        raise SystemExit(f"{command[:4]}: exit {child.returncode}\n{err.decode()[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"seconds": seconds, "cpu_seconds": cpu, "anonymous_mb": peak["RssAnon"] * 1024 / 1e6,
+            "resident_mb": peak["VmHWM"] * 1024 / 1e6}  # fmt: skip
+
+
+def figures(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of several runs: median of the times, largest of the memories."""
+    return {key: round(statistics.median(v) if key.endswith("seconds") else max(v), 3)
+            for key in runs[0] for v in [[r[key] for r in runs]]}  # fmt: skip
+
+
+def keep(out: Path | None, name: str, found: dict[str, Any]) -> None:
+    """Write what was found as dated JSON, with the machine and the commit."""
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    result = {"date": today, "machine": provenance.machine(), "commit": provenance.commit(),
+              **found}  # fmt: skip
+    path = out or Path(__file__).parent / "results" / f"{today}-{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path.name}")
