@@ -35,7 +35,7 @@ def one(work: Path, layers: int) -> dict[str, Any]:
         need, free = int(size * Q8_0) + (1 << 30), shutil.disk_usage(folder).free
         if free < need:
             raise SystemExit(f"{work}: {layers} layers need {need / 1e9:.0f} GB, free are "
-                             f"{free / 1e9:.0f} GB; choose another --work, or fewer --layers")  # fmt: skip
+                             f"{free / 1e9:.0f} GB; try another --work, or --layers")  # fmt: skip
         print(f"{layers} layers: {size:,} bytes of safetensors", flush=True)
         got = watch.watched(
             [sys.executable, "-m", "g4spec", "convert", source, "-o", out, "--type", "q8_0", "-q"]

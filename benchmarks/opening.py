@@ -4,9 +4,10 @@
 
 The file is z-lab's DFlash for the 31B with random weights, as Q8_0, with 262,144 tokens and
 514,906 merges. `validate` with all its rules and `sha256sum` read it in turn, both as programs.
-`inspect` and `tokenize` count with the start of the interpreter; opening the tokenizer, in
-a process of its own, without it. Exit code 1 unless validate is no slower than sha256sum and
-the others stay under a second.
+`inspect` counts with the start of the interpreter; opening the tokenizer, in a process of its own,
+without it; `tokenize`, the whole command with all that it imports, stands beside them without
+a goal. Exit code 1 unless validate is no slower than sha256sum, and `inspect` and opening the
+tokenizer take less than a second each.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def main() -> int:
     for name, got in found.items():
         print(f"{name}: {got['seconds']:.2f} s")
     print(f"validate takes {ratio:.2f} of sha256sum's time")
-    good = ratio <= 1 and all(found[n]["seconds"] < 1 for n in ("inspect", "tokenizer", "tokenize"))
+    good = ratio <= 1 and all(found[n]["seconds"] < 1 for n in ("inspect", "tokenizer"))
     watch.keep(args.out, "opening", {
         "bytes": size, **counts, "load": os.getloadavg()[0], "goals_met": good,
         "validate_per_sha256sum": round(ratio, 3), "medians": found, "runs": runs,
