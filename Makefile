@@ -5,7 +5,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-# Two pytest workers share the machine; torch must not start a thread per core in each.
+# Two pytest workers share the machine, and the demo's models are small: threads that wait for each
+# other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: help demo test check bench-cpu clean
@@ -18,7 +19,7 @@ help:
 	@echo "make clean      remove $(VENV)"
 
 demo: $(VENV)/.package
-	OMP_NUM_THREADS=$$($(BIN)/python -c 'import os; print(os.cpu_count() or 1)') $(BIN)/g4spec demo
+	$(BIN)/g4spec demo
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
