@@ -71,7 +71,7 @@ def main() -> int:
             "commit": provenance.commit(), "drafts": found,
         }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"verify-family-{result['date']}.json"
+    path = args.out / f"{result['date']}-verify-family.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
     return 0 if all(v["ok"] for v in found.values()) else 1
