@@ -1,0 +1,145 @@
+// The instructions the kernels are written in, and nothing else: no host headers, so that NVRTC
+// needs none. Shapes and register layouts are those of the PTX ISA, sections "mma" and
+// "cp.async.bulk".
+#pragma once
+
+using u8 = unsigned char;
+using i8 = signed char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i32 = int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+#define ARCH __CUDA_ARCH__
+#define DEVICE __device__ __forceinline__
+constexpr u32 FULL = 0xffffffffu;
+
+// ---- half precision, held in 16 or 2 x 16 bits of an integer ----
+
+DEVICE u16 to_half(float x) {
+  u16 h;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(x));
+  return h;
+}
+DEVICE float from_half(u16 h) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(h));
+  return x;
+}
+DEVICE u32 pack_halves(float low, float high) {
+  return (u32)to_half(low) | (u32)to_half(high) << 16;
+}
+DEVICE u32 sub_half2(u32 a, u32 b) {
+  u32 d;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+DEVICE float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
+
+// ---- integers ----
+
+template <int TABLE>
+DEVICE u32 lop3(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+  return d;
+}
+// (a & b) | c in one instruction.
+DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }
+DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+// ---- memory ----
+
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE uint4 load_stream(const void* p) {  // global memory that is read once
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// ---- tensor cores: D[16 x 8] = A[16 x 16] B[16 x 8] + C ----
+// Lane 4 g + t holds A rows g and g + 8 (a0, a2 and a1, a3), columns 2t, 2t + 1 and 2t + 8, 2t + 9;
+// B column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9; C and D rows g and g + 8, columns 2t, 2t + 1.
+
+#if ARCH >= 800
+DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
+        "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+
+template <int N>
+DEVICE void wait_copies() {  // all but the N newest groups of this thread have arrived
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+DEVICE void copy16(void* to_shared, const void* from_global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)),
+               "l"(from_global) : "memory");
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)));
+}
+#endif
+
+// ---- bulk copies and the barriers they complete on ----
+
+#if ARCH >= 900
+DEVICE void barrier_init(u64* bar, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
+}
+DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barrier_expect(u64* bar, u32 bytes) {  // arrives once and awaits `bytes` more
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)),
+               "r"(bytes) : "memory");
+}
+DEVICE void barrier_arrive(u64* bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+}
+DEVICE void barrier_wait(u64* bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}"
+      ::"r"(shared_address(bar)), "r"(parity) : "memory");
+}
+// 16-byte aligned, a multiple of 16 bytes; completes on `bar`.
+DEVICE void bulk_copy(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
+      : "memory");
+}
+#endif
+
+// ---- programmatic dependent launch ----
+// A kernel may start while the one before it still runs. Before the first read of anything another
+// kernel wrote, and before the first write, every thread calls `grid_wait`. `grid_launch` lets the
+// next kernel start; it says nothing about memory.
+
+DEVICE void grid_wait() {
+#if ARCH >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void grid_launch() {
+#if ARCH >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
