@@ -53,6 +53,9 @@ DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 // (a & b) | c in one instruction.
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+DEVICE u32 funnel(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
+// An integer below 2^23 as float, in two instructions.
+DEVICE float small_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
 
 // ---- memory ----
 
@@ -98,26 +101,35 @@ DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) {
 }
 #endif
 
-// ---- bulk copies and the barriers they complete on ----
+// ---- barriers in shared memory, and the copies that complete on them ----
 
-#if ARCH >= 900
+#if ARCH >= 800
 DEVICE void barrier_init(u64* bar, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
-}
-DEVICE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-DEVICE void barrier_expect(u64* bar, u32 bytes) {  // arrives once and awaits `bytes` more
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(bar)),
-               "r"(bytes) : "memory");
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
 }
 DEVICE void barrier_arrive(u64* bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(bar)) : "memory");
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
+               ::"r"(shared_address(bar)) : "memory");
 }
-DEVICE void barrier_wait(u64* bar, u32 parity) {
+DEVICE void barrier_wait(u64* bar, u32 parity) {  // until the phase of this parity has completed
+#if ARCH >= 900
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
       ::"r"(shared_address(bar)), "r"(parity) : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}"
+      ::"r"(shared_address(bar)), "r"(parity) : "memory");
+#endif
+}
+#endif
+
+#if ARCH >= 900
+DEVICE void barrier_expect(u64* bar, u32 bytes) {  // arrives once and awaits `bytes` more
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
+               ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
 // 16-byte aligned, a multiple of 16 bytes; completes on `bar`.
 DEVICE void bulk_copy(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
@@ -125,6 +137,11 @@ DEVICE void bulk_copy(void* to_shared, const void* from_global, u32 bytes, u64* 
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
       ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
       : "memory");
+}
+#elif ARCH >= 800
+DEVICE void barrier_arrive_copied(u64* bar) {  // arrives when this thread's copies are complete
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(bar))
+               : "memory");
 }
 #endif
 

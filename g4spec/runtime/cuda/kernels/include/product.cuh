@@ -1,0 +1,73 @@
+// Weights times a few rows on tensor cores: what the formats share.
+//
+// Weights are the 16-row operand A, the rows of activations ("tokens") the 8-wide operand B. A warp
+// owns 32 rows of weights, two tiles of 16, and multiplies one unit of K at a time:
+// `F::multiply` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to `acc`.
+// Integer codes go into the tensor cores as 1024 + code (a bit pattern, no conversion); the
+// accumulator starts at -1024 times the sum of the activations, which removes the bias again.
+#pragma once
+#include "ptx.cuh"
+
+constexpr int GROUP = 128;           // rows of weights packed together
+constexpr int ACT_BYTES = 1216;      // of 64 k and 8 tokens, see g4spec/runtime/cuda/rows.py
+constexpr u32 MAGIC = 0x64006400u;   // 1024.0 twice in half precision
+
+template <int NT>
+using Acc = float[2][NT][4];  // [tile][8 tokens][rows g, g, g + 8, g + 8 x tokens 2t, 2t + 1]
+
+// Activations of one k64 in shared memory.
+template <int NT>
+struct Activations {
+  const u8* at;
+
+  // B fragments of the two k16 steps of half `h` (32 k): b[step][nt][2].
+  DEVICE void fragments(u32 (&b)[2][NT][2], int h, int lane) const {
+    const uint4* p = (const uint4*)at;
+    if constexpr (NT == 1) {
+      uint4 v = p[h * 32 + lane];
+      b[0][0][0] = v.x, b[0][0][1] = v.y, b[1][0][0] = v.z, b[1][0][1] = v.w;
+    } else {
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        uint4 v = p[(h * 2 + s) * 32 + lane];
+        b[s][0][0] = v.x, b[s][0][1] = v.y, b[s][1][0] = v.z, b[s][1][1] = v.w;
+      }
+    }
+  }
+  // -1024 times the sums of 32 (16) activations, for tokens 2t and 2t + 1 of tile nt.
+  DEVICE float2 sums32(int h, int nt, int t) const {
+    return *(const float2*)(at + 1152 * NT + (h * 8 * NT + nt * 8 + 2 * t) * 4);
+  }
+  DEVICE float2 sums16(int k16, int nt, int t) const {
+    return *(const float2*)(at + 1024 * NT + (k16 * 8 * NT + nt * 8 + 2 * t) * 4);
+  }
+  // The sum of 32 activations of one token.
+  DEVICE float sum32(int h, int token) const {
+    return *(const float*)(at + 1152 * NT + (h * 8 * NT + token) * 4) * (-1.0f / 1024);
+  }
+};
+
+template <int NT>
+DEVICE Activations<NT> activations(const u8* act, int k64) {
+  return {act + k64 * ACT_BYTES * NT};
+}
+
+// A fragments from 4-bit codes: rows g as 1024 + q, rows g + 8 as 1024 + 16 q.
+DEVICE void from_nibbles(u32 (&a)[4], u32 w) {
+  a[0] = and_or(w, 0x000f000fu, MAGIC);
+  a[1] = and_or(w, 0x00f000f0u, MAGIC);
+  w >>= 8;
+  a[2] = and_or(w, 0x000f000fu, MAGIC);
+  a[3] = and_or(w, 0x00f000f0u, MAGIC);
+}
+
+// acc += scale * c; scale: rows g and g + 8.
+DEVICE void fold(float (&acc)[4], const float (&c)[4], float low, float high) {
+  acc[0] += low * c[0];
+  acc[1] += low * c[1];
+  acc[2] += high * c[2];
+  acc[3] += high * c[3];
+}
+
+// Where a lane finds the values of its four rows: g, g + 8 of both tiles, side by side.
+DEVICE int row_slot(int row) { return (row % 8) * 4 + row / 8; }
