@@ -1,0 +1,308 @@
+"""Quantized matrices in the order in which a warp reads them: a bijection of their GGUF bytes.
+
+Rows are taken in groups of 128 (the last one padded with zero bytes), columns in units of 256 or
+64 values. A group's unit lies together: first what holds the codes, then what holds scales. The
+result is [groups, units, bytes of a unit]. No value is computed: every bit of the file has one
+place, so :func:`unpack` gives back the file's bytes.
+
+Row r of a group is row 8 h + g of tile 2 w + p, with w < 4 (warps), p, h < 2 and g < 8. Column k of
+a unit is 64 c + 16 j + 4 t + 2 e1 + e0. Lane 4 g + t of the tensor cores' operand holds rows g and
+g + 8 of a tile and columns 4 t .. 4 t + 3 of each 16, so codes lie as [tile, c, g, t] and then, in
+32-bit words, the lane's codes of h, j, e1, e0 at the bits that :data:`PLACE` names: e0 always
+chooses the half of the word, for both halves become operands in one instruction.
+
+Each part of a unit is described by its dimensions on both sides and by moves, i.e. which bits of a
+word go to which bits of another. Dimensions that both sides have are permuted; the others are what
+moves index. Both directions follow from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from math import prod
+
+import numpy as np
+import torch
+
+from g4spec import quant
+from g4spec.errors import Unsupported
+from g4spec.quant.formats import q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0
+
+GROUP = 128
+"""Rows of a group."""
+CHUNK = 1 << 28
+"""Values rearranged at a time, which bounds the memory it takes beside the result."""
+
+_ROWS = {"w": 4, "p": 2, "h": 2, "g": 8}
+_WORDS = {2: torch.int16, 4: torch.int32}
+Index = tuple[int, ...]
+
+PLACE: dict[int, Callable[[int, int, int], tuple[int, int]]] = {
+    4: lambda j, h, e1: (j, 8 * e1 + 4 * h),
+    2: lambda j, h, e1: (j // 2, (4 + 8 * (j % 2) + 4 * h + 2 * e1) % 16),
+    1: lambda j, h, e1: (0, (4, 8, 0, 12)[2 * e1 + h] + j),
+}
+"""Bits of a code -> word among the lane's words of 64 columns, lowest bit there (for e0 = 0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bits of word `source` go to `mask` of word `target`, `shift` bits further up."""
+
+    source: Index
+    target: Index
+    shift: int
+    mask: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a unit.
+
+    Attributes:
+        first, last: fields of the format's block that it holds.
+        word: bytes of a word, on both sides.
+        span: columns after which its pattern repeats; they make one c.
+        source: dimensions of a row's words, from c on. `target`: of the unit's, rows included.
+        sizes: of dimensions that are neither rows nor c.
+        moves: which bits go where. None: every dimension is shared, words are only permuted.
+        swapped: bytes 1 and 2 of each word of the file change places first, so that e0 is apart.
+        flip: bits of a word that are inverted.
+    """
+
+    first: str
+    last: str
+    word: int
+    span: int
+    source: str
+    target: str
+    sizes: dict[str, int] = field(default_factory=dict)
+    moves: tuple[Move, ...] | None = None
+    swapped: bool = False
+    flip: int = 0
+
+    def shapes(self, unit: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Sizes by name, in order: of the file's words of a group and unit, and of the packed."""
+        known = {**_ROWS, **self.sizes, "c": unit // self.span}
+        file = {name: known[name] for name in self.source.split()}
+        return file, {name: known[name] for name in self.target.split()}
+
+    def nbytes(self, unit: int) -> int:
+        return prod(self.shapes(unit)[1].values()) * self.word
+
+
+def _moves(bits: Iterator[tuple[Index, int, Index, int]]) -> tuple[Move, ...]:
+    """Single bits (word, bit -> word, bit) joined to moves of all that go the same way."""
+    masks: dict[tuple[Index, Index, int], int] = {}
+    for source, low, target, high in bits:
+        key = source, target, high - low
+        masks[key] = masks.get(key, 0) | 1 << high
+    return tuple(Move(*key, _signed(mask)) for key, mask in masks.items())
+
+
+def _signed(mask: int) -> int:
+    """The 32-bit number with these bits, as torch takes it."""
+    return mask - (mask >> 31 << 32)
+
+
+def _codes(name: str, bits: int, run: int) -> Part:
+    """Codes, or upper bits of codes, below 8 bits: `run` bytes hold the lowest bits of `run`
+    values in order, above them those of the next `run` values, and so on."""
+    span = max(64, run * 8 // bits)
+    lanes = run > 1  # else the four lanes of a column of g find their bits in one word
+
+    def places() -> Iterator[tuple[Index, int, Index, int]]:
+        for k, h, bit in product(range(span), range(2), range(bits)):
+            c, j, t, e1, e0 = k // 64, k // 16 % 4, k // 4 % 4, k // 2 % 2, k % 2
+            if lanes and t:
+                continue
+            chunk, rest = divmod(k, run * 8 // bits)
+            shift, place = divmod(rest, run)
+            word, byte = divmod(chunk * run + place, 4)
+            at = 8 * ((2 * e0 + e1) if lanes else byte) + bits * shift + bit
+            slot, low = PLACE[bits](j, h, e1)
+            target = (c, slot) if lanes else (c, t, slot)
+            yield (h, word // 4 if lanes else word), at, target, 16 * e0 + low + bit
+
+    per_row = span * bits // 32
+    sizes = {"x": per_row // 4 if lanes else per_row, "t": 4, "k": span // 64, "s": bits}
+    return Part(name, name, 4, span, "c x t" if lanes else "c x", "w p c k g t s", sizes,
+                _moves(places()), swapped=lanes)  # fmt: skip
+
+
+def _plane(name: str) -> Part:
+    """A half-precision number for each 32 columns: a lane reads those of rows g, g + 8, g + 16,
+    g + 24 of its warp at once."""
+    return Part(name, name, 2, 32, "c", "c w g p h")
+
+
+def _six_bits() -> Iterator[tuple[Index, int, Index, int]]:
+    """Header of Q4_K and Q5_K: both factors; then 8 scales of 6 bits each as one number of 48,
+    lower 32 bits, the same of the minima; then the upper 16 of each."""
+    for bit in range(32):
+        yield (0,), bit, (0,), bit
+    for minimum, i, bit in product(range(2), range(8), range(6)):
+        if i < 4:
+            byte, low = 4 * minimum + i, bit
+        elif bit < 4:
+            byte, low = 8 + i - 4, 4 * minimum + bit
+        else:
+            byte, low = 4 * minimum + i - 4, 6 + bit - 4
+        upper, at = divmod(6 * i + bit, 32)
+        target = (3, 16 * minimum + at) if upper else (1 + minimum, at)
+        yield (1 + byte // 4,), 8 * (byte % 4) + low, (target[0],), target[1]
+
+
+_AFFINE = Part("d", "scales", 4, 256, "c x", "c w p h g y", {"x": 4, "y": 4}, _moves(_six_bits()))
+_BYTES = Part("q", "q", 2, 32, "c k t e", "w p c g t k e h", {"k": 2, "t": 4, "e": 2}, flip=0x8080)
+
+PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
+    "q4_0": (q4_0.DTYPE, (_codes("q", 4, 16), _plane("d"))),
+    "q4_1": (q4_1.DTYPE, (_codes("q", 4, 16), _plane("d"), _plane("m"))),
+    "q5_0": (q5_0.DTYPE, (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"))),
+    "q5_1": (q5_1.DTYPE, (_codes("q", 4, 16), _codes("high", 1, 1), _plane("d"), _plane("m"))),
+    "q8_0": (q8_0.DTYPE, (_BYTES, _plane("d"))),
+    "q4_k": (q4_k.DTYPE, (_codes("q", 4, 32), _AFFINE)),
+    "q5_k": (q5_k.DTYPE, (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
+    "q6_k": (q6_k.DTYPE, (_codes("low", 4, 64), _codes("high", 2, 32),
+                          Part("scale", "scale", 4, 256, "c x", "c w p h g x", {"x": 4}),
+                          Part("d", "d", 2, 256, "c", "c w p h g"))),
+}  # fmt: skip
+"""Blocks as they lie in the file, and the parts of a unit in order."""
+
+
+def unit_of(name: str, columns: int) -> int:
+    """Columns of a unit for a matrix of `columns`. Unsupported if they do not divide into units,
+    or if this type is not packed."""
+    if name not in PARTS:
+        raise Unsupported(f"weights of type {name.upper()} are not packed")
+    unit = 256 if columns % 256 == 0 else 64
+    if columns % unit or unit % quant.get(name).block:
+        raise Unsupported(f"a matrix of {columns} columns in {name.upper()} has no packing",
+                          fix="columns must be a multiple of 64")  # fmt: skip
+    return unit
+
+
+@cache
+def unit_bytes(name: str, unit: int) -> int:
+    """Bytes of a unit of 128 rows."""
+    return sum(part.nbytes(unit) for part in PARTS[name][1])
+
+
+def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
+    """File bytes of a matrix, uint8 [N, bytes of a row] -> uint8 [ceil(N / 128), K / unit, bytes
+    of a unit], on the same device."""
+    units = raw.shape[1] * GROUP // unit_bytes(name, unit)
+    groups = -(-len(raw) // GROUP)
+    out = raw.new_zeros(groups, units, unit_bytes(name, unit))
+    step = _groups_at_once(units * unit)
+    for at in range(0, groups, step):
+        rows = raw[at * GROUP : (at + step) * GROUP]
+        missing = -len(rows) % GROUP
+        if missing:
+            rows = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
+        packed = out[at : at + step]
+        for part, file, place in _pairs(name, rows, packed, unit):
+            words = _read(part, file)
+            if part.flip:
+                words = words ^ _like(words, part.flip)
+            source, target = _views(part, words, place, unit)
+            _carry(part, source, target, forth=True)
+    return out
+
+
+def unpack(name: str, packed: torch.Tensor, unit: int, rows: int) -> torch.Tensor:
+    """The inverse of :func:`pack`: uint8 [groups, units, bytes of a unit] -> [rows, bytes]."""
+    groups, units, size = packed.shape
+    raw = packed.new_empty(groups * GROUP, units * size // GROUP)
+    step = _groups_at_once(units * unit)
+    for at in range(0, groups, step):
+        inside, outside = packed[at : at + step], raw[at * GROUP : (at + step) * GROUP]
+        for part, file, place in _pairs(name, outside, inside, unit):
+            words = torch.zeros(file.shape, dtype=torch.uint8, device=file.device).flatten(1)
+            words = words.view(_WORDS[part.word])
+            source, target = _views(part, words, place, unit)
+            _carry(part, source, target, forth=False)
+            if part.flip:
+                words ^= _like(words, part.flip)
+            _order(part, file).copy_(words.view(torch.uint8).view(_order(part, file).shape))
+    return raw[:rows]
+
+
+def _groups_at_once(columns: int) -> int:
+    return max(1, CHUNK // (GROUP * columns))
+
+
+def _pairs(
+    name: str, raw: torch.Tensor, packed: torch.Tensor, unit: int
+) -> Iterator[tuple[Part, torch.Tensor, torch.Tensor]]:
+    """Each part with its bytes in the file [rows, blocks, bytes] and in the packing [groups,
+    units, bytes], both views."""
+    dtype, parts = PARTS[name]
+    blocks = raw.view(len(raw), -1, dtype.itemsize)
+    fields = dtype.fields
+    assert fields is not None
+    at = 0
+    for part in parts:
+        start, (last, end) = fields[part.first][1], fields[part.last][:2]
+        place = packed[:, :, at : at + part.nbytes(unit)]
+        yield part, blocks[:, :, start : end + last.itemsize], place
+        at += part.nbytes(unit)
+
+
+def _order(part: Part, file: torch.Tensor) -> torch.Tensor:
+    """File bytes in the order in which words are made of them."""
+    return file.view(*file.shape[:2], -1, 2, 2).transpose(3, 4) if part.swapped else file
+
+
+def _read(part: Part, file: torch.Tensor) -> torch.Tensor:
+    """File bytes as words [rows, words]."""
+    return _order(part, file).reshape(len(file), -1).contiguous().view(_WORDS[part.word])
+
+
+def _views(
+    part: Part, words: torch.Tensor, place: torch.Tensor, unit: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sides as [what moves index, what is shared], shared dimensions in the same order."""
+    file, unit_sizes = part.shapes(unit)
+    groups, units = place.shape[:2]
+    source = {"G": groups, **_ROWS, "U": units, **file}
+    target = {"G": groups, "U": units, **unit_sizes}
+    shared = [name for name in target if name in source]
+
+    def view(x: torch.Tensor, sizes: dict[str, int]) -> torch.Tensor:
+        names = list(sizes)
+        order = [name for name in names if name not in shared] + shared
+        return x.view(*sizes.values()).permute([names.index(name) for name in order])
+
+    return view(words, source), view(place.view(_WORDS[part.word]), target)
+
+
+def _carry(part: Part, source: torch.Tensor, target: torch.Tensor, forth: bool) -> None:
+    """Move words from one side to the other."""
+    if part.moves is None:
+        target.copy_(source) if forth else source.copy_(target)
+        return
+    for move in part.moves:
+        if forth:
+            _merge(target[move.target], source[move.source], move.shift, move.mask)
+        else:
+            mask = _signed((move.mask & 0xFFFFFFFF) >> move.shift if move.shift >= 0 else
+                           (move.mask << -move.shift) & 0xFFFFFFFF)  # fmt: skip
+            _merge(source[move.source], target[move.target], -move.shift, mask)
+
+
+def _merge(into: torch.Tensor, words: torch.Tensor, shift: int, mask: int) -> None:
+    """into |= words shifted up by `shift`, at the bits of `mask`."""
+    moved = words << shift if shift > 0 else words >> -shift if shift < 0 else words
+    into |= moved & mask if moved is words else moved.bitwise_and_(mask)
+
+
+def _like(words: torch.Tensor, value: int) -> torch.Tensor:
+    """`value` as a word of the same type."""
+    bits = 8 * words.element_size()
+    return torch.tensor(value - (value >> (bits - 1) << bits), dtype=words.dtype,
+                        device=words.device)  # fmt: skip
