@@ -6,11 +6,14 @@
     ├── InputError          exit 3   a file, folder or prompt is not what it must be
     │   └── Unsupported     exit 3   it is valid, but this version has no code for it
     └── EnvironmentProblem  exit 4   this machine lacks something: memory, disk, a package
+        └── KernelCompileError       a CUDA kernel that its compiler refused
 
 A message says what failed, what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class G4Error(Exception):
@@ -67,3 +70,29 @@ class EnvironmentProblem(G4Error):
     """The machine lacks something: memory, disk space, a package."""
 
     exit_code = 4
+
+
+class KernelCompileError(EnvironmentProblem):
+    """A CUDA kernel that NVRTC did not compile.
+
+    Args:
+        path: the kernel's file.
+        options: what the compiler was called with, the architecture included.
+        log: what the compiler said, whole; it is also part of the message.
+    """
+
+    def __init__(self, path: str, options: tuple[str, ...], log: str, *, fix: str) -> None:
+        self.path, self.options, self.log = path, options, log
+        super().__init__(
+            f"{path}: kernel not compiled",
+            expected="a cubin from NVRTC " + " ".join(options),
+            found=f"\n{log.strip()}\n",
+            fix=fix,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _compile_error, (self.path, self.options, self.log, self.fix)
+
+
+def _compile_error(path: str, options: tuple[str, ...], log: str, fix: str) -> KernelCompileError:
+    return KernelCompileError(path, options, log, fix=fix)

@@ -1,0 +1,266 @@
+"""Kernel files to machine code: one file, some template instances, one architecture, one cubin.
+
+Done on the user's machine by NVRTC, which needs neither a GPU nor nvcc nor any header. A kernel
+includes only files of `kernels/include/` and `quant/formats/`, by their bare names; they are given
+to the compiler in memory, so that what a cubin was made from is known exactly (`closure`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported
+
+# What every kernel is compiled for in the tests. A cubin runs on its own architecture and on later
+# minor versions of the same major one; sm_90a has what Hopper has alone.
+ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_121")
+# Bytes of shared memory a block may have (CUDA programming guide, "Compute Capabilities").
+SHARED_LIMIT = {
+    "sm_70": 98304, "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376,
+    "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376, "sm_121": 101376,
+}  # fmt: skip
+STATIC_SHARED = 49152  # of which at most these are declared in the kernel
+
+KERNELS = Path(__file__).parent / "kernels"
+INCLUDES = (KERNELS / "include", Path(__file__).parents[2] / "quant" / "formats")
+INSTALL = "pip install 'g4spec[cuda]'"
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]*)[>"]', re.MULTILINE)
+_ENTRY = re.compile(
+    r"Compiling entry function '(?P<symbol>\w+)'(?P<text>.*?)(?=Compiling entry function|\Z)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread or block of a kernel takes, as ptxas reports it.
+
+    Args:
+        registers: 32-bit registers of a thread.
+        spill, stack: bytes of a thread that lie in local memory (stores and loads; frame).
+        shared: bytes of statically declared shared memory of a block.
+    """
+
+    registers: int
+    spill: int
+    stack: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Compiled kernels.
+
+    Args:
+        arch: sm_XX.
+        symbols: name expression -> symbol in the code.
+        resources: name expression -> what it takes.
+        log: the compiler's log.
+        code: the ELF image.
+    """
+
+    arch: str
+    symbols: dict[str, str]
+    resources: dict[str, Resources]
+    log: str
+    code: bytes
+
+
+def arch_of(major: int, minor: int) -> str:
+    """The architecture that a device of this compute capability is compiled for."""
+    if major < 7:
+        raise Unsupported(
+            "CUDA kernels", expected="compute capability 7.0 (Volta) or newer",
+            found=f"{major}.{minor}", fix="use --backend cpu",
+        )  # fmt: skip
+    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """Options of every compilation. G4SPEC_LINEINFO=1 adds source lines for profilers."""
+    lines = ("-lineinfo",) if os.environ.get("G4SPEC_LINEINFO") == "1" else ()
+    return (f"-arch={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v", *lines)
+
+
+def source_path(file: str) -> Path:
+    """A kernel file by its name in `kernels/`, or by its absolute path (in tests)."""
+    return KERNELS / file
+
+
+def closure(file: str, includes: tuple[Path, ...] = INCLUDES) -> dict[str, str]:
+    """Everything a kernel is made from: name -> text, the kernel's own file first.
+
+    An include that is in none of the folders is an error here, also inside an `#if`.
+    """
+    path = source_path(file)
+    found = {file: _read(path, file)}
+    queue = [file]
+    while queue:
+        user = queue.pop()
+        for bracket, name in _INCLUDE.findall(found[user]):
+            if name in found:
+                continue
+            places = [folder / name for folder in includes if (folder / name).is_file()]
+            if bracket == "<" or "/" in name or len(places) != 1:
+                raise KernelCompileError(
+                    str(path), (), f"{user}: #include {bracket}{name}",
+                    fix='include "name.cuh", a file that is in just one of '
+                    + " and ".join(str(folder) for folder in includes),
+                )  # fmt: skip
+            found[name] = _read(places[0], user)
+            queue.append(name)
+    return found
+
+
+def _read(path: Path, user: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{user}: kernel source {path} cannot be read", found=error.strerror,
+            fix="install g4spec again",
+        ) from None  # fmt: skip
+
+
+@functools.cache
+def _library() -> Any:
+    """The NVRTC bindings, with the library behind them loaded."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise EnvironmentProblem(
+            "CUDA kernels need the package cuda-bindings", fix=INSTALL
+        ) from None
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise EnvironmentProblem(
+            "CUDA kernels need the NVRTC library", found=str(error).splitlines()[0], fix=INSTALL
+        ) from None
+    return nvrtc
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """Version of the NVRTC library, for instance (12, 9)."""
+    _, major, minor = _library().nvrtcVersion()
+    return major, minor
+
+
+@functools.cache
+def build() -> str:
+    """Version of the NVRTC library and the size of its file: patch releases have one version."""
+    _library()
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    found = load_nvidia_dynamic_lib("nvrtc").abs_path
+    size = Path(found).stat().st_size if found and Path(found).is_file() else 0
+    return "{}.{}-{}".format(*version(), size)
+
+
+@functools.cache
+def supported() -> tuple[int, ...]:
+    """Architectures the NVRTC library compiles for, as numbers: 70 is sm_70."""
+    return tuple(_library().nvrtcGetSupportedArchs()[1])
+
+
+def check_arch(arch: str) -> None:
+    """Refuses an architecture that the installed NVRTC has no code for."""
+    if int(re.sub(r"\D", "", arch)) not in supported():
+        raise EnvironmentProblem(
+            f"NVRTC {'{}.{}'.format(*version())} cannot compile for {arch}",
+            expected="one of " + ", ".join(f"sm_{n}" for n in supported()),
+            fix="NVRTC 12.9 (nvidia-cuda-nvrtc-cu12, with cuda-bindings 12.9) compiles for sm_70 "
+            "to sm_121, and torch for CUDA 12.6 still runs on sm_70",
+        )
+
+
+def key(sources: dict[str, str], names: tuple[str, ...], arch: str) -> str:
+    """Name of a compilation: equal for equal sources, options, instances and compiler."""
+    parts = ["1", build(), *options(arch), "", *names, "", *(x for p in sources.items() for x in p)]
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def compile(sources: dict[str, str], names: tuple[str, ...], arch: str) -> Cubin:
+    """Compiles some instances of one kernel file; seconds, serialized within a process.
+
+    Args:
+        sources: what `closure` found.
+        names: name expressions, for instance "norm<2>".
+        arch: sm_XX.
+
+    Raises:
+        KernelCompileError: the compiler refused, or a name has no kernel.
+        EnvironmentProblem: NVRTC is missing or too old or too new for the architecture.
+    """
+    check_arch(arch)
+    nvrtc, (file, text), *headers = _library(), *sources.items()
+    status, program = nvrtc.nvrtcCreateProgram(
+        text.encode(), str(source_path(file)).encode(), len(headers),
+        [source.encode() for _, source in headers], [name.encode() for name, _ in headers],
+    )  # fmt: skip
+    _check(status, "nvrtcCreateProgram")
+    try:
+        return _compile(nvrtc, program, file, names, arch)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _compile(nvrtc: Any, program: Any, file: str, names: tuple[str, ...], arch: str) -> Cubin:
+    for name in names:
+        _check(nvrtc.nvrtcAddNameExpression(program, name.encode())[0], f"{file}: {name}")
+    flags = options(arch)
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    nvrtc.nvrtcGetProgramLog(program, log)
+    said = log.rstrip(b"\0").decode("utf-8", "replace")
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelCompileError(
+            str(source_path(file)), flags, said or status.name,
+            fix="correct the kernel, or report this with the lines above",
+        )  # fmt: skip
+    symbols = {}
+    for name in names:
+        status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
+        _check(status, f"{file}: {name}")
+        symbols[name] = symbol.decode()
+    status, size = nvrtc.nvrtcGetCUBINSize(program)
+    _check(status, "nvrtcGetCUBINSize")
+    code = bytes(size)
+    _check(nvrtc.nvrtcGetCUBIN(program, code)[0], "nvrtcGetCUBIN")
+    taken = resources(said)
+    return Cubin(arch, symbols, {n: taken[s] for n, s in symbols.items()}, said, code)
+
+
+def _check(status: Any, what: str) -> None:
+    if status.value:
+        raise EnvironmentProblem(f"NVRTC: {what}", found=status.name)
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """What each kernel takes, from the log that `--ptxas-options=-v` writes; by symbol."""
+    found = {}
+    for match in _ENTRY.finditer(log):
+        text = match["text"]
+        numbers = {
+            what: sum(int(n) for n in re.findall(rf"(\d+) bytes {what}", text))
+            for what in ("stack frame", "spill stores", "spill loads", "smem")
+        }
+        registers = re.search(r"Used (\d+) registers", text)
+        assert registers, log
+        found[match["symbol"]] = Resources(
+            int(registers[1]), numbers["spill stores"] + numbers["spill loads"],
+            numbers["stack frame"], numbers["smem"],
+        )  # fmt: skip
+    return found
