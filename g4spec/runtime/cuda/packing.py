@@ -33,7 +33,7 @@ from g4spec.quant.formats import q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0
 
 GROUP = 128
 """Rows of a group."""
-CHUNK = 1 << 28
+CHUNK = 1 << 27
 """Values rearranged at a time, which bounds the memory it takes beside the result."""
 
 _ROWS = {"w": 4, "p": 2, "h": 2, "g": 8}
