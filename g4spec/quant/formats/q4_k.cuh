@@ -1,33 +1,45 @@
-// Q4_K in packed order (g4spec/runtime/cuda/packing.py): a value is d * scale * q - dmin * min.
+// Q4_K in packed order (g4spec/runtime/cuda/packing.py): a value is d * scale * q - dmin * min. Q5_K
+// is the same with a fifth bit.
 #pragma once
 #include "product.cuh"
 
-struct Q4K {
-  static constexpr int UNIT = 256, UNIT_BYTES = 18432, SCRATCH = 1664;
+template <int BITS>
+struct Affine {
+  static constexpr int UPPER = 16384, HEADER = UPPER + (BITS - 4) * 4096;
+  static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = 1664;
 
-  template <int NT>
+  template <int NT, int PARTS>
   static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8* scratch, int warp,
-                              int lane) {
-    float* scales = (float*)scratch;         // [8 groups][row slot]
-    u32* mins = (u32*)(scratch + 1024);      // [row][4] pairs of halves
+                              int lane, int part) {
+    float* scales = (float*)scratch;         // [8 / PARTS groups][row slot]
+    u32* mins = (u32*)(scratch + 1024);      // [row][4 / PARTS] pairs of halves
     float* dmins = (float*)(scratch + 1536);  // [row slot]
-    expand(unit + 16384 + (warp * 32 + lane) * 16, scales, mins, dmins, lane);
+    expand<PARTS>(unit + HEADER + (warp * 32 + lane) * 16, scales, mins, dmins, lane, part);
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * 128;
+    const u32* upper = (const u32*)(unit + UPPER) + warp * 2 * 128;
 #pragma unroll
-    for (int k64 = 0; k64 < 4; ++k64) {
+    for (int j = 0; j < 4 / PARTS; ++j) {
+      const int k64 = part * (4 / PARTS) + j;
       const uint4 w[2] = {codes[k64 * 32 + lane], codes[128 + k64 * 32 + lane]};
+      u32 fifths[2];
+      if constexpr (BITS == 5)
+        fifths[0] = upper[k64 * 32 + lane], fifths[1] = upper[128 + k64 * 32 + lane];
       const auto rows = activations<NT>(act, k64);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         u32 b[2][NT][2];
         rows.fragments(b, h, lane);
-        const float4 s = *(const float4*)(scales + (k64 * 2 + h) * 32 + g * 4);
+        const float4 s = *(const float4*)(scales + (j * 2 + h) * 32 + g * 4);
 #pragma unroll
         for (int tile = 0; tile < 2; ++tile) {
           u32 a0[4], a1[4];
           from_nibbles(a0, h ? w[tile].z : w[tile].x);
           from_nibbles(a1, h ? w[tile].w : w[tile].y);
+          if constexpr (BITS == 5) {
+            add_fifths(a0, fifths[tile], h * 2);
+            add_fifths(a1, fifths[tile], h * 2 + 1);
+          }
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
             const float2 n = rows.sums32(h, nt, t);
@@ -39,45 +51,58 @@ struct Q4K {
         }
       }
     }
-    subtract_mins<NT>(acc, act, mins, dmins, g, t);
+    subtract_mins<NT, PARTS>(acc, act, mins, dmins, g, t, part);
   }
 
   // One lane a row: 6-bit integers become the factors of its groups. Rows g + 8 of a tile carry
   // codes times 16, so their factors are divided by it.
-  static DEVICE void expand(const u8* header, float* scales, u32* mins, float* dmins, int lane) {
-    const uint4 h = *(const uint4*)header;
+  template <int PARTS>
+  static DEVICE void expand(const u8* header, float* scales, u32* mins, float* dmins, int lane,
+                            int part) {
+    uint4 h = *(const uint4*)header;
     const float d = from_half(h.x) * (lane & 8 ? 0.0625f : 1.0f);
+    if (part) {  // groups 4 to 7: 24 bits on
+      h.y = bits_from(h.y, h.w & 0xffff, 24);
+      h.z = bits_from(h.z, h.w >> 16, 24);
+    }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      scales[i * 32 + row_slot(lane)] = d * small_float(funnel(h.y, h.w & 0xffff, 6 * i) & 63);
-    u32 pairs[4];
+    for (int i = 0; i < 8 / PARTS; ++i)
+      scales[i * 32 + row_slot(lane)] = d * small_float(bits_from(h.y, h.w & 0xffff, 6 * i) & 63);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 two = funnel(h.z, h.w >> 16, 12 * i);
-      pairs[i] = sub_half2(and_or(two << 10, 0x3f0000u, and_or(two, 0x3fu, MAGIC)), MAGIC);
+    for (int i = 0; i < 4 / PARTS; ++i) {
+      const u32 two = bits_from(h.z, h.w >> 16, 12 * i);
+      mins[lane * (4 / PARTS) + i] =
+          sub_half2(and_or(two << 10, 0x3f0000u, and_or(two, 0x3fu, MAGIC)), MAGIC);
     }
-    *(uint4*)(mins + lane * 4) = {pairs[0], pairs[1], pairs[2], pairs[3]};
     dmins[row_slot(lane)] = from_half(h.x >> 16);
     __syncwarp();
   }
 
   // The minima are whole numbers: one product with the sums of the activations, whose upper and
   // lower halves are the two sides of its K.
-  template <int NT>
+  template <int NT, int PARTS>
   static DEVICE void subtract_mins(Acc<NT>& acc, const u8* act, const u32* mins,
-                                   const float* dmins, int g, int t) {
+                                   const float* dmins, int g, int t, int part) {
+    constexpr int PAIRS = 4 / PARTS;  // of groups; with two parts, lanes t = 2 and 3 hold zeros
     const float4 dmin = *(const float4*)(dmins + g * 4);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      const auto rows = activations<NT>(act, t);
-      const float s0 = rows.sum32(0, nt * 8 + g), s1 = rows.sum32(1, nt * 8 + g);
-      const u16 h0 = to_half(s0), h1 = to_half(s1);
-      const u32 high = (u32)h0 | (u32)h1 << 16;
-      const u32 low = pack_halves(s0 - from_half(h0), s1 - from_half(h1));
+      u32 high = 0, low = 0;
+      if (t < PAIRS) {
+        const auto rows = activations<NT>(act, part * PAIRS + t);
+        const float s0 = rows.sum32(0, nt * 8 + g), s1 = rows.sum32(1, nt * 8 + g);
+        const u16 h0 = to_half(s0), h1 = to_half(s1);
+        high = (u32)h0 | (u32)h1 << 16;
+        low = pack_halves(s0 - from_half(h0), s1 - from_half(h1));
+      }
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        const u32 m0 = mins[(tile * 16 + g) * 4 + t], m1 = mins[(tile * 16 + g + 8) * 4 + t];
+        u32 m0 = 0, m1 = 0;
+        if (t < PAIRS) {
+          m0 = mins[(tile * 16 + g) * PAIRS + t];
+          m1 = mins[(tile * 16 + g + 8) * PAIRS + t];
+        }
         const u32 a[4] = {m0, m1, m0, m1};
         float c[4] = {0, 0, 0, 0};
         mma_f16(c, a, high, low, c);
@@ -86,3 +111,5 @@ struct Q4K {
     }
   }
 };
+
+using Q4K = Affine<4>;

@@ -5,16 +5,17 @@
 struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2048;
 
-  template <int NT>
+  template <int NT, int PARTS>
   static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8* scratch, int warp,
-                              int lane) {
-    float* scales = (float*)scratch;  // [16 groups][row slot]
-    expand(unit + 24576, scales, warp * 32 + lane, lane);
+                              int lane, int part) {
+    float* scales = (float*)scratch;  // [16 / PARTS groups][row slot]
+    expand<PARTS>(unit + 24576, scales, warp * 32 + lane, lane, part);
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * 128;
     const uint2* highs = (const uint2*)(unit + 16384) + warp * 2 * 128;
 #pragma unroll
-    for (int k64 = 0; k64 < 4; ++k64) {
+    for (int j = 0; j < 4 / PARTS; ++j) {
+      const int k64 = part * (4 / PARTS) + j;
       const uint4 w[2] = {codes[k64 * 32 + lane], codes[128 + k64 * 32 + lane]};
       const uint2 u[2] = {highs[k64 * 32 + lane], highs[128 + k64 * 32 + lane]};
       const auto rows = activations<NT>(act, k64);
@@ -22,8 +23,8 @@ struct Q6K {
       for (int h = 0; h < 2; ++h) {
         u32 b[2][NT][2];
         rows.fragments(b, h, lane);
-        const float4 s0 = *(const float4*)(scales + (k64 * 4 + h * 2) * 32 + g * 4);
-        const float4 s1 = *(const float4*)(scales + (k64 * 4 + h * 2 + 1) * 32 + g * 4);
+        const float4 s0 = *(const float4*)(scales + (j * 4 + h * 2) * 32 + g * 4);
+        const float4 s1 = *(const float4*)(scales + (j * 4 + h * 2 + 1) * 32 + g * 4);
         float2 n[2][NT];
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
@@ -43,15 +44,17 @@ struct Q6K {
     }
   }
 
-  static DEVICE void expand(const u8* header, float* scales, int row, int lane) {
-    const uint4 q = *(const uint4*)(header + row * 16);
+  template <int PARTS>
+  static DEVICE void expand(const u8* header, float* scales, int row, int lane, int part) {
+    uint4 q = *(const uint4*)(header + row * 16);
+    if (part) q.x = q.z, q.y = q.w;
     const float d =
         from_half(*(const u16*)(header + 2048 + row * 2)) * (lane & 8 ? 0.0625f : 1.0f);
     const u32 word[4] = {q.x ^ 0x80808080u, q.y ^ 0x80808080u, q.z ^ 0x80808080u,
                          q.w ^ 0x80808080u};
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
+    for (int i = 0; i < 16 / PARTS; ++i) {
       const u32 bits = permute(word[i / 4], 0x4b000000u, 0x7540 + i % 4);
       scales[i * 32 + row_slot(lane)] = d * (__uint_as_float(bits) - 8388736.0f);
     }

@@ -6,14 +6,15 @@ template <int K>
 struct Q80 {
   static constexpr int UNIT = K, UNIT_BYTES = K * 136, SCRATCH = 0;
 
-  template <int NT>
-  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8*, int warp,
-                              int lane) {
+  template <int NT, int PARTS>
+  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8*, int warp, int lane,
+                              int part) {
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * K;
     const uint2* scales = (const uint2*)(unit + K * 128);
 #pragma unroll
-    for (int k32 = 0; k32 < K / 32; ++k32) {
+    for (int j = 0; j < K / 32 / PARTS; ++j) {
+      const int k32 = part * (K / 32 / PARTS) + j;
       const auto rows = activations<NT>(act, k32 / 2);
       u32 b[2][NT][2];
       rows.fragments(b, k32 % 2, lane);

@@ -8,7 +8,12 @@
 //
 // Waiting cannot deadlock: a CTA waits only for CTAs with a lower block index, which start earlier.
 #include "product.cuh"
+#include "q4_0.cuh"
+#include "q4_1.cuh"
 #include "q4_k.cuh"
+#include "q5_0.cuh"
+#include "q5_1.cuh"
+#include "q5_k.cuh"
 #include "q6_k.cuh"
 #include "q8_0.cuh"
 
@@ -214,12 +219,14 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
   u64* full = (u64*)((u8*)pairs + S::PAIRS);
   u64* empty = full + STAGES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int TEAMS = 2 * GROUP / ROWS;  // of warps, which take turns at the units
-  if (threadIdx.x == 0)
+  constexpr int TEAMS = 2 * GROUP / ROWS;  // of warps, which share the K of a unit
+  if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s, ARCH >= 900 ? 1 : 32);
-      barrier_init(empty + s, CONSUMERS / TEAMS);
+      barrier_init(empty + s, CONSUMERS);
     }
+    barrier_init_fence();
+  }
   __syncthreads();
   grid_launch();
   const int cta = gridDim.x - 1 - blockIdx.x;
@@ -236,12 +243,11 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
     const int until = min(i + w.units - first, end - begin);
     Acc<NT> acc = {};
     for (; i < until; ++i) {
-      if (TEAMS == 2 && i % 2 != team) continue;
       const int s = i % STAGES;
       barrier_wait(full + s, (i / STAGES) & 1);
       const u8* stage = stages + s * S::STAGE;
-      F::template multiply<NT>(acc, stage + part / 4 * F::UNIT_BYTES, stage + S::WEIGHTS, mine,
-                               part % 4, lane);
+      F::template multiply<NT, TEAMS>(acc, stage + part / 4 * F::UNIT_BYTES, stage + S::WEIGHTS,
+                                      mine, part % 4, lane, team);
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + s);
     }

@@ -2,7 +2,8 @@
 //
 // Weights are the 16-row operand A, the rows of activations ("tokens") the 8-wide operand B. A warp
 // owns 32 rows of weights, two tiles of 16, and multiplies one unit of K at a time:
-// `F::multiply` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to `acc`.
+// `F::multiply` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to `acc`, or part `part` of
+// `PARTS` of that K.
 // Integer codes go into the tensor cores as 1024 + code (a bit pattern, no conversion); the
 // accumulator starts at -1024 times the sum of the activations, which removes the bias again.
 #pragma once
@@ -59,6 +60,14 @@ DEVICE void from_nibbles(u32 (&a)[4], u32 w) {
   w >>= 8;
   a[2] = and_or(w, 0x000f000fu, MAGIC);
   a[3] = and_or(w, 0x00f000f0u, MAGIC);
+}
+
+// The fifth bits of the codes of k16 step j, added to what `from_nibbles` made.
+DEVICE void add_fifths(u32 (&a)[4], u32 bits, int j) {
+  a[0] = and_or(bits >> j, 0x00100010u, a[0]);
+  a[1] = and_or(bits >> j, 0x01000100u, a[1]);
+  a[2] = and_or(bits << (4 - j), 0x00100010u, a[2]);
+  a[3] = and_or(bits >> (4 + j), 0x01000100u, a[3]);
 }
 
 // acc += scale * c; scale: rows g and g + 8.

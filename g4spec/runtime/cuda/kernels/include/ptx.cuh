@@ -53,7 +53,10 @@ DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 // (a & b) | c in one instruction.
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
-DEVICE u32 funnel(u32 low, u32 high, u32 shift) { return __funnelshift_r(low, high, shift); }
+// 32 bits of high:low from bit `shift` on, 0 to 63.
+DEVICE u32 bits_from(u32 low, u32 high, u32 shift) {
+  return shift < 32 ? __funnelshift_r(low, high, shift) : high >> (shift - 32);
+}
 // An integer below 2^23 as float, in two instructions.
 DEVICE float small_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
 
@@ -106,6 +109,13 @@ DEVICE void load_matrix_x4_transposed(u32 (&r)[4], const void* row) {
 #if ARCH >= 800
 DEVICE void barrier_init(u64* bar, u32 arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals));
+}
+// Makes new barriers visible to the copy engine; before the barrier of the block.
+DEVICE void barrier_init_fence() {
+#if ARCH >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
 DEVICE void barrier_arrive(u64* bar) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}"
