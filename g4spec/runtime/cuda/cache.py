@@ -42,8 +42,8 @@ def decode(data: bytes) -> Cubin | None:
         return None
     end = 8 + int.from_bytes(body[:8], "little")
     header = json.loads(body[8:end])
-    taken = {name: Resources(**each) for name, each in header["resources"].items()}
-    return Cubin(header["arch"], header["symbols"], taken, header["log"], body[end:])
+    header["resources"] = Resources(**header["resources"])
+    return Cubin(**header, code=body[end:])
 
 
 def _path(key: str, arch: str) -> Path:

@@ -23,16 +23,6 @@ Grid = int | tuple[int, ...]
 SCALARS = (np.int32, np.int64, np.uint32, np.uint64, np.float32)
 
 
-class _Stream:
-    """torch's stream in the form in which cuda.core takes a foreign one."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-
 class Kernel:
     """One kernel instance on one device.
 
@@ -69,7 +59,7 @@ class Kernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(grid, block, shared, pdl and self._pdl)
-        stream = _Stream(torch.cuda.current_stream(self.device).cuda_stream)
+        stream = _stream(torch.cuda.current_stream(self.device).cuda_stream)
         if torch.cuda.current_device() == self.device:
             _core().launch(stream, config, self._handle, *values)
         else:
@@ -151,6 +141,12 @@ def _core() -> Any:
     return cuda.core
 
 
+@functools.lru_cache(64)
+def _stream(handle: int) -> Any:
+    """cuda.core's object for a stream of torch's, which it does not own."""
+    return _core().Stream.from_handle(handle)
+
+
 _loaded: dict[tuple[int, str, str], Kernel] = {}
 
 
@@ -162,7 +158,7 @@ def kernel(file: str, name: str, device: int | None = None) -> Kernel:
 
 
 def module(file: str, names: Sequence[str], device: int | None = None) -> dict[str, Kernel]:
-    """Several instances of one file, compiled together; by name expression."""
+    """Several instances of one file, compiled in parallel; by name expression."""
     index = torch.cuda.current_device() if device is None else device
     missing = tuple(name for name in names if (index, file, name) not in _loaded)
     if missing:
@@ -179,21 +175,16 @@ def warm(units: Iterable[Unit], device: int | None = None) -> None:
     """Compiles every instance of these units, in parallel, and loads it."""
     index = torch.cuda.current_device() if device is None else device
     assert not torch.cuda.is_current_stream_capturing(), "kernels are loaded before a capture"
-    jobs = [
-        Job(unit.file, names, arch(index))
-        for unit in units
-        if (names := tuple(n for n in unit.names if (index, unit.file, n) not in _loaded))
-    ]
+    names = dict.fromkeys((unit.file, name) for unit in units for name in unit.names)
+    jobs = [Job(*pair, arch(index)) for pair in names if (index, *pair) not in _loaded]
     for job, cubin in zip(jobs, compile_all(jobs), strict=True):
-        _load(job, cubin, index)
+        _loaded[index, job.file, job.name] = _load(job, cubin, index)
 
 
-def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> None:
+def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
     core = _core()
     with torch.cuda.device(index):
         core.Device(index).set_current()
         code = core.ObjectCode.from_cubin(cubin.code, name=job.file)
-        for name in job.names:
-            handle = code.get_kernel(cubin.symbols[name])
-            label = f"{job.file}: {name}"
-            _loaded[index, job.file, name] = Kernel(label, index, handle, cubin.resources[name])
+        handle = code.get_kernel(cubin.symbol)
+        return Kernel(f"{job.file}: {job.name}", index, handle, cubin.resources)

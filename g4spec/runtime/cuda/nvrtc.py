@@ -1,4 +1,4 @@
-"""Kernel files to machine code: one file, some template instances, one architecture, one cubin.
+"""Kernel files to machine code: one template instance for one architecture, a cubin.
 
 Done on the user's machine by NVRTC, which needs neither a GPU nor nvcc nor any header. A kernel
 includes only files of `kernels/include/` and `quant/formats/`, by their bare names; they are given
@@ -56,19 +56,19 @@ class Resources:
 
 @dataclass(frozen=True)
 class Cubin:
-    """Compiled kernels.
+    """A compiled kernel.
 
     Args:
         arch: sm_XX.
-        symbols: name expression -> symbol in the code.
-        resources: name expression -> what it takes.
+        symbol: its name in the code.
+        resources: what it takes.
         log: the compiler's log.
         code: the ELF image.
     """
 
     arch: str
-    symbols: dict[str, str]
-    resources: dict[str, Resources]
+    symbol: str
+    resources: Resources
     log: str
     code: bytes
 
@@ -177,14 +177,13 @@ def check_arch(arch: str) -> None:
         raise EnvironmentProblem(
             f"NVRTC {'{}.{}'.format(*version())} cannot compile for {arch}",
             expected="one of " + ", ".join(f"sm_{n}" for n in supported()),
-            fix="NVRTC 12.9 (nvidia-cuda-nvrtc-cu12, with cuda-bindings 12.9) compiles for sm_70 "
-            "to sm_121, and torch for CUDA 12.6 still runs on sm_70",
+            fix="install a torch whose CUDA version covers this GPU: NVRTC comes with it",
         )
 
 
-def key(sources: dict[str, str], names: tuple[str, ...], arch: str) -> str:
-    """Name of a compilation: equal for equal sources, options, instances and compiler."""
-    parts = ["1", build(), *options(arch), "", *names, "", *(x for p in sources.items() for x in p)]
+def key(sources: dict[str, str], name: str, arch: str) -> str:
+    """Name of a compilation: equal for equal sources, options, instance and compiler."""
+    parts = [build(), *options(arch), name, *(text for pair in sources.items() for text in pair)]
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode()
@@ -192,55 +191,50 @@ def key(sources: dict[str, str], names: tuple[str, ...], arch: str) -> str:
     return digest.hexdigest()
 
 
-def compile(sources: dict[str, str], names: tuple[str, ...], arch: str) -> Cubin:
-    """Compiles some instances of one kernel file; seconds, serialized within a process.
+def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
+    """Compiles one instance of a kernel file; serialized within a process.
 
     Args:
         sources: what `closure` found.
-        names: name expressions, for instance "norm<2>".
+        name: name expression, for instance "norm<2>".
         arch: sm_XX.
 
     Raises:
-        KernelCompileError: the compiler refused, or a name has no kernel.
-        EnvironmentProblem: NVRTC is missing or too old or too new for the architecture.
+        KernelCompileError: the compiler refused, or the file has no such kernel.
+        EnvironmentProblem: NVRTC is missing, or cannot compile for the architecture.
     """
     check_arch(arch)
     nvrtc, (file, text), *headers = _library(), *sources.items()
     status, program = nvrtc.nvrtcCreateProgram(
         text.encode(), str(source_path(file)).encode(), len(headers),
-        [source.encode() for _, source in headers], [name.encode() for name, _ in headers],
+        [source.encode() for _, source in headers], [header.encode() for header, _ in headers],
     )  # fmt: skip
     _check(status, "nvrtcCreateProgram")
     try:
-        return _compile(nvrtc, program, file, names, arch)
+        return _compile(nvrtc, program, file, name, arch)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _compile(nvrtc: Any, program: Any, file: str, names: tuple[str, ...], arch: str) -> Cubin:
-    for name in names:
-        _check(nvrtc.nvrtcAddNameExpression(program, name.encode())[0], f"{file}: {name}")
+def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin:
+    _check(nvrtc.nvrtcAddNameExpression(program, name.encode())[0], f"{file}: {name}")
     flags = options(arch)
     (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
-    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])  # the bindings write into it
     nvrtc.nvrtcGetProgramLog(program, log)
     said = log.rstrip(b"\0").decode("utf-8", "replace")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise KernelCompileError(
-            str(source_path(file)), flags, said or status.name,
+            f"{source_path(file)}: {name}", flags, said or status.name,
             fix="correct the kernel, or report this with the lines above",
         )  # fmt: skip
-    symbols = {}
-    for name in names:
-        status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
-        _check(status, f"{file}: {name}")
-        symbols[name] = symbol.decode()
+    status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
+    _check(status, f"{file}: {name}")
     status, size = nvrtc.nvrtcGetCUBINSize(program)
     _check(status, "nvrtcGetCUBINSize")
     code = bytes(size)
     _check(nvrtc.nvrtcGetCUBIN(program, code)[0], "nvrtcGetCUBIN")
-    taken = resources(said)
-    return Cubin(arch, symbols, {n: taken[s] for n, s in symbols.items()}, said, code)
+    return Cubin(arch, symbol.decode(), resources(said)[symbol.decode()], said, code)
 
 
 def _check(status: Any, what: str) -> None:

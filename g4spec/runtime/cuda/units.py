@@ -7,6 +7,7 @@ every one for every architecture, and bound what it takes, on a machine without 
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import json
 import os
@@ -18,7 +19,6 @@ import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.runtime.cuda import cache, nvrtc
@@ -28,7 +28,7 @@ WORKERS = 8  # processes at most; NVRTC compiles one program at a time in each
 
 @dataclass(frozen=True)
 class Unit:
-    """Instances of one kernel file that are compiled together.
+    """Instances of one kernel file, each compiled to a cubin of its own.
 
     Args:
         file: name in `kernels/`.
@@ -51,10 +51,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Job:
-    """One compilation: these instances of this file for this architecture."""
+    """One compilation: an instance of a kernel file for an architecture."""
 
     file: str
-    names: tuple[str, ...]
+    name: str
     arch: str
 
 
@@ -70,13 +70,17 @@ def registered() -> dict[str, list[Unit]]:
     return found
 
 
+def _load(job: Job) -> nvrtc.Cubin | None:
+    return cache.load(nvrtc.key(nvrtc.closure(job.file), job.name, job.arch), job.arch)
+
+
 def cached(job: Job) -> nvrtc.Cubin:
     """A cubin from the disk cache, or compiled now and kept there."""
     sources = nvrtc.closure(job.file)
-    key = nvrtc.key(sources, job.names, job.arch)
+    key = nvrtc.key(sources, job.name, job.arch)
     cubin = cache.load(key, job.arch)
     if cubin is None:
-        cubin = nvrtc.compile(sources, job.names, job.arch)
+        cubin = nvrtc.compile(sources, job.name, job.arch)
         cache.store(key, cubin)
     return cubin
 
@@ -91,24 +95,21 @@ def compile_all(jobs: Sequence[Job], workers: int | None = None) -> list[nvrtc.C
     Raises:
         KernelCompileError: of the first job (in their order) that failed.
     """
-    done: dict[int, nvrtc.Cubin | G4Error] = {}
-    for i, job in enumerate(jobs):
-        key = nvrtc.key(nvrtc.closure(job.file), job.names, job.arch)
-        if (cubin := cache.load(key, job.arch)) is not None:
-            done[i] = cubin
-    missing = [i for i in range(len(jobs)) if i not in done]
+    found = [_load(job) for job in jobs]
+    missing = [i for i, cubin in enumerate(found) if cubin is None]
     workers = min(workers or min(WORKERS, _cpus()), len(missing))
     if workers <= 1:
-        return [done[i] if i in done else cached(job) for i, job in enumerate(jobs)]  # type: ignore[misc]
+        return [cubin or cached(job) for cubin, job in zip(found, jobs, strict=True)]
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for i in missing:
         waiting.put(i)
+    done: dict[int, nvrtc.Cubin | G4Error] = {}
     threads = [threading.Thread(target=_feed, args=(jobs, waiting, done)) for _ in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return [_result(done.get(i), jobs[i]) for i in range(len(jobs))]
+    return [cubin or _answer(done.get(i), jobs[i]) for i, cubin in enumerate(found)]
 
 
 def _cpus() -> int:
@@ -117,7 +118,7 @@ def _cpus() -> int:
     return os.cpu_count() or 1
 
 
-def _result(found: nvrtc.Cubin | G4Error | None, job: Job) -> nvrtc.Cubin:
+def _answer(found: nvrtc.Cubin | G4Error | None, job: Job) -> nvrtc.Cubin:
     if found is None:
         raise EnvironmentProblem(
             f"{job.file}: the process that compiled it ended early",
@@ -135,12 +136,17 @@ def _feed(
 
     A plain process, not `multiprocessing`: that would run the user's script again in each.
     """
-    code = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); " \
-        f"from {__name__} import _work; _work()"  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, "-c", code, json.dumps(sys.path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as worker:  # fmt: skip
+    code = (
+        "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+        f"from {__name__} import _work; _work()"
+    )
+    command = [sys.executable, "-c", code, json.dumps(sys.path)]
+    with (
+        contextlib.suppress(BrokenPipeError),  # it ended early: `_answer` says so
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as worker,
+    ):
         assert worker.stdin and worker.stdout
         while True:
             try:
@@ -148,11 +154,8 @@ def _feed(
             except queue.Empty:
                 return
             job = jobs[i]
-            try:
-                worker.stdin.write(json.dumps([job.file, job.names, job.arch]) + "\n")
-                worker.stdin.flush()
-            except BrokenPipeError:
-                return
+            worker.stdin.write(json.dumps([job.file, job.name, job.arch]) + "\n")
+            worker.stdin.flush()
             answer = worker.stdout.readline()
             if not answer:
                 return
@@ -163,10 +166,9 @@ def _work() -> None:
     """The worker process: a job a line in, an answer a line out."""
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        file, names, arch = json.loads(line)
-        answer: Any
+        answer: nvrtc.Cubin | G4Error
         try:
-            answer = cached(Job(file, tuple(names), arch))
+            answer = cached(Job(*json.loads(line)))
         except G4Error as error:
             answer = error
         answers.write(base64.b64encode(pickle.dumps(answer)).decode() + "\n")
@@ -175,4 +177,4 @@ def _work() -> None:
 
 def jobs_for(units: Iterable[Unit], arch: str) -> list[Job]:
     """What is compiled of these units for one architecture."""
-    return [Job(unit.file, unit.names, arch) for unit in units if arch in unit.archs]
+    return [Job(u.file, name, arch) for u in units if arch in u.archs for name in u.names]

@@ -1,0 +1,188 @@
+"""Launching: eagerly, in a graph, one kernel beginning before the other has ended, and what is
+refused."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from g4spec.errors import EnvironmentProblem, KernelCompileError
+from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.units import Unit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SOURCE = """
+#include "ptx.cuh"
+
+// y = a x + y, after a wait that lets a wrong order of kernels show.
+template <int A>
+__global__ void axpy(const float* x, float* y, int n, float b, i64 slow) {
+  grid_launch();
+  grid_wait();
+  i64 start = clock64();
+  while (clock64() - start < slow) {}
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = A * (x ? x[i] : 0.0f) + y[i] * b;
+}
+
+// Sums floats that went through dynamic shared memory, all `n` of it.
+__global__ void through_shared(const float* x, float* y, int n) {
+  extern __shared__ float s[];
+  for (int i = threadIdx.x; i < n; i += blockDim.x) s[i] = x[i];
+  __syncthreads();
+  for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = s[n - 1 - i];
+}
+"""
+N, BLOCK = 100_003, 256
+GRID = -(-N // BLOCK)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("kernels") / "launch.cu"
+    path.write_text(SOURCE)
+    return str(path)
+
+
+@pytest.fixture
+def vectors() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(N, device="cuda"), torch.randn(N, device="cuda")
+
+
+def scalars(b: float = 1, slow: int = 0) -> tuple[np.int32, np.float32, np.int64]:
+    return np.int32(N), np.float32(b), np.int64(slow)
+
+
+def test_eager(file: str, vectors: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, y = vectors
+    want = 3 * x + y * 0.5
+    axpy = launch.kernel(file, "axpy<3>")
+    axpy(GRID, BLOCK, x, y, *scalars(0.5))
+    assert torch.equal(y, want)
+    axpy((GRID, 1, 1), (BLOCK,), None, y, *scalars(2), pdl=False)
+    assert torch.equal(y, want * 2)
+    assert launch.kernel(file, "axpy<3>") is axpy
+
+
+def test_current_stream_and_other_threads(file: str) -> None:
+    x, y = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+    axpy = launch.kernel(file, "axpy<1>")
+    stream = torch.cuda.Stream()
+
+    def work() -> None:
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream())
+            for _ in range(5):
+                axpy(GRID, BLOCK, x, y, *scalars(1, 20_000))
+            done.record()
+
+    done = torch.cuda.Event()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.cuda.current_stream().wait_event(done)
+    assert torch.equal(y, torch.full_like(y, 5))
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
+    """A chain in which each kernel needs what the one before wrote, torch ops between them."""
+    kernels = launch.module(file, ["axpy<2>", "axpy<5>"])
+    x, y, z = (torch.randn(N, device="cuda") for _ in range(3))
+    start = x.clone(), y.clone(), z.clone()
+
+    def chain() -> None:
+        for slow in (0, 50_000, 0):
+            kernels["axpy<2>"](GRID, BLOCK, x, y, *scalars(0.5, slow), pdl=pdl)
+            kernels["axpy<5>"](GRID, BLOCK, y, z, *scalars(0.25, slow), pdl=pdl)
+            kernels["axpy<2>"](GRID, BLOCK, z, x, *scalars(0.125, 0), pdl=pdl)
+            y.mul_(0.75)
+
+    def expected() -> list[torch.Tensor]:
+        a, b, c = (t.double() for t in start)
+        for _ in range(3):
+            b = 2 * a + 0.5 * b
+            c = 5 * b + 0.25 * c
+            a = 2 * c + 0.125 * a
+            b = b * 0.75
+        return [a, b, c]
+
+    chain()
+    eager = [t.clone() for t in (x, y, z)]
+    for got, want in zip(eager, expected(), strict=True):
+        assert torch.allclose(got.double(), want, rtol=1e-4, atol=1e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        for tensor, value in zip((x, y, z), start, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        for got, want in zip((x, y, z), eager, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_shared_memory_above_48_kilobytes(file: str) -> None:
+    limit = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    through = launch.kernel(file, "through_shared")
+    for size in (1024, limit, 65536 if limit > 65536 else 50_000):
+        n = size // 4
+        x, y = torch.randn(n, device="cuda"), torch.zeros(n, device="cuda")
+        through(1, 256, x, y, np.int32(n), shared=size)
+        assert torch.equal(y, x.flip(0)), size
+    with pytest.raises(EnvironmentProblem, match=f"at most {limit} bytes"):
+        through(1, 256, x, y, np.int32(1), shared=limit + 4)
+
+
+def test_wrong_arguments(file: str, vectors: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, y = vectors
+    before = y.clone()
+    axpy = launch.kernel(file, "axpy<3>")
+    wrong = {
+        "a tensor on cuda:0, found cpu": (x.cpu(), y, *scalars()),
+        "a contiguous tensor": (x[::2], y, *scalars()),
+        "found int": (x, y, N, np.float32(1), np.int64(0)),
+        "found float64": (x, y, np.int32(N), np.float64(1), np.int64(0)),
+        r"bytes, found \[8, 8, 8, 4, 8\]": (x, y, np.int64(N), np.float32(1), np.int64(0)),
+        r"bytes, found \[8, 8, 4, 4\]": (x, y, np.int32(N), np.float32(1)),
+    }
+    for text, args in wrong.items():
+        with pytest.raises(TypeError, match=text):
+            axpy(GRID, BLOCK, *args)
+    torch.cuda.synchronize()
+    assert torch.equal(y, before)
+
+
+def test_unknown_instance(file: str) -> None:
+    with pytest.raises(KernelCompileError, match="axpi"):
+        launch.kernel(file, "axpi<3>")
+
+
+def test_warm_compiles_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(f"axpy<{n}>" for n in range(20, 24))
+    launch.warm([Unit(file, names[:2]), Unit(file, names[2:])])
+    monkeypatch.setattr(launch, "compile_all", lambda jobs: jobs and pytest.fail("compiled again"))
+    x, y = torch.ones(N, device="cuda"), torch.zeros(N, device="cuda")
+    for n, name in enumerate(names, 20):
+        launch.kernel(file, name)(GRID, BLOCK, x, y, *scalars(0))
+        assert torch.equal(y, x * n)
+
+
+def test_no_load_inside_a_capture(file: str) -> None:
+    x = torch.ones(N, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x.mul_(2)
+        with pytest.raises(AssertionError, match="before a capture"):
+            launch.kernel(file, "axpy<77>")
+    graph.replay()
+    assert torch.equal(x, torch.full_like(x, 2))
