@@ -18,25 +18,20 @@ from typing import TYPE_CHECKING, Any
 from g4spec.errors import InputError
 from g4spec.gguf import KV, u32
 from g4spec.models import gemma4
+from g4spec.models.drafter import WeightedDrafter
 from g4spec.models.fields import Fields
 from g4spec.models.spec import (
-    MAX_DRAFT,
     CacheShape,
     Checkpoint,
     Chooser,
     Committed,
     LayerSpec,
-    TargetView,
     TensorSpec,
 )
 from g4spec.models.upstream import Limit
 
 if TYPE_CHECKING:
     import torch
-
-    from g4spec.gguf import GGUF
-    from g4spec.runtime.kv import LayerKV
-    from g4spec.runtime.ops import Ops
 
 ARCH = "gemma4-assistant"
 TITLE = "Gemma 4 MTP assistant"
@@ -190,38 +185,25 @@ def caches(config: Config, window: int | None) -> list[CacheShape]:
     return []
 
 
-class Drafter:
-    """Drafts a chain of tokens from the target's last hidden row (`models.spec.Draft`).
-
-    Args:
-        file: holds the centroid head's arrays in its metadata.
-        kv, window: unused; see `caches`.
-    """
+class Drafter(WeightedDrafter):
+    """Drafts a chain of tokens from the target's last hidden row (`models.spec.Draft`)."""
 
     name = ARCH
-    taps: tuple[int, ...] = ()
-    max_tokens = MAX_DRAFT
+    config: Config
 
-    def __init__(
-        self,
-        config: Config,
-        weights: Mapping[str, Any],
-        ops: Ops,
-        target: TargetView,
-        file: GGUF,
-        kv: list[LayerKV],
-        window: int | None = None,
-    ) -> None:
-        self.config, self.w, self.ops, self.target = config, weights, ops, target
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        c, ops, file = self.config, self.ops, args[4]
         self.centroids: tuple[torch.Tensor, torch.Tensor] | None = None
-        if n := config.n_centroids:  # centres [n, h], and the tokens of each cluster [n, V / n]
-            centres = ops.array(file.numbers(CENTROIDS)).view(n, config.n_embd)
+        if n := c.n_centroids:  # centres [n, h], and the tokens of each cluster [n, V / n]
+            centres = ops.array(file.numbers(CENTROIDS)).view(n, c.n_embd)
             self.centroids = centres, ops.array(file.numbers(ORDERING)).view(n, -1)
-        divisors = weights["rope_freqs.weight"]
+        divisors = self.w["rope_freqs.weight"]
         self._freqs = [
             ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)
-            for s in config.layers
+            for s in c.layers
         ]
+        self._next = ops.graph(self._forward, (1,))
         self.reset()
 
     def reset(self) -> None:
@@ -235,36 +217,39 @@ class Drafter:
     def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
         """Up to `count` tokens for positions `position + 1 ...`."""
         assert self._hidden is not None, "propose before commit"
-        ops, token, hidden, out = self.ops, anchor, self._hidden, []
+        token, hidden, out = anchor, self._hidden, list[int]()
         for j in range(count):
-            e = self.target.embed(ops.ids([token]), scaled=True)
-            x = ops.linear(ops.concat([e, hidden]), self.w["nextn.pre_projection.weight"])
-            for i in range(len(self.config.layers)):
-                x = self._layer(i, x, position)
-            x = ops.rms_norm(x, self.w["output_norm.weight"], self.config.body.eps)
-            token = chooser.choose(self.logits(x)[0], position + 1 + j)
+            logits, hidden = self._next([token], position, hidden)
+            token = chooser.choose(logits[0], position + 1 + j)
             out.append(token)
-            hidden = ops.linear(x, self.w["nextn.post_projection.weight"])
         return out
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """A token [1] at the anchor's position [1] beside a hidden row [1, B] -> its logits, and
+        the next hidden row."""
+        ops, w, eps, layers = self.ops, self.w, self.config.body.eps, self.config.layers
+        e = self.target.embed(ids, scaled=True)
+        x = ops.linear(ops.concat([e, hidden]), w["nextn.pre_projection.weight"])
+        norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
+        h = ops.norm_rows(x, norms[0], eps)
+        for spec, freqs, following in zip(layers, self._freqs, [*norms[1:], None], strict=True):
+            b = f"blk.{spec.index}."
+            cache = self.target.kv(self.target.config.donor(spec.window is not None))
+            q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), positions, None)
+            first, _ = ops.span(positions, spec.window)
+            h = ops.linear(ops.attend(q, cache, first, positions - 1, 1.0),
+                           w[b + "attn_output.weight"])  # fmt: skip
+            x, h = gemma4.sandwich(ops, w, b, x, h, eps, following)
+        x = ops.rms_norm(x, w["output_norm.weight"], eps)
+        return self.logits(x), ops.linear(x, w["nextn.post_projection.weight"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [1, h] -> logits [1, V], -inf outside the best clusters of a centroid head."""
-        table = self.w["token_embd.weight"]
-        z = self.ops.linear(x, table)
+        z = self.ops.logits(x, self.w["token_embd.weight"])
         if self.centroids is None:
             return z
         centres, slots = self.centroids
         clusters = self.ops.linear(x, centres).topk(self.config.centroid_top_k).indices[0]
         return self.ops.only(z, slots[clusters].flatten())
-
-    def _layer(self, i: int, x: torch.Tensor, position: int) -> torch.Tensor:
-        ops, w, b, eps = self.ops, self.w, f"blk.{i}.", self.config.body.eps
-        spec = self.config.layers[i]
-        h = ops.rms_norm(x, w[b + "attn_norm.weight"], eps)
-        q = ops.heads(h, w[b + "attn_q.weight"], w[b + "attn_q_norm.weight"], spec.head_dim, eps)
-        here = ops.positions(position, 1)
-        cache = self.target.kv(self.target.config.donor(spec.window is not None))
-        first = here * 0 if spec.window is None else (here - spec.window + 1).clamp(min=0)
-        h = ops.attend(ops.rope(q, here, self._freqs[i]), cache, first, here - 1, 1.0)
-        h = ops.linear(h, w[b + "attn_output.weight"])
-        return gemma4.sandwich(ops, w, b, x, h, eps)

@@ -153,32 +153,36 @@ class Drafter(dflash_drafter.Drafter):
 
     name = NAME
     config: Config
+    numbers = True
 
     def choose(
-        self, rows: torch.Tensor, anchor: int, position: int, count: int, chooser: Chooser
+        self,
+        rows: torch.Tensor,
+        logits: torch.Tensor,
+        anchor: int,
+        position: int,
+        chooser: Chooser,
     ) -> list[int]:
         """Tokens read from the block's rows [B, H]: of each row's best candidates the one that
         fits its hidden row and the token before it."""
         ops, w = self.ops, self.w
-        hidden = self.drafting(rows, count)
-        unary = self.logits(hidden)
-        gates = ops.linear(hidden, w["selector_hidden.weight"])
+        gates = ops.linear(self.drafting(rows, len(logits)), w["selector_hidden.weight"])
         previous, out = anchor, list[int]()
-        for j in range(len(hidden)):
-            candidates = unary[j].topk(self.config.top_k).indices
-            context = w["selector_predecessor.weight"][previous] * gates[j]
-            scores = (w["selector_successor.weight"][candidates] * context).sum(-1)
-            z = ops.scatter((unary[j, candidates] + scores)[None], candidates, unary.shape[1])
-            previous = chooser.choose(z[0], position + 1 + j)
+        for j, z in enumerate(logits):
+            candidates = z.topk(self.config.top_k).indices
+            before = ops.embed(w["selector_predecessor.weight"], ops.ids([previous]), 1.0)
+            after = ops.embed(w["selector_successor.weight"], candidates, 1.0)
+            scores = (after * (before * gates[j])).sum(-1)
+            row = ops.scatter((z[candidates] + scores)[None], candidates, len(z))[0]
+            previous = chooser.choose(row, position + 1 + j)
             out.append(previous)
         return out
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Rows [T, H] -> logits [T, V], scaled, then capped."""
-        z = self.head(hidden) * self.config.logit_scale
-        return self.ops.softcap(z, self.config.softcap) if self.config.softcap else z
+        return super().logits(hidden, self.config.logit_scale)
 
-    def before(self, name: str, h: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def before(self, name: str, h: Any) -> tuple[Any, Any]:
         """The convolved input, and the coefficients of the output's convolution."""
         c, (first, second) = self.config, self.w[f"{name}_conv_base"]
         delta = self.ops.linear(h, self.w[f"{name}_conv_proj.weight"])

@@ -6,157 +6,178 @@ DSpark and DFlash2 change what is read from the block (`choose`) and wrap the su
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from g4spec.models import gemma4
-from g4spec.models.spec import Chooser, Committed, LayerSpec, TargetView
+from g4spec.models.drafter import WeightedDrafter
+from g4spec.models.spec import MAX_STEP_ROWS, Attention, Chooser, Committed, LayerSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from g4spec.gguf import GGUF
     from g4spec.models.dflash_backbone import Config
-    from g4spec.runtime.kv import LayerKV
-    from g4spec.runtime.ops import Ops
 
 
-class Drafter:
-    """Proposes a block of tokens in one pass (`g4spec.models.spec.Draft`).
 
-    Args:
-        file: the draft's GGUF file (unused: everything is in its tensors).
-        kv: one `LayerKV` per layer, shaped as `caches` asks.
-        window: bound on the context rows that full-attention layers see, or None.
+class Drafter(WeightedDrafter):
+    """Proposes a block of tokens in one pass.
+
+    Attributes:
+        numbers: whether `before` and `after` compute with the sublayers' input themselves.
     """
 
     name = "dflash"
+    config: Config
+    numbers = False
 
-    def __init__(
-        self,
-        config: Config,
-        weights: Mapping[str, Any],
-        ops: Ops,
-        target: TargetView,
-        file: GGUF,
-        kv: list[LayerKV],
-        window: int | None = None,
-    ) -> None:
-        self.config, self.w, self.ops, self.target, self.kv = config, weights, ops, target, kv
-        self.window = window
-        self.taps = config.target_layers
-        self.max_tokens = config.n_drafted
-        layer = config.layers[0]
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        c, ops = self.config, self.ops
+        self.max_tokens = c.n_drafted
+        layer = c.layers[0]
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim,
-                                     weights.get("rope_freqs.weight"))  # fmt: skip
+                                     self.w.get("rope_freqs.weight"))  # fmt: skip
+        self._context = ops.graph(self._read_context, (1, 2, 4, 8, MAX_STEP_ROWS))
+        self._block = ops.graph(self._fill_block, (c.block_size,))
 
     def reset(self) -> None:
         """Nothing to forget: cache rows are addressed by position and overwritten."""
 
     def commit(self, step: Committed) -> None:
         """Append the context keys and values of verified tokens."""
-        ops, w, eps = self.ops, self.w, self.config.eps
-        context = ops.rms_norm(ops.linear(step.taps, w["fc.weight"]),
-                               w["enc.output_norm.weight"], eps)  # fmt: skip
-        positions = ops.positions(step.start, len(step.ids))
-        for spec in self.config.layers:
-            self._append(spec, context, positions)
+        self._context(step.ids, step.start, step.taps)
 
     def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
         """Up to `count` tokens for positions `position + 1 ...`."""
-        return self.choose(self.block(anchor, position), anchor, position, count, chooser)
+        rows, logits = self.block(anchor, position)
+        return self.choose(rows, logits[:count], anchor, position, chooser)
 
-    def block(self, anchor: int, position: int) -> torch.Tensor:
-        """Rows of the block that starts at `position`, after the final norm: [B, H]."""
-        c, ops = self.config, self.ops
-        ids = ops.ids([anchor] + [c.mask_token] * (c.block_size - 1))
-        if c.own_embed:
-            x = ops.embed(self.w["token_embd.weight"], ids, c.embed_scale)
-        else:
-            x = self.target.embed(ids, scaled=False) * c.embed_scale
-        positions = ops.positions(position, c.block_size)
-        for spec in c.layers:
-            x = self._layer(spec, x, positions, position)
-        return ops.rms_norm(x, self.w["output_norm.weight"], c.eps)
+    def block(self, anchor: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The block that starts at `position`: its rows after the final norm [B, H], and `logits`
+        of those that draft a token each [drafting rows, D]."""
+        c = self.config
+        ids = [anchor] + [c.mask_token] * (c.block_size - 1)
+        rows, logits = self._block(ids, position)
+        return rows, logits[0 if c.from_anchor else 1 :]
 
     def choose(
-        self, rows: torch.Tensor, anchor: int, position: int, count: int, chooser: Chooser
+        self,
+        rows: torch.Tensor,
+        logits: torch.Tensor,
+        anchor: int,
+        position: int,
+        chooser: Chooser,
     ) -> list[int]:
-        """Tokens read from the block's rows [B, H]."""
-        z = self.widen(self.logits(self.drafting(rows, count)))
-        return [chooser.choose(row, position + 1 + j) for j, row in enumerate(z)]
+        """Tokens read from the block's rows [B, H] and its drafting rows' logits [count, D]."""
+        return [chooser.choose(row, position + 1 + j) for j, row in enumerate(self.widen(logits))]
 
     def drafting(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` rows [count, H] of a block [B, H] that draft a token each."""
         first = 0 if self.config.from_anchor else 1
         return rows[first : first + count]
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [T, H] -> logits of the head's own rows [T, D]."""
-        if self.config.own_head:
-            return self.ops.linear(hidden, self.w["output.weight"])
-        if self.config.own_embed:
-            return self.ops.linear(hidden, self.w["token_embd.weight"])
-        return self.target.head(hidden)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`head`, capped."""
-        z = self.head(hidden)
-        return self.ops.softcap(z, self.config.softcap) if self.config.softcap else z
+    def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Rows [T, H] -> capped logits of the head's own rows [T, D]."""
+        c = self.config
+        if not (c.own_head or c.own_embed):
+            return self.target.head(hidden, cap=c.softcap, scale=scale)
+        table = self.w["output.weight" if c.own_head else "token_embd.weight"]
+        return self.ops.logits(hidden, table, c.softcap, scale)
 
     def widen(self, z: torch.Tensor) -> torch.Tensor:
         """Logits [T, D] over the target's vocabulary [T, V], -inf where undraftable."""
         c = self.config
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 
-    def before(self, name: str, h: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What the sublayer `name` ("blk.0.attn") is given for its normed input `h` [B, H], and
-        what `after` wants to know."""
+    def before(self, name: str, h: Any) -> tuple[Any, Any]:
+        """What the sublayer `name` ("blk.0.attn") is given for its normed input `h` (rows [B, H];
+        see `numbers`), and what `after` wants to know."""
         return h, None
 
     def after(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
         """What becomes of the sublayer's output `h` [B, H]."""
         return h
 
-    def _append(self, spec: LayerSpec, h: torch.Tensor, positions: torch.Tensor) -> None:
-        ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
-        k = ops.linear(h, w[b + "attn_k.weight"]).view(len(h), spec.n_kv, spec.head_dim)
-        v = k
-        if not spec.v_from_k:
-            v = ops.linear(h, w[b + "attn_v.weight"]).view(len(h), spec.n_kv, spec.head_dim)
-        if c.gemma:
-            v = ops.rms_norm(v, None, c.eps)
-        k = ops.rope(ops.rms_norm(k, w[b + "attn_k_norm.weight"], c.eps), positions, self._freqs)
-        self.kv[spec.index].append(int(positions[0]), k, v)
+    def _read_context(
+        self, ids: torch.Tensor, positions: torch.Tensor, taps: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ops, w = self.ops, self.w
+        context = ops.norm_rows(ops.linear(taps, w["fc.weight"]), w["enc.output_norm.weight"],
+                                self.config.eps)  # fmt: skip
+        for spec in self.config.layers:
+            self._append(spec, context, positions)
+        return ()
+
+    def _fill_block(
+        self, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        c, ops, w = self.config, self.ops, self.w
+        if c.own_embed:
+            x = ops.embed(w["token_embd.weight"], ids, c.embed_scale)
+        else:
+            x = self.target.embed(ids, scaled=False) * c.embed_scale
+        kinds = {(s.window, s.causal) for s in c.layers}
+        spans = {kind: self._interval(*kind, positions) for kind in kinds}
+        norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in c.layers]
+        h = (ops.rms_norm if self.numbers else ops.norm_rows)(x, norms[0], c.eps)
+        for spec, following in zip(c.layers, [*norms[1:], None], strict=True):
+            span = spans[spec.window, spec.causal]
+            x, h = self._layer(spec, x, h, positions, span, following)
+        rows = ops.rms_norm(x, w["output_norm.weight"], c.eps)
+        return rows, self.logits(rows)
+
+    def _attention(self, spec: LayerSpec, queries: bool) -> Attention:
+        w, b, c = self.w, f"blk.{spec.index}.", self.config
+        return Attention(
+            q=w[b + "attn_q.weight"] if queries else None,
+            k=w[b + "attn_k.weight"],
+            v=None if spec.v_from_k else w[b + "attn_v.weight"],
+            q_norm=w[b + "attn_q_norm.weight"],
+            k_norm=w[b + "attn_k_norm.weight"],
+            v_norm=c.gemma,
+            head_dim=spec.head_dim,
+            eps=c.eps,
+            freqs=self._freqs,
+        )
+
+    def _append(self, spec: LayerSpec, h: Any, positions: torch.Tensor) -> None:
+        """Append keys and values of context rows `h` to a layer's cache."""
+        self.ops.qkv(h, self._attention(spec, False), positions, self.kv[spec.index])
 
     def _layer(
-        self, spec: LayerSpec, x: torch.Tensor, positions: torch.Tensor, anchor: int
-    ) -> torch.Tensor:
+        self,
+        spec: LayerSpec,
+        x: torch.Tensor,
+        h: Any,
+        positions: torch.Tensor,
+        span: tuple[torch.Tensor, torch.Tensor],
+        following: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Any]:
+        """One layer of the block: residual `x` [B, H] and its normed rows `h`, of this layer and
+        then of the next."""
         ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
-        h, kept = self.before(b + "attn", ops.rms_norm(x, w[b + "attn_norm.weight"], c.eps))
-        self._append(spec, h, positions)
-        q = ops.heads(h, w[b + "attn_q.weight"], w[b + "attn_q_norm.weight"], spec.head_dim, c.eps)
-        first, last = self._interval(spec, positions, anchor)
-        h = ops.attend(ops.rope(q, positions, self._freqs), self.kv[spec.index], first, last,
-                       1.0 if c.gemma else spec.head_dim**-0.5)  # fmt: skip
-        h = self.after(b + "attn", ops.linear(h, w[b + "attn_output.weight"]), kept)
+        h, kept = self.before(b + "attn", h)
+        q = ops.qkv(h, self._attention(spec, True), positions, self.kv[spec.index])
+        scale = 1.0 if c.gemma else spec.head_dim**-0.5
+        h = ops.linear(ops.attend(q, self.kv[spec.index], *span, scale),
+                       w[b + "attn_output.weight"])  # fmt: skip
+        h = self.after(b + "attn", h, kept)
         if c.gemma:
-            return gemma4.sandwich(ops, w, b, x, h, c.eps)
-        x = x + h
-        h, kept = self.before(b + "ffn", ops.rms_norm(x, w[b + "ffn_norm.weight"], c.eps))
-        h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
-                      w[b + "ffn_down.weight"], ops.silu)  # fmt: skip
-        return x + self.after(b + "ffn", h, kept)
+            return gemma4.sandwich(ops, w, b, x, h, c.eps, following)
+        x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"],
+                                      numbers=self.numbers)  # fmt: skip
+        h, kept = self.before(b + "ffn", h)
+        h = self.after(b + "ffn", self.gated(b, h), kept)
+        return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=self.numbers)
 
     def _interval(
-        self, spec: LayerSpec, positions: torch.Tensor, anchor: int
+        self, window: int | None, causal: bool, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """First and last position each row of the block sees, [B] each."""
-        last = positions if spec.causal else positions * 0 + positions[-1]
-        if spec.window is None:
-            first = positions * 0 + max(0, anchor - self.window if self.window else 0)
-        elif self.config.window_from_anchor:
-            first = positions * 0 + max(0, anchor - spec.window)
-        else:
-            first = (positions - spec.window + 1).clamp(min=0)
-        return first, last
+        last = positions if causal else positions[-1:].expand(len(positions))
+        if window is not None and not self.config.window_from_anchor:
+            return (positions - window + 1).clamp(min=0), last
+        back = window or self.window
+        if back is None:
+            return positions * 0, last
+        return (positions[:1] - back).clamp(min=0).expand(len(positions)), last

@@ -204,15 +204,19 @@ class Drafter(dflash_drafter.Drafter):
     config: Config
 
     def choose(
-        self, rows: torch.Tensor, anchor: int, position: int, count: int, chooser: Chooser
+        self,
+        rows: torch.Tensor,
+        logits: torch.Tensor,
+        anchor: int,
+        position: int,
+        chooser: Chooser,
     ) -> list[int]:
         """Tokens read from the block's rows [B, H], each biased by the one before it."""
         c, ops = self.config, self.ops
-        hidden = self.drafting(rows, count)
-        z = self.logits(hidden)
+        hidden = self.drafting(rows, len(logits))
         state, previous, out = self._state(rows, anchor), anchor, list[int]()
         for j in range(len(hidden)):
-            h, row, e = hidden[j : j + 1], z[j : j + 1], rows[:1, :0]
+            h, row, e = hidden[j : j + 1], logits[j : j + 1], rows[:1, :0]
             if c.rank:
                 e = ops.embed(self.w["markov_w1.weight"], ops.ids([previous]), 1.0)
                 inner, state = self._inner(e, h, state)

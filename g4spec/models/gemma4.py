@@ -21,11 +21,11 @@ from g4spec.models.gemma4_config import (
     parse_hf,
     samples,
 )
-from g4spec.models.gemma4_model import Model, sandwich
+from g4spec.models.gemma4_model import Model, attention, sandwich
 from g4spec.models.spec import CacheShape, Checkpoint, Drop, LayerSpec, TensorSpec
 
-__all__ = ["ARCH", "ARCHITECTURES", "DROPS", "PREFIXES", "TITLE", "Config", "Model", "caches",
-           "claims", "layer_tensors", "layers_hf", "metadata", "parse_gguf", "parse_hf",
+__all__ = ["ARCH", "ARCHITECTURES", "DROPS", "PREFIXES", "TITLE", "Config", "Model", "attention",
+           "caches", "claims", "layer_tensors", "layers_hf", "metadata", "parse_gguf", "parse_hf",
            "rope_tensor", "sandwich", "tensors"]  # fmt: skip
 
 ARCH = GEMMA4

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from g4spec.models.gemma4_config import Config
-from g4spec.models.spec import LayerSpec
+from g4spec.models.spec import Attention, LayerSpec
 
 if TYPE_CHECKING:
     import torch
@@ -51,26 +51,33 @@ class Model:
             The final-norm output [T, H], and the residual entering each layer of `taps`, [T, H]
             (index n_layer is what leaves the last layer, before the final norm).
         """
+        ops, w, eps = self.ops, self.w, self.config.eps
         x = self.embed(ids, scaled=True)
         per_layer = self._per_layer_inputs(ids, x)
-        tapped = {}
-        for spec in self.config.layers:
+        layers = self.config.layers
+        spans = {window: ops.span(positions, window) for window in {s.window for s in layers}}
+        norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
+        h, tapped = ops.norm_rows(x, norms[0], eps), {}
+        for spec, following in zip(layers, [*norms[1:], None], strict=True):
             if spec.index in taps:
                 tapped[spec.index] = x
+            h = self._attention(spec, h, positions, spans[spec.window], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
-            x = self._layer(spec, x, positions, kv, ple)
-        if len(self.config.layers) in taps:
-            tapped[len(self.config.layers)] = x
-        return self.ops.rms_norm(x, self.w["output_norm.weight"], self.config.eps), tapped
+            x, h = sandwich(ops, w, f"blk.{spec.index}.", x, h, eps, following, spec, ple)
+        if len(layers) in taps:
+            tapped[len(layers)] = x
+        return ops.rms_norm(x, w["output_norm.weight"], eps), tapped
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Rows [T, H] after the final norm -> raw logits [T, V]."""
-        return self.ops.linear(hidden, self.w.get("output.weight", self.w["token_embd.weight"]))
+    def head(
+        self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Rows [T, H] after the final norm -> logits [T, V], raw unless `cap` or `scale` is set."""
+        table = self.w.get("output.weight", self.w["token_embd.weight"])
+        return self.ops.logits(hidden, table, cap, scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`head` with the final softcap."""
-        z = self.head(hidden)
-        return self.ops.softcap(z, self.config.softcap) if self.config.softcap else z
+        return self.head(hidden, cap=self.config.softcap)
 
     def _per_layer_inputs(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """What each layer is told about the token again, [T, L, P]; None in models without it."""
@@ -81,39 +88,39 @@ class Model:
         proj, norm = w["per_layer_model_proj.weight"], w["per_layer_proj_norm.weight"]
         return self.ops.per_layer_inputs(tokens, x, proj, norm, self.config.eps)
 
-    def _layer(
+    def _attention(
         self,
         spec: LayerSpec,
-        x: torch.Tensor,
+        h: Any,
         positions: torch.Tensor,
+        span: tuple[torch.Tensor, torch.Tensor],
         caches: list[LayerKV],
-        ple: torch.Tensor | None,
     ) -> torch.Tensor:
-        ops, eps, b = self.ops, self.config.eps, f"blk.{spec.index}."
-        w = self.w
-        h = ops.rms_norm(x, w[b + "attn_norm.weight"], eps)
-        if spec.kv_from is None:
-            kv = caches[spec.index]
-            self._append(spec, h, positions, kv)
-        else:
-            kv = caches[spec.kv_from]
-        q = ops.heads(h, w[b + "attn_q.weight"], w[b + "attn_q_norm.weight"], spec.head_dim, eps)
-        q = ops.rope(q, positions, self._freqs[spec.index])
-        first = positions * 0 if spec.window is None else (positions - spec.window + 1).clamp(min=0)
-        h = ops.linear(ops.attend(q, kv, first, positions, 1.0), w[b + "attn_output.weight"])
-        return sandwich(ops, w, b, x, h, eps, spec, ple)
+        """The attention sublayer of rows `h` -> [T, H]. `span`: what each row sees."""
+        ops, w, b = self.ops, self.w, f"blk.{spec.index}."
+        own = spec.kv_from is None
+        kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
+        q = ops.qkv(h, attention(w, spec, self.config.eps, self._freqs[spec.index], own),
+                    positions, kv)  # fmt: skip
+        return ops.linear(ops.attend(q, kv, *span, 1.0), w[b + "attn_output.weight"])
 
-    def _append(
-        self, spec: LayerSpec, h: torch.Tensor, positions: torch.Tensor, kv: LayerKV
-    ) -> None:
-        ops, eps, b, w = self.ops, self.config.eps, f"blk.{spec.index}.", self.w
-        k = ops.linear(h, w[b + "attn_k.weight"]).view(len(h), spec.n_kv, spec.head_dim)
-        v = k
-        if not spec.v_from_k:
-            v = ops.linear(h, w[b + "attn_v.weight"]).view(len(h), spec.n_kv, spec.head_dim)
-        k = ops.rope(ops.rms_norm(k, w[b + "attn_k_norm.weight"], eps), positions,
-                     self._freqs[spec.index])  # fmt: skip
-        kv.append(int(positions[0]), k, ops.rms_norm(v, None, eps))
+
+def attention(
+    w: Mapping[str, Any], spec: LayerSpec, eps: float, freqs: torch.Tensor, own_kv: bool
+) -> Attention:
+    """The projections of a Gemma 4 layer; without `own_kv` it reads the cache of another."""
+    b = f"blk.{spec.index}."
+    return Attention(
+        q=w[b + "attn_q.weight"],
+        k=w[b + "attn_k.weight"] if own_kv else None,
+        v=w[b + "attn_v.weight"] if own_kv and not spec.v_from_k else None,
+        q_norm=w[b + "attn_q_norm.weight"],
+        k_norm=w[b + "attn_k_norm.weight"] if own_kv else None,
+        v_norm=True,
+        head_dim=spec.head_dim,
+        eps=eps,
+        freqs=freqs,
+    )
 
 
 def sandwich(
@@ -123,29 +130,34 @@ def sandwich(
     x: torch.Tensor,
     h: torch.Tensor,
     eps: float,
+    following: torch.Tensor | None,
     spec: LayerSpec | None = None,
     ple: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Any]:
     """The rest of a Gemma 4 layer after attention `h` [T, H] on residual `x` [T, H].
 
     Args:
+        following: weight [H] of the next layer's first norm, or None.
         spec: the layer, needed if it has experts.
         ple: what the layer is told about the tokens again, [T, P].
+
+    Returns:
+        The residual [T, H], and its norm by `following` as rows (None without).
     """
-    x = ops.norm_residual(h, x, w[b + "post_attention_norm.weight"], eps)
-    h = ops.rms_norm(x, w[b + "ffn_norm.weight"], eps)
+    x, h = ops.norm_residual_norm(h, x, w[b + "post_attention_norm.weight"], eps,
+                                  w[b + "ffn_norm.weight"])  # fmt: skip
     h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"], w[b + "ffn_down.weight"],
                   ops.gelu_tanh)  # fmt: skip
     if spec is not None and spec.n_expert:
-        h = ops.norm_residual(_experts(ops, w, b, x, eps, spec),
-                              ops.rms_norm(h, w[b + "post_ffw_norm_1.weight"], eps),
-                              w[b + "post_ffw_norm_2.weight"], eps)  # fmt: skip
-    x = ops.norm_residual(h, x, w[b + "post_ffw_norm.weight"], eps)
-    if ple is not None:
-        h = ops.modulated(x, w[b + "inp_gate.weight"], ple, w[b + "proj.weight"], ops.gelu_tanh)
-        x = ops.norm_residual(h, x, w[b + "post_norm.weight"], eps)
-    scale = w.get(b + "layer_output_scale.weight")
-    return x if scale is None else x * scale
+        dense = ops.rms_norm(h, w[b + "post_ffw_norm_1.weight"], eps)
+        h, _ = ops.norm_residual_norm(_experts(ops, w, b, x, eps, spec), dense,
+                                      w[b + "post_ffw_norm_2.weight"], eps, None)  # fmt: skip
+    scale, last = w.get(b + "layer_output_scale.weight"), w[b + "post_ffw_norm.weight"]
+    if ple is None:
+        return ops.norm_residual_norm(h, x, last, eps, following, scale)
+    x, _ = ops.norm_residual_norm(h, x, last, eps, None)
+    h = ops.modulated(x, w[b + "inp_gate.weight"], ple, w[b + "proj.weight"], ops.gelu_tanh)
+    return ops.norm_residual_norm(h, x, w[b + "post_norm.weight"], eps, following, scale)
 
 
 def _experts(
@@ -158,6 +170,6 @@ def _experts(
     if spec.split_experts:
         gate, up = w[b + "ffn_gate_exps.weight"], w[b + "ffn_up_exps.weight"]
     else:
-        gate, up = w[b + "ffn_gate_up_exps.weight"].split(spec.n_ff_expert, dim=1)
-    h = ops.rms_norm(x, w[b + "pre_ffw_norm_2.weight"], eps)
+        gate, up = w[b + "ffn_gate_up_exps.weight"], None
+    h = ops.norm_rows(x, w[b + "pre_ffw_norm_2.weight"], eps)
     return ops.experts(h, ids, weights, gate, up, w[b + "ffn_down_exps.weight"], ops.gelu_tanh)

@@ -154,6 +154,32 @@ class CacheShape:
     window: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What an attention sublayer projects its input with.
+
+    Attributes:
+        q, k, v: weights [n * head_dim, H], or None. Without `q` only keys and values are appended,
+            without `k` the layer reads another layer's; without `v` (but with `k`) the value is
+            the key projection before norm and rotation.
+        q_norm, k_norm: weights [head_dim] of the norm of each head, or None. `v_norm`: whether
+            values are normed (without weight).
+        freqs: radians a position, [head_dim / 2]. `pairs`: which pairs turn together: neighbours
+            (2 i, 2 i + 1), or else halves (i, i + head_dim / 2).
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    v_norm: bool
+    head_dim: int
+    eps: float
+    freqs: torch.Tensor
+    pairs: bool = False
+
+
 class Chooser(Protocol):
     """Turns logits into a token; the same object serves the target and the draft."""
 
@@ -193,8 +219,10 @@ class TargetView(Protocol):
         """Rows of the token table, [T] -> [T, H]; times sqrt(H) if `scaled`."""
         ...
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Output table times `hidden` [T, H] -> [T, V], without norm and softcap."""
+    def head(
+        self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Output table times `hidden` [T, H] times `scale` -> [T, V], softcapped if `cap`."""
         ...
 
     def kv(self, layer: int) -> Any:

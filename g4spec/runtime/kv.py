@@ -37,11 +37,10 @@ class LayerKV:
         self.capacity = capacity(n_ctx, window, slack)
         self._rows = torch.full((2, self.capacity, n_kv, head_dim), math.nan, device=device)
 
-    def append(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write rows [T, n_kv, head_dim] for positions start .. start + T - 1."""
-        n = len(keys)
-        assert n <= self.capacity, (n, self.capacity)
-        slots = (torch.arange(n, device=self._rows.device) + start) % self.capacity
+    def append(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write rows [T, n_kv, head_dim] for consecutive `positions` [T]."""
+        assert len(keys) <= self.capacity, (len(keys), self.capacity)
+        slots = positions % self.capacity
         self._rows[0, slots] = keys
         self._rows[1, slots] = values
 

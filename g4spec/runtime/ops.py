@@ -1,129 +1,147 @@
 """The op vocabulary: what every step of a forward pass means, in plain torch.
 
-This class is the specification that other backends are held to. Arithmetic is float32 with float32
-accumulation; nothing is rounded in between.
+This class is the specification that other backends are held to. It is cut where a fast path fuses;
+the bodies here compose simple operations (`g4spec.runtime.simple_ops`, which says what holds for
+all of them).
 
-One property holds by construction and is tested: a row's result does not depend on how many rows
-are computed beside it, nor on its place among them. Torch picks other kernels for 1, 2 or 3 rows
-than for 16, so `linear` and `attend` always compute tiles of exactly :data:`TILE` rows, and
-attention sums over blocks of :data:`BLOCK` keys aligned by absolute position, in order of position.
-A block that is masked for a row contributes exact zeros. Activations are composed from `exp` and
-`tanh`, because torch's fused `gelu`, `silu` and `sigmoid` round differently at the end of a vector
-(seen with torch 2.13 and AVX-512), which would make the result depend on the place in the tensor.
+Two kinds of values pass between ops. Numbers are float32 tensors [T, N]. *Rows* are what a product
+reads: a backend may keep them in another order and precision, so models hand them on and never look
+inside. Here both are the same. `linear`, `gated` and the other products take either.
+
+Attention sums over blocks of :data:`BLOCK` keys aligned by absolute position, in order of position,
+for tiles of 16 rows. A block that is masked for a row contributes exact zeros.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
+
+from g4spec.runtime.kv import LayerKV
+from g4spec.runtime.simple_ops import TILE, SimpleOps, in_order, pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.runtime.kv import LayerKV
+    from g4spec.models.spec import Attention, CacheShape
 
-TILE = 16
-"""Rows computed together, always."""
+__all__ = ["BLOCK", "TILE", "Ops"]
+
+Run = Callable[..., tuple[torch.Tensor, ...]]
+"""(ids [T], positions [T], *rows) -> tensors with T rows each. Shapes decide what it does, never
+values: it may be recorded."""
+
+Graph = Callable[..., tuple[torch.Tensor, ...]]
+"""(ids, first position, *rows) -> what its `Run` returns."""
 
 BLOCK = 64
 """Keys per attention block; block b holds absolute positions [64 b, 64 b + 64)."""
 
 
-class Ops:
+class Ops(SimpleOps):
     """Reference backend. Every method works on any torch device; `CudaOps` overrides a subset."""
 
-    name = "torch"
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = torch.device(device)
-
-    def load(self, file: GGUF, name: str) -> torch.Tensor:
-        """Tensor `name` dequantized to float32, or int64 for index tensors; PyTorch order."""
+    def load(self, file: GGUF, name: str) -> Any:
+        """Tensor `name` as this backend computes with it. Here: dequantized to float32, or int64
+        for index tensors; PyTorch order."""
         return self.array(file.array(name))
 
-    def array(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
-        """A numpy array on the device: floats as float32, integers as int64."""
-        index = data.dtype.kind in "iu"
-        dtype = np.int64 if index else np.float32
-        return torch.from_numpy(np.array(data, dtype=dtype)).to(self.device)
+    def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> LayerKV:
+        """An empty cache of one layer: see `LayerKV`."""
+        return LayerKV(shape.n_kv, shape.head_dim, n_ctx, shape.window, slack, self.device)
 
-    def ids(self, tokens: list[int]) -> torch.Tensor:
-        """Token ids as an index tensor [T]."""
-        return torch.tensor(tokens, dtype=torch.int64, device=self.device)
+    def graph(self, run: Run, sizes: Sequence[int], keep: int = 0) -> Graph:
+        """`run` as a function of token ids, their first position, and tensors with a row a token.
 
-    def positions(self, start: int, count: int) -> torch.Tensor:
-        """[start, start + 1, ...] of length `count`, int64."""
-        return torch.arange(start, start + count, device=self.device)
-
-    def concat(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Parts [T, H_i] side by side -> [T, sum H_i]."""
-        return torch.cat(parts, dim=-1)
-
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Parts [T_i, H] below each other -> [sum T_i, H]."""
-        return torch.cat(parts)
-
-    def embed(self, table: torch.Tensor, ids: torch.Tensor, scale: float) -> torch.Tensor:
-        """Rows `ids` [T] of `table` [V, H], times `scale` rounded to float32 -> [T, H]."""
-        return table[ids] * torch.tensor(scale, dtype=torch.float32, device=self.device)
-
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, K] times weight [N, K] transposed -> [T, N], in tiles of 16 rows."""
-        tiles, n = _tiles(x)
-        return torch.cat([F.linear(t, weight) for t in tiles])[:n]
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        """x [..., H] times (mean(x^2) + eps)^-1/2, times `weight` [H] if given."""
-        y = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-        return y if weight is None else y * weight
-
-    def norm_residual(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """Gemma's sandwich: residual + rms_norm(x). All [T, H]."""
-        return residual + self.rms_norm(x, weight, eps)
-
-    def rope(self, x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-        """Rotate pairs (i, i + D/2) of x [T, n, D] by positions [T] * freqs [D/2] radians."""
-        angle = positions.to(torch.float32)[:, None] * freqs[None, :]
-        cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-
-    def rope_pairs(
-        self, x: torch.Tensor, positions: torch.Tensor, freqs: torch.Tensor
-    ) -> torch.Tensor:
-        """Rotate pairs (2 i, 2 i + 1) of x [T, n, D] by positions [T] * freqs [D/2] radians."""
-        angle = positions.to(torch.float32)[:, None] * freqs[None, :]
-        cos, sin = angle.cos()[:, None, :], angle.sin()[:, None, :]
-        a, b = x[..., 0::2], x[..., 1::2]
-        return torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-
-    def rope_freqs(
-        self, base: float, head_dim: int, divisors: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Angles per position, [D/2]: base^(-2i/D), divided by `divisors` [D/2] if given.
-
-        Gemma's global layers use divisors of 1e30 for the pairs that must not turn.
+        A backend may record `run` for each of `sizes` rows, play that again for calls of at most
+        so many rows (rows behind the last are padding), and run longer calls as they are. What is
+        returned then lasts until the next call, but for the first `keep` tensors.
         """
-        i = torch.arange(head_dim // 2, dtype=torch.float32, device=self.device)
-        freqs = 1.0 / (base ** (2.0 * i / head_dim))
-        return freqs if divisors is None else freqs / divisors
 
-    def heads(
+        def direct(
+            ids: Sequence[int], start: int, *rows: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
+            return run(self.ids(list(ids)), self.positions(start, len(ids)), *rows)
+
+        return direct
+
+    def span(
+        self, positions: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """First and last position that causal rows at `positions` [T] see, [T] each."""
+        if window is None:
+            return torch.zeros_like(positions), positions
+        return (positions - window + 1).clamp(min=0), positions
+
+    def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+        """`rms_norm` of x [T, H] as rows."""
+        return self.rms_norm(x, weight, eps)
+
+    def norm_residual_norm(
         self,
+        h: torch.Tensor,
         x: torch.Tensor,
-        weight: torch.Tensor,
-        norm: torch.Tensor | None,
-        head_dim: int,
+        weight: torch.Tensor | None,
         eps: float,
+        following: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+        *,
+        numbers: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        """The end of a sublayer and the start of the next.
+
+        Args:
+            h: what the sublayer made, [T, H], normed with `weight` [H] first unless that is None.
+            x: the residual it is added to, [T, H]. `scale` [1]: factor on the sum.
+            following: weight [H] of the norm that the next sublayer begins with, or None.
+            numbers: return the normed rows as numbers.
+
+        Returns:
+            The new residual [T, H], and its norm as rows (None without `following`).
+        """
+        x = x + (h if weight is None else self.rms_norm(h, weight, eps))
+        x = x if scale is None else x * scale
+        return x, None if following is None else self.rms_norm(x, following, eps)
+
+    def qkv(
+        self, h: Any, a: Attention, positions: torch.Tensor, kv: LayerKV | None
     ) -> torch.Tensor:
-        """Project x [T, K], split into heads of `head_dim`, norm each -> [T, n, D]."""
-        return self.rms_norm(self.linear(x, weight).view(len(x), -1, head_dim), norm, eps)
+        """Project rows h [T, H], norm and rotate heads, append keys and values to `kv`.
+
+        Args:
+            kv: needed if `a` has keys.
+
+        Returns:
+            Queries [T, n_head, head_dim]; nothing in it without `a.q`.
+        """
+        rotate = self.rope_pairs if a.pairs else self.rope
+
+        def heads(weight: Any) -> torch.Tensor:
+            return self.linear(h, weight).view(len(h), -1, a.head_dim)
+
+        def turned(y: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+            y = y if norm is None else self.rms_norm(y, norm, a.eps)
+            return rotate(y, positions, a.freqs)
+
+        if a.k is not None:
+            assert kv is not None
+            k = heads(a.k)
+            v = k if a.v is None else heads(a.v)
+            v = self.rms_norm(v, None, a.eps) if a.v_norm else v
+            kv.append(positions, turned(k, a.k_norm), v)
+        if a.q is None:
+            return positions.new_empty(len(h), 0, a.head_dim, dtype=torch.float32)
+        return turned(heads(a.q), a.q_norm)
+
+    def logits(
+        self, hidden: torch.Tensor, table: Any, cap: float = 0.0, scale: float = 1.0
+    ) -> torch.Tensor:
+        """table [V, H] times hidden [T, H], times `scale`, softcapped if `cap` -> [T, V]."""
+        z = self.linear(hidden, table)
+        z = z if scale == 1.0 else z * scale
+        return self.softcap(z, cap) if cap else z
 
     def attend(
         self,
@@ -161,12 +179,12 @@ class Ops:
         lo, hi = int(first.min()), int(last.max())
         keys, values = kv.blocks(lo, hi, BLOCK)  # [B, n_kv, BLOCK, D]
         # [TILE, n_kv, group, D] -> [n_kv, TILE * group, D]
-        q = _pad_rows(q).view(TILE, kv.n_kv, group, dim)
+        q = pad_rows(q).view(TILE, kv.n_kv, group, dim)
         q = q.permute(1, 0, 2, 3).reshape(1, kv.n_kv, TILE * group, dim)
         scores = torch.matmul(q.expand(len(keys), -1, -1, -1), keys.transpose(-1, -2)) * scale
 
         position = torch.arange(len(keys) * BLOCK, device=self.device) + lo // BLOCK * BLOCK
-        first, last = _pad_rows(first), _pad_rows(last)
+        first, last = pad_rows(first), pad_rows(last)
         seen = (position >= first[:, None]) & (position <= last[:, None])  # [TILE, B * BLOCK]
         seen = seen.view(TILE, 1, len(keys), BLOCK).expand(-1, group, -1, -1)
         seen = seen.reshape(TILE * group, len(keys), BLOCK).permute(1, 0, 2).unsqueeze(1)
@@ -181,23 +199,6 @@ class Ops:
             total, norm = total + parts[b], norm + sums[b]
         y = (total / norm).view(kv.n_kv, TILE, group, dim).permute(1, 0, 2, 3)
         return y.reshape(TILE, n_head * dim)[:n]
-
-    def gelu_tanh(self, x: torch.Tensor) -> torch.Tensor:
-        """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))."""
-        inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
-        return 0.5 * x * (1.0 + torch.tanh(inner))
-
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """x / (1 + exp(-x))."""
-        return x / (1.0 + torch.exp(-x))
-
-    def sigmoid(self, x: torch.Tensor) -> torch.Tensor:
-        """1 / (1 + exp(-x))."""
-        return 1.0 / (1.0 + torch.exp(-x))
-
-    def tanh(self, x: torch.Tensor) -> torch.Tensor:
-        """The hyperbolic tangent."""
-        return torch.tanh(x)
 
     def gated(
         self,
@@ -260,7 +261,7 @@ class Ops:
         best, ids = scores.sort(dim=-1, descending=True, stable=True)
         best, ids = best[:, :top_k], ids[:, :top_k]
         weights = torch.exp(best - best[:, :1])
-        return ids, weights / _in_order(weights)[:, None] * gains[ids]
+        return ids, weights / in_order(weights)[:, None] * gains[ids]
 
     def experts(
         self,
@@ -268,7 +269,7 @@ class Ops:
         ids: torch.Tensor,
         weights: torch.Tensor,
         gate: torch.Tensor,
-        up: torch.Tensor,
+        up: torch.Tensor | None,
         down: torch.Tensor,
         activation: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
@@ -279,60 +280,12 @@ class Ops:
 
         Args:
             x: [T, H]. `ids`, `weights`: [T, k], see `route`.
-            gate, up: [E, I, H]. `down`: [E, H, I].
+            gate, up: [E, I, H], or all of it in `gate` [E, 2 I, H]. `down`: [E, H, I].
         """
+        if up is None:
+            gate, up = gate.chunk(2, dim=1)
         out = x.new_empty(*ids.shape, x.shape[1])
         for e in sorted(set(ids.flatten().tolist())):
             rows, place = (ids == e).nonzero(as_tuple=True)
             out[rows, place] = self.gated(x[rows], gate[e], up[e], down[e], activation)
-        return _in_order(out * weights[..., None])
-
-    def convolve(self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Sum over taps i of x[t - i] * (base[i] + delta[t, i]); nothing stands before row 0.
-
-        Args:
-            x: [T, H]. `base`: [taps, H]. `delta`: [T, taps, G], each for H / G channels in a row.
-        """
-        group = x.shape[1] // delta.shape[2]
-        out = torch.zeros_like(x)
-        for i in range(min(len(base), len(x))):
-            weight = base[i] + delta[:, i].repeat_interleave(group, dim=1)
-            out[i:] += x[: len(x) - i] * weight[i:]
-        return out
-
-    def scatter(self, z: torch.Tensor, ids: torch.Tensor, n_vocab: int) -> torch.Tensor:
-        """Reduced logits z [T, D] at columns `ids` [D] of [T, n_vocab], -inf elsewhere."""
-        out = z.new_full((len(z), n_vocab), -math.inf)
-        out[:, ids] = z
-        return out
-
-    def only(self, z: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """z [T, V] with every column but `ids` set to -inf."""
-        out = torch.full_like(z, -math.inf)
-        out[:, ids] = z[:, ids]
-        return out
-
-    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        """cap * tanh(x / cap)."""
-        return cap * torch.tanh(x / cap)
-
-
-def _in_order(x: torch.Tensor) -> torch.Tensor:
-    """Sum over dimension 1 of x [T, k, ...], from the first to the last."""
-    total = x[:, 0]
-    for i in range(1, x.shape[1]):
-        total = total + x[:, i]
-    return total
-
-
-def _pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [n, ...] with its last row repeated up to TILE rows (always real, finite values)."""
-    missing = TILE - len(x)
-    return x if missing == 0 else torch.cat([x, x[-1:].expand(missing, *x.shape[1:])])
-
-
-def _tiles(x: torch.Tensor) -> tuple[list[torch.Tensor], int]:
-    """x [T, K] cut into contiguous tiles [TILE, K], the last one padded."""
-    tiles = [x[i : i + TILE] for i in range(0, len(x), TILE)]
-    tiles[-1] = _pad_rows(tiles[-1])
-    return [t.contiguous() for t in tiles], len(x)
+        return in_order(out * weights[..., None])

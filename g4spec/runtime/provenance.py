@@ -109,4 +109,4 @@ def _git(root: Path, *args: str) -> str:
 def overridden(ops: Ops) -> list[str]:
     """Names of the operations that a backend replaces; empty for the reference."""
     kind = type(ops)
-    return sorted(n for n in vars(Ops) if n[0] != "_" and getattr(kind, n) is not getattr(Ops, n))
+    return sorted(n for n in dir(Ops) if n[0] != "_" and getattr(kind, n) is not getattr(Ops, n))

@@ -13,10 +13,14 @@ from g4spec.models.spec import MAX_STEP_ROWS, Committed
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.ops import Ops
 
+STEPS = (1, 2, 4, 8, 16)
+"""Rows of the steps that a backend may record."""
+
 
 @dataclass(slots=True)
 class StepOutput:
-    """One step of the target: `logits` [T, V]; `read` the same tokens as a draft wants them."""
+    """One step of the target: `logits` [T, V], which last until the next step; `read` the same
+    tokens as a draft wants them."""
 
     logits: torch.Tensor
     read: Committed
@@ -39,20 +43,30 @@ class Target:
     ) -> None:
         self.config, self.ops, self.n_ctx, self.chunk = config, ops, n_ctx, chunk
         self.model = gemma4.Model(config, weights, ops)
-        self.taps: tuple[int, ...] = ()
         slack = max(chunk, MAX_STEP_ROWS)
-        self.caches = [
-            LayerKV(c.n_kv, c.head_dim, n_ctx, c.window, slack, ops.device)
-            for c in gemma4.caches(config)
-        ]
+        self.caches = [ops.cache(shape, n_ctx, slack) for shape in gemma4.caches(config)]
+        self.taps = ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers whose input a step hands out (`Committed.taps`)."""
+        return self._taps
+
+    @taps.setter
+    def taps(self, layers: tuple[int, ...]) -> None:
+        self._taps = layers
+        self._read = self.ops.graph(self._rows, (), keep=2)
+        self._step = self.ops.graph(self._rows_and_logits, STEPS, keep=2)
 
     def embed(self, ids: torch.Tensor, *, scaled: bool) -> torch.Tensor:
         """Token rows [T] -> [T, H], times sqrt(H) if `scaled`."""
         return self.model.embed(ids, scaled=scaled)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Output table times rows [T, H] -> [T, V], without softcap."""
-        return self.model.head(hidden)
+    def head(
+        self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
+    ) -> torch.Tensor:
+        """Output table times rows [T, H] times `scale` -> [T, V], softcapped if `cap`."""
+        return self.model.head(hidden, cap=cap, scale=scale)
 
     def kv(self, layer: int) -> LayerKV:
         """Cache of one layer."""
@@ -60,13 +74,19 @@ class Target:
 
     def read(self, ids: Sequence[int], start: int) -> Committed:
         """Run tokens at positions start ..., appending to the cache; no logits."""
-        positions = self.ops.positions(start, len(ids))
-        hidden, tapped = self.model.forward(
-            self.ops.ids(list(ids)), positions, self.caches, self.taps
-        )
+        return Committed(ids, start, *self._read(ids, start))
+
+    def _rows(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Final-norm rows [T, H] and the taps beside each other [T, n * H]."""
+        hidden, tapped = self.model.forward(ids, positions, self.caches, self.taps)
         taps = [tapped[i] for i in self.taps]
-        features = self.ops.concat(taps) if taps else hidden.new_empty(len(ids), 0)
-        return Committed(ids, start, hidden, features)
+        return hidden, self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
+
+    def _rows_and_logits(
+        self, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        hidden, taps = self._rows(ids, positions)
+        return hidden, taps, self.logits(hidden)
 
     def prefill(self, ids: Sequence[int]) -> Iterator[Committed]:
         """Read a prompt from position 0, one chunk at a time."""
@@ -80,5 +100,5 @@ class Target:
     def step(self, ids: Sequence[int], start: int) -> StepOutput:
         """Run at most 16 tokens and return logits for every row."""
         assert len(ids) <= MAX_STEP_ROWS, len(ids)
-        read = self.read(ids, start)
-        return StepOutput(self.logits(read.hidden), read)
+        hidden, taps, logits = self._step(ids, start)
+        return StepOutput(logits, Committed(ids, start, hidden, taps))

@@ -51,16 +51,17 @@ def test_attention_row_is_the_same_at_every_count_place_and_length(window: int |
     ops, g = Ops(), torch.Generator().manual_seed(0)
     total = 3 * BLOCK + 7
     kv = LayerKV(2, 16, 512, window, total)
-    kv.append(0, torch.randn(total, 2, 16, generator=g), torch.randn(total, 2, 16, generator=g))
+    rows = torch.randn(2, total, 2, 16, generator=g)
+    kv.append(torch.arange(total), *rows)
     q = torch.randn(total, 4, 16, generator=g)
     last = torch.arange(total)
     first = last * 0 if window is None else (last - window + 1).clamp(min=0)
     want = ops.attend(q, kv, first, last, 1.0)
     for begin in (0, 1, 15, 40, 63, 64, 65, total - TILE):
         for count in (1, 2, 3, 7, TILE):
-            rows = slice(begin, begin + count)
-            got = ops.attend(q[rows], kv, first[rows], last[rows], 1.0)
-            assert torch.equal(got, want[rows]), (begin, count)
+            at = slice(begin, begin + count)
+            got = ops.attend(q[at], kv, first[at], last[at], 1.0)
+            assert torch.equal(got, want[at]), (begin, count)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])

@@ -78,8 +78,9 @@ def planted(target: Any, bug: str) -> None:
 
         ops.route = route
     elif bug == "gate and up swapped":
-        old = ops.experts
-        ops.experts = lambda x, ids, p, gate, up, *rest: old(x, ids, p, up, gate, *rest)
+        for key in w:
+            if key.endswith("gate_up_exps.weight"):
+                w[key] = torch.cat(w[key].chunk(2, dim=1)[::-1], dim=1)
     elif bug == "per-expert scale":
         for key in w:
             if key.endswith("exps.scale"):
