@@ -7,7 +7,11 @@ Also whole tensors, for types whose scales are searched for. What was measured w
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
+
+from g4spec import quant
 
 
 def _block(*values: float, rest: float = 0.0) -> np.ndarray:
@@ -44,6 +48,20 @@ BLOCKS = {
     "random": np.random.default_rng(20).standard_normal(32).astype(np.float32),
     "random, heavy tails": np.random.default_rng(21).standard_cauchy(32).astype(np.float32),
 }
+
+
+def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
+    """Bytes [rows, row] of a type in which every bit of the codes and scales is random, and the
+    half-precision factors are such as matrices have."""
+    rng = np.random.default_rng(columns)
+    kind = quant.get(name)
+    if not kind.quantized:
+        return kind.quantize(rng.standard_normal((rows, columns)).astype(np.float32))
+    dtype = importlib.import_module(f"g4spec.quant.formats.{name}").DTYPE
+    blocks = rng.integers(0, 256, (rows, kind.row_bytes(columns)), np.uint8).view(dtype)
+    for factor in {"d", "dmin", "m"} & set(dtype.names):
+        blocks[factor] = (rng.standard_normal(blocks.shape) * 1e-3).astype(np.float16)
+    return blocks.view(np.uint8)
 
 
 def tensors(n: int = 1 << 16) -> dict[str, np.ndarray]:

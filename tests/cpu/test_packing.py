@@ -9,6 +9,7 @@ import torch
 from g4spec import quant
 from g4spec.errors import Unsupported
 from g4spec.runtime.cuda import packing
+from tests.quant_blocks import random_blocks
 
 SHAPES = [(128, 256), (200, 768), (1, 256), (129, 64), (300, 192)]
 CASES = [
@@ -19,16 +20,6 @@ CASES = [
 def random_bytes(name: str, n: int, k: int, seed: int = 0) -> torch.Tensor:
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.integers(0, 256, (n, quant.get(name).row_bytes(k)), np.uint8))
-
-
-def finite(name: str, n: int, k: int) -> np.ndarray:
-    """Random bytes whose half-precision factors are finite, [n, row]."""
-    dtype = packing.PARTS[name][0]
-    blocks = random_bytes(name, n, k, seed=1).numpy().view(dtype)
-    for factor in {"d", "dmin", "m"} & set(dtype.names):
-        values = np.random.default_rng(2).standard_normal(blocks.shape)
-        blocks[factor] = (values * 1e-3).astype(np.float16)
-    return blocks.view(np.uint8)
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)
@@ -134,7 +125,7 @@ class Unit:
                          [(n, 64) for n in packing.PARTS if not n.endswith("k")])  # fmt: skip
 def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
     rows, columns = 200, 3 * unit
-    raw = finite(name, rows, columns)
+    raw = random_blocks(name, rows, columns)
     expected = quant.get(name).dequantize(raw)
     packed = packing.pack(name, torch.from_numpy(raw), unit).numpy()
     for group, u in ((0, 0), (0, 2), (1, 1)):

@@ -1,0 +1,171 @@
+// y = x W^T for up to 8 rows x, in float32, straight from the file's bytes of W: the product for GPUs
+// without the tensor-core path (sm_70, sm_75), which runs on every other one too.
+//
+// A warp takes ROWS rows of W; in each step, lane l takes values 8 l .. 8 l + 7 of the next 256
+// columns, turns them into float32 once and multiplies them with every row of x. The order of
+// additions depends on the number of columns alone. Reads W once, and x once a block.
+#include "ptx.cuh"
+
+// Bytes of 8 codes: where the file's blocks are only aligned to 2 or 4 bytes, in such pieces.
+template <int ALIGN>
+DEVICE uint2 load8(const u8* p) {
+  if constexpr (ALIGN == 8) return *(const uint2*)p;
+  if constexpr (ALIGN == 4) return {((const u32*)p)[0], ((const u32*)p)[1]};
+  const u16* h = (const u16*)p;
+  return {h[0] | (u32)h[1] << 16, h[2] | (u32)h[3] << 16};
+}
+DEVICE float load_half(const u8* p) { return from_half(*(const u16*)p); }
+DEVICE uint2 shifted(uint2 v, int shift, u32 mask) {
+  return {v.x >> shift & mask, v.y >> shift & mask};
+}
+
+// Codes, a byte each, to scale * (code - zero) + least. 0x4b0000cc is 2^23 + cc as float.
+DEVICE void affine(float (&w)[8], uint2 codes, float zero, float scale, float least) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 bits = permute(i < 4 ? codes.x : codes.y, 0x4b000000u, 0x7540 + i % 4);
+    w[i] = fmaf(scale, __uint_as_float(bits) - (8388608.0f + zero), least);
+  }
+}
+
+// Formats: `values` gives values k .. k + 7 of a row, k a multiple of 8. Layouts of blocks are
+// described in g4spec/quant/formats/.
+
+template <int BITS, bool MINIMUM>
+struct Blocks32 {  // Q4_0 Q4_1 Q5_0 Q5_1
+  static constexpr int VALUES = 32, HIGH = MINIMUM ? 4 : 2, CODES = HIGH + (BITS == 5 ? 4 : 0);
+  static constexpr int BYTES = CODES + 16, ALIGN = MINIMUM ? 4 : 2;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / 32 * BYTES;
+    uint2 codes = shifted(load8<ALIGN>(block + CODES + k % 16), k % 32 / 16 * 4, 0x0f0f0f0fu);
+    if constexpr (BITS == 5) {  // 4 bits, spread to the lowest of 4 bytes by a product
+      const u16* high = (const u16*)(block + HIGH);
+      const u32 bits = (high[0] | (u32)high[1] << 16) >> (k % 32);
+      codes.x |= ((bits & 15) * 0x00204081u & 0x01010101u) << 4;
+      codes.y |= ((bits >> 4 & 15) * 0x00204081u & 0x01010101u) << 4;
+    }
+    const float zero = MINIMUM ? 0 : 1 << (BITS - 1);
+    affine(w, codes, zero, load_half(block), MINIMUM ? load_half(block + 2) : 0.0f);
+  }
+};
+using Q40 = Blocks32<4, false>;
+using Q41 = Blocks32<4, true>;
+using Q50 = Blocks32<5, false>;
+using Q51 = Blocks32<5, true>;
+
+struct Q80 {
+  static constexpr int VALUES = 32, BYTES = 34;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / 32 * BYTES;
+    uint2 codes = load8<2>(block + 2 + k % 32);
+    codes.x ^= 0x80808080u, codes.y ^= 0x80808080u;
+    affine(w, codes, 128.0f, load_half(block), 0.0f);
+  }
+};
+
+template <int BITS>
+struct Affine {  // Q4_K Q5_K
+  static constexpr int VALUES = 256, CODES = BITS == 5 ? 48 : 16, BYTES = CODES + 128;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / 256 * BYTES;
+    const int group = k % 256 / 32;
+    const uint4 head = *(const uint4*)block;
+    uint2 codes =
+        shifted(load8<8>(block + CODES + group / 2 * 32 + k % 32), group % 2 * 4, 0x0f0f0f0fu);
+    if constexpr (BITS == 5) {
+      const uint2 high = shifted(load8<8>(block + 16 + k % 32), group, 0x01010101u);
+      codes.x |= high.x << 4, codes.y |= high.y << 4;
+    }
+    // The first four groups' scales and minima whole, with the upper bits of the others on top.
+    const int at = group % 4 * 8;
+    const u32 scale = head.y >> at, least = head.z >> at, lower = head.w >> at;
+    const u32 s = group < 4 ? scale & 63 : (lower & 15) | (scale >> 6 & 3) << 4;
+    const u32 m = group < 4 ? least & 63 : (lower >> 4 & 15) | (least >> 6 & 3) << 4;
+    affine(w, codes, 0.0f, from_half(head.x) * s, -(from_half(head.x >> 16) * m));
+  }
+};
+using Q4K = Affine<4>;
+using Q5K = Affine<5>;
+
+struct Q6K {
+  static constexpr int VALUES = 256, BYTES = 210;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / 256 * BYTES;
+    const int half = k % 256 / 128, r = k % 128;
+    uint2 codes = shifted(load8<2>(block + half * 64 + r % 64), r / 64 * 4, 0x0f0f0f0fu);
+    const uint2 high = shifted(load8<2>(block + 128 + half * 32 + r % 32), r / 32 * 2, 0x03030303u);
+    codes.x |= high.x << 4, codes.y |= high.y << 4;
+    const float scale = load_half(block + 208) * ((const i8*)block)[192 + k % 256 / 16];
+    affine(w, codes, 32.0f, scale, 0.0f);
+  }
+};
+
+struct F32 {
+  static constexpr int VALUES = 1, BYTES = 4;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const float4 *p = (const float4*)row + k / 4, a = p[0], b = p[1];
+    w[0] = a.x, w[1] = a.y, w[2] = a.z, w[3] = a.w;
+    w[4] = b.x, w[5] = b.y, w[6] = b.z, w[7] = b.w;
+  }
+};
+
+template <bool BRAIN>
+struct Halves {
+  static constexpr int VALUES = 1, BYTES = 2;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const uint4 v = *((const uint4*)row + k / 8);
+    const u32 pairs[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const u16 h = (u16)(pairs[i / 2] >> i % 2 * 16);
+      w[i] = BRAIN ? from_bf16(h) : from_half(h);
+    }
+  }
+};
+using F16 = Halves<false>;
+using BF16 = Halves<true>;
+
+// weights: [n_rows][k / F::VALUES * F::BYTES], x: [tokens, k], y: [tokens, n_rows]; tokens <= T,
+// k a multiple of 8 and of F::VALUES. Any grid and block of whole warps with enough of them.
+template <class F, int T, int ROWS>
+__global__ __launch_bounds__(128, 3) void portable(const u8* weights, const float* x, float* y,
+                                                int n_rows, int k, int tokens) {
+  const int lane = threadIdx.x % 32;
+  const int first = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * ROWS;
+  grid_launch();
+  grid_wait();
+  if (first >= n_rows) return;
+  const i64 row_bytes = (i64)(k / F::VALUES) * F::BYTES;
+  float acc[ROWS][T] = {};
+  for (int at = lane * 8; at < k; at += 256) {
+    float w[ROWS][8];
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+      F::values(w[r], weights + min(first + r, n_rows - 1) * row_bytes, at);
+#pragma unroll
+    for (int m = 0; m < T; ++m) {
+      const float4* p = (const float4*)(x + (i64)min(m, tokens - 1) * k + at);
+      const float4 a = p[0], b = p[1];
+      const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[r][m] = fmaf(w[r][i], v[i], acc[r][m]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+    for (int m = 0; m < T; ++m) {
+      float sum = acc[r][m];
+#pragma unroll
+      for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
+      if (lane == 0 && m < tokens && first + r < n_rows) y[(i64)m * n_rows + first + r] = sum;
+    }
+}
