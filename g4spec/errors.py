@@ -85,7 +85,7 @@ class KernelCompileError(EnvironmentProblem):
         self.path, self.options, self.log = path, options, log
         super().__init__(
             f"{path}: kernel not compiled",
-            expected="a cubin from NVRTC " + " ".join(options),
+            expected=" ".join(("a cubin from NVRTC", *options)),
             found=f"\n{log.strip()}\n",
             fix=fix,
         )

@@ -31,7 +31,7 @@ KERNELS = Path(__file__).parent / "kernels"
 INCLUDES = (KERNELS / "include", Path(__file__).parents[2] / "quant" / "formats")
 INSTALL = "pip install 'g4spec[cuda]'"
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"\n]*)[>"]', re.MULTILINE)
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b(.*)", re.MULTILINE)
 _ENTRY = re.compile(
     r"Compiling entry function '(?P<symbol>\w+)'(?P<text>.*?)(?=Compiling entry function|\Z)",
     re.DOTALL,
@@ -94,7 +94,7 @@ def source_path(file: str) -> Path:
     return KERNELS / file
 
 
-def closure(file: str, includes: tuple[Path, ...] = INCLUDES) -> dict[str, str]:
+def closure(file: str) -> dict[str, str]:
     """Everything a kernel is made from: name -> text, the kernel's own file first.
 
     An include that is in none of the folders is an error here, also inside an `#if`.
@@ -104,15 +104,17 @@ def closure(file: str, includes: tuple[Path, ...] = INCLUDES) -> dict[str, str]:
     queue = [file]
     while queue:
         user = queue.pop()
-        for bracket, name in _INCLUDE.findall(found[user]):
+        for text in _INCLUDE.findall(found[user]):
+            quoted = re.match(r'\s*"([\w.]+)"', text)
+            name = quoted[1] if quoted else ""
             if name in found:
                 continue
-            places = [folder / name for folder in includes if (folder / name).is_file()]
-            if bracket == "<" or "/" in name or len(places) != 1:
+            places = [folder / name for folder in INCLUDES if (folder / name).is_file()]
+            if not name or len(places) != 1:
                 raise KernelCompileError(
-                    str(path), (), f"{user}: #include {bracket}{name}",
+                    str(path), (), f"{user}: #include {text.strip()}",
                     fix='include "name.cuh", a file that is in just one of '
-                    + " and ".join(str(folder) for folder in includes),
+                    + " and ".join(str(folder) for folder in INCLUDES),
                 )  # fmt: skip
             found[name] = _read(places[0], user)
             queue.append(name)

@@ -1,0 +1,70 @@
+"""Every kernel instance of the CUDA runtime compiles for every architecture, within its bounds; no
+GPU is needed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from g4spec.runtime.cuda import nvrtc, units
+
+REGISTERED = units.registered()
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "kernels"))
+
+
+@pytest.mark.parametrize("arch", nvrtc.ARCHS)
+@pytest.mark.parametrize("module", REGISTERED)
+def test_compiles_within_its_bounds(module: str, arch: str) -> None:
+    if arch == "sm_70" and nvrtc.version() >= (13, 0):
+        pytest.skip("NVRTC 13 has no sm_70; 12.9 (nvidia-cuda-nvrtc-cu12) does")
+    declared = [unit for unit in REGISTERED[module] if arch in unit.archs]
+    jobs = units.jobs_for(declared, arch)
+    bounds = [unit for unit in declared for _ in unit.names]
+    problems = []
+    for job, unit, cubin in zip(jobs, bounds, units.compile_all(jobs), strict=True):
+        took = cubin.resources
+        shared = took.shared + unit.shared_on(arch)
+        problems += [
+            f"{job.file} {job.name}: {what}"
+            for what, wrong in (
+                (f"{took.spill} bytes spilled", took.spill > 0),
+                (f"{took.stack} bytes of local memory", took.stack > 0),
+                (f"{took.registers} registers", took.registers > unit.max_registers),
+                (f"{took.shared} bytes of static shared memory", took.shared > nvrtc.STATIC_SHARED),
+                (f"{shared} bytes of shared memory", shared > nvrtc.SHARED_LIMIT[arch]),
+            )
+            if wrong
+        ]
+    assert not problems, "\n".join(problems)
+
+
+def test_every_kernel_is_registered() -> None:
+    """Each `__global__` of each file has at least one instance that the test above compiles."""
+    instances = {
+        (unit.file, re.split(r"[<(]", name)[0].strip())
+        for found in REGISTERED.values()
+        for unit in found
+        for name in unit.names
+    }
+    kernels = {
+        (path.name, name)
+        for path in nvrtc.KERNELS.glob("*.cu")
+        for name in re.findall(
+            r"__global__(?:\s+(?:void|__launch_bounds__\([^()]*(?:\([^()]*\))?[^()]*\)))*\s+(\w+)\s*\(",
+            path.read_text(),
+        )
+    }
+    assert len(kernels) >= len(list(nvrtc.KERNELS.glob("*.cu"))) > 0
+    assert kernels - instances == set()
+
+
+def test_units_name_architectures_that_exist() -> None:
+    for module, found in REGISTERED.items():
+        for unit in found:
+            assert unit.names and set(unit.archs) <= set(nvrtc.ARCHS), (module, unit.file)
+            assert unit.max_registers <= 255 and len(set(unit.names)) == len(unit.names)
