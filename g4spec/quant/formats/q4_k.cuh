@@ -11,9 +11,9 @@ struct Affine {
   template <int NT, int PARTS>
   static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8* scratch, int warp,
                               int lane, int part) {
-    float* scales = (float*)scratch;         // [8 / PARTS groups][row slot]
-    u32* mins = (u32*)(scratch + 1024);      // [row][4 / PARTS] pairs of halves
-    float* dmins = (float*)(scratch + 1536);  // [row slot]
+    float* scales = (float*)scratch;                 // [8 / PARTS groups][row slot]
+    u32* mins = (u32*)(scratch + 1024 / PARTS);      // [row][4 / PARTS] pairs of halves
+    float* dmins = (float*)(scratch + 1536 / PARTS);  // [row slot]
     expand<PARTS>(unit + HEADER + (warp * 32 + lane) * 16, scales, mins, dmins, lane, part);
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * 128;
@@ -59,19 +59,16 @@ struct Affine {
   template <int PARTS>
   static DEVICE void expand(const u8* header, float* scales, u32* mins, float* dmins, int lane,
                             int part) {
-    uint4 h = *(const uint4*)header;
+    const uint4 h = *(const uint4*)header;
     const float d = from_half(h.x) * (lane & 8 ? 0.0625f : 1.0f);
-    if (part) {  // groups 4 to 7: 24 bits on
-      h.y = bits_from(h.y, h.w & 0xffff, 24);
-      h.z = bits_from(h.z, h.w >> 16, 24);
-    }
+    const u32 scale_end = h.w & 0xffff, min_end = h.w >> 16;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 8 / PARTS; ++i)
-      scales[i * 32 + row_slot(lane)] = d * small_float(bits_from(h.y, h.w & 0xffff, 6 * i) & 63);
+      scales[i * 32 + row_slot(lane)] = d * small_float(bits_from(h.y, scale_end, 48 / PARTS * part + 6 * i) & 63);
 #pragma unroll
     for (int i = 0; i < 4 / PARTS; ++i) {
-      const u32 two = bits_from(h.z, h.w >> 16, 12 * i);
+      const u32 two = bits_from(h.z, min_end, 48 / PARTS * part + 12 * i);
       mins[lane * (4 / PARTS) + i] =
           sub_half2(and_or(two << 10, 0x3f0000u, and_or(two, 0x3fu, MAGIC)), MAGIC);
     }
@@ -84,7 +81,7 @@ struct Affine {
   template <int NT, int PARTS>
   static DEVICE void subtract_mins(Acc<NT>& acc, const u8* act, const u32* mins,
                                    const float* dmins, int g, int t, int part) {
-    constexpr int PAIRS = 4 / PARTS;  // of groups; with two parts, lanes t = 2 and 3 hold zeros
+    constexpr int PAIRS = 4 / PARTS;  // of groups; the lanes beyond them hold zeros
     const float4 dmin = *(const float4*)(dmins + g * 4);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {

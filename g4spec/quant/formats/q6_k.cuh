@@ -46,12 +46,12 @@ struct Q6K {
 
   template <int PARTS>
   static DEVICE void expand(const u8* header, float* scales, int row, int lane, int part) {
-    uint4 q = *(const uint4*)(header + row * 16);
-    if (part) q.x = q.z, q.y = q.w;
+    u32 word[4 / PARTS];
+#pragma unroll
+    for (int i = 0; i < 4 / PARTS; ++i)
+      word[i] = *(const u32*)(header + row * 16 + (part * (4 / PARTS) + i) * 4) ^ 0x80808080u;
     const float d =
         from_half(*(const u16*)(header + 2048 + row * 2)) * (lane & 8 ? 0.0625f : 1.0f);
-    const u32 word[4] = {q.x ^ 0x80808080u, q.y ^ 0x80808080u, q.z ^ 0x80808080u,
-                         q.w ^ 0x80808080u};
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 16 / PARTS; ++i) {

@@ -9,12 +9,14 @@ struct Q80 {
   template <int NT, int PARTS>
   static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8*, int warp, int lane,
                               int part) {
+    constexpr int STEPS = K / 32 < PARTS ? 1 : K / 32 / PARTS;  // of 32 k
+    if (part * STEPS >= K / 32) return;
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * K;
     const uint2* scales = (const uint2*)(unit + K * 128);
 #pragma unroll
-    for (int j = 0; j < K / 32 / PARTS; ++j) {
-      const int k32 = part * (K / 32 / PARTS) + j;
+    for (int j = 0; j < STEPS; ++j) {
+      const int k32 = part * STEPS + j;
       const auto rows = activations<NT>(act, k32 / 2);
       u32 b[2][NT][2];
       rows.fragments(b, k32 % 2, lane);

@@ -1,7 +1,7 @@
 // y = x W^T for 1 to 16 rows x and a quantized W in packed order.
 //
 // The work is a list of units, [group of ROWS weights][unit of K], cut into equal runs, one a CTA.
-// One warp feeds a ring of stages in shared memory, eight multiply. A run that ends or begins
+// One warp feeds a ring of stages in shared memory, the others multiply. A run that ends or begins
 // inside a group leaves a partial sum; the CTA with the group's first unit adds those that follow,
 // in order of K, and writes the result. Which CTA does what depends on the matrix alone, never on
 // the number of rows, so a row's bits do not depend on the rows beside it.
@@ -17,7 +17,7 @@
 #include "q6_k.cuh"
 #include "q8_0.cuh"
 
-constexpr int CONSUMERS = 8;
+constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which share the K of a unit
 constexpr int THREADS = 32 * (CONSUMERS + 1);
 
 DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory"); }
@@ -120,10 +120,12 @@ struct Shared {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
   static constexpr int ROWS_BYTES = F::UNIT / 64 * ACT_BYTES * NT;
   static constexpr int STAGE = WEIGHTS + ROWS_BYTES;
-  static constexpr int SCRATCH = F::SCRATCH > 512 * NT ? F::SCRATCH : 512 * NT;  // of a warp
-  static constexpr int SUM = ROWS == GROUP ? 128 * 8 * NT * 4 : 0;
+  static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
+  // of a warp: factors of a unit, the sums of a team, or an epilogue's
+  static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
+  static constexpr int SCRATCH = F::SCRATCH / TEAMS > OTHER ? F::SCRATCH / TEAMS : OTHER;
   static constexpr int PAIRS = CONSUMERS * 8 * NT * 4;
-  static constexpr int BYTES = STAGES * STAGE + CONSUMERS * SCRATCH + SUM + PAIRS + 16 * STAGES;
+  static constexpr int BYTES = STAGES * STAGE + CONSUMERS * SCRATCH + PAIRS + 16 * STAGES;
 };
 
 template <class F, int NT, int ROWS, int STAGES>
@@ -174,39 +176,46 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int begin, in
     weights(i);
     rows(i);
   }
+  // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
+  grid_launch();
 }
 
-// What the CTAs after this one have left of a group, in order of K.
+// What the CTAs after this one have left of a group, in order of K, read two at a time.
 template <int NT, int ROWS>
 DEVICE void gather(const Work& w, Acc<NT>& acc, int group, int cta, bool owner, int thread) {
-  constexpr int WIDTH = ROWS;  // threads that hold a group: 32 rows a warp
   const int last = ((group + 1) * w.units - 1) / w.run;
   if (threadIdx.x == 0) {
-    while (*(volatile u32*)(w.arrived + group) != (u32)(last - cta)) __nanosleep(20);
+    while (load_acquire(w.arrived + group) != (u32)(last - cta)) {
+    }
     w.arrived[group] = 0;
-    __threadfence();
   }
   consumers_sync();
   if (!owner) return;
-  for (int c = cta + 1; c <= last; ++c) {
-    const float* from = w.partial + (i64)c * WIDTH * 8 * NT + thread;
+  for (int c = cta + 1; c <= last; c += 2) {
+    const float* from = w.partial + (i64)c * ROWS * 8 * NT + thread;
+    float a[8 * NT], b[8 * NT];
 #pragma unroll
-    for (int i = 0; i < 8 * NT; ++i)
-      acc[i / (4 * NT)][i / 4 % NT][i % 4] += __ldcg(from + i * WIDTH);
+    for (int i = 0; i < 8 * NT; ++i) {
+      a[i] = __ldcg(from + i * ROWS);
+      b[i] = c < last ? __ldcg(from + (i + 8 * NT) * ROWS) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 8 * NT; ++i) acc[i / (4 * NT)][i / 4 % NT][i % 4] += a[i];
+    if (c == last) break;
+#pragma unroll
+    for (int i = 0; i < 8 * NT; ++i) acc[i / (4 * NT)][i / 4 % NT][i % 4] += b[i];
   }
 }
 
 template <int NT, int ROWS>
 DEVICE void leave(const Work& w, const Acc<NT>& acc, int group, int cta, bool owner, int thread) {
-  constexpr int WIDTH = ROWS;
   if (owner) {
-    float* to = w.partial + (i64)cta * WIDTH * 8 * NT + thread;
+    float* to = w.partial + (i64)cta * ROWS * 8 * NT + thread;
 #pragma unroll
-    for (int i = 0; i < 8 * NT; ++i) __stcg(to + i * WIDTH, acc[i / (4 * NT)][i / 4 % NT][i % 4]);
-    __threadfence();
+    for (int i = 0; i < 8 * NT; ++i) __stcg(to + i * ROWS, acc[i / (4 * NT)][i / 4 % NT][i % 4]);
   }
   consumers_sync();
-  if (threadIdx.x == 0) atomicAdd(w.arrived + group, 1u);
+  if (threadIdx.x == 0) add_release(w.arrived + group, 1);
 }
 
 template <class F, int NT, int ROWS, int STAGES, class Out>
@@ -214,12 +223,11 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
   using S = Shared<F, NT, ROWS, STAGES>;
   u8* stages = shared;
   u8* scratch = stages + STAGES * S::STAGE;
-  float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
-  float* pairs = (float*)((u8*)sums + S::SUM);
+  float* pairs = (float*)(scratch + CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)pairs + S::PAIRS);
   u64* empty = full + STAGES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  constexpr int TEAMS = 2 * GROUP / ROWS;  // of warps, which share the K of a unit
+  constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s, ARCH >= 900 ? 1 : 32);
@@ -228,7 +236,6 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
     barrier_init_fence();
   }
   __syncthreads();
-  grid_launch();
   const int cta = gridDim.x - 1 - blockIdx.x;
   const int begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
   if (warp == CONSUMERS) {
@@ -236,7 +243,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
     return;
   }
   grid_wait();
-  const int team = TEAMS == 2 ? warp / 4 : 0, part = warp % (CONSUMERS / TEAMS);
+  const int team = warp / WARPS, part = warp % WARPS;
   u8* mine = scratch + warp * S::SCRATCH;
   for (int i = 0; begin + i < end;) {
     const int group = (begin + i) / w.units, first = (begin + i) % w.units;
@@ -251,16 +258,18 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
       __syncwarp();
       if (lane == 0) barrier_arrive(empty + s);
     }
-    if constexpr (TEAMS == 2) {
-      float* slot = sums + part * 32 + lane;
-      if (team == 1) {
+    if constexpr (TEAMS > 1) {
+      float* slot = (float*)mine + lane;
+      if (team) {
+        __syncwarp();
 #pragma unroll
-        for (int j = 0; j < 8 * NT; ++j) slot[j * 128] = acc[j / (4 * NT)][j / 4 % NT][j % 4];
+        for (int j = 0; j < 8 * NT; ++j) slot[j * 32] = acc[j / (4 * NT)][j / 4 % NT][j % 4];
       }
       consumers_sync();
       if (team == 0) {
 #pragma unroll
-        for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += slot[j * 128];
+        for (int j = 0; j < 8 * NT; ++j)
+          acc[j / (4 * NT)][j / 4 % NT][j % 4] += slot[WARPS * S::SCRATCH / 4 + j * 32];
       }
     }
     const bool owner = team == 0;
@@ -270,7 +279,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
     }
     if ((begin + i) % w.units) gather<NT, ROWS>(w, acc, group, cta, owner, part * 32 + lane);
     if (owner) out.template write<NT, ROWS>(acc, group, w.row_scale, mine, pairs, part, lane);
-    if (TEAMS == 2 || Out::PAIRS) consumers_sync();
+    if (TEAMS > 1 || Out::PAIRS) consumers_sync();  // what the teams exchanged has been read
     if constexpr (Out::PAIRS) {
       if (owner) out.template write_pairs<NT, ROWS>(group, pairs, part, lane);
       consumers_sync();

@@ -16,14 +16,16 @@ struct Blocks32 {
   template <int NT, int PARTS>
   static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8*, int warp, int lane,
                               int part) {
+    constexpr int STEPS = K / 32 < PARTS ? 1 : K / 32 / PARTS;  // of 32 k
+    if (part * STEPS >= K / 32) return;
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + g;
     const uint2* m = (const uint2*)(unit + CODES + UPPER + PLANE) + warp * 8 + g;
 #pragma unroll
-    for (int j = 0; j < K / 32 / PARTS; ++j) {
-      const int k32 = part * (K / 32 / PARTS) + j, k64 = k32 / 2, h = k32 % 2;
+    for (int j = 0; j < STEPS; ++j) {
+      const int k32 = part * STEPS + j, k64 = k32 / 2, h = k32 % 2;
       const uint4 w[2] = {codes[k64 * 32], codes[K / 2 + k64 * 32]};
       u32 fifths[2];
       if constexpr (BITS == 5) fifths[0] = upper[k64 * 32], fifths[1] = upper[K / 2 + k64 * 32];

@@ -3,7 +3,7 @@
 // Weights are the 16-row operand A, the rows of activations ("tokens") the 8-wide operand B. A warp
 // owns 32 rows of weights, two tiles of 16, and multiplies one unit of K at a time:
 // `F::multiply` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to `acc`, or part `part` of
-// `PARTS` of that K.
+// `PARTS` of that K. It needs F::SCRATCH / PARTS bytes a warp.
 // Integer codes go into the tensor cores as 1024 + code (a bit pattern, no conversion); the
 // accumulator starts at -1024 times the sum of the activations, which removes the bias again.
 #pragma once

@@ -71,6 +71,17 @@ DEVICE uint4 load_stream(const void* p) {  // global memory that is read once
   return v;
 }
 
+// A flag in global memory: what was written before `add_release` (by this thread, or before a barrier
+// of its block) is seen after `load_acquire` has returned the sum.
+DEVICE u32 load_acquire(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+DEVICE void add_release(u32* p, u32 v) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 // ---- tensor cores: D[16 x 8] = A[16 x 16] B[16 x 8] + C ----
 // Lane 4 g + t holds A rows g and g + 8 (a0, a2 and a1, a3), columns 2t, 2t + 1 and 2t + 8, 2t + 9;
 // B column g, rows 2t, 2t + 1 and 2t + 8, 2t + 9; C and D rows g and g + 8, columns 2t, 2t + 1.
