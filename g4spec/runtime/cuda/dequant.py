@@ -1,0 +1,100 @@
+"""Packed matrices as plain half precision, for products of more rows than a step has.
+
+Half precision, not bf16: three more bits, and what would not fit it is kept small by powers of two
+(see `prefill`). Each value is computed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.packing import GROUP
+from g4spec.runtime.cuda.units import Unit
+
+_NAMES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K", "q8_0": "Q80", "q4_0": "Q40",
+          "q4_1": "Q41", "q5_0": "Q50", "q5_1": "Q51"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix [rows, columns], or several of one shape.
+
+    Attributes:
+        type: of a packed matrix, e.g. "q4_k"; "" for plain numbers.
+        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; or plain
+            float16, bfloat16 or float32 [matrices * rows, columns].
+    """
+
+    type: str
+    data: torch.Tensor
+    rows: int
+    columns: int
+    matrices: int = 1
+
+
+def instance(type: str, unit: int) -> str:
+    """Name of a kernel of dequant.cu."""
+    name = _NAMES[type]
+    return f"dequant<{name}>" if type.endswith("_k") else f"dequant<{name}<{unit}>>"
+
+
+def dequantize(weight: Weight, out: torch.Tensor) -> None:
+    """All matrices of `weight` as float16 `out` [matrices * rows, columns], contiguous."""
+    assert out.dtype == torch.float16 and out.is_contiguous()
+    assert out.shape == (weight.matrices * weight.rows, weight.columns), (out.shape, weight)
+    if not weight.type:
+        out.copy_(weight.data.view(out.shape))
+        return
+    groups = -(-weight.rows // GROUP)
+    count, units = weight.data.shape[:2]
+    assert count == weight.matrices * groups, (weight.data.shape, weight)
+    launch.kernel("dequant.cu", instance(weight.type, weight.columns // units))(
+        (units, count), 256, weight.data, out, np.int32(weight.rows), np.int32(groups), pdl=False
+    )
+
+
+class Products:
+    """x W^T for many rows, through scratch for one dequantized matrix at a time.
+
+    A second scratch, filled on another stream while the product before runs, was tried: it gains
+    nothing, because the products are held back by the GPU's power, not by its memory.
+
+    Args:
+        values: of the largest matrix, or of the largest stack of them.
+    """
+
+    def __init__(self, values: int, device: torch.device) -> None:
+        self._scratch = torch.empty(values, dtype=torch.float16, device=device)
+
+    def matrix(self, weights: Sequence[Weight]) -> torch.Tensor:
+        """Matrices with the same columns below each other, float16 [rows, columns]; it lasts until
+        the next call."""
+        columns = weights[0].columns
+        count = sum(w.matrices * w.rows for w in weights)
+        out, at = self._scratch[: count * columns].view(count, columns), 0
+        for w in weights:
+            dequantize(w, out[at : at + w.matrices * w.rows])
+            at += w.matrices * w.rows
+        return out
+
+    def halves(
+        self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor, factor: float
+    ) -> None:
+        """out [T, N] float16 = factor * x [T, K] float16 times the matrices transposed."""
+        torch.addmm(out, x, self.matrix(weights).t(), beta=0, alpha=factor, out=out)
+
+    def floats(self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor) -> None:
+        """The same as float32, without a factor."""
+        torch.mm(x, self.matrix(weights).t(), out_dtype=torch.float32, out=out)
+
+
+UNITS = [
+    Unit("dequant.cu", tuple(instance(type, unit) for type in _NAMES
+                             for unit in ((256,) if type.endswith("_k") else (64, 256))),
+         max_registers=64),
+]  # fmt: skip

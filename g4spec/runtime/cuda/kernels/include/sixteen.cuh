@@ -1,0 +1,57 @@
+// What prefill's rows are made of: halves, which products read, two to a word; or floats.
+#pragma once
+#include "ptx.cuh"
+
+struct Half {
+  static constexpr int BYTES = 2;
+  static DEVICE u32 pack(float low, float high) {
+    u32 d;
+#if ARCH >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+#else
+    d = pack_halves(low, high);
+#endif
+    return d;
+  }
+  static DEVICE float low(u32 two) { return from_half((u16)two); }
+  static DEVICE float high(u32 two) { return from_half((u16)(two >> 16)); }
+};
+
+struct Float {
+  static constexpr int BYTES = 4;
+};
+
+// N values (1, 2, 4 or a multiple of 8) from N halves, and back.
+template <int N>
+DEVICE void unpack_row(float (&v)[N], const u16* from) {
+  u32 w[(N + 1) / 2];
+  if constexpr (N % 8 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) *(uint4*)(w + 4 * i) = ((const uint4*)from)[i];
+  } else if constexpr (N == 4) {
+    *(uint2*)w = *(const uint2*)from;
+  } else if constexpr (N == 2) {
+    w[0] = *(const u32*)from;
+  } else {
+    w[0] = *from;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) v[i] = i % 2 ? Half::high(w[i / 2]) : Half::low(w[i / 2]);
+}
+
+template <int N>
+DEVICE void pack_row(u16* to, const float (&v)[N]) {
+  u32 w[(N + 1) / 2];
+#pragma unroll
+  for (int i = 0; i < N; i += 2) w[i / 2] = Half::pack(v[i], i + 1 < N ? v[i + 1] : 0.0f);
+  if constexpr (N % 8 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 8; ++i) ((uint4*)to)[i] = *(const uint4*)(w + 4 * i);
+  } else if constexpr (N == 4) {
+    *(uint2*)to = *(const uint2*)w;
+  } else if constexpr (N == 2) {
+    *(u32*)to = w[0];
+  } else {
+    *to = (u16)w[0];
+  }
+}

@@ -1,0 +1,199 @@
+// What happens to many rows between prefill's large products: norms with the residual, and gated
+// activations. A block takes one row, read once into registers.
+#include "reduce.cuh"
+#include "rows.cuh"
+#include "sixteen.cuh"
+
+// A row of H values as four at a time.
+template <int H, int WARPS>
+struct Row {
+  static constexpr int N = H / 4, V = (N + 32 * WARPS - 1) / (32 * WARPS);
+  float4 v[V];
+
+  static DEVICE int at(int j) { return j * 32 * WARPS + threadIdx.x; }
+  DEVICE void load(const float* p) {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      v[j] = at(j) < N ? ((const float4*)p)[at(j)] : float4{0, 0, 0, 0};
+  }
+  DEVICE void store(float* p) const {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (at(j) < N) ((float4*)p)[at(j)] = v[j];
+  }
+  // Adds `weight` times a row of halves.
+  DEVICE void add(const u16* p, float weight) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      if (at(j) >= N) continue;
+      const uint2 w = ((const uint2*)p)[at(j)];
+      v[j] = add4(v[j], mul4({Half::low(w.x), Half::high(w.x), Half::low(w.y), Half::high(w.y)}, weight));
+    }
+  }
+  DEVICE void scale(float s) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = mul4(v[j], s);
+  }
+  // Adds `s` times another row, times a weight for each channel.
+  DEVICE void add_weighted(const Row& other, float s, const float* weight) {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      if (at(j) < N)
+        v[j] = add4(v[j], mul4(mul4(other.v[j], s), ((const float4*)weight)[at(j)]));
+  }
+  // 1 / root mean square. One use of `sums` each.
+  DEVICE float inverse(float* sums, float eps) const {
+    float s = 0;
+#pragma unroll
+    for (int j = 0; j < V; ++j) s += square4(v[j]);
+    return rsqrtf(over_block<WARPS>(s, sums, Sum()) * (1.0f / H) + eps);
+  }
+};
+
+template <class T>
+DEVICE void put4(void* to, int i, float4 v) {
+  if constexpr (T::BYTES == 2)
+    ((uint2*)to)[i] = {T::pack(v.x, v.y), T::pack(v.z, v.w)};
+  else
+    ((float4*)to)[i] = v;
+}
+
+// The row times `s` and a weight for each channel (null: none), as T.
+template <class T, int H, int WARPS>
+DEVICE void write_row(const Row<H, WARPS>& x, float s, const float* weight, void* to) {
+#pragma unroll
+  for (int j = 0; j < Row<H, WARPS>::V; ++j) {
+    const int i = x.at(j);
+    if (i >= Row<H, WARPS>::N) continue;
+    const float4 v = mul4(x.v[j], s);
+    put4<T>(to, i, weight ? mul4(v, ((const float4*)weight)[i]) : v);
+  }
+}
+
+template <class T, int H>
+DEVICE void* row_of(void* base, i64 row) {
+  return (u8*)base + row * H * T::BYTES;
+}
+
+// Rows of the residual x [T, H], normed, as halves [T, H].
+template <int H, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS)
+norm(const float* x, const float* weight, void* to, float eps) {
+  __shared__ float sums[1][WARPS];
+  const i64 row = blockIdx.x;
+  Row<H, WARPS> r;
+  r.load(x + row * H);
+  write_row<Half>(r, r.inverse(sums[0], eps), weight, row_of<Half, H>(to, row));
+}
+
+// Rows of the residual as halves, each divided by a power of two that brings its largest value into
+// [512, 1024), and that power.
+template <int H, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS) convert(const float* x, void* to, float* powers) {
+  __shared__ float slots[1][WARPS];
+  const i64 row = blockIdx.x;
+  Row<H, WARPS> r;
+  r.load(x + row * H);
+  float most = 0;
+#pragma unroll
+  for (int j = 0; j < r.V; ++j) most = Largest()(most, largest4(r.v[j]));
+  const u32 exponent = __float_as_uint(over_block<WARPS>(most, slots[0], Largest())) >> 23;  // 2^(e - 127)
+  const int up = exponent ? min(max((int)exponent - 136, -126), 127) : 0;
+  if (threadIdx.x == 0) powers[row] = __uint_as_float((u32)(up + 127) << 23);
+  write_row<Half>(r, __uint_as_float((u32)(127 - up) << 23), nullptr, row_of<Half, H>(to, row));
+}
+
+// x = (x + rms_norm(stored * h)) * scale, then its norm as halves; `to` null: no norm.
+template <int H, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS)
+add_norm(const float* h, float* x, const float* weight, const float* scale, const float* next,
+         void* to, float stored, float eps) {
+  __shared__ float sums[2][WARPS];
+  const i64 row = blockIdx.x;
+  Row<H, WARPS> a, r;
+  a.load(h + row * H);
+  a.scale(stored);
+  r.load(x + row * H);
+  r.add_weighted(a, a.inverse(sums[0], eps), weight);
+  if (scale) r.scale(*scale);
+  r.store(x + row * H);
+  if (to) write_row<Half>(r, r.inverse(sums[1], eps), next, row_of<Half, H>(to, row));
+}
+
+// The same before experts: three norms of one row, for the dense feed-forward, the experts, and
+// (times `share`, in float) the router.
+template <int H, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS)
+add_norm_experts(const float* h, float* x, const float* weight, const float* dense, void* to_dense,
+                 const float* experts, void* to_experts, const float* router, void* to_router,
+                 float share, float eps) {
+  __shared__ float sums[2][WARPS];
+  const i64 row = blockIdx.x;
+  Row<H, WARPS> a, r;
+  a.load(h + row * H);
+  r.load(x + row * H);
+  r.add_weighted(a, a.inverse(sums[0], eps), weight);
+  r.store(x + row * H);
+  const float s = r.inverse(sums[1], eps);
+  write_row<Half>(r, s, dense, row_of<Half, H>(to_dense, row));
+  write_row<Half>(r, s, experts, row_of<Half, H>(to_experts, row));
+  write_row<Float>(r, s * share, router, row_of<Float, H>(to_router, row));
+}
+
+// After experts: their rows y, `k` a token at `places` [T, k] with `weights` [T, k], summed and
+// normed; the dense feed-forward h normed (both times `stored` before); their sum normed and added
+// to the residual.
+template <int H, int WARPS>
+__global__ void __launch_bounds__(32 * WARPS)
+add_experts(const float* h, const u16* y, const i32* places, const float* weights, int k, float* x,
+            const float* dense, const float* experts, const float* post, const float* scale,
+            const float* next, void* to, float stored, float eps) {
+  __shared__ float sums[4][WARPS];
+  const i64 row = blockIdx.x;
+  Row<H, WARPS> a, b, r;
+#pragma unroll
+  for (int j = 0; j < Row<H, WARPS>::V; ++j) r.v[j] = b.v[j] = float4{0, 0, 0, 0};
+  a.load(h + row * H);
+  a.scale(stored);
+  for (int i = 0; i < k; ++i)
+    b.add(y + (i64)places[row * k + i] * H, stored * weights[row * k + i]);
+  r.add_weighted(a, a.inverse(sums[0], eps), dense);
+  r.add_weighted(b, b.inverse(sums[1], eps), experts);
+  a.load(x + row * H);
+  a.add_weighted(r, r.inverse(sums[2], eps), post);
+  if (scale) a.scale(*scale);
+  a.store(x + row * H);
+  if (to) write_row<Half>(a, a.inverse(sums[3], eps), next, row_of<Half, H>(to, row));
+}
+
+DEVICE float gelu(float x) {
+  const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
+  return x / (1.0f + __expf(-2.0f * inner));  // = 0.5 x (1 + tanh(inner))
+}
+
+// gelu(gate) * up: a row holds 16 gates, then the 16 values of up beside them, and so on; rows with
+// `halves` hold all gates first. Values enter divided by `in` and leave times `out`.
+template <bool HALVES>
+__global__ void __launch_bounds__(256)
+gated(const u16* gate_up, u16* to, int width, float in, float out) {
+  const int i = (blockIdx.y * 256 + threadIdx.x) * 8;  // channel
+  if (i >= width) return;
+  const u16* row = gate_up + (i64)blockIdx.x * 2 * width;
+  const u16* gates = row + (HALVES ? i : i / 16 * 32 + i % 16);
+  float g[8], u[8];
+  unpack_row(g, gates);
+  unpack_row(u, gates + (HALVES ? width : 16));
+#pragma unroll
+  for (int e = 0; e < 8; ++e) g[e] = gelu(g[e] * in) * (u[e] * in) * out;
+  pack_row(to + (i64)blockIdx.x * width + i, g);
+}
+
+// gelu(gate times its row's power) * by, with rows of `by` a distance `stride` apart: what a layer is
+// told about the token again.
+__global__ void __launch_bounds__(256)
+modulated(const float* gate, const float* powers, const float* by, i64 stride, u16* to, int width) {
+  const int i = blockIdx.y * 256 + threadIdx.x;
+  if (i >= width) return;
+  const i64 row = blockIdx.x;
+  to[row * width + i] = to_half(gelu(gate[row * width + i] * powers[row]) * by[row * stride + i]);
+}

@@ -1,0 +1,96 @@
+// Which experts many rows visit, and the rows in the order of their experts.
+#include "sixteen.cuh"
+
+constexpr u32 NONE = 0;
+
+// A number that orders floats, the lower id first where two are equal.
+DEVICE u64 rank_of(float x, int id) {
+  const u32 bits = __float_as_uint(x);
+  return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - id);
+}
+
+// Scores [T, E] -> ids and weights [T, K], best first; a warp a row. Weights are the softmax of the
+// K best, times `gains` [E].
+template <int E, int K>
+__global__ void __launch_bounds__(128)
+route(const float* scores, const float* gains, i32* ids, float* weights, int tokens) {
+  constexpr int V = (E + 31) / 32;
+  const int t = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (t >= tokens) return;
+  u64 mine[V];
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+    mine[i] = i * 32 + lane < E ? rank_of(scores[(i64)t * E + i * 32 + lane], i * 32 + lane) : NONE;
+  float best = 0, sum = 0, weight[K];
+  int chosen[K];
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    u64 top = mine[0];
+#pragma unroll
+    for (int i = 1; i < V; ++i) top = mine[i] > top ? mine[i] : top;
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+      const u64 other = __shfl_xor_sync(FULL, top, step);
+      top = other > top ? other : top;
+    }
+#pragma unroll
+    for (int i = 0; i < V; ++i) mine[i] = mine[i] == top ? NONE : mine[i];
+    chosen[k] = (int)(0xffffffffu - (u32)top);
+    const float score = scores[(i64)t * E + chosen[k]];
+    if (k == 0) best = score;
+    weight[k] = expf(score - best);
+    sum += weight[k];
+  }
+  if (lane) return;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    ids[(i64)t * K + k] = chosen[k];
+    weights[(i64)t * K + k] = weight[k] / sum * gains[chosen[k]];
+  }
+}
+
+// A block an expert: where its `n` visits stand when they are ordered by expert (and by token).
+// `places` [n] of each visit, `visits` [n] the other way round, `ends` [E].
+__global__ void __launch_bounds__(1024)
+order(const i32* ids, i32* places, i32* visits, i32* ends, int n) {
+  __shared__ int below, counts[32];
+  const int expert = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) below = 0;
+  __syncthreads();
+  int less = 0;
+  for (int i = threadIdx.x; i < n; i += 1024) less += ids[i] < expert;
+#pragma unroll
+  for (int step = 16; step; step /= 2) less += __shfl_xor_sync(FULL, less, step);
+  if (lane == 0) atomicAdd(&below, less);
+  __syncthreads();
+  int at = below;
+  for (int i = threadIdx.x; i - (int)threadIdx.x < n; i += 1024) {
+    const bool mine = i < n && ids[i] == expert;
+    const u32 votes = __ballot_sync(FULL, mine);
+    if (lane == 0) counts[warp] = __popc(votes);
+    __syncthreads();
+    int before = 0, all = 0;
+#pragma unroll
+    for (int w = 0; w < 32; ++w) before += w < warp ? counts[w] : 0, all += counts[w];
+    if (mine) {
+      const int place = at + before + __popc(votes & ((1u << lane) - 1));
+      places[i] = place;
+      visits[place] = i;
+    }
+    at += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) ends[expert] = at;
+}
+
+// Row `visits[i] / k` of x, halves [T, H], becomes row i.
+template <int H>
+__global__ void __launch_bounds__(128) gather(const u16* x, const i32* visits, u16* to, int k) {
+  const u32* from = (const u32*)(x + (i64)(visits[blockIdx.x] / k) * H);
+  u32* row = (u32*)(to + (i64)blockIdx.x * H);
+  if constexpr (H % 8 == 0) {
+    for (int i = threadIdx.x; i < H / 8; i += 128) ((uint4*)row)[i] = ((const uint4*)from)[i];
+  } else {
+    for (int i = threadIdx.x; i < H / 2; i += 128) row[i] = from[i];
+  }
+}

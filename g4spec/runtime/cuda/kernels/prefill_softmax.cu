@@ -1,0 +1,72 @@
+// Attention of many rows between two products: scores [heads, rows, keys] become weights, with the
+// maximum and the sum of each row carried from one block of keys to the next.
+#include "reduce.cuh"
+#include "sixteen.cuh"
+
+constexpr int WARPS = 4;
+#define NEVER __int_as_float(0xff800000)  // minus infinity
+
+// Grid: (rows, KV heads); a block a row. Row r is of token r / group; token t sees the keys from
+// position t + offset - window + 1 to t + offset of which `keys` from `first` on are here. `scores`
+// [heads, rows, keys]; weights alike. Row r of a head has its state in `most`, `sum` [heads, rows]
+// and what is summed so far in `out` [heads, rows, D], made smaller where the maximum grows. `begin`:
+// nothing has been summed.
+template <int D, int V>
+__global__ void __launch_bounds__(32 * WARPS)
+softmax(const float* scores, u16* weights, float* most, float* sum, float* out, int keys, int first,
+        int offset, int window, int group, int begin) {
+  __shared__ float slots[2][WARPS];
+  const i64 row = (i64)blockIdx.y * gridDim.x + blockIdx.x;
+  const int last = blockIdx.x / group + offset - first, least = last - window;  // (least, last]
+  float4 v[V];
+  float top = NEVER;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int i = (j * 32 * WARPS + threadIdx.x) * 4;
+    v[j] = float4{NEVER, NEVER, NEVER, NEVER};
+    if (i >= keys || i > last || i + 3 <= least) continue;
+    v[j] = *(const float4*)(scores + row * keys + i);
+    if (i <= least) v[j].x = NEVER;
+    if (i + 1 <= least || i + 1 > last) v[j].y = NEVER;
+    if (i + 2 <= least || i + 2 > last) v[j].z = NEVER;
+    if (i + 3 > last) v[j].w = NEVER;
+    top = fmaxf(top, fmaxf(fmaxf(v[j].x, v[j].y), fmaxf(v[j].z, v[j].w)));
+  }
+  top = over_block<WARPS>(top, slots[0], Largest());
+  const float before = begin ? NEVER : most[row], now = fmaxf(before, top);
+  const float base = now == NEVER ? 0.0f : now;
+  float total = 0;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const int i = (j * 32 * WARPS + threadIdx.x) * 4;
+    const float4 p = {__expf(v[j].x - base), __expf(v[j].y - base), __expf(v[j].z - base),
+                      __expf(v[j].w - base)};
+    total += (p.x + p.y) + (p.z + p.w);
+    if (i < keys)
+      *(uint2*)(weights + row * keys + i) = {Half::pack(p.x, p.y), Half::pack(p.z, p.w)};
+  }
+  total = over_block<WARPS>(total, slots[1], Sum());
+  const float shrink = before == NEVER ? 0.0f : __expf(before - base);
+  if (threadIdx.x == 0) {
+    most[row] = now;
+    sum[row] = begin ? total : sum[row] * shrink + total;
+  }
+  if (begin || now == before) return;
+  float4* o = (float4*)(out + row * D);
+  for (int i = threadIdx.x; i < D / 4; i += 32 * WARPS) {
+    const float4 x = o[i];
+    o[i] = {x.x * shrink, x.y * shrink, x.z * shrink, x.w * shrink};
+  }
+}
+
+// Sums [heads, rows, D] over their `sum`, as halves [token][head][group][D]. Grid: (rows, heads).
+template <int D>
+__global__ void __launch_bounds__(D / 4)
+normalize(const float* out, const float* sum, u16* to, int group) {
+  const int t = blockIdx.x / group, g = blockIdx.x % group, heads = gridDim.y;
+  const i64 row = (i64)blockIdx.y * gridDim.x + blockIdx.x;
+  const float4 x = ((const float4*)(out + row * D))[threadIdx.x];
+  const float s = 1.0f / sum[row];
+  ((uint2*)(to + (((i64)t * heads + blockIdx.y) * group + g) * D))[threadIdx.x] = {
+      Half::pack(x.x * s, x.y * s), Half::pack(x.z * s, x.w * s)};
+}

@@ -1,0 +1,161 @@
+"""Prefill against the reference: every layer's residual, and what the caches hold afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from g4spec import quant
+from g4spec.models.gemma4_config import shared_kv
+from g4spec.runtime.cuda import launch, packing
+from g4spec.runtime.cuda.dequant import Weight, dequantize
+from g4spec.runtime.cuda.kv import Kind
+from tests.gpu.prefill_models import Small, dense, small
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PACKED = ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0")
+N_CTX = 320
+
+
+def tolerance(layer: int) -> float:
+    """How far the residual entering a layer may be off, relatively: random layers amplify what
+    the first ones round."""
+    return 2e-3 * 1.7**layer if layer else 0.0
+
+
+@pytest.mark.parametrize("columns", [512, 192])
+@pytest.mark.parametrize("type", PACKED)
+def test_dequantized_values(type: str, columns: int) -> None:
+    if columns % quant.get(type).block:
+        pytest.skip("no such matrix")
+    rows, matrices, fmt = 200, 2, quant.get(type)
+    x = np.random.default_rng(0).standard_normal((matrices, rows, columns), np.float32)
+    raw = torch.from_numpy(fmt.quantize(x))
+    unit = packing.unit_of(type, columns)
+    data = torch.cat([packing.pack(type, m, unit) for m in raw]).cuda()
+    out = torch.full((matrices * rows + 1, columns), torch.nan, dtype=torch.float16, device="cuda")
+    dequantize(Weight(type, data, rows, columns, matrices), out[:-1])
+    want = torch.from_numpy(fmt.dequantize(raw.numpy())).view(-1, columns)
+    assert (out[:-1].cpu().float() - want).abs().max() <= 2.0**-11 * want.abs().max()
+    assert ((out[:-1].cpu() == want.half()).float().mean()) > 0.99  # two roundings differ rarely
+    assert out[-1].isnan().all()
+
+
+def check(
+    model: Small, chunk: int, count: int, kind: Kind = "f16", loose: float = 1.0, share: float = 1.0
+) -> None:
+    """Residuals of `count` tokens, read `chunk` at a time, and the caches.
+
+    Args:
+        loose: by how much more they may differ. `share`: of rows that must be close.
+    """
+    n, taps = len(model.config.layers), range(len(model.config.layers) + 1)
+    ids = [(7 * i * i + 3 * i) % 150 + 5 for i in range(count)]
+    target = model.target(N_CTX, N_CTX)
+    target.taps = tuple(taps)
+    want = next(iter(target.prefill(ids))).taps.view(count, n + 1, -1)
+    prefill = model.prefill(N_CTX, chunk, kind)
+    got = torch.full_like(want, torch.nan, device="cuda")
+    x, told = target.embed(torch.tensor(ids), scaled=True), None
+    if model.config.n_ple:
+        told = target.model._per_layer_inputs(torch.tensor(ids), x)
+    for at in range(0, count, chunk):
+        rows = slice(at, min(at + chunk, count))
+        prefill(x[rows].cuda(), at, {i: got[rows, i] for i in taps},
+                None if told is None else told[rows].cuda())  # fmt: skip
+    error = (got.cpu() - want).norm(dim=-1) / want.norm(dim=-1)  # [T, n + 1]
+    assert torch.equal(got[:, 0].cpu(), want[:, 0])
+    worst = error.sort(dim=0).values[int(share * (count - 1))]
+    limits = [tolerance(i) * loose for i in taps]
+    assert (worst <= torch.tensor(limits)).all(), (worst, limits)
+    for layer, (mine, theirs) in enumerate(zip(prefill.caches, target.caches, strict=True)):
+        first = 0 if mine.window is None else max(0, count - mine.window)
+        for a, b in zip(mine.read(first, count - 1), theirs.read(first, count - 1), strict=True):
+            worst = ((a.cpu() - b).norm(dim=-1) / b.norm(dim=-1)).flatten().sort().values
+            limit = tolerance(layer) * loose + (1e-3 if kind == "f16" else 1e-2)
+            assert worst[int(share * (len(worst) - 1))] < limit, (layer, worst[-5:])
+
+
+@pytest.mark.parametrize("chunk", [256, 64, 37, 203])
+def test_dense(chunk: int) -> None:
+    check(small(dense(), {"": "q8_0"}), chunk, 203)
+
+
+@pytest.mark.parametrize("window", [1, 64, 100])
+def test_windows(window: int) -> None:
+    check(small(dense(window=window), {"": "q8_0"}), 48, 300)
+
+
+def test_one_token_a_chunk() -> None:
+    check(small(dense(), {"": "q6_k"}), 1, 40)
+
+
+@pytest.mark.parametrize("type", [*PACKED, "f16"])
+def test_types(type: str) -> None:
+    check(small(dense(3), {"": type}), 128, 150)
+
+
+def test_types_mixed_within_a_product() -> None:
+    check(small(dense(3), {"": "q4_k", "attn_v": "q6_k", "ffn_up": "q5_k"}), 128, 150)
+
+
+def test_widths_that_do_not_divide_into_256() -> None:
+    check(small(dense(3, n_ff=704), {"": "q8_0", "ffn_down": "q5_0"}, n_embd=192), 128, 150)
+
+
+def test_bytes_in_the_cache() -> None:
+    check(small(dense(3), {"": "q8_0"}), 64, 150, "q8_0", loose=4)
+
+
+@pytest.mark.parametrize("chunk", [128, 50])
+def test_published_head_sizes(chunk: int) -> None:
+    layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=8,
+                           n_kv=1 if s.window is None else 4) for s in dense(3))  # fmt: skip
+    check(small(layers, {"": "q4_k"}), chunk, 203)
+
+
+def test_per_layer_embeddings_and_shared_caches() -> None:
+    layers = dense(6, v_from_k=False, n_ple=64)
+    sources = shared_kv([s.window is not None for s in layers], 3)
+    layers = tuple(replace(s, kv_from=source, n_ff=512 if source is None else 1024)
+                   for s, source in zip(layers, sources, strict=True))  # fmt: skip
+    check(small(layers, {"": "q8_0"}), 64, 150)
+
+
+def test_experts() -> None:
+    layers = dense(3, n_expert=16, n_expert_used=4, n_ff_expert=192)
+    # A choice between two experts that are nearly equal may fall the other way.
+    model = small(layers, {"": "q8_0", "ffn_gate_up_exps": "q4_k", "ffn_down_exps": "q5_0"})
+    check(model, 128, 150, share=0.9)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 16, 4), (333, 128, 8), (4096, 128, 8)])
+def test_routing(tokens: int, experts: int, k: int) -> None:
+    g = torch.Generator("cuda").manual_seed(0)
+    scores = torch.randn(tokens, experts, device="cuda", generator=g)
+    scores[:, 3] = scores[:, 5]  # the lower id wins
+    gains = torch.rand(experts, device="cuda", generator=g) + 0.5
+    ids = torch.full((tokens, k), -1, dtype=torch.int32, device="cuda")
+    weights = torch.full((tokens, k), torch.nan, device="cuda")
+    name = f"route<{experts}, {k}>"
+    launch.kernel("prefill_experts.cu", name)(
+        -(-tokens // 4), 128, scores, gains, ids, weights, np.int32(tokens), pdl=False)  # fmt: skip
+    best, want = scores.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(ids.long(), want[:, :k])
+    torch.testing.assert_close(weights, best[:, :k].softmax(-1) * gains[want[:, :k]])
+    n = tokens * k
+    places, visits = (torch.full((n,), -1, dtype=torch.int32, device="cuda") for _ in range(2))
+    ends = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+    launch.kernel("prefill_experts.cu", "order")(
+        experts, 1024, ids, places, visits, ends, np.int32(n), pdl=False)  # fmt: skip
+    order = ids.flatten().long().sort(stable=True).indices
+    assert torch.equal(visits.long(), order)
+    assert torch.equal(places[order].long(), torch.arange(n, device="cuda"))
+    assert torch.equal(ends.long(), ids.flatten().long().bincount(minlength=experts).cumsum(0))
