@@ -1,0 +1,252 @@
+"""Attention of up to 16 rows over a cache, in two kernels: chunks of keys, then their sum.
+
+Chunks are ranges of absolute positions and each is summed by itself, in order, so that a row's
+result depends neither on the rows beside it nor on how long the sequence is. Which rows share a
+block, how tiles come to shared memory and how many blocks run changes nothing about the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda import launch, nvrtc
+from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.units import Unit
+
+MAX_ROWS = 16
+"""Tokens of a step."""
+
+TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
+"""Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
+
+_STATIC = 128  # bytes of shared memory that the kernel declares beside the rest
+_RING = {64: 65536, 128: 98304, 256: 196608, 512: 196608}
+"""Most bytes of tiles in flight in a block, by head_dim."""
+_HEAD_DIMS = (64, 128, 256, 512)
+_BLOCK_64 = 1216  # bytes of 64 values of 8 tokens in the form that a product reads
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One instance of `attend_chunks`; see the template `Shape` in attend_tiles.cuh."""
+
+    head_dim: int
+    kind: Kind
+    row_tiles: int
+    key_parts: int = 1
+    value_parts: int = 1
+    key_ring: int = 2
+    value_ring: int = 2
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        """Warps for scores and for sums."""
+        if self.head_dim == 512:
+            return (8, 8) if self.row_tiles <= 2 else (4, 8)
+        return 4, 2 if self.head_dim == 64 else 4
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return 128 if self.head_dim == 512 else 64
+
+    @property
+    def name(self) -> str:
+        parts = (self.key_parts, self.value_parts, self.key_ring, self.value_ring)
+        numbers = (self.head_dim, int(self.kind != "f16"), self.row_tiles, *self.warps, *parts)
+        return f"attend_chunks<{', '.join(map(str, numbers))}>"
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Bytes of a part of a tile, of keys and of values."""
+        dims, keys = self.head_dim // self.key_parts, self.keys // self.value_parts
+        if self.kind == "f16":
+            return self.keys * dims * 2, keys * self.head_dim * 2
+        return (self.keys * (dims + 32 + dims // 16),
+                keys * (self.head_dim + 32 + self.head_dim // 16))  # fmt: skip
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of dynamic shared memory without tiles."""
+        rows, (q_warps, _) = 8 * self.row_tiles, self.warps
+        return rows * (2 * self.head_dim + 2 * 2 * self.keys
+                       + 4 * (2 * q_warps + 2 + self.keys // 16 + q_warps + 2))  # fmt: skip
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        keys, values = self.stages
+        return self.key_ring * keys + self.value_ring * values + self.fixed
+
+
+@functools.cache
+def choose(head_dim: int, kind: Kind, rows: int, arch: str) -> tuple[Shape, int]:
+    """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
+
+    As few blocks as fit, then tiles in as few parts as leave two of each in flight.
+    """
+    options = (1, 2, 4, 6) if head_dim == 512 else (1, 2, 4, 8)
+    for most in reversed(options):
+        blocks = -(-rows // (8 * most))
+        tiles = next(n for n in options if 8 * n * blocks >= rows)
+        shape = _with_parts(head_dim, kind, tiles, arch)
+        if shape is not None:
+            return shape, blocks
+    raise AssertionError((head_dim, kind, rows, arch))
+
+
+def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | None:
+    """`Shape` with its tiles cut into parts so that two parts or more of each are in flight."""
+    keys = 128 if head_dim == 512 else 64
+    for parts, least in itertools.product((1, 2, 4, 8), (5, 4)):
+        if head_dim // parts < 64 or keys // parts < 16:
+            continue
+        shape = Shape(head_dim, kind, tiles, parts, parts)
+        room = min(nvrtc.SHARED_LIMIT[arch] - _STATIC - shape.fixed, _RING[head_dim])
+        count = room // max(shape.stages)
+        if count >= least:
+            return Shape(head_dim, kind, tiles, parts, parts, count // 2, (count + 1) // 2)
+    return None
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Ranges of positions that are summed by themselves; see chunks.cuh.
+
+    With a window all are equal; without, they grow with their position, so that a long context
+    is not cut into more parts than there are blocks to work on them.
+    """
+
+    unit: int
+    growing: bool
+
+    @classmethod
+    def of(cls, kv: CudaKV) -> Chunks:
+        """A constant of the layer: it decides the order of sums."""
+        tile = 128 if kv.head_dim == 512 else 64
+        if kv.window is None:
+            return cls(max(tile, 32 * (1 << (kv.n_kv - 1).bit_length())), True)
+        each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
+        return cls(-(-(kv.window + MAX_ROWS - 1) // (tile * each)) * tile, False)
+
+    def index(self, position: int) -> int:
+        """The chunk of a position."""
+        if not self.growing or position < 4096:
+            return position // self.unit
+        octave = position.bit_length() - 13
+        inside = (position - (4096 << octave)) // (self.unit << (octave + 1))
+        return (4096 + octave * 2048) // self.unit + inside
+
+    def most(self, span: int, capacity: int) -> int:
+        """Most chunks that `span` consecutive positions touch."""
+        if self.growing:
+            return self.index(capacity - 1) + 1
+        return (span - 1 + self.unit - 1) // self.unit + 1
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it,
+    bytes [n_head * D / 64, 1216 * token tiles]."""
+
+    values: torch.Tensor
+    rows: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor,
+    kv: CudaKV,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    scale: float,
+    settled: torch.Tensor | None = None,
+) -> Attended:
+    """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t].
+
+    Args:
+        q: [T, n_head, D] float16, T at most 16; head h reads KV head h // (n_head / n_kv).
+        first, last: [T] int64, both ends included, first <= last; at most `kv.capacity`
+            positions from the smallest `first` to the largest `last`.
+        settled: int64, its first element: positions from there on are written in this step. With
+            it, keys of earlier ones are fetched before the kernel in front of this one has ended.
+            Only right if they, `first`, `last` and `settled` were written by kernels that had
+            ended before that kernel started.
+    """
+    tokens, n_head, head_dim = q.shape
+    assert q.dtype == torch.float16 and head_dim == kv.head_dim and tokens <= MAX_ROWS
+    assert n_head % kv.n_kv == 0 and head_dim in _HEAD_DIMS
+    group, chunks = n_head // kv.n_kv, Chunks.of(kv)
+    span = kv.capacity if kv.window is None else min(kv.window + tokens - 1, kv.capacity)
+    count = chunks.most(kv.capacity, kv.capacity)
+    rows = tokens * group
+    sums = torch.empty(count, kv.n_kv, rows, head_dim, device=q.device)
+    tops = torch.empty(count, kv.n_kv, rows, 2, device=q.device)
+    shape, blocks = choose(head_dim, kv.kind, rows, launch.arch(q.device.index))
+    kernel = launch.kernel("attention.cu", shape.name, q.device.index)
+    work = chunks.most(span, kv.capacity) * kv.n_kv * blocks
+    threads = 32 * sum(shape.warps)
+    kernel(
+        min(work, _resident(kernel, threads, shape.shared)), threads,
+        q, kv.keys, kv.values, kv.key_scales, kv.value_scales, first, last, settled, sums, tops,
+        *(np.int32(n) for n in (tokens, kv.n_kv, group, kv.capacity, chunks.unit, chunks.growing)),
+        np.float32(scale), shared=shape.shared,
+    )  # fmt: skip
+    return _combine(sums, tops, first, last, tokens, chunks)
+
+
+def _combine(
+    sums: torch.Tensor,
+    tops: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    tokens: int,
+    chunks: Chunks,
+) -> Attended:
+    """The second phase: sums [chunks, n_kv, rows, D], tops [chunks, n_kv, rows, 2]."""
+    _, n_kv, rows, head_dim = sums.shape
+    tiles, width = (1 if tokens <= 8 else 2), n_kv * rows // tokens * head_dim // 64
+    out = torch.empty(tokens, width * 64, device=sums.device)
+    packed = torch.empty(width, _BLOCK_64 * tiles, dtype=torch.uint8, device=sums.device)
+    share = 8 if chunks.growing else 1
+    kernel = launch.kernel(
+        "attention_combine.cu", f"combine_chunks<{head_dim}, {tiles}, {share}>", sums.device.index
+    )
+    kernel(
+        -(-width * 8 * tiles * share // 8), 256, sums, tops, first, last, out, packed,
+        *(np.int32(n) for n in (tokens, n_kv, rows // tokens, chunks.unit, chunks.growing)),
+    )  # fmt: skip
+    return Attended(out, packed)
+
+
+def _resident(kernel: launch.Kernel, threads: int, shared: int) -> int:
+    """Blocks that run at once on the kernel's device."""
+    device = torch.cuda.get_device_properties(kernel.device)
+    limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
+    registers = -(-kernel.resources.registers // 8) * 8 * threads
+    by_block = (limit // (shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
+    return int(device.multi_processor_count) * max(1, min(by_block))
+
+
+def _units() -> list[Unit]:
+    """Every instance that `choose` can pick, by architecture, and the second phase."""
+    units = []
+    combine = tuple(f"combine_chunks<{d}, {t}, {s}>"
+                    for d in _HEAD_DIMS for t in (1, 2) for s in (1, 8))  # fmt: skip
+    units.append(Unit("attention_combine.cu", combine, max_registers=64))
+    for arch in TENSOR_ARCHS:
+        kinds: tuple[Kind, ...] = ("f16", "q8_0")
+        for head_dim, kind in itertools.product(_HEAD_DIMS, kinds):
+            rows = (r for r in range(1, MAX_ROWS * 16 + 1))
+            shapes = sorted({choose(head_dim, kind, r, arch)[0] for r in rows}, key=str)
+            most = max(shape.shared + _STATIC for shape in shapes)
+            names = tuple(shape.name for shape in shapes)
+            units.append(Unit("attention.cu", names, (arch,), 255, most))
+    return units
+
+
+UNITS = _units()

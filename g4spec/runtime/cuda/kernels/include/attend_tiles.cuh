@@ -1,0 +1,289 @@
+// Tiles of keys and values for attention on tensor cores: how they come to shared memory and how
+// warps multiply with them. Keys and values are the 16-row operand, the rows that attend the
+// 8-wide one: scores[key][row] = K Q^T, out[d][row] = V^T P^T.
+//
+// The order of d within a product, and of keys within 16, is free as long as both operands agree:
+// - scores: of 32 values of d, lane t of a quad has 8 t .. 8 t + 7 (both operands);
+// - out: of 16 keys, lane t has t, t + 8, t + 4, t + 12.
+#pragma once
+#include "chunks.cuh"
+
+DEVICE u32 mul_half2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+// Barrier `id` of some warps of a block: wait for `threads` to arrive, or only arrive.
+DEVICE void meet(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// A kernel instance. NT: row tiles of 8. QW, PW: warps for scores and for sums. A tile of keys
+// (values) comes in KS (VS) parts: all keys and D / KS values of d (all d of 64 / VS keys); KR and
+// VR parts fit in shared memory. None of these but D changes any result.
+template <int D_, int Q8_, int NT_, int QW_, int PW_, int KS_, int VS_, int KR_, int VR_>
+struct Shape {
+  static constexpr int D = D_, Q8 = Q8_, NT = NT_, QW = QW_, PW = PW_;
+  static constexpr int KS = KS_, VS = VS_, KR = KR_, VR = VR_;
+  static constexpr int KEYS = D == 512 ? 128 : 64;  // of a tile
+  static constexpr int KT = KEYS / 16, WT = KT / QW;  // 16-key tiles; of one warp
+  static constexpr int DK = D / KS, VKEYS = KEYS / VS, DP = D / PW, ROWS = 8 * NT;
+  static constexpr int BYTES = Q8 ? 1 : 2;
+  // Rows of codes are padded by 32 bytes against bank conflicts, rows of halves are swizzled.
+  static constexpr int K_ROW = Q8 ? DK + 32 : 2 * DK, V_ROW = Q8 ? D + 32 : 2 * D;
+  static constexpr int K_STAGE = KEYS * K_ROW + (Q8 ? KEYS * DK / 16 : 0);
+  static constexpr int V_STAGE = VKEYS * V_ROW + (Q8 ? VKEYS * D / 16 : 0);
+  static_assert(KT % QW == 0 && DK % 64 == 0 && VKEYS % 16 == 0 && DP % 32 == 0, "");
+  // Shared memory, in bytes
+  static constexpr int K_AT = 0, V_AT = KR * K_STAGE, Q_AT = V_AT + VR * V_STAGE;
+  static constexpr int P_AT = Q_AT + NT * D * 16, P_SIZE = KEYS * ROWS * 2;
+  static constexpr int TOP_AT = P_AT + 2 * P_SIZE, TOP_SIZE = QW * ROWS * 4;
+  static constexpr int FADE_AT = TOP_AT + 2 * TOP_SIZE, FADE_SIZE = ROWS * 4;
+  static constexpr int SUM_AT = FADE_AT + 2 * FADE_SIZE;
+  static constexpr int LAST_AT = SUM_AT + KT * ROWS * 4, SEES_AT = LAST_AT + QW * ROWS * 4;
+  static constexpr int SHARED = SEES_AT + ROWS * 8;
+};
+
+struct Planes {  // of keys or of values: [n_kv, capacity, D], scales [n_kv, capacity, D / 32]
+  const char* rows;
+  const char* scales;
+};
+
+enum Swizzle { NONE, OF_KEYS, OF_VALUES };
+
+template <int SWIZZLE>
+DEVICE int swizzled(int row, int piece) {  // of 16 bytes
+  if (SWIZZLE == OF_KEYS) return piece ^ (row & 1) << 2;
+  if (SWIZZLE == OF_VALUES) return piece ^ (row & 3 | row >> 1 & 4);
+  return piece;
+}
+
+#if ARCH >= 800
+template <int SIZE>
+DEVICE void copy_piece(u32 to, const char* from) {
+  if (SIZE == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(SIZE)
+                 : "memory");
+}
+
+// COUNT rows of BYTES bytes, PITCH apart, to rows STRIDE apart. Rows 64 .. stand at `beyond`.
+template <int COUNT, int BYTES, int PITCH, int STRIDE, int SWIZZLE, int THREADS>
+DEVICE void copy_rows(u32 to, const char* from, const char* beyond, int thread) {
+  constexpr int SIZE = BYTES < 16 ? BYTES : 16, PIECES = BYTES / SIZE;
+  constexpr int STEP = THREADS / PIECES;  // rows at a time
+  static_assert(THREADS % PIECES == 0 && (64 % STEP == 0 || STEP >= COUNT), "");
+  const int row = thread / PIECES, piece = thread % PIECES;
+  if (STEP > COUNT && row >= COUNT) return;
+  to += row * STRIDE;
+  from += row * PITCH + piece * SIZE;
+  beyond += (row - 64) * PITCH + piece * SIZE;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += STEP) {
+    const bool over = STEP > 64 ? i + row >= 64 : i >= 64;
+    copy_piece<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE,
+                     (over ? beyond : from) + i * PITCH);
+  }
+}
+
+// Which part of which tile comes next, over all items of this block.
+template <class S, int PARTS>
+struct Cursor {
+  int round = 0, part = 0, head, tile, end;
+
+  DEVICE Cursor(const Work<S::KEYS>& work) { open(work); }
+  DEVICE void open(const Work<S::KEYS>& work) {
+    Item item;
+    const bool valid = work.item(round, item);
+    head = valid ? item.head : -1, tile = item.tile, end = item.end;
+  }
+  DEVICE bool valid() const { return head >= 0; }
+  DEVICE void next(const Work<S::KEYS>& work) {
+    if (++part < PARTS) return;
+    part = 0;
+    if (++tile < end) return;
+    ++round;
+    open(work);
+  }
+};
+
+template <class S>
+DEVICE void load_keys(u32 stage, const Planes& k, const Cursor<S, S::KS>& at, int capacity,
+                      int thread) {
+  constexpr int PITCH = S::D * S::BYTES, SCALES = S::D / 16, OWN = S::DK / 16;  // bytes
+  const u32 position = at.tile * S::KEYS, here = position % (u32)capacity;
+  const u32 beyond = here + 64 == capacity ? 0 : here + 64;
+  const char* rows = k.rows + (i64)at.head * capacity * PITCH + at.part * S::DK * S::BYTES;
+  copy_rows<S::KEYS, S::DK * S::BYTES, PITCH, S::K_ROW, S::Q8 ? NONE : OF_KEYS, 32 * S::QW>(
+      stage, rows + (i64)here * PITCH, rows + (i64)beyond * PITCH, thread);
+  if constexpr (S::Q8) {
+    const char* scales = k.scales + (i64)at.head * capacity * SCALES + at.part * OWN;
+    copy_rows<S::KEYS, OWN, SCALES, OWN, NONE, 32 * S::QW>(
+        stage + S::KEYS * S::K_ROW, scales + here * SCALES, scales + beyond * SCALES, thread);
+  }
+}
+
+template <class S>
+DEVICE void load_values(u32 stage, const Planes& v, const Cursor<S, S::VS>& at, int capacity,
+                        int thread) {
+  constexpr int PITCH = S::D * S::BYTES, SCALES = S::D / 16;  // bytes
+  const u32 position = at.tile * S::KEYS + at.part * S::VKEYS, here = position % (u32)capacity;
+  const u32 beyond = here + 64 == capacity ? 0 : here + 64;
+  const char* rows = v.rows + (i64)at.head * capacity * PITCH;
+  copy_rows<S::VKEYS, PITCH, PITCH, S::V_ROW, S::Q8 ? NONE : OF_VALUES, 32 * S::PW>(
+      stage, rows + (i64)here * PITCH, rows + (i64)beyond * PITCH, thread);
+  if constexpr (S::Q8) {
+    const char* scales = v.scales + (i64)at.head * capacity * SCALES;
+    copy_rows<S::VKEYS, SCALES, SCALES, SCALES, NONE, 32 * S::PW>(
+        stage + S::VKEYS * S::V_ROW, scales + here * SCALES, scales + beyond * SCALES, thread);
+  }
+}
+
+// Values that some row must not see count zero times; zero times infinity or NaN would be NaN.
+DEVICE u32 finite_halves(u32 x) {
+  const u32 low = (x & 0x7c00u) == 0x7c00u ? 0u : x & 0xffffu;
+  return low | ((x & 0x7c000000u) == 0x7c000000u ? 0u : x & 0xffff0000u);
+}
+template <class S>
+DEVICE void clean_values(char* stage, int thread) {
+  char* at = S::Q8 ? stage + S::VKEYS * S::V_ROW : stage;
+  constexpr int WORDS = (S::V_STAGE - (S::Q8 ? S::VKEYS * S::V_ROW : 0)) / 4;
+  for (int i = thread; i < WORDS; i += 32 * S::PW) ((u32*)at)[i] = finite_halves(((u32*)at)[i]);
+}
+
+// Four bytes q + 128 as halves q, in two registers.
+DEVICE void halves_of(u32 bytes, u32& low, u32& high) {
+  low = sub_half2(permute(bytes, 0x64646464u, 0x4140), 0x64806480u);  // 1024 + 128
+  high = sub_half2(permute(bytes, 0x64646464u, 0x4342), 0x64806480u);
+}
+
+// Rows g and g + 8 of 16 keys, 32 values of d: the operands of two products.
+template <class S>
+DEVICE void read_keys(u32 (&a)[2][4], const char* stage, int key, int block, int t) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = key + 8 * i;
+    if constexpr (S::Q8) {
+      const uint2 x = *(const uint2*)(stage + row * S::K_ROW + block * 32 + t * 8);
+      halves_of(x.x, a[0][i], a[0][i + 2]);
+      halves_of(x.y, a[1][i], a[1][i + 2]);
+    } else {
+      const int piece = swizzled<OF_KEYS>(row, block * 4 + t);
+      const uint4 x = *(const uint4*)(stage + row * S::K_ROW + piece * 16);
+      a[0][i] = x.x, a[0][i + 2] = x.y, a[1][i] = x.z, a[1][i + 2] = x.w;
+    }
+  }
+}
+
+// scores += K Q^T over one part of d. Each 32 values are summed by themselves first, which is also
+// where the scale of 32 keys' codes enters. q: [NT][D / 32][lane] 16 bytes.
+template <class S>
+DEVICE void multiply_keys(float (&scores)[S::WT][S::NT][4], const char* stage, const uint4* q,
+                          int part, int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll S::NT * S::WT > 4 ? 1 : 2
+  for (int block = 0; block < S::DK / 32; ++block) {
+    u32 a[S::WT][2][4];
+    float scale[S::WT][2];
+#pragma unroll
+    for (int w = 0; w < S::WT; ++w) {
+      const int key = (warp * S::WT + w) * 16 + g;
+      read_keys<S>(a[w], stage, key, block, t);
+      const u16* scales = (const u16*)(stage + S::KEYS * S::K_ROW) + key * (S::DK / 32) + block;
+      scale[w][0] = S::Q8 ? from_half(scales[0]) : 1.0f;
+      scale[w][1] = S::Q8 ? from_half(scales[8 * (S::DK / 32)]) : 1.0f;
+    }
+#pragma unroll
+    for (int n = 0; n < S::NT; ++n) {
+      const uint4 b = q[(n * (S::D / 32) + part * (S::DK / 32) + block) * 32 + lane];
+#pragma unroll
+      for (int w = 0; w < S::WT; ++w) {
+        const float zero[4] = {0, 0, 0, 0};
+        float sum[4];
+        mma_f16(sum, a[w][0], b.x, b.y, zero);
+        mma_f16(sum, a[w][1], b.z, b.w, sum);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          scores[w][n][i] = S::Q8 ? fmaf(sum[i], scale[w][i / 2], scores[w][n][i])
+                                  : __fadd_rn(sum[i], scores[w][n][i]);
+      }
+    }
+  }
+}
+
+// 32 values of d of 16 keys as the operands of two products. Codes: values 4 g .. 4 g + 3 of d are
+// rows g and g + 8 of the first, then of the second; halves: 8 i + g is row g (i even) or g + 8.
+template <class S>
+DEVICE void read_values(u32 (&a)[2][4], const char* stage, int key, int d) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  if constexpr (S::Q8) {
+    const char* at = stage + (key + t) * S::V_ROW + d + 4 * g;
+    const u32 w0 = *(const u32*)at, w1 = *(const u32*)(at + 8 * S::V_ROW);
+    const u32 w2 = *(const u32*)(at + 4 * S::V_ROW), w3 = *(const u32*)(at + 12 * S::V_ROW);
+    halves_of(permute(w0, w1, 0x5140), a[0][0], a[0][1]);
+    halves_of(permute(w0, w1, 0x7362), a[1][0], a[1][1]);
+    halves_of(permute(w2, w3, 0x5140), a[0][2], a[0][3]);
+    halves_of(permute(w2, w3, 0x7362), a[1][2], a[1][3]);
+  } else {
+    // Matrix lane / 8, its row lane % 8: keys 0, 8, 1, 9 .. of matrices 0 and 1, + 4 of 2 and 3.
+    const int row = key + lane % 8 / 2 + lane % 2 * 8 + lane / 16 * 4, piece = d / 8 + lane / 8 % 2;
+    load_matrix_x4_transposed(a[0], stage + row * S::V_ROW + swizzled<OF_VALUES>(row, piece) * 16);
+    load_matrix_x4_transposed(a[1],
+                              stage + row * S::V_ROW + swizzled<OF_VALUES>(row, piece + 2) * 16);
+  }
+}
+
+// Scales of a lane's keys (t, t + 8) and (t + 4, t + 12) for each of BLOCKS blocks of d, in pairs.
+template <int BLOCKS>
+DEVICE void read_scales(u32 (&pairs)[BLOCKS][2], const u16* scales, int per_key) {
+  if constexpr (BLOCKS == 1) {
+    pairs[0][0] = permute(scales[0], scales[8 * per_key], 0x5410);
+    pairs[0][1] = permute(scales[4 * per_key], scales[12 * per_key], 0x5410);
+  } else {
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b += 2) {
+      const u32 x0 = *(const u32*)(scales + b), x1 = *(const u32*)(scales + 8 * per_key + b);
+      const u32 x2 = *(const u32*)(scales + 4 * per_key + b);
+      const u32 x3 = *(const u32*)(scales + 12 * per_key + b);
+      pairs[b][0] = permute(x0, x1, 0x5410), pairs[b][1] = permute(x2, x3, 0x5410);
+      pairs[b + 1][0] = permute(x0, x1, 0x7632), pairs[b + 1][1] = permute(x2, x3, 0x7632);
+    }
+  }
+}
+
+// out += V^T P^T over one part of the keys. p: [KT][NT][lane] 8 bytes. The scale of a key's codes
+// enters through its weight.
+template <class S>
+DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], const char* stage, const uint2* p,
+                            int part, int warp) {
+  const int lane = threadIdx.x % 32;
+  constexpr int BLOCKS = S::DP / 32;
+#pragma unroll S::NT > 2 ? 1 : 4
+  for (int k = 0; k < S::VKEYS / 16; ++k) {
+    uint2 weight[S::NT];
+#pragma unroll
+    for (int n = 0; n < S::NT; ++n)
+      weight[n] = p[((part * (S::VKEYS / 16) + k) * S::NT + n) * 32 + lane];
+    u32 scale[BLOCKS][2];
+    if constexpr (S::Q8)
+      read_scales<BLOCKS>(scale, (const u16*)(stage + S::VKEYS * S::V_ROW) +
+                          (k * 16 + lane % 4) * (S::D / 32) + warp * BLOCKS, S::D / 32);
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      u32 a[2][4];
+      read_values<S>(a, stage, k * 16, warp * S::DP + b * 32);
+#pragma unroll
+      for (int n = 0; n < S::NT; ++n) {
+        const u32 b0 = S::Q8 ? mul_half2(weight[n].x, scale[b][0]) : weight[n].x;
+        const u32 b1 = S::Q8 ? mul_half2(weight[n].y, scale[b][1]) : weight[n].y;
+        mma_f16(out[2 * b][n], a[0], b0, b1, out[2 * b][n]);
+        mma_f16(out[2 * b + 1][n], a[1], b0, b1, out[2 * b + 1][n]);
+      }
+    }
+  }
+}
+#endif

@@ -1,0 +1,257 @@
+"""Attention over the GPU's cache, against float64 and against the reference backend."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from g4spec.runtime.cuda import attention, launch
+from g4spec.runtime.cuda.attention import Attended, attend
+from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.kv import LayerKV
+from g4spec.runtime.ops import Ops
+
+pytestmark = pytest.mark.gpu
+KINDS: tuple[Kind, ...] = ("f16", "q8_0")
+HEADS = [(8, 8), (16, 8), (12, 4), (32, 4), (16, 1), (5, 1)]
+
+LAYERS = [
+    (256, (32, 16), 1024),
+    (512, (32, 4), None),
+    (256, (16, 8), 1024),
+    (512, (16, 2), None),
+    (128, (64, 8), None),
+    (128, (32, 8), 300),
+    (64, (16, 1), None),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    units = [u for u in attention.UNITS if launch.arch() in u.archs]
+    launch.warm([u for u in units if u.file != "attention_plain.cu"])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(7)
+    with torch.device("cuda"):
+        yield
+
+
+def filled(n: int, n_kv: int, dim: int, kind: Kind, window: int | None = None) -> CudaKV:
+    """A cache that has been given positions 0 .. n - 1; what was never written is NaN."""
+    kv = CudaKV(n_kv, dim, n + 64, window, 16, "cuda", kind)
+    for start in range(0, n, 16):
+        at = torch.arange(start, min(n, start + 16))
+        kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
+    return kv
+
+
+def expected(
+    q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int], scale: float
+) -> torch.Tensor:
+    lo, hi = min(first), max(last)
+    keys, values = (x.double().nan_to_num() for x in kv.read(lo, hi))
+    at = torch.arange(lo, hi + 1)
+    seen = (at >= torch.tensor(first)[:, None]) & (at <= torch.tensor(last)[:, None])
+    rows = q.double().unflatten(1, (kv.n_kv, -1))  # [T, n_kv, group, D]
+    scores = torch.einsum("thgd,nhd->thgn", rows, keys) * scale
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("thgn,nhd->thgd", weights, values).flatten(1)
+
+
+def run(
+    q: torch.Tensor,
+    kv: CudaKV,
+    first: list[int],
+    last: list[int],
+    scale: float,
+    **more: torch.Tensor,
+) -> Attended:
+    return attend(q, kv, torch.tensor(first), torch.tensor(last), scale, **more)
+
+
+def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> torch.Tensor:
+    scale = q.shape[2] ** -0.5
+    got = run(q, kv, first, last, scale)
+    want = expected(q, kv, first, last, scale)
+    error = (got.values - want).abs().max().item()
+    assert error < 2e-3, (error, first, last)  # weights in half precision, values about 1
+    assert torch.equal(unpacked(got, len(q)), got.values.half())
+    return got.values
+
+
+def unpacked(got: Attended, tokens: int) -> torch.Tensor:
+    """Halves of `rows` as [T, N]; checks the sums beside them and the zeros behind T."""
+    tiles = 1 if tokens <= 8 else 2
+    width = len(got.rows)
+    halves = got.rows[:, : 1024 * tiles].contiguous().view(torch.float16)
+    if tiles == 1:  # [k16 / 2][m][t][k16 % 2][e]
+        x = halves.view(width, 2, 8, 4, 2, 4).permute(2, 0, 1, 4, 3, 5)
+    else:  # [k16][m % 8][t][m / 8][e]
+        x = halves.view(width, 4, 8, 4, 2, 4).permute(4, 2, 0, 1, 3, 5)
+    x = x.reshape(8 * tiles, width * 64)
+    assert not x[tokens:].any()
+    sums = got.rows[:, 1024 * tiles :].contiguous().view(torch.float32).view(width, 6, 8 * tiles)
+    of16 = -1024 * x.float().view(8 * tiles, width, 4, 16).sum(-1).permute(1, 2, 0)
+    assert torch.allclose(sums[:, :4], of16, rtol=1e-5, atol=1e-2)
+    assert torch.equal(sums[:, 4:], sums[:, 0:4:2] + sums[:, 1:4:2])
+    return x[:tokens]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("heads", HEADS)
+def test_causal_rows(kind: Kind, dim: int, heads: tuple[int, int]) -> None:
+    n_head, n_kv = heads
+    for n in (1, 2, 16, 17, 63, 64, 65, 70, 128, 129, 300):
+        kv = filled(n, n_kv, dim, kind)
+        for tokens in (1, 2, 3, 5, 8, 9, 16):
+            if tokens <= n:
+                q = torch.randn(tokens, n_head, dim).half()
+                check(q, kv, [0] * tokens, list(range(n - tokens, n)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [64, 256, 512])
+def test_any_ranges(kind: Kind, dim: int) -> None:
+    kv = filled(700, 2, dim, kind)
+    for tokens in (1, 4, 16):
+        for _ in range(6):
+            ends = torch.randint(0, 700, (2, tokens)).sort(0).values.tolist()
+            check(torch.randn(tokens, 8, dim).half(), kv, *ends)
+        check(torch.randn(tokens, 8, dim).half(), kv, [300] * tokens, [315] * tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dim", "n_kv", "window"),
+    [(256, 16, 1024), (256, 8, 1024), (128, 2, 100), (64, 1, 64), (512, 2, 200)],
+)
+def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) -> None:
+    kv = CudaKV(n_kv, dim, 1 << 20, window, 16, "cuda", kind)
+    end, tokens = 0, 16
+    while end < 3 * window + 100:
+        at = torch.arange(end, end + tokens)
+        kv.append(at, torch.randn(tokens, n_kv, dim), torch.randn(tokens, n_kv, dim))
+        if end % 5 == 0 or end > 2 * window:
+            last = list(range(end, end + tokens))
+            first = [max(0, p - window + 1) for p in last]
+            check(torch.randn(tokens, 2 * n_kv, dim).half(), kv, first, last)
+        end += 1 + end % 16  # the rest is rejected, and overwritten by the next step
+        tokens = 1 + end * 7 % 16
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "n_kv"), [(64, 1), (128, 8), (256, 4), (512, 4), (512, 2)])
+def test_long_contexts(kind: Kind, dim: int, n_kv: int) -> None:
+    n = 20_000 if dim > 64 else 70_000
+    kv = CudaKV(n_kv, dim, n, None, 16, "cuda", kind)
+    for start in range(0, n, 4000):
+        at = torch.arange(start, min(n, start + 4000))
+        kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
+    for tokens, end in ((1, n), (16, n), (3, 4097), (16, 8200), (8, 16384)):
+        check(
+            4 * torch.randn(tokens, 8 * n_kv, dim).half(),
+            kv,
+            [0] * tokens,
+            list(range(end - tokens, end)),
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dim", "heads", "window"), LAYERS)
+def test_a_row_has_the_same_bits_beside_any_others(
+    kind: Kind, dim: int, heads: tuple[int, int], window: int | None
+) -> None:
+    n_head, n_kv = heads
+    n = 5000
+    kv = filled(n, n_kv, dim, kind, window)
+    q = torch.randn(16, n_head, dim).half()
+    last = list(range(n - 16, n))
+    first = [max(0, p - (window or n) + 1) for p in last]
+    together = run(q, kv, first, last, 1.0)
+    halves = unpacked(together, 16)
+    for begin, count in [(i, 1) for i in range(16)] + [
+        (3, 2),
+        (0, 3),
+        (9, 5),
+        (0, 8),
+        (7, 9),
+        (2, 12),
+    ]:
+        rows = slice(begin, begin + count)
+        some = run(q[rows], kv, first[rows], last[rows], 1.0)
+        assert torch.equal(some.values, together.values[rows]), (begin, count)
+        assert torch.equal(unpacked(some, count), halves[rows])
+    order = torch.randperm(16).tolist()
+    mixed = run(q[order], kv, [first[i] for i in order], [last[i] for i in order], 1.0)
+    assert torch.equal(mixed.values, together.values[order])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [128, 256, 512])
+def test_a_broken_row_harms_no_other(kind: Kind, dim: int) -> None:
+    kv = filled(200, 2, dim, kind)
+    q = torch.randn(4, 4, dim).half()
+    first, last = [0] * 4, [196, 197, 198, 199]
+    good = run(q, kv, first, last, 1.0).values
+    kv.append(
+        torch.tensor([198]), torch.full((1, 2, dim), torch.nan), torch.full((1, 2, dim), torch.nan)
+    )
+    bad = run(q, kv, first, last, 1.0).values
+    assert torch.equal(bad[:2], good[:2])
+    assert bool(bad[2:].isnan().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_reference_backend(kind: Kind) -> None:
+    kv = filled(150, 4, 256, kind, window=100)
+    keys, values = kv.read(40, 149)
+    reference = LayerKV(4, 256, 200, None, 16, "cuda")
+    reference.append(torch.arange(40, 150), keys, values)
+    q = torch.randn(6, 8, 256).half()
+    last = torch.arange(144, 150)
+    got = attend(q, kv, last - 99, last, 0.1).values
+    want = Ops("cuda").attend(q.float(), reference, last - 99, last, 0.1)
+    assert torch.allclose(got, want, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [None, 128])
+def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None:
+    n_kv, dim, tokens = 2, 256, 5
+    kv = filled(64, n_kv, dim, kind, window)
+    if window is None:
+        kv = CudaKV(n_kv, dim, 2000, None, 16, "cuda", kind)
+    positions = torch.arange(tokens)
+    k, v = torch.zeros(2, tokens, n_kv, dim)
+    q = torch.zeros(tokens, 4, dim).half()
+
+    def step() -> Attended:
+        kv.append(positions, k, v)
+        first = (
+            torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
+        )
+        return attend(q, kv, first, positions, 1.0, settled=positions)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    start = 0
+    while start < 1500:
+        positions.copy_(torch.arange(start, start + tokens))
+        k.normal_()
+        v.normal_()
+        q.normal_()
+        graph.replay()
+        last = list(range(start, start + tokens))
+        first = [max(0, p - (window or 10_000) + 1) for p in last]
+        assert (out.values - expected(q, kv, first, last, 1.0)).abs().max() < 2e-2  # peaked weights
+        eager = run(q, kv, first, last, 1.0)
+        assert torch.equal(eager.values, out.values)
+        assert torch.equal(eager.rows, out.rows)
+        start += 1 + start % 5
