@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.resources import files
+
 import numpy as np
 import pytest
 import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
-from g4spec.runtime.cuda import packing
+from g4spec.runtime.cuda import nvrtc, packing
 from tests.quant_blocks import random_blocks
 
 SHAPES = [(128, 256), (200, 768), (1, 256), (129, 64), (300, 192)]
@@ -133,3 +135,20 @@ def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
         for row in (*range(0, 17), 24, 40, 47, 64, 71):
             for k in range(unit):
                 assert read.value(row, k) == expected[group * 128 + row, u * unit + k], (row, k)
+
+
+@pytest.mark.parametrize("name", packing.PARTS)
+def test_kernels_take_units_of_the_same_size(name: str) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    header = f"{name}.cuh"
+    sources = {"sizes.cu": f'#include "{header}"\n'
+               "template <int UNIT, int BYTES> __global__ void sizes() {}\n"}  # fmt: skip
+    path = str(files("g4spec.quant") / "formats" / header)
+    sources |= {
+        header if file == path else file: text for file, text in nvrtc.closure(path).items()
+    }
+    kind = name.upper().replace("_", "")
+    for unit in (256,) if name.endswith("k") else (64, 256):
+        struct = kind if name.endswith("k") else f"{kind}<{unit}>"
+        built = nvrtc.compile(sources, f"sizes<{struct}::UNIT, {struct}::UNIT_BYTES>", "sm_80")
+        assert f"Li{unit}ELi{packing.unit_bytes(name, unit)}E" in built.symbol
