@@ -126,10 +126,10 @@ class Drafter(WeightedDrafter):
         rows = ops.rms_norm(x, w["output_norm.weight"], c.eps)
         return rows, self.logits(rows)
 
-    def _attention(self, spec: LayerSpec, queries: bool) -> Attention:
+    def _attention(self, spec: LayerSpec) -> Attention:
         w, b, c = self.w, f"blk.{spec.index}.", self.config
         return Attention(
-            q=w[b + "attn_q.weight"] if queries else None,
+            q=w[b + "attn_q.weight"],
             k=w[b + "attn_k.weight"],
             v=None if spec.v_from_k else w[b + "attn_v.weight"],
             q_norm=w[b + "attn_q_norm.weight"],
@@ -142,7 +142,8 @@ class Drafter(WeightedDrafter):
 
     def _append(self, spec: LayerSpec, h: Any, positions: torch.Tensor) -> None:
         """Append keys and values of context rows `h` to a layer's cache."""
-        self.ops.qkv(h, self._attention(spec, False), positions, self.kv[spec.index])
+        kv = self.kv[spec.index]
+        self.ops.qkv(h, self._attention(spec), positions, kv, queries=False)
 
     def _layer(
         self,
@@ -157,7 +158,7 @@ class Drafter(WeightedDrafter):
         then of the next."""
         ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
         h, kept = self.before(b + "attn", h)
-        q = ops.qkv(h, self._attention(spec, True), positions, self.kv[spec.index])
+        q = ops.qkv(h, self._attention(spec), positions, self.kv[spec.index])
         scale = 1.0 if c.gemma else spec.head_dim**-0.5
         h = ops.linear(ops.attend(q, self.kv[spec.index], *span, scale),
                        w[b + "attn_output.weight"])  # fmt: skip

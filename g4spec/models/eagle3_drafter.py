@@ -140,7 +140,7 @@ class Drafter(WeightedDrafter):
                 h = ops.concat([ops.rms_norm(e, w[b + "attn_norm.weight"], c.eps), normed])
                 x = normed if c.norm_before_residual else x
             done = keys_only and spec.index == last
-            q = ops.qkv(h, self._attention(spec, not done), positions, self.kv[spec.index])
+            q = ops.qkv(h, self._attention(spec), positions, self.kv[spec.index], queries=not done)
             if done:
                 break
             first = spans[spec.window or self.window]
@@ -151,10 +151,10 @@ class Drafter(WeightedDrafter):
             x, h = ops.norm_residual_norm(self.gated(b, h), x, None, c.eps, following)
         return x
 
-    def _attention(self, spec: LayerSpec, queries: bool) -> Attention:
+    def _attention(self, spec: LayerSpec) -> Attention:
         w, b, normed = self.w, f"blk.{spec.index}.", self.config.qk_norm
         return Attention(
-            q=w[b + "attn_q.weight"] if queries else None,
+            q=w[b + "attn_q.weight"],
             k=w[b + "attn_k.weight"],
             v=w[b + "attn_v.weight"],
             q_norm=w[b + "attn_q_norm.weight"] if normed else None,

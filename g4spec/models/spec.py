@@ -159,9 +159,9 @@ class Attention:
     """What an attention sublayer projects its input with.
 
     Attributes:
-        q, k, v: weights [n * head_dim, H], or None. Without `q` only keys and values are appended,
-            without `k` the layer reads another layer's; without `v` (but with `k`) the value is
-            the key projection before norm and rotation.
+        q, k, v: weights [n * head_dim, H]. Without `k` the layer reads the keys and values of
+            another; without `v` (but with `k`) the value is the key projection before norm and
+            rotation.
         q_norm, k_norm: weights [head_dim] of the norm of each head, or None. `v_norm`: whether
             values are normed (without weight).
         freqs: radians a position, [head_dim / 2]. `pairs`: which pairs turn together: neighbours

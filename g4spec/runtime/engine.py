@@ -13,8 +13,7 @@ from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram
 from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, CacheShape, Draft
-from g4spec.runtime import memory
-from g4spec.runtime.kv import LayerKV
+from g4spec.runtime import devices, memory
 from g4spec.runtime.length import Auto, Fixed, Length
 from g4spec.runtime.ops import Ops
 from g4spec.runtime.sampling import Sampler
@@ -171,6 +170,7 @@ class Engine:
         draft_window: int | None = None,
         chunk: int = CHUNK,
         device: str = "cpu",
+        cache_type: str | None = None,
     ) -> Engine:
         """Open files, check the pair and the memory, load the weights.
 
@@ -178,17 +178,18 @@ class Engine:
             draft: a draft GGUF, "ngram" for n-gram lookup, or None.
             n_ctx: context in tokens; default: what the model was trained on, at most 8192.
             draft_window: bound on the context that a draft's full-attention layers see.
+            device, cache_type: see `devices.select`.
 
         Raises:
             InputError: a file is not what it must be, or the two do not fit together.
             EnvironmentProblem: the run does not fit into memory.
         """
-        ops = Ops(device)
+        ops, budget = devices.select(device, cache_type)
         with GGUF(target) as file:
             config = _target_config(file)
             context = _context(n_ctx, config.n_ctx)
             with _DraftFile(draft) as other:
-                plan = _plan(file, config, other, context, draft_window, chunk)
+                plan = _plan(file, config, other, context, draft_window, chunk, budget)
                 loaded = Target(config, _weights(file, ops), ops, context, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
                 if other.file is not None:
@@ -311,8 +312,7 @@ class _DraftFile:
         # A block may reach past the end of the context; its rows need a place all the same.
         n_ctx = target.n_ctx + MAX_STEP_ROWS
         kv = [
-            LayerKV(s.n_kv, s.head_dim, n_ctx, s.window, max(chunk, 2 * MAX_STEP_ROWS), ops.device)
-            for s in self.shapes(window)
+            ops.cache(shape, n_ctx, max(chunk, 2 * MAX_STEP_ROWS)) for shape in self.shapes(window)
         ]
         draft: Draft = self.kind.Drafter(
             self.config, _weights(self.file, ops), ops, target, self.file, kv, window
@@ -327,25 +327,23 @@ def _plan(
     n_ctx: int,
     window: int | None,
     chunk: int,
+    budget: devices.Budget,
 ) -> memory.MemoryPlan:
     """Compute what the run needs; refuse it if it cannot fit."""
     if draft.file is not None and draft.kind is not None:
         draft.kind.check_pair(draft.config, config)
 
     def plan(n: int) -> memory.MemoryPlan:
-        width, n_head = config.row_width, config.layers[0].n_head
-        shapes = draft.file.shapes() if draft.file else {}
+        drafted = draft.file.tensors if draft.file else {}
         return memory.MemoryPlan(
             n_ctx=n,
-            weights=memory.weight_bytes(list(file.shapes().values())),
-            cache=memory.cache_bytes(gemma4.caches(config), n, chunk),
-            draft_weights=memory.weight_bytes(list(shapes.values())),
-            draft_cache=memory.cache_bytes(draft.shapes(window), n, chunk),
-            workspace=memory.workspace_bytes(
-                config.n_vocab, config.n_embd, width, n_head, n, chunk
-            ),
+            weights=budget.weights(file.tensors.values()),
+            cache=budget.cache(gemma4.caches(config), n, chunk),
+            draft_weights=budget.weights(drafted.values()),
+            draft_cache=budget.cache(draft.shapes(window), n, chunk),
+            workspace=budget.workspace(config, n, chunk),
         )
 
     asked = plan(n_ctx)
-    memory.require(asked, {n: plan(n) for n in range(256, n_ctx, 256)}, memory.available())
+    memory.require(asked, {n: plan(n) for n in range(256, n_ctx, 256)}, budget.available())
     return asked

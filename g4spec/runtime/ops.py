@@ -106,15 +106,22 @@ class Ops(SimpleOps):
         return x, None if following is None else self.rms_norm(x, following, eps)
 
     def qkv(
-        self, h: Any, a: Attention, positions: torch.Tensor, kv: LayerKV | None
+        self,
+        h: Any,
+        a: Attention,
+        positions: torch.Tensor,
+        kv: LayerKV | None,
+        *,
+        queries: bool = True,
     ) -> torch.Tensor:
         """Project rows h [T, H], norm and rotate heads, append keys and values to `kv`.
 
         Args:
             kv: needed if `a` has keys.
+            queries: whether they are wanted; rows of a draft's context have none.
 
         Returns:
-            Queries [T, n_head, head_dim]; nothing in it without `a.q`.
+            Queries [T, n_head, head_dim], or no heads.
         """
         rotate = self.rope_pairs if a.pairs else self.rope
 
@@ -131,7 +138,7 @@ class Ops(SimpleOps):
             v = k if a.v is None else heads(a.v)
             v = self.rms_norm(v, None, a.eps) if a.v_norm else v
             kv.append(positions, turned(k, a.k_norm), v)
-        if a.q is None:
+        if not queries:
             return positions.new_empty(len(h), 0, a.head_dim, dtype=torch.float32)
         return turned(heads(a.q), a.q_norm)
 

@@ -43,7 +43,9 @@ def describe(
         "torch": torch.__version__,
         "machine": machine(),
         "ops": type(ops).__name__,
+        "device": ops.title,
         "overridden_ops": overridden(ops),
+        "ops_without_kernel": sorted(ops.without_kernel),
     }
 
 

@@ -27,9 +27,11 @@ class SimpleOps:
     """Operations that no other is part of."""
 
     name = "torch"
+    title = "CPU"
 
     def __init__(self, device: str = "cpu") -> None:
         self.device = torch.device(device)
+        self.without_kernel: set[str] = set()
 
     def array(self, data: np.ndarray[Any, Any]) -> torch.Tensor:
         """A numpy array on the device: floats as float32, integers as int64."""

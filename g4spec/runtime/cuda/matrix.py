@@ -1,0 +1,137 @@
+"""Weight matrices on the GPU, packed for the product that reads them.
+
+A matrix arrives as the file's bytes and is packed when it is first used, alone or together with
+those that are multiplied with the same rows; the bytes go then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from g4spec.runtime.cuda import packing
+from g4spec.runtime.cuda.dequant import Weight
+
+TILE = 16
+"""Rows of gates, then of ups beside them."""
+
+
+class Matrix:
+    """One matrix [rows, columns], or several of one shape (experts).
+
+    Args:
+        type: quant type, e.g. "q4_k"; "" for plain numbers.
+        raw: the file's bytes, uint8 [matrices * rows, bytes of a row], or float16 or bfloat16
+            [matrices * rows, columns].
+    """
+
+    def __init__(
+        self, type: str, raw: torch.Tensor, rows: int, columns: int, matrices: int = 1
+    ) -> None:
+        self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
+        self._raw: torch.Tensor | None = raw
+        self._whole, self._first = raw, 0
+
+    @property
+    def packed(self) -> bool:
+        return self._raw is None
+
+    @property
+    def table(self) -> torch.Tensor:
+        """As it lies in memory now: the file's bytes [rows, bytes], or packed, or numbers."""
+        return self.alone.data if self._raw is None else self._raw
+
+    @property
+    def groups(self) -> int:
+        """Entries of the packed tensor, or rows of a plain one."""
+        if not self.type:
+            return self.matrices * self.rows
+        return self.matrices * -(-self.rows // packing.GROUP)
+
+    @property
+    def alone(self) -> Weight:
+        """This matrix by itself."""
+        if not self.packed:
+            self.put(_pack(self.type, self.take(), self.rows, self.columns), 0)
+        data = self._whole[self._first : self._first + self.groups]
+        return Weight(self.type, data, self.rows, self.columns, self.matrices)
+
+    def take(self) -> torch.Tensor:
+        """The file's bytes, which are the caller's from now on."""
+        assert self._raw is not None, "packed already, for another product"
+        raw = self._whole = self._raw
+        self._raw = None
+        return raw
+
+    def put(self, whole: torch.Tensor, first: int) -> None:
+        """It lies in `whole` from group `first` on."""
+        self._whole, self._first = whole, first
+
+    def precedes(self, other: Matrix) -> bool:
+        """Whether `other` lies directly behind it, so that both are one matrix."""
+        return (
+            self._whole is other._whole
+            and self._first + self.groups == other._first
+            and (not self.type or self.rows % packing.GROUP == 0)
+        )
+
+    def through(self, last: Matrix, rows: int) -> Weight:
+        """From this matrix to `last` behind it, `rows` in all."""
+        data = self._whole[self._first : last._first + last.groups]
+        return Weight(self.type, data, rows, self.columns)
+
+
+def join(matrices: Sequence[Matrix]) -> None:
+    """Pack matrices with the same columns, those of one type behind each other."""
+    if any(m.packed for m in matrices):
+        return
+    for type in dict.fromkeys(m.type for m in matrices):
+        same = [m for m in matrices if m.type == type]
+        if type and any(m.rows % packing.GROUP for m in same[:-1]):
+            continue
+        groups = [m.groups for m in same]
+        raw = [m.take() for m in same]
+        whole = _pack(type, torch.cat(raw) if len(raw) > 1 else raw[0],
+                      sum(m.rows for m in same), same[0].columns)  # fmt: skip
+        for i, m in enumerate(same):
+            m.put(whole, sum(groups[:i]))
+
+
+def below(matrices: Sequence[Matrix]) -> list[Weight]:
+    """Matrices below each other, as few as how they lie allows."""
+    out, at = list[Weight](), 0
+    weights = [m.alone for m in matrices]
+    while at < len(matrices):
+        end = at + 1
+        while end < len(matrices) and matrices[end - 1].precedes(matrices[end]):
+            end += 1
+        rows = sum(w.rows for w in weights[at:end])
+        joined = matrices[at].through(matrices[end - 1], rows)
+        out.append(weights[at] if end == at + 1 else joined)
+        at = end
+    return out
+
+
+def beside(gate: Matrix, up: Matrix) -> list[Weight]:
+    """Gates and ups in turns of 16 rows as one matrix; two if their types differ."""
+    if gate.packed or up.packed or gate.type != up.type or gate.rows % TILE:
+        return [gate.alone, up.alone]
+    raws = [m.take() for m in (gate, up)]
+    pair = torch.stack([x.view(-1, TILE, x.shape[1]) for x in raws], dim=1)
+    del raws
+    for m in (gate, up):
+        m.put(pair[:0], 0)  # the pair is the caller's
+    data = _pack(gate.type, pair.view(2 * gate.rows, -1), gate.rows * 2, gate.columns)
+    return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
+
+
+def _pack(type: str, raw: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """File bytes [matrices * rows, bytes] in packed order, each matrix in groups of its own."""
+    if not type:
+        return raw
+    unit = packing.unit_of(type, columns)
+    count = len(raw) // rows
+    if count == 1 or rows % packing.GROUP == 0:
+        return packing.pack(type, raw, unit)
+    return torch.cat([packing.pack(type, one, unit) for one in raw.view(count, rows, -1)])

@@ -1,0 +1,260 @@
+"""The op vocabulary on an NVIDIA GPU.
+
+Rows are `g4spec.runtime.cuda.rows.Rows` for steps of at most 16 rows, float32 numbers for longer
+chunks and for widths that kernels do not take. What has no kernel runs as torch on the GPU and is
+named in `CudaOps.without_kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from g4spec.runtime import graphs
+from g4spec.runtime.cuda import attention, embedding, launch, products, rows, torch_attention
+from g4spec.runtime.cuda.dequant import Weight, dequantize
+from g4spec.runtime.cuda.heads import Heads
+from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.loading import Uploader
+from g4spec.runtime.cuda.matrix import Matrix, below, beside, join
+from g4spec.runtime.cuda.rows import Residual, Rows
+from g4spec.runtime.ops import Graph, Ops, Run
+from g4spec.runtime.simple_ops import pad_rows
+
+if TYPE_CHECKING:
+    from g4spec.gguf import GGUF
+    from g4spec.models.spec import Attention, CacheShape
+
+HEAD_DIMS = (64, 128, 256, 512)
+PADDING = rows.MOST
+"""Positions a cache holds beyond the context: padding rows of a step stand there."""
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+Value = torch.Tensor | Rows
+
+
+class CudaOps(Ops):
+    """`Ops` on a CUDA device.
+
+    Args:
+        cache_type: how keys and values are stored.
+
+    Attributes:
+        title: the GPU's name.
+        without_kernel: what ran as torch so far.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: str = "cuda", cache_type: Kind = "f16") -> None:
+        super().__init__(device)
+        self.cache_type = cache_type
+        self.title = torch.cuda.get_device_name(self.device)
+        self._tensor_cores = launch.arch(self.device.index) in attention.TENSOR_ARCHS
+        self._pairs: dict[tuple[Matrix, Matrix], list[Any]] = {}
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._upload: Uploader | None = None
+
+    # ---- loading
+
+    def load(self, file: GGUF, name: str) -> Any:
+        """Vectors, F32 and index tensors as numbers; other matrices as `Matrix`."""
+        info = file.tensors[name]
+        form = info.format
+        if len(info.shape) < 2 or form.integer or form.name in ("f32", "f64"):
+            return self.array(file.array(name))
+        plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
+        columns, rows_ = info.shape[-1], info.shape[-2]
+        if plain is None and columns % rows.BLOCK:
+            self.without_kernel.add(f"{form.name} matrices of {columns} columns")
+            return self.array(file.array(name))
+        self._upload = self._upload or Uploader(self.device)
+        raw = self._upload(file.raw(name))
+        raw = raw.view(-1, columns * 2).view(plain) if plain else raw.view(
+            -1, form.row_bytes(columns))  # fmt: skip
+        return Matrix("" if plain else form.name, raw, rows_, columns, len(raw) // rows_)
+
+    def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> Any:
+        return CudaKV(shape.n_kv, shape.head_dim, n_ctx + PADDING, shape.window, slack,
+                      self.device, self.cache_type)  # fmt: skip
+
+    def graph(self, run: Run, sizes: Sequence[int], keep: int = 0) -> Graph:
+        return graphs.Recorded(self, run, sizes, keep, self._pool)
+
+    # ---- simple operations
+
+    def embed(self, table: Any, ids: torch.Tensor, scale: float) -> torch.Tensor:
+        if isinstance(table, torch.Tensor):
+            return table[ids] * scale
+        data, name = table.table, table.type
+        if not name:
+            name = "bf16" if data.dtype is torch.bfloat16 else "f16"
+            data = data.view(torch.uint8)
+        return embedding.embed(data, name, ids, table.columns, scale)
+
+    def linear(self, x: Any, weight: Any) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            self.without_kernel.add("linear (F32 weights)")
+            return products.dense(products.numbers(x), weight)
+        self.without_kernel.add("linear")
+        return products.product(self._rows(x), weight.alone)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if x.shape[-1] % 4:
+            return super().rms_norm(x, weight, eps)
+        return rows.rms_norm(x, weight, eps)
+
+    # ---- fused operations
+
+    def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+        if not _as_rows(x):
+            return self.rms_norm(x, weight, eps)
+        return rows.rms_norm_rows(x, weight, eps)
+
+    def norm_residual_norm(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        following: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+        *,
+        numbers: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        if x.shape[1] % 4:
+            return super().norm_residual_norm(h, x, weight, eps, following, scale, numbers=numbers)
+        end = Residual(weight, eps, scale)
+        if following is None:
+            return end(h, x), None
+        if numbers or not _as_rows(x):
+            return end.numbers(h, x, following)
+        y, (normed,) = end.rows(h, x, [following])
+        return y, normed
+
+    def qkv(
+        self,
+        h: Any,
+        a: Attention,
+        positions: torch.Tensor,
+        kv: Any,
+        *,
+        queries: bool = True,
+    ) -> torch.Tensor:
+        weights = [w for w in (a.q, a.k, a.v) if w is not None]
+        if a.head_dim not in HEAD_DIMS:
+            self.without_kernel.add(f"qkv (heads of {a.head_dim})")
+            return super().qkv(h, a, positions, kv, queries=queries)
+        y = self._products(h, weights, weights if queries else weights[1:])
+        return Heads(
+            n_q=a.q.shape[0] // a.head_dim if queries else 0,
+            n_kv=0 if a.k is None else a.k.shape[0] // a.head_dim,
+            q_norm=a.q_norm,
+            k_norm=a.k_norm,
+            v_norm=a.v_norm,
+            v_from_k=a.k is not None and a.v is None,
+            freqs=a.freqs,
+            eps=a.eps,
+            pairs=a.pairs,
+        )(y, positions, None if a.k is None else kv)
+
+    def attend(
+        self, q: torch.Tensor, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float
+    ) -> Any:
+        if q.dtype is torch.float16 and len(q) <= rows.MOST and self._tensor_cores:
+            out = attention.attend(q, kv, first, last, scale)
+            return Rows(out.rows, len(q), q.shape[1] * q.shape[2])
+        if len(q) <= rows.MOST:
+            self.without_kernel.add("attend")
+        return torch_attention.attend(q, kv, first, last, scale)
+
+    def gated(self, x: Any, gate: Any, up: Any, down: Any, activation: Activation) -> torch.Tensor:
+        if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
+            return super().gated(x, gate, up, down, activation)
+        self.without_kernel.add("gated")
+        pair = self._pairs.get((gate, up))
+        if pair is None:
+            pair = self._pairs[gate, up] = beside(gate, up)
+        both = products.products(self._rows(x), pair)
+        if len(pair) == 1:
+            gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
+            inner = (activation(gates) * ups).flatten(1)
+        else:
+            inner = activation(both[:, : gate.rows]) * both[:, gate.rows :]
+        return self.linear(inner, down)
+
+    def experts(
+        self,
+        x: Any,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        gate: Any,
+        up: Any,
+        down: Any,
+        activation: Activation,
+    ) -> torch.Tensor:
+        self.without_kernel.add("experts")
+        return _experts(products.numbers(x), ids, weights, gate, up, down, activation)
+
+    # ---- inside
+
+    def _rows(self, x: Value) -> Value:
+        """Numbers of a step as rows, where their width allows."""
+        if isinstance(x, Rows) or not _as_rows(x):
+            return x
+        return rows.pack_rows(x)
+
+    def _products(self, x: Value, together: list[Any], wanted: list[Any]) -> torch.Tensor:
+        """x times `wanted` below each other; `together` are packed behind each other."""
+        if any(isinstance(w, torch.Tensor) for w in wanted):
+            return torch.cat([self.linear(x, w) for w in wanted], dim=1)
+        join(together)
+        self.without_kernel.add("linear")
+        return products.products(self._rows(x), below(wanted))
+
+
+def _as_rows(x: torch.Tensor) -> bool:
+    return len(x) <= rows.MOST and x.shape[1] % rows.BLOCK == 0
+
+
+def _experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate: Any,
+    up: Any,
+    down: Any,
+    activation: Activation,
+) -> torch.Tensor:
+    """See `Ops.experts`: every expert for every row, in tiles of 16."""
+    stacks = [_stack(w) for w in (gate, up, down) if w is not None]
+    if up is None:
+        stacks[:1] = stacks[0].chunk(2, dim=1)
+    out = []
+    for start in range(0, len(x), rows.MOST):
+        tile = x[start : start + rows.MOST]
+        n = len(tile)
+        tile = pad_rows(tile)
+        inner = [torch.matmul(tile.to(w.dtype), w.transpose(1, 2)).float() for w in stacks[:2]]
+        h = (activation(inner[0]) * inner[1] * 2.0**-6).to(stacks[2].dtype)
+        y = torch.matmul(h, stacks[2].transpose(1, 2)).float() * 2.0**6  # [E, 16, H]
+        chosen = y.transpose(0, 1)[:n].gather(
+            1, ids[start : start + n, :, None].expand(-1, -1, y.shape[2])
+        )
+        out.append((chosen * weights[start : start + n, :, None]).sum(1))
+    return torch.cat(out)
+
+
+def _stack(weight: Any) -> torch.Tensor:
+    """All experts' matrices as numbers [E, rows, columns]."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    w: Weight = weight.alone
+    if not w.type:
+        return w.data.view(weight.shape)
+    out = torch.empty(weight.matrices * weight.rows, weight.columns, dtype=torch.float16,
+                      device=w.data.device)  # fmt: skip
+    dequantize(w, out)
+    return out.view(weight.shape)

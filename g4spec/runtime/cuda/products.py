@@ -1,0 +1,76 @@
+"""Products of rows with weights: kernels where there are some, torch where there are none.
+
+However a product is computed, a row's bits do not depend on the rows beside it: torch always
+multiplies 16 rows, or as many as a chunk of a prompt has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from g4spec.runtime.cuda import rows as rows_of
+from g4spec.runtime.cuda.dequant import Weight, dequantize
+from g4spec.runtime.cuda.rows import MOST, Rows
+from g4spec.runtime.simple_ops import pad_rows
+
+LARGEST = 512.0
+"""Rows in half precision are divided by a power of two that brings their values below this."""
+
+
+def numbers(x: torch.Tensor | Rows) -> torch.Tensor:
+    """Rows as float32 [T, K]."""
+    if isinstance(x, torch.Tensor):
+        return x
+    y = rows_of.unpack(x)[0][: len(x)].float()
+    return y if x.scale is None else y * x.scale[: len(x), None]
+
+
+def dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x float32 [T, K] times a float32 matrix [N, K] -> [T, N]."""
+    if len(x) > MOST:
+        return F.linear(x, weight)
+    return F.linear(pad_rows(x), weight)[: len(x)]
+
+
+def product(x: torch.Tensor | Rows, weight: Weight) -> torch.Tensor:
+    """x [T, K] times a weight [N, K] -> float32 [T, N], in torch."""
+    if not weight.type and weight.data.dtype is torch.bfloat16:
+        return _split(numbers(x), weight.data)
+    half, scale = _halves(x)
+    matrix = weight.data
+    if weight.type:
+        matrix = torch.empty(weight.rows, weight.columns, dtype=torch.float16, device=half.device)
+        dequantize(weight, matrix)
+    y = torch.mm(half, matrix.t(), out_dtype=torch.float32)
+    return (y if scale is None else y * scale)[: len(x)]
+
+
+def products(x: torch.Tensor | Rows, weights: Sequence[Weight]) -> torch.Tensor:
+    """x [T, K] times matrices below each other -> float32 [T, sum N]."""
+    parts = [product(x, w) for w in weights]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _halves(x: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows as float16 [16 or T, K], and what each row of the product is multiplied with."""
+    if isinstance(x, Rows):
+        half = rows_of.unpack(x)[0]
+        if len(half) < MOST:
+            half = torch.cat([half, half.new_zeros(MOST - len(half), half.shape[1])])
+        return half, None if x.scale is None else x.scale[:, None]
+    x = x if len(x) > MOST else pad_rows(x)
+    exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True) / LARGEST).exponent.clamp(min=0)
+    scale = torch.ldexp(torch.ones_like(x[:, :1]), exponent)
+    return (x / scale).to(torch.float16), scale
+
+
+def _split(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Each value of x float32 as the sum of two bfloat16, both multiplied in one pass."""
+    n, x = len(x), x if len(x) > MOST else pad_rows(x)
+    high = x.to(torch.bfloat16)
+    low = (x - high.float()).to(torch.bfloat16)
+    y = torch.mm(torch.cat([high, low]), matrix.t(), out_dtype=torch.float32)
+    return (y[: len(x)] + y[len(x) :])[:n]

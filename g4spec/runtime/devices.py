@@ -1,0 +1,92 @@
+"""Which device a run uses, and what it may take of its memory."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+
+from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.gguf.reader import TensorInfo
+from g4spec.models.spec import CacheShape
+from g4spec.runtime import memory
+from g4spec.runtime.ops import Ops
+
+CACHE_TYPES = ("f16", "q8_0")
+"""How keys and values may be stored on a GPU; on a CPU they are always F32."""
+
+EXTRA = "install g4spec[cuda]"
+
+
+class Budget(Protocol):
+    """Bytes that the parts of a run take on a device."""
+
+    def weights(self, tensors: Iterable[TensorInfo]) -> int: ...
+    def cache(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int: ...
+    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int: ...
+    def available(self) -> int: ...
+
+
+class Host:
+    """The CPU: see `g4spec.runtime.memory`."""
+
+    def weights(self, tensors: Iterable[TensorInfo]) -> int:
+        return memory.weight_bytes([t.shape for t in tensors])
+
+    def cache(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
+        return memory.cache_bytes(shapes, n_ctx, slack)
+
+    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
+        return memory.workspace_bytes(config.n_vocab, config.n_embd, config.row_width,
+                                      config.layers[0].n_head, n_ctx, chunk)  # fmt: skip
+
+    def available(self) -> int:
+        return memory.available()
+
+
+def select(
+    device: str, cache_type: Literal["f16", "q8_0"] | str | None = None
+) -> tuple[Ops, Budget]:
+    """The operations of a device and its memory.
+
+    Args:
+        device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it can be used.
+        cache_type: see `CACHE_TYPES`; None: F16 on a GPU.
+
+    Raises UsageError or EnvironmentProblem where the device cannot be used.
+    """
+    if cache_type not in (None, *CACHE_TYPES):
+        raise UsageError("--cache-type", expected=" or ".join(CACHE_TYPES), found=cache_type)
+    if device == "auto":
+        device = "cpu" if _missing() else "cuda"
+    if device == "cpu":
+        if cache_type is not None:
+            raise UsageError("--cache-type is for GPUs", fix="leave it out, or use --device cuda")
+        return Ops(), Host()
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise UsageError("--device", expected="cpu, cuda or auto", found=device)
+    if (missing := _missing()) is not None:
+        raise missing
+    from g4spec.runtime.cuda.memory import Card
+    from g4spec.runtime.cuda.ops import CudaOps
+
+    place = torch.device("cuda", int(index or 0))
+    if place.index >= torch.cuda.device_count():
+        raise UsageError("--device", expected=f"at most cuda:{torch.cuda.device_count() - 1}",
+                         found=device)  # fmt: skip
+    chosen: Any = cache_type or "f16"
+    return CudaOps(str(place), chosen), Card(place, chosen)
+
+
+def _missing() -> EnvironmentProblem | None:
+    """Why no GPU can be used, or None."""
+    if not torch.cuda.is_available():
+        return EnvironmentProblem("--device cuda: torch finds no CUDA device here",
+                                  fix="use --device cpu, or see `g4spec doctor`")  # fmt: skip
+    found = importlib.util.find_spec("cuda")
+    if found is None or importlib.util.find_spec("cuda.core") is None:
+        return EnvironmentProblem("--device cuda: the package cuda-core is missing", fix=EXTRA)
+    return None
