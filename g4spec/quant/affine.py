@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats
+from g4spec.quant.format import Bytes, Floats, refuse_infinite
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 BATCH = 384
@@ -207,6 +207,26 @@ class _Search:
         change = x * (x * aa + 2 * (ra - y * ab)) + y * (y * bb - 2 * rb)
         better = (change < 0) & (new[0] > 0) & (new[1] >= 0)
         return np.where(better, new[0], d), np.where(better, new[1], dmin)
+
+
+def blocks(x: Floats, dtype: np.dtype[np.void], top: int,
+           rounds: int) -> tuple[NDArray[np.void], Bytes]:  # fmt: skip
+    """The blocks that `fit` makes of x [256 * n], records [n] of `dtype` with the lower four bits
+    of each code in place, and all bits of the codes [32, 8, n]."""
+    found = fit(x, top, rounds)
+    refuse_infinite(x, found.d, found.dmin)
+    out = np.empty(len(found.d), dtype)
+    out["d"], out["dmin"] = found.d, found.dmin
+    out["scales"] = pack_scales(found.scale, found.least)
+    codes = found.codes.astype(np.uint8)
+    low = codes & 15
+    out["q"] = (low[:, 0::2] | low[:, 1::2] << 4).transpose(2, 1, 0)
+    return out, codes
+
+
+def low_bits(q: Bytes) -> Bytes:
+    """Codes [n, 8, 32] from their lower four bits as a file holds them, [n, 4, 32]."""
+    return np.stack((q & 15, q >> 4), axis=2).reshape(-1, GROUPS, SIZE)
 
 
 def pack_scales(scale: Floats, least: Floats) -> Bytes:

@@ -9,7 +9,7 @@ Source: ggml `block_q4_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Floats, Format, in_batches, refuse_infinite
+from g4spec.quant.format import Bytes, Floats, Format, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
 
@@ -19,20 +19,13 @@ def encode(x: Floats) -> Bytes:
 
 
 def _encode(x: Floats) -> Bytes:
-    found = affine.fit(x, 15, rounds=2)
-    refuse_infinite(x, found.d, found.dmin)
-    out = np.empty(len(found.d), DTYPE)
-    out["d"], out["dmin"] = found.d, found.dmin
-    out["scales"] = affine.pack_scales(found.scale, found.least)
-    codes = found.codes.astype(np.uint8)
-    out["q"] = (codes[:, 0::2] | codes[:, 1::2] << 4).transpose(2, 1, 0)
+    out, _ = affine.blocks(x, DTYPE, 15, rounds=2)
     return out.view(np.uint8)
 
 
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
-    q = blocks["q"]
-    codes = np.stack((q & 15, q >> 4), axis=2).reshape(-1, affine.GROUPS, affine.SIZE)
+    codes = affine.low_bits(blocks["q"])
     return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
 
 

@@ -9,7 +9,7 @@ Source: ggml `block_q5_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Floats, Format, in_batches, refuse_infinite
+from g4spec.quant.format import Bytes, Floats, Format, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32),
                   ("q", "u1", (4, 32))])  # fmt: skip
@@ -21,23 +21,15 @@ def encode(x: Floats) -> Bytes:
 
 
 def _encode(x: Floats) -> Bytes:
-    found = affine.fit(x, 31, rounds=1)
-    refuse_infinite(x, found.d, found.dmin)
-    out = np.empty(len(found.d), DTYPE)
-    out["d"], out["dmin"] = found.d, found.dmin
-    out["scales"] = affine.pack_scales(found.scale, found.least)
-    codes = found.codes.astype(np.uint8)
-    low, high = codes & 15, codes >> 4
-    out["q"] = (low[:, 0::2] | low[:, 1::2] << 4).transpose(2, 1, 0)
-    high <<= _GROUP[:, None]
+    out, codes = affine.blocks(x, DTYPE, 31, rounds=1)
+    high = codes >> 4 << _GROUP[:, None]
     out["high"] = np.bitwise_or.reduce(high, axis=1).T
     return out.view(np.uint8)
 
 
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
-    q = blocks["q"]
-    codes = np.stack((q & 15, q >> 4), axis=2).reshape(-1, affine.GROUPS, affine.SIZE)
+    codes = affine.low_bits(blocks["q"])
     codes |= (blocks["high"][:, None] >> _GROUP[:, None] & 1) << 4
     return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
 
