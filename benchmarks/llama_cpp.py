@@ -288,6 +288,7 @@ def main() -> None:
         "--bin", type=Path, default=env and Path(env), help="folder of its programs"
     )
     parser.add_argument("--source", type=Path, help="its source folder, for the byte comparison")
+    parser.add_argument("--patches", nargs="+", default=[], help="what was changed in it: noted")
     parser.add_argument("--family", type=Path, help="folder of checkpoint folders")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1, 3, 7])
     parser.add_argument("--out", type=Path, help="result file")
@@ -299,7 +300,7 @@ def main() -> None:
         work = Path(folder)
         family = args.family or random_family(work / "family")
         target, folders, kinds = convert_all(family, work)
-        upstream = Upstream(args.bin, args.source)
+        upstream = Upstream(args.bin, args.source, args.patches)
         today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
         result = {
             "date": today,

@@ -4,9 +4,12 @@
 
 Tiny random DSpark, EAGLE-3 and DFlash2 checkpoints are converted. For each file the kind's own
 table says what upstream does with it (`g4spec.models.upstream`): the same, something a little
-different, or refuse it. `llama-speculative-simple` logs what it drafts (not for DFlash2, of which
-only loading and running is shown); our draft proposes at the same places of upstream's text.
-Greedy, F32 files and caches.
+different, or refuse it. `llama-speculative-simple` logs what it drafts; our draft proposes at the
+same places of upstream's text. Greedy, F32 files and caches. Where proposals differ they are
+compared again with upstream's GELU (`benchmarks.upstream.gelu_table`).
+
+What a DFlash2 draft proposes is logged only after `llama_cpp_dflash2.patch`, which adds that line
+and nothing else: `patch -p1 < llama_cpp_dflash2.patch` in the source folder, then build.
 """
 
 from __future__ import annotations
@@ -24,18 +27,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.upstream import CTX, Round, Upstream
+from benchmarks.llama_cpp import Rows, first_difference
+from benchmarks.upstream import CTX, Round, Upstream, gelu_table
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from g4spec.models import of_gguf
 from g4spec.models.spec import Committed
 from g4spec.models.upstream import judge
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.sampling import Sampler
 from tests import tiny, tiny_drafts
 
 PROMPT = "The list type has methods that change it in place, and the sorted function returns a new"
-N_MAX = 3  # all that a block of 4 drafts behind its anchor; of EAGLE-3 as many
+N_MAX = 7  # and at most what a block drafts
 DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dspark": (tiny_drafts.speculators_dspark, {"block": 3}, "dspark"),
     "dspark-bonus": (tiny_drafts.speculators_dspark, {"from_anchor": False}, "dspark"),
@@ -53,6 +56,8 @@ DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dflash2": (tiny_drafts.speculators_dflash2, {}, "dflash"),
     "dflash2-zlab": (tiny_drafts.zlab_dflash2, {"window": 4096, "layer_types":
                                                 ["full_attention"] * 2}, "dflash"),
+    "dflash2-taps": (tiny_drafts.speculators_dflash2,
+                     {"block": 8, "kernel": 4, "group": 8, "rank": 16, "top_k": 7}, "dflash"),
     "eagle3": (tiny_drafts.eagle3, {}, "eagle3"),
     "eagle3-norms": (tiny_drafts.eagle3, {"before_fc": True, "before_residual": False}, "eagle3"),
     "eagle3-specforge": (tiny_drafts.eagle3, {"layout": "specforge", "draft_vocab": None},
@@ -64,11 +69,21 @@ DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -> dict[str, Any]:
-    """Our proposals where upstream made its own, on upstream's text."""
+    """Our proposals where upstream made its own, on upstream's text. If some differ: how many are
+    equal once GELU is rounded as upstream's CPU backend rounds it."""
+    found = proposals(engine, ids, text, rounds)
+    if found["first_difference"]:
+        vars(engine.target.ops)["gelu_tanh"] = gelu_table
+        found["equal_with_its_gelu"] = proposals(engine, ids, text, rounds)["equal"]
+    return found
+
+
+def proposals(engine: Engine, ids: list[int], text: list[int],
+              rounds: list[Round]) -> dict[str, Any]:  # fmt: skip
     target, draft = engine.target, engine.draft
     assert draft is not None
-    whole, same, drafted, first = [*ids, *text], 0, 0, None
-    features = list(target.prefill(whole))
+    same, drafted, different = 0, 0, []
+    features = list(target.prefill([*ids, *text]))
     read = [Committed(r.ids, r.start, r.hidden, r.taps) for r in features]
     for turn in [r for r in rounds if r.drafted]:
         draft.reset()
@@ -76,12 +91,13 @@ def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -
             n = max(0, min(len(r.ids), turn.position - r.start))
             if n:
                 draft.commit(Committed(r.ids[:n], r.start, r.hidden[:n], r.taps[:n]))
-        mine = draft.propose(turn.anchor, turn.position, len(turn.drafted), Sampler())
-        equal = sum(a == b for a, b in zip(mine, turn.drafted, strict=False))
-        same, drafted = same + equal, drafted + len(turn.drafted)
-        if equal < len(turn.drafted) and first is None:
-            first = {"at": turn.position, "ours": mine, "upstream": turn.drafted}
-    return {"rounds": len(rounds), "drafted": drafted, "equal": same, "first_difference": first}
+        rows = Rows()
+        mine = draft.propose(turn.anchor, turn.position, len(turn.drafted), rows)
+        same += sum(a == b for a, b in zip(mine, turn.drafted, strict=True))
+        drafted += len(turn.drafted)
+        different += first_difference(mine, turn.drafted, rows.seen, turn.position + 1)
+    return {"rounds": len(rounds), "rounds_different": len(different), "drafted": drafted,
+            "equal": same, "first_difference": different[0] if different else None}  # fmt: skip
 
 
 def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
@@ -97,29 +113,42 @@ def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
     out: dict[str, Any] = {"architecture": config.arch, "case": verdict.case,
                            "reasons": [r.what for r in verdict.reasons]}  # fmt: skip
     engine = Engine.load(work / "target.gguf", file, n_ctx=CTX)
+    assert engine.draft is not None
     ids = engine.tokenizer.encode(PROMPT)
     (work / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     try:
         text, rounds = upstream.draft(
-            work / "target.gguf", file, f"draft-{kind}", N_MAX, work / "prompt.txt", ids
-        )
+            work / "target.gguf", file, f"draft-{kind}", min(N_MAX, engine.draft.max_tokens),
+            work / "prompt.txt", ids
+        )  # fmt: skip
     except SystemExit as refused:
-        lines = [x for x in str(refused).replace("\\n", "\n").splitlines() if "unknown model" in x]
-        return out | {"upstream": "refuses it", "says": (lines or [str(refused)[-300:]])[0]}
+        why = next(x for x in str(refused).splitlines() if "unknown model" in x)
+        return out | {"upstream": "refuses it", "says": why.partition("error loading model: ")[2]}
     return out | {"upstream": "runs it"} | ours(engine, ids, text, rounds)
+
+
+def shown(found: dict[str, Any]) -> str:
+    """What to say beside the counts."""
+    if found.get("drafted") == 0:
+        return "its log does not say what it drafts"
+    if not found.get("first_difference"):
+        return str(found.get("says", ""))
+    first, equal = found["first_difference"], found["equal_with_its_gelu"]
+    return f"first: {first}; with its GELU {equal} are equal"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     env = os.environ.get("LLAMA_CPP_BIN")
     parser.add_argument("--bin", type=Path, default=env and Path(env))
+    parser.add_argument("--patches", nargs="+", default=[], help="what was changed in it: noted")
     parser.add_argument("--only", nargs="+", default=list(DRAFTS), choices=list(DRAFTS))
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     if not args.bin:
         raise SystemExit("give --bin DIR or set LLAMA_CPP_BIN to llama.cpp's programs")
     torch.set_num_threads(1)
-    upstream = Upstream(args.bin, None)
+    upstream = Upstream(args.bin, None, args.patches)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     result: dict[str, Any] = {"date": today, "llama.cpp": upstream.version(), "drafts": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -131,7 +160,7 @@ def main() -> None:
             result["drafts"][name] = found = one(upstream, work, name)
             print(f"{name:24} {found['architecture']:14} {found['case']:8} {found['upstream']:11}",
                   f"{found.get('equal', '-')}/{found.get('drafted', '-')}",
-                  found.get("first_difference") or found.get("says") or "")  # fmt: skip
+                  shown(found))  # fmt: skip
     out = args.out or Path(__file__).parent / "results" / f"{today}-llama-cpp-drafts.json"
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

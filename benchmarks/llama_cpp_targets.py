@@ -8,6 +8,9 @@ converters write each of them and its assistant; tensors are compared byte for b
 drafts with the pair, and our assistant, scoring every token as upstream does instead of centroids
 first, proposes at the same places of its text. Quantized checkpoints are compared as numbers:
 llama.cpp's converter multiplies out what we keep.
+
+llama.cpp computes GELU on the CPU by a table of float16; where proposals differ, ours are compared
+again with GELU rounded that way. `llama_cpp_exact_gelu.patch` takes the table out of llama.cpp.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.llama_cpp_drafts import PROMPT, ours
+from benchmarks.llama_cpp_drafts import PROMPT, ours, shown
 from benchmarks.upstream import CTX, Upstream
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
@@ -118,10 +121,11 @@ def main() -> None:
     for name in ("bin", "source"):
         env = os.environ.get(f"LLAMA_CPP_{name.upper()}")
         parser.add_argument(f"--{name}", type=Path, default=env and Path(env), required=not env)
+    parser.add_argument("--patches", nargs="+", default=[], help="what was changed in it: noted")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    upstream = Upstream(args.bin, args.source)
+    upstream = Upstream(args.bin, args.source, args.patches)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     result: dict[str, Any] = {"date": today, "llama.cpp": upstream.version(), "targets": {},
                               "quantized, differing": {}}  # fmt: skip
@@ -130,7 +134,7 @@ def main() -> None:
             result["targets"][name] = found = size(upstream, args.source, Path(folder), name)
             odd = {k: v for k, v in found["differing"].items() if v}
             print(f"{name:16} proposals equal {found['equal']}/{found['drafted']}",
-                  odd or "all tensors equal")  # fmt: skip
+                  odd or "all tensors equal", shown(found))  # fmt: skip
         for name in QUANTIZED:
             found_ = result["quantized, differing"][name] = quantized(
                 args.source, Path(folder), name

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 CTX, NEW = 2048, 96
 """Context of a run, and tokens to generate."""
+
+
+def gelu_table(x: torch.Tensor) -> torch.Tensor:
+    """GELU as upstream's CPU backend computes it for float32: the argument is rounded to float16,
+    the value is read from a table of float16 (GGML_GELU_FP16 in ggml-cpu/vec.h)."""
+    h = x.half().float()
+    inner = math.sqrt(2.0 / math.pi) * h * (1.0 + 0.044715 * h * h)
+    y = (0.5 * h * (1.0 + torch.tanh(inner))).half().float()
+    return torch.where(x <= -10.0, 0.0, torch.where(x >= 10.0, x, y))
 
 
 @dataclass
@@ -22,22 +35,24 @@ class Round:
 
 
 class Upstream:
-    """Upstream's programs. `source`: its source folder, or None."""
+    """Upstream's programs. `source`: its source folder, or None. `patches`: what was changed in
+    it before it was built."""
 
-    def __init__(self, binaries: Path, source: Path | None) -> None:
-        self.binaries, self.source = binaries, source
+    def __init__(self, binaries: Path, source: Path | None, patches: Sequence[str] = ()) -> None:
+        self.binaries, self.source, self.patches = binaries, source, patches
 
     def run(self, program: str, *args: object) -> bytes:
         done = subprocess.run(
             [self.binaries / program, *map(str, args)], capture_output=True, check=False
         )
         if done.returncode:
-            raise SystemExit(f"{program}: exit {done.returncode}\n{done.stderr[-2000:]!r}")
+            said = [x for x in done.stderr.splitlines() if b" E " in x] or [done.stderr[-2000:]]
+            raise SystemExit(f"{program}: exit {done.returncode}\n" + b"\n".join(said).decode())
         return done.stdout + done.stderr
 
     def version(self) -> str:
         text = self.run("llama-speculative-simple", "--version").decode()
-        return text.strip().splitlines()[0]
+        return ", with ".join([text.strip().splitlines()[0], *self.patches])
 
     def tokenize(self, model: Path, prompt: Path) -> list[int]:
         out = self.run("llama-tokenize", "-m", model, "-f", prompt, "--ids", "--log-disable")
@@ -49,12 +64,16 @@ class Upstream:
     ) -> tuple[list[int], list[Round]]:
         """Greedy text after the prompt, and every round."""
         f32 = [a for k in ("-ctk", "-ctv", "-ctkd", "-ctvd") for a in (k, "f32")]
-        log = self.run(
-            "llama-speculative-simple", "-m", target, "-md", draft, "--spec-type", kind,
-            "--spec-draft-n-max", n_max, "-n", NEW, "--temp", 0, "-lv", 10, "-c", CTX, "-fa", "off",
-            "-t", 1, "-td", 1, "-f", prompt, "--ignore-eos", *f32,
-        )  # fmt: skip
-        return parse(log, ids)
+        for _ in range(10):
+            log = self.run(
+                "llama-speculative-simple", "-m", target, "-md", draft, "--spec-type", kind,
+                "--spec-draft-n-max", n_max, "-n", NEW, "--temp", 0, "-lv", 10, "-c", CTX,
+                "-fa", "off", "-t", 1, "-td", 1, "-f", prompt, "--ignore-eos", *f32,
+            )  # fmt: skip
+            # Its logger loses its last 511 lines if they are all still to be written at the end.
+            if b"n_drafted " in log:
+                return parse(log, ids)
+        raise SystemExit("llama-speculative-simple: the end of its log is lost, ten times over")
 
 
 def parse(log: bytes, ids: list[int]) -> tuple[list[int], list[Round]]:

@@ -24,8 +24,8 @@ A draft never changes the text, only the speed. Three cases: upstream computes t
 slightly different ones (the file loads there); or something else, and then the file has an
 architecture name ending in `-g4spec`, which upstream refuses. `g4spec validate --upstream FILE`
 says which case a file is in. Found in llama.cpp commit 0c1e57098, and held against its programs by
-`benchmarks/llama_cpp_drafts.py`: where the case is *same*, the greedy proposals are equal (those
-of DFlash2 are not in its log; of it only loading and running is shown).
+`benchmarks/llama_cpp_drafts.py`: where the case is *same*, the greedy proposals are equal. On the
+CPU llama.cpp rounds GELU to float16, which may decide between two tokens that are nearly tied.
 
 A proposal of fewer tokens than the block holds (`--spec-draft-n-max` below the block size) is
 computed there from a shorter block than the trained one.
