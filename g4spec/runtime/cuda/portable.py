@@ -17,10 +17,11 @@ from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.units import Unit
 
 FORMATS = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
-TOKENS = (1, 2, 4, 8)
-"""Rows of x that an instance computes; more than 8 take several launches."""
-ROWS, WARPS = 4, 4
-"""Rows of the matrix a warp takes, and warps of a block."""
+ROWS = {1: 2, 4: 4, 8: 4}
+"""Rows of x that an instance computes -> rows of the matrix a warp takes. More than 8 rows of x
+take several launches."""
+WARPS = 4
+"""Of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Matrix:
 
 def instance(name: str, tokens: int) -> str:
     """The kernel for a type and this number of rows of x."""
-    return f"portable<{name.upper().replace('_', '')}, {tokens}, {ROWS}>"
+    return f"portable<{name.upper().replace('_', '')}, {tokens}, {ROWS[tokens]}>"
 
 
 def linear(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
@@ -62,16 +63,16 @@ def linear(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
     assert x.dtype is torch.float32 and columns == weight.columns, (x.dtype, x.shape)
     n = len(weight.data)
     y = x.new_empty(count, n)
-    for at in range(0, count, TOKENS[-1]):
-        rows = x[at : at + TOKENS[-1]]
-        tokens = next(t for t in TOKENS if t >= len(rows))
+    for at in range(0, count, max(ROWS)):
+        rows = x[at : at + max(ROWS)]
+        tokens = next(t for t in ROWS if t >= len(rows))
         launch.kernel("portable.cu", instance(weight.format, tokens))(
-            -(-n // (ROWS * WARPS)), 32 * WARPS, weight.data, rows, y[at : at + len(rows)],
+            -(-n // (ROWS[tokens] * WARPS)), 32 * WARPS, weight.data, rows, y[at : at + len(rows)],
             np.int32(n), np.int32(columns), np.int32(len(rows)),
         )  # fmt: skip
     return y
 
 
 UNITS = [
-    Unit("portable.cu", tuple(instance(f, t) for f in FORMATS for t in TOKENS), max_registers=168)
+    Unit("portable.cu", tuple(instance(f, t) for f in FORMATS for t in ROWS), max_registers=168)
 ]

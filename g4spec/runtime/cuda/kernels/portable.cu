@@ -143,6 +143,7 @@ __global__ __launch_bounds__(128, 3) void portable(const u8* weights, const floa
   if (first >= n_rows) return;
   const i64 row_bytes = (i64)(k / F::VALUES) * F::BYTES;
   float acc[ROWS][T] = {};
+#pragma unroll(T == 1 ? 2 : 1)
   for (int at = lane * 8; at < k; at += 256) {
     float w[ROWS][8];
 #pragma unroll
