@@ -27,8 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
 N_NEW = 256
 
 
-def make(folder: Path, name: str) -> Path:
-    shape: dict[str, Any] = SHAPE | CASES[name]
+def make(folder: Path, case: dict[str, Any]) -> Path:
+    shape: dict[str, Any] = SHAPE | case
     return build.lively(tiny.target(folder, nested=False, **shape))
 
 
@@ -38,9 +38,9 @@ def ours(folder: Path, ids: list[int], chunk: int = 64) -> tuple[Target, torch.T
     return target, torch.cat([target.logits(r.hidden) for r in target.prefill(ids)])
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_logits(tmp_path: Path, name: str) -> None:
-    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB)
+def check_logits(folder: Path) -> None:
+    """Those of every position, however many rows are read at once."""
+    ids = build.prompt(3 * WINDOW + 5, VOCAB)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids])).logits[0]
     for chunk in (1, 7, 64):
@@ -48,21 +48,32 @@ def test_logits(tmp_path: Path, name: str) -> None:
         assert float((got - want).abs().max()) < 1e-4, chunk
 
 
+def greedy(folder: Path, ids: list[int], count: int) -> tuple[list[int], list[int]]:
+    """`count` tokens after a prompt: ours, and the oracle's."""
+    target, logits = ours(folder, ids)
+    text, row = [], logits[-1]
+    for i in range(count):
+        text.append(int(row.argmax()))
+        row = target.step(text[-1:], len(ids) + i).logits[0]
+    assert len(set(text)) > 5, "a text that repeats one token proves little"
+    with torch.no_grad():
+        made = hf.target(folder).generate(torch.tensor([ids]), max_new_tokens=count,
+                                          do_sample=False, eos_token_id=None)  # fmt: skip
+    return text, made[0, len(ids) :].tolist()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits(tmp_path: Path, name: str) -> None:
+    check_logits(make(tmp_path, CASES[name]))
+
+
 @pytest.mark.parametrize("name", ["k-is-v", "own-v"])
 def test_greedy_text(tmp_path: Path, name: str) -> None:
     """256 tokens; where the texts part, the oracle's two best logits must be a tie."""
-    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB, 1)
-    target, logits = ours(folder, ids)
-    text, row = [], logits[-1]
-    for i in range(N_NEW):
-        text.append(int(row.argmax()))
-        row = target.step(text[-1:], len(ids) + i).logits[0]
+    folder, ids = make(tmp_path, CASES[name]), build.prompt(3 * WINDOW + 5, VOCAB, 1)
+    text, made = greedy(folder, ids, N_NEW)
     with torch.no_grad():
-        model = hf.target(folder)
-        want = model(torch.tensor([ids + text])).logits[0, len(ids) - 1 : -1]
-        made = model.generate(torch.tensor([ids]), max_new_tokens=N_NEW, do_sample=False,
-                              eos_token_id=None)[0, len(ids):].tolist()  # fmt: skip
-    assert len(set(text)) > 5, "a text that repeats one token proves little"
+        want = hf.target(folder)(torch.tensor([ids + text])).logits[0, len(ids) - 1 : -1]
     top = want.topk(2).values
     tie = top[:, 0] - top[:, 1] < 2e-4
     wrong = [i for i, t in enumerate(text) if int(want[i].argmax()) != t and not tie[i]]
@@ -103,7 +114,7 @@ def planted(name: str) -> Callable[[Target], None]:
     "bug", ["window + 1", "layer scalar", "full rotation", "unscaled embedding"]
 )
 def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
-    folder, ids = make(tmp_path, "k-is-v"), build.prompt(3 * WINDOW + 5, VOCAB)
+    folder, ids = make(tmp_path, CASES["k-is-v"]), build.prompt(3 * WINDOW + 5, VOCAB)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids])).logits[0]
     target = build.target(folder)

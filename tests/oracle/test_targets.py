@@ -12,12 +12,10 @@ import torch
 from tests import tiny
 from tests.oracle import build, hf
 from tests.oracle.test_assistant import Clean, differences, oracle
-from tests.oracle.test_target import ours
+from tests.oracle.test_target import SHAPE, VOCAB, WINDOW, check_logits, greedy, make
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
-WINDOW, VOCAB = 16, 512
-SHAPE: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB, "dtype": "F32"}
 PLE: dict[str, Any] = {"ple": 8, "shared": 3, "k_eq_v": False}
 CASES: dict[str, dict[str, Any]] = {
     "experts": {"experts": 8},
@@ -33,34 +31,16 @@ TEXTS = ("experts", "per-layer", "unified")
 N_NEW = 160
 
 
-def make(folder: Path, name: str) -> Path:
-    shape: dict[str, Any] = SHAPE | CASES[name]
-    return build.lively(tiny.target(folder, nested=False, **shape))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_logits(tmp_path: Path, name: str) -> None:
-    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB)
-    with torch.no_grad():
-        want = hf.target(folder)(torch.tensor([ids])).logits[0]
-    for chunk in (1, 7, 64):
-        _, got = ours(folder, ids, chunk)
-        assert float((got - want).abs().max()) < 1e-4, chunk
+    check_logits(make(tmp_path, CASES[name]))
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_greedy_text(tmp_path: Path, name: str) -> None:
-    folder, ids = make(tmp_path, name), build.prompt(3 * WINDOW + 5, VOCAB, 1)
-    target, logits = ours(folder, ids)
-    text, row = [], logits[-1]
-    for i in range(N_NEW):
-        text.append(int(row.argmax()))
-        row = target.step(text[-1:], len(ids) + i).logits[0]
-    with torch.no_grad():
-        made = hf.target(folder).generate(torch.tensor([ids]), max_new_tokens=N_NEW,
-                                          do_sample=False, eos_token_id=None)  # fmt: skip
-    assert len(set(text)) > 5, "a text that repeats one token proves little"
-    assert text == made[0, len(ids) :].tolist()
+    ids = build.prompt(3 * WINDOW + 5, VOCAB, 1)
+    text, made = greedy(make(tmp_path, CASES[name]), ids, N_NEW)
+    assert text == made
 
 
 def planted(target: Any, bug: str) -> None:
@@ -111,7 +91,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("bug", MISTAKES)
 def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
-    folder, ids = make(tmp_path, MISTAKES[bug]), build.prompt(3 * WINDOW + 5, VOCAB)
+    folder, ids = make(tmp_path, CASES[MISTAKES[bug]]), build.prompt(3 * WINDOW + 5, VOCAB)
     with torch.no_grad():
         want = hf.target(folder)(torch.tensor([ids])).logits[0]
     target = build.target(folder)
