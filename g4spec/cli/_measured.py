@@ -67,3 +67,15 @@ def require_identical(data: Mapping[str, Any]) -> None:
             f"{d['prompt']}, draft length {d['length']}, token {d['index']}",
             expected=d["plain"], found=d["speculative"], fix="run `g4spec verify` for details",
         )  # fmt: skip
+
+
+def finish(
+    data: dict[str, Any], out: Output, save: Path | None, report: Path | None, averages_too: bool
+) -> None:
+    """Keep and show a result; CheckFailed if a draft changed a text."""
+    keep(data, out, save, report)
+    show(data, out)
+    if averages_too:
+        averages(data["rows"], out)
+    out.result(data)
+    require_identical(data)

@@ -44,6 +44,17 @@ DraftWindow = Annotated[
         "--draft-window", help="Context that full-attention layers of the draft see. Default: all."
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|cuda",
+        help="Where to run; `cuda:1` is the second GPU. By default the first one if there is any.",
+    ),
+]
+CacheType = Annotated[
+    str | None,
+    typer.Option(metavar="f16|q8_0", help="How a GPU stores keys and values. Default: f16."),
+]
 Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the K likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep this much probability; 1 keeps all.")]

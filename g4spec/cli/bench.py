@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from g4spec.cli import _compare, _inputs, _measured, _options
+from g4spec.cli import _compare, _engine, _inputs, _measured, _options
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
@@ -58,6 +58,8 @@ def measure(
     seed: _options.Seed = 0,
     ignore_eos: _options.IgnoreEos = False,
     draft_window: _options.DraftWindow = None,
+    device: _options.Device = "auto",
+    cache_type: _options.CacheType = None,
     save: Save = None,
     report: Report = None,
     json: Json = False,
@@ -66,16 +68,9 @@ def measure(
     """Measure draft lengths by kind of prompt and recommend one (`bench compare`: two results)."""
     if context.invoked_subcommand is not None:
         return
-    if model is None:
-        raise UsageError("-m is missing: pass the target, a GGUF file")
-    if preset not in (None, MT_BENCH):
-        raise UsageError("--preset", expected=MT_BENCH, found=preset)
-    if preset and (temp or categories):
-        raise UsageError("--preset fixes the prompts and temperature 0",
-                         fix="leave out --temp and --categories")  # fmt: skip
+    model = _checked(model, preset, bool(temp or categories))
     from g4spec.runtime import bench, provenance, recommendation
     from g4spec.runtime import prompts as shipped
-    from g4spec.runtime.engine import Engine
     from g4spec.runtime.sampling import Sampler
 
     out = Output(json, quiet)
@@ -87,7 +82,8 @@ def measure(
     model = _inputs.local(model, out, "gguf")
     draft_file = _inputs.open_draft(draft, model, out)
     idle = bench.memory_in_use()
-    engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
+    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
+                          device=device, cache_type=cache_type)  # fmt: skip
     most = engine.draft.max_tokens if engine.draft else None
     protocol = replace(protocol, lengths=bench.lengths_of(wanted, most))
     names = categories.split(",") if categories else shipped.CATEGORIES
@@ -95,20 +91,22 @@ def measure(
     texts = questions or shipped.prompts(engine.tokenizer, names, prompts, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
+    _engine.tell(engine, out)
     origin = provenance.describe(model, draft_file, engine.target.ops, ["g4spec", *sys.argv[1:]])
     data = result.json(origin, recommendation.recommend(result.rows).json())
-    _finish(data, out, save, report, averages=preset is not None)
+    _measured.finish(data, out, save, report, averages_too=preset is not None)
 
 
-def _finish(
-    data: dict[str, Any], out: Output, save: Path | None, report: Path | None, averages: bool
-) -> None:
-    _measured.keep(data, out, save, report)
-    _measured.show(data, out)
-    if averages:
-        _measured.averages(data["rows"], out)
-    out.result(data)
-    _measured.require_identical(data)
+def _checked(model: Path | None, preset: str | None, fixed: bool) -> Path:
+    """The target, if the options mean something together."""
+    if model is None:
+        raise UsageError("-m is missing: pass the target, a GGUF file")
+    if preset not in (None, MT_BENCH):
+        raise UsageError("--preset", expected=MT_BENCH, found=preset)
+    if preset and fixed:
+        raise UsageError("--preset fixes the prompts and temperature 0",
+                         fix="leave out --temp and --categories")  # fmt: skip
+    return model
 
 
 app.command()(_compare.compare)

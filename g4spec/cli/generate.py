@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g4spec.cli import _inputs, _options
+from g4spec.cli import _engine, _inputs, _options
 from g4spec.cli._spoken import Writer, figures
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
@@ -49,6 +49,8 @@ def command(
     seed: _options.Seed = 0,
     draft_max: _options.DraftMax = "auto",
     draft_window: _options.DraftWindow = None,
+    device: _options.Device = "auto",
+    cache_type: _options.CacheType = None,
     stop: _options.Stop = None,
     ignore_eos: _options.IgnoreEos = False,
     show_draft: _options.ShowDraft = False,
@@ -60,7 +62,7 @@ def command(
         raise UsageError("give the prompt by exactly one of -p, --file and --tokens-file")
     if system is not None and not chat:
         raise UsageError("--system needs --chat")
-    from g4spec.runtime.engine import Engine, Options
+    from g4spec.runtime.engine import Options
     from g4spec.runtime.sampling import Sampler
 
     out = Output(json, quiet)
@@ -73,9 +75,11 @@ def command(
     )
     model = _inputs.local(model, out, "gguf")
     draft_file = _inputs.open_draft(draft, model, out)
-    engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
+    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
+                          device=device, cache_type=cache_type)  # fmt: skip
     ids = _prompt(engine.tokenizer, prompt, file, tokens_file, chat, system)
     _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft))
+    _engine.tell(engine, out)
 
 
 def _write(run: Run, writer: Writer) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs, _options
+from g4spec.cli import _engine, _inputs, _options
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -22,6 +22,8 @@ def command(
     n_predict: Number = 64,
     ctx_size: _options.ContextSize = None,
     draft_window: _options.DraftWindow = None,
+    device: _options.Device = "auto",
+    cache_type: _options.CacheType = None,
     long_tokens: LongTokens = None,
     seed: _options.Seed = 0,
     json: Json = False,
@@ -32,18 +34,19 @@ def command(
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
     from g4spec.runtime import prompts, verify
-    from g4spec.runtime.engine import Engine
 
     out = Output(json, quiet)
     model = _inputs.local(model, out, "gguf")
     draft_file = _inputs.open_draft(draft, model, out)
-    engine = Engine.load(model, draft_file, n_ctx=ctx_size, draft_window=draft_window)
+    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
+                          device=device, cache_type=cache_type)  # fmt: skip
     assert engine.draft is not None
     room = long_tokens or min(1024, engine.n_ctx - n_predict)
     texts = prompts.prompts(engine.tokenizer, long_tokens=room)
     todo = verify.cases(texts, cases, engine.draft.max_tokens, seed)
     with out.progress("verifying") as progress:
         verdict = verify.verify(engine, todo, n_predict, progress=progress)
+    _engine.tell(engine, out)
     for note in verdict.notes:
         out.note(note)
     out.result(verdict.json())

@@ -81,6 +81,12 @@ def select(
     return CudaOps(str(place), chosen), Card(place, chosen)
 
 
+def unused() -> str | None:
+    """Why a GPU that torch sees is not used; None if there is none, or it would be."""
+    found = _missing() if torch.cuda.is_available() else None
+    return None if found is None else str(found)
+
+
 def _missing() -> EnvironmentProblem | None:
     """Why no GPU can be used, or None."""
     if not torch.cuda.is_available():

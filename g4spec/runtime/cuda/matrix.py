@@ -34,6 +34,12 @@ class Matrix:
         self._whole, self._first = raw, 0
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """PyTorch order."""
+        stack = (self.matrices,) if self.matrices > 1 else ()
+        return (*stack, self.rows, self.columns)
+
+    @property
     def packed(self) -> bool:
         return self._raw is None
 
