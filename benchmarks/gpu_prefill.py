@@ -21,7 +21,7 @@ from g4spec.runtime.cuda import packing, prefill
 from g4spec.runtime.cuda.dequant import Products, Weight
 from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.cuda.prefill import LayerWeights, Prefill
-from g4spec.runtime.cuda.prefill_attention import Attention, HeadWeights
+from g4spec.runtime.cuda.prefill_attention import Attention, Flash, HeadWeights, Scores, Wide
 from g4spec.runtime.cuda.prefill_experts import Experts, ExpertWeights
 from g4spec.runtime.ops import Ops
 
@@ -131,7 +131,8 @@ class Parts:
         self.watch(Experts, "_grouped", lambda *_: "experts' products, with dequantizing")
         self.watch(Experts, "__call__", lambda *_: "experts, all")
         self.watch(Attention, "prepare", lambda *a: f"heads {place(*a)}")
-        self.watch(Attention, "attend", lambda *a: f"attention {place(*a)}")
+        for kind in (Flash, Wide, Scores):
+            self.watch(kind, "attend", lambda *a: f"attention {place(*a)}")
         self.watch(Prefill, "_kernel", lambda _, name, *a: f"norms {name}")
         self.watch(prefill.Prefill, "_dense", lambda *_: "dense feed-forward, with its products")
         return self

@@ -38,12 +38,14 @@ class Small:
     def target(self, n_ctx: int, chunk: int) -> Target:
         return Target(self.config, self.reference, Ops(), n_ctx, chunk)
 
-    def prefill(self, n_ctx: int, chunk: int, kind: Kind = "f16") -> Prefill:
+    def prefill(
+        self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False
+    ) -> Prefill:
         caches = [CudaKV(c.n_kv, c.head_dim, n_ctx, c.window, 16, "cuda", kind)
                   for c in gemma4.caches(self.config)]  # fmt: skip
         layers = [self._layer(s) for s in self.config.layers]
         freqs = [f.cuda() for f in self.target(n_ctx, chunk).model._freqs]
-        return Prefill(self.config, layers, caches, freqs, chunk, n_ctx)
+        return Prefill(self.config, layers, caches, freqs, chunk, n_ctx, portable)
 
     def _vector(self, name: str) -> torch.Tensor | None:
         found = self.reference.get(name)

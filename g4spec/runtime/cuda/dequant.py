@@ -1,7 +1,9 @@
-"""Packed matrices as plain half precision, for products of more rows than a step has.
+"""Packed matrices as plain 16-bit floats, for products of more rows than a step has.
 
-Half precision, not bf16: three more bits, and what would not fit it is kept small by powers of two
-(see `prefill`). Each value is computed in float32 and rounded once.
+Half precision where it can be, not bf16: it is as fast and has three more bits, and what would not
+fit it is kept small by powers of two (see `prefill`). bf16 for stacks of experts, because torch's
+grouped product takes nothing else without waiting for the host. Each value is computed in float32
+and rounded once.
 """
 
 from __future__ import annotations
@@ -37,15 +39,16 @@ class Weight:
     matrices: int = 1
 
 
-def instance(type: str, unit: int) -> str:
+def instance(type: str, unit: int, dtype: torch.dtype) -> str:
     """Name of a kernel of dequant.cu."""
-    name = _NAMES[type]
-    return f"dequant<{name}>" if type.endswith("_k") else f"dequant<{name}<{unit}>>"
+    name, to = _NAMES[type], "Half" if dtype == torch.float16 else "Bfloat"
+    return f"dequant<{name}, {to}>" if type.endswith("_k") else f"dequant<{name}<{unit}>, {to}>"
 
 
 def dequantize(weight: Weight, out: torch.Tensor) -> None:
-    """All matrices of `weight` as float16 `out` [matrices * rows, columns], contiguous."""
-    assert out.dtype == torch.float16 and out.is_contiguous()
+    """All matrices of `weight` as `out` [matrices * rows, columns], contiguous, float16 or
+    bfloat16."""
+    assert out.dtype in (torch.float16, torch.bfloat16) and out.is_contiguous()
     assert out.shape == (weight.matrices * weight.rows, weight.columns), (out.shape, weight)
     if not weight.type:
         out.copy_(weight.data.view(out.shape))
@@ -53,7 +56,7 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
     groups = -(-weight.rows // GROUP)
     count, units = weight.data.shape[:2]
     assert count == weight.matrices * groups, (weight.data.shape, weight)
-    launch.kernel("dequant.cu", instance(weight.type, weight.columns // units))(
+    launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))(
         (units, count), 256, weight.data, out, np.int32(weight.rows), np.int32(groups), pdl=False
     )
 
@@ -71,12 +74,12 @@ class Products:
     def __init__(self, values: int, device: torch.device) -> None:
         self._scratch = torch.empty(values, dtype=torch.float16, device=device)
 
-    def matrix(self, weights: Sequence[Weight]) -> torch.Tensor:
-        """Matrices with the same columns below each other, float16 [rows, columns]; it lasts until
-        the next call."""
+    def matrix(self, weights: Sequence[Weight], dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        """Matrices with the same columns below each other, [rows, columns] of a 16-bit type; it
+        lasts until the next call."""
         columns = weights[0].columns
         count = sum(w.matrices * w.rows for w in weights)
-        out, at = self._scratch[: count * columns].view(count, columns), 0
+        out, at = self._scratch[: count * columns].view(dtype).view(count, columns), 0
         for w in weights:
             dequantize(w, out[at : at + w.matrices * w.rows])
             at += w.matrices * w.rows
@@ -94,7 +97,8 @@ class Products:
 
 
 UNITS = [
-    Unit("dequant.cu", tuple(instance(type, unit) for type in _NAMES
-                             for unit in ((256,) if type.endswith("_k") else (64, 256))),
+    Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in _NAMES
+                             for unit in ((256,) if type.endswith("_k") else (64, 256))
+                             for dtype in (torch.float16, torch.bfloat16)),
          max_registers=64),
 ]  # fmt: skip

@@ -22,18 +22,15 @@ from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.dequant import Products, Weight
 from g4spec.runtime.cuda.kv import CudaKV
-from g4spec.runtime.cuda.prefill_attention import (
-    Attention,
-    HeadWeights,
-    earlier,
-    heads,
-    softmax,
-)
-from g4spec.runtime.cuda.prefill_experts import HIDDEN, Experts, ExpertWeights
+from g4spec.runtime.cuda.prefill_attention import Attention, HeadWeights, attention
+from g4spec.runtime.cuda.prefill_experts import Experts, ExpertWeights
 from g4spec.runtime.cuda.units import Unit
 
 PROJECTED = 2.0**-4
 """What projections are multiplied with, to fit half precision."""
+
+HIDDEN = 2.0**-6
+"""What gelu(gate) * up is multiplied with, for the same reason."""
 
 _INT, _FLOAT = np.int32, np.float32
 
@@ -80,6 +77,7 @@ class Prefill:
         freqs: radians a position [D / 2] of each layer; those of pairs that do not turn are 0.
         chunk: most rows of a call.
         n_ctx: positions the sequence may have.
+        portable: only what every GPU can do, for tests.
     """
 
     def __init__(
@@ -90,6 +88,7 @@ class Prefill:
         freqs: Sequence[torch.Tensor],
         chunk: int,
         n_ctx: int,
+        portable: bool = False,
     ) -> None:
         self.config, self.layers, self.caches, self.chunk = config, layers, caches, chunk
         device = layers[0].attn_norm.device
@@ -97,8 +96,10 @@ class Prefill:
                        for s, f in zip(config.layers, freqs, strict=True)}  # fmt: skip
         self._attention: dict[tuple[int, ...], Attention] = {}
         for spec in config.layers:
-            if _kind(spec) not in self._attention:
-                self._attention[_kind(spec)] = Attention(spec, chunk, n_ctx, device)
+            if spec.kv_from is None and _kind(spec) not in self._attention:
+                pairs = len(self._freqs[spec.window is None])
+                self._attention[_kind(spec)] = attention(spec, pairs, chunk, n_ctx, device,
+                                                         portable)  # fmt: skip
         self.products = Products(max(map(_largest, layers)), device)
         half: dict[str, Any] = {"dtype": torch.float16, "device": device}
         width = max(max(s.n_ff * 2, (s.n_head + 2 * s.n_kv) * s.head_dim) for s in config.layers)
@@ -139,13 +140,14 @@ class Prefill:
 
     def attention(self, spec: LayerSpec, x: torch.Tensor, start: int, turns: torch.Tensor) -> None:
         """The attention sublayer of `_rows` added to x; `_rows` then are the next sublayer's."""
-        w, n, on = self.layers[spec.index], len(x), self._attention[_kind(spec)]
-        own = spec.kv_from is None
+        w, n, own = self.layers[spec.index], len(x), spec.kv_from is None
+        donor = spec if spec.kv_from is None else self.config.layers[spec.kv_from]
+        on = self._attention[_kind(donor)]
         qkv = self._view(self._wide, n, sum(m.rows for m in w.qkv))
         self.products.halves(self._rows[:n], w.qkv, qkv, PROJECTED)
-        cache = self.caches[spec.index if spec.kv_from is None else spec.kv_from]
-        on.prepare(qkv, w.heads, turns, start, cache, own and not spec.v_from_k,
-                   self.config.eps * PROJECTED**2)  # fmt: skip
+        norms = HeadWeights(w.heads.q_norm, self.layers[donor.index].heads.k_norm)
+        on.prepare(qkv, norms, turns, start, self.caches[donor.index],
+                   own and not spec.v_from_k, self.config.eps * PROJECTED**2)  # fmt: skip
         out = self._view(self._inner, n, spec.n_head * spec.head_dim)
         on.attend(out, start)
         self.products.floats(out, [w.attn_output], self._out[:n])
@@ -184,7 +186,7 @@ class Prefill:
         self.products.halves(self._rows[:n], w.gate_up, both, PROJECTED)
         inner = self._view(self._inner, n, spec.n_ff)
         turns = "false" if len(w.gate_up) == 1 else "true"
-        launch.kernel("prefill.cu", f"gated<{turns}>")(
+        launch.kernel("prefill.cu", f"gated<Half, {turns}>")(
             (n, -(-spec.n_ff // 2048)), 256, both, inner, _INT(spec.n_ff),
             _FLOAT(1 / PROJECTED), _FLOAT(HIDDEN), pdl=False,
         )  # fmt: skip
@@ -249,8 +251,10 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
 
 
 def _kind(spec: LayerSpec) -> tuple[int, ...]:
-    """Layers alike in this share their buffers of queries, keys and values."""
-    return spec.window or 0, spec.n_head, spec.n_kv, spec.head_dim
+    """Layers alike in this share their buffers of queries, keys and values. A layer that reads
+    another's cache finds there what was gathered for the other: it comes after all of its kind
+    that have their own."""
+    return spec.window or 0, spec.n_head, spec.n_kv, spec.head_dim, spec.v_from_k
 
 
 def _turning(freqs: torch.Tensor) -> torch.Tensor:
@@ -272,15 +276,11 @@ def _largest(w: LayerWeights) -> int:
 
 # What the targets launch: hidden size, and experts with how many a token visits.
 UNITS = [
-    Unit("prefill.cu", ("gated<false>", "gated<true>", "modulated", *(
-        row_kernel(name, width)[0] for width in (5376, 3840, 2816, 2560, 1536)
-        for name in ("norm", "add_norm", "convert", "add_norm_experts", "add_experts"))),
-        max_registers=96),
+    Unit("prefill.cu", (
+        "modulated",
+        *(f"gated<{t}, {turns}>" for t in ("Half", "Bfloat") for turns in ("false", "true")),
+        *(row_kernel(name, width)[0] for width in (5376, 3840, 2816, 2560, 1536)
+          for name in ("norm", "add_norm", "convert", "add_norm_experts", "add_experts")),
+    ), max_registers=96),
     Unit("prefill_experts.cu", ("order", "route<128, 8>", "gather<2816>"), max_registers=64),
-    Unit("prefill_softmax.cu", tuple(name for dim in (256, 512)
-                                     for name in (softmax(dim), f"normalize<{dim}>")),
-         max_registers=64),
-    Unit("prefill_heads.cu", tuple(name(dim, cache) for name in (heads, earlier)
-                                   for dim in (256, 512) for cache in ("HalfCache", "ByteCache")),
-         max_registers=96),
 ]  # fmt: skip

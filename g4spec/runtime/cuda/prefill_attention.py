@@ -16,6 +16,7 @@ import torch
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.kv import TILE, CudaKV
+from g4spec.runtime.cuda.units import Unit
 
 EVERYTHING = 1 << 30
 """The window of a layer without one."""
@@ -25,6 +26,21 @@ KEYS = 2048
 
 ROWS = 32768
 """Rows (of all heads) whose scores are computed at a time: with KEYS, 400 MB of scores."""
+
+FLASH = 128
+"""Rows of a block of prefill_flash.cu."""
+
+FLASH_SHARED = 6 * 64 * 256 * 2 + 256
+"""Bytes of shared memory of such a block: queries, two tiles of keys and of values, barriers."""
+
+WIDE = 64
+"""Rows of a block of prefill_flash_wide.cu."""
+
+WIDE_SHARED = 64 * 512 * 2 + 2 * 64 * 640 * 2 + 2048
+"""Bytes of its shared memory: queries, two tiles, a few numbers of each row, barriers."""
+
+TURNING = 64
+"""Most pairs of a head that may turn there."""
 
 _INT = np.int32
 _CACHES = {"f16": "HalfCache", "q8_0": "ByteCache"}
@@ -47,6 +63,11 @@ class Attention:
         n_ctx: positions a sequence may have.
     """
 
+    layouts = "Plain", "Plain"
+    """Of queries, and of keys and values; see kernels/include/keys.cuh."""
+    fold = False
+    """Whether queries take over the weights of the keys' norm."""
+
     def __init__(self, spec: LayerSpec, chunk: int, n_ctx: int, device: torch.device) -> None:
         self.n_head, self.n_kv, self.dim = spec.n_head, spec.n_kv, spec.head_dim
         self.group = spec.n_head // spec.n_kv
@@ -55,17 +76,14 @@ class Attention:
         self.rows = padded(min(n_ctx, before + chunk))
         half: dict[str, Any] = {"dtype": torch.float16, "device": device}
         # Zeros: rows beyond the last key are multiplied with weights of zero.
-        self.keys = torch.zeros(self.n_kv, self.rows, self.dim, **half)
-        self.values = torch.zeros_like(self.keys)
-        self.queries = torch.zeros(self.n_kv, chunk * self.group, self.dim, **half)
-        block = min(chunk, max(1, ROWS // self.n_head))
-        floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        scores = (self.n_head * block, KEYS)
-        self.block = block
-        self._scores = torch.empty(scores, **floats)
-        self._weights = torch.empty(scores, **half)
-        self._out = torch.empty(self.n_head * block, self.dim, **floats)
-        self._state = torch.empty(2, self.n_head * block, **floats)
+        self.keys = torch.zeros(self.n_kv, self.rows, self.key_width, **half)
+        self.values = self.keys if self.fold else torch.zeros_like(self.keys)
+        self.queries = torch.zeros(self.n_kv, padded(chunk * self.group, FLASH), self.dim, **half)
+
+    @property
+    def key_width(self) -> int:
+        """Values of a row of `keys`."""
+        return self.dim
 
     def first(self, start: int) -> int:
         """Position of row 0 of `keys` for a chunk at `start`."""
@@ -90,16 +108,17 @@ class Attention:
             eps: of the norms, for projections as they are scaled here.
         """
         count, n = len(qkv), qkv.shape[1] // self.dim
-        first, kind = self.first(start), _CACHES[cache.kind]
+        first, kind = self.first(start), (*self.layouts, _CACHES[cache.kind])
+        fold = weights.k_norm if self.fold else None
         planes = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         if start > first and n > self.n_head:
-            launch.kernel("prefill_heads.cu", earlier(self.dim, kind))(
+            launch.kernel("prefill_heads.cu", earlier(self.dim, *kind))(
                 (start - first, -(-self.n_kv // 8)), 256, *planes, _INT(cache.capacity),
                 _INT(first), self.keys, self.values, _INT(self.rows), _INT(self.n_kv), pdl=False,
             )  # fmt: skip
-        launch.kernel("prefill_heads.cu", heads(self.dim, kind))(
+        launch.kernel("prefill_heads.cu", heads(self.dim, *kind))(
             (count, 1 if n <= 32 else 2), 256, qkv, _INT(qkv.shape[1]), _INT(self.n_head),
-            _INT(self.n_kv), _INT(own_values), weights.q_norm, weights.k_norm, None, turns,
+            _INT(self.n_kv), _INT(own_values), weights.q_norm, weights.k_norm, fold, turns,
             _INT(turns.shape[1]), self.queries, _INT(self.queries.shape[1]), self.keys,
             self.values, _INT(self.rows), _INT(start - first), *planes, _INT(cache.capacity),
             _INT(start), np.float32(eps), pdl=False,
@@ -107,6 +126,57 @@ class Attention:
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         """Attention of the prepared rows -> `out` [T, n_head * D] float16."""
+        raise NotImplementedError
+
+
+class Flash(Attention):
+    """Scores stay in registers: heads of 256 on sm_90 (prefill_flash.cu)."""
+
+    layouts = "Tiles", "Tiles"
+
+    def attend(self, out: torch.Tensor, start: int) -> None:
+        count = len(out)
+        launch.kernel("prefill_flash.cu", "flash")(
+            (-(-count * self.group // FLASH), self.n_kv), 384, self.queries, self.keys,
+            self.values, out, _INT(count), _INT(self.group), _INT(self.queries.shape[1]),
+            _INT(self.rows), _INT(start - self.first(start)), _INT(self.window),
+            shared=FLASH_SHARED, pdl=False,
+        )  # fmt: skip
+
+
+class Wide(Attention):
+    """The same for heads of 512 whose keys are their values, turned and weighted
+    (prefill_flash_wide.cu). A row holds the values, and of the keys the part that turns."""
+
+    layouts = "Tiles", "Shared"
+    fold = True
+
+    @property
+    def key_width(self) -> int:
+        return self.dim + 2 * TURNING
+
+    def attend(self, out: torch.Tensor, start: int) -> None:
+        count = len(out)
+        launch.kernel("prefill_flash_wide.cu", "flash_wide")(
+            (-(-count * self.group // WIDE), self.n_kv), 384, self.queries, self.keys, out,
+            _INT(count), _INT(self.group), _INT(self.queries.shape[1]), _INT(self.rows),
+            _INT(start - self.first(start)), _INT(self.window), shared=WIDE_SHARED, pdl=False,
+        )  # fmt: skip
+
+
+class Scores(Attention):
+    """Scores of a block of rows with a block of keys lie in memory between two products."""
+
+    def __init__(self, spec: LayerSpec, chunk: int, n_ctx: int, device: torch.device) -> None:
+        super().__init__(spec, chunk, n_ctx, device)
+        self.block = min(chunk, max(1, ROWS // self.n_head))
+        rows = self.n_head * self.block
+        self._scores = torch.empty(rows * KEYS, dtype=torch.float32, device=device)
+        self._weights = torch.empty(rows * KEYS, dtype=torch.float16, device=device)
+        self._out = torch.empty(rows, self.dim, dtype=torch.float32, device=device)
+        self._state = torch.empty(2, rows, dtype=torch.float32, device=device)
+
+    def attend(self, out: torch.Tensor, start: int) -> None:
         count, offset = len(out), start - self.first(start)
         for begin in range(0, count, self.block):
             end = min(count, begin + self.block)
@@ -122,8 +192,8 @@ class Attention:
         high = padded(offset + len(out))
         for at in range(low, high, KEYS):
             n = min(KEYS, high - at)
-            s = self._scores.view(-1)[: heads * rows * n].view(heads, rows, n)
-            p = self._weights.view(-1)[: heads * rows * n].view(heads, rows, n)
+            s = self._scores[: heads * rows * n].view(heads, rows, n)
+            p = self._weights[: heads * rows * n].view(heads, rows, n)
             keys, values = self.keys[:, at : at + n], self.values[:, at : at + n]
             torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32, out=s)
             launch.kernel("prefill_softmax.cu", softmax(self.dim))(
@@ -139,18 +209,49 @@ class Attention:
         )
 
 
-def padded(rows: int) -> int:
+def attention(
+    spec: LayerSpec, pairs: int, chunk: int, n_ctx: int, device: torch.device, portable: bool
+) -> Attention:
+    """The fastest way for this layer on this GPU.
+
+    Args:
+        pairs: of a head that turn.
+        portable: take the one that every GPU has.
+    """
+    kind: type[Attention] = Scores
+    if launch.arch(device.index) == "sm_90a" and not portable:
+        if spec.head_dim == 256:
+            kind = Flash
+        elif spec.head_dim == 512 and spec.v_from_k and pairs <= TURNING:
+            kind = Wide
+    return kind(spec, chunk, n_ctx, device)
+
+
+def padded(rows: int, tile: int = TILE) -> int:
     """Rows of whole tiles."""
-    return -(-rows // TILE) * TILE
+    return -(-rows // tile) * tile
 
 
-def heads(dim: int, cache: str) -> str:
-    return f"heads<{dim}, Plain<{dim}>, Plain<{dim}>, {cache}>"
+def heads(dim: int, queries: str, keys: str, cache: str) -> str:
+    return f"heads<{dim}, {queries}<{dim}>, {keys}<{dim}>, {cache}>"
 
 
-def earlier(dim: int, cache: str) -> str:
-    return f"earlier<{dim}, Plain<{dim}>, {cache}>"
+def earlier(dim: int, _: str, keys: str, cache: str) -> str:
+    return f"earlier<{dim}, {keys}<{dim}>, {cache}>"
 
 
 def softmax(dim: int) -> str:
     return f"softmax<{dim}, {KEYS // 512}>"
+
+
+UNITS = [
+    Unit("prefill_heads.cu", tuple(
+        name(dim, *layouts, cache) for name in (heads, earlier) for cache in _CACHES.values()
+        for dim, layouts in ((256, Scores.layouts), (512, Scores.layouts), (256, Flash.layouts),
+                             (512, Wide.layouts))), max_registers=96),
+    Unit("prefill_softmax.cu", tuple(name for dim in (256, 512)
+                                     for name in (softmax(dim), f"normalize<{dim}>")),
+         max_registers=64),
+    Unit("prefill_flash.cu", ("flash",), ("sm_90a",), 168, FLASH_SHARED),
+    Unit("prefill_flash_wide.cu", ("flash_wide",), ("sm_90a",), 168, WIDE_SHARED),
+]  # fmt: skip

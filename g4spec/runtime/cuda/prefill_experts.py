@@ -1,5 +1,5 @@
 """Experts of many rows: rows are put in the order of their experts, whose matrices are
-dequantized all together, and multiplied group by group."""
+dequantized all together, and multiplied group by group. In bf16, see `dequant`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ import torch
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.dequant import Products, Weight
-
-HIDDEN = 2.0**-6
-"""What gelu(gate) * up is multiplied with, to fit half precision."""
 
 _INT = np.int32
 
@@ -46,29 +43,29 @@ class Experts:
     """Buffers for the experts of a chunk.
 
     Attributes:
-        rows: [T, H] float16, what they read. `routed`: [T, H] float32, what the router reads.
+        rows: [T, H] bfloat16, what they read. `routed`: [T, H] float32, what the router reads.
         places, weights: [T, k], where the results of each row stand, and their weights.
     """
 
     def __init__(self, spec: LayerSpec, n_embd: int, chunk: int, device: torch.device) -> None:
         self.spec, self.n_embd = spec, n_embd
         self.k, visits = spec.n_expert_used, chunk * spec.n_expert_used
-        half: dict[str, Any] = {"dtype": torch.float16, "device": device}
+        brief: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
         whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        self.rows = torch.empty(chunk, n_embd, **half)
+        self.rows = torch.empty(chunk, n_embd, **brief)
         self.routed = torch.empty(chunk, n_embd, **floats)
         self.weights = torch.empty(chunk, self.k, **floats)
         self.places = torch.empty(visits, **whole)
         self._scores = torch.empty(chunk, spec.n_expert, **floats)
         self._ids, self._visits = (torch.empty(visits, **whole) for _ in range(2))
         self._ends = torch.empty(spec.n_expert, **whole)
-        self._sorted = torch.empty(visits, n_embd, **half)
-        self._hidden = torch.empty(visits, spec.n_ff_expert, **half)
+        self._sorted = torch.empty(visits, n_embd, **brief)
+        self._hidden = torch.empty(visits, spec.n_ff_expert, **brief)
 
     def __call__(self, w: ExpertWeights, products: Products, count: int) -> torch.Tensor:
-        """What `count` rows get from each of their experts, times HIDDEN: [count * k, H] float16
-        in the order of `places`."""
+        """What `count` rows get from each of their experts, [count * k, H] bfloat16 in the order
+        of `places`."""
         spec, visits = self.spec, count * self.k
         torch.mm(self.routed[:count], w.router.t(), out=self._scores[:count])
         file = "prefill_experts.cu"
@@ -85,13 +82,14 @@ class Experts:
             visits, 128, self.rows, self._visits, x, _INT(self.k), pdl=False
         )
         both = self._grouped(x, w.gate_up, products)
-        launch.kernel("prefill.cu", f"gated<{'false' if w.interleaved else 'true'}>")(
+        launch.kernel("prefill.cu", f"gated<Bfloat, {'false' if w.interleaved else 'true'}>")(
             (visits, -(-spec.n_ff_expert // 2048)), 256, both, h, _INT(spec.n_ff_expert),
-            np.float32(1), np.float32(HIDDEN), pdl=False,
+            np.float32(1), np.float32(1), pdl=False,
         )  # fmt: skip
         return self._grouped(h, w.down, products)
 
     def _grouped(self, x: torch.Tensor, weight: Weight, products: Products) -> torch.Tensor:
         """Rows in the order of their experts times their expert's matrix."""
-        stack = products.matrix([weight]).view(weight.matrices, weight.rows, weight.columns)
+        stack = products.matrix([weight], torch.bfloat16)
+        stack = stack.view(weight.matrices, weight.rows, weight.columns)
         return torch._grouped_mm(x, stack.transpose(1, 2), offs=self._ends)

@@ -1,4 +1,4 @@
-// Packed weights (g4spec/runtime/cuda/packing.py) to plain halves [N, K], for prefill's large
+// Packed weights (g4spec/runtime/cuda/packing.py) to plain 16-bit floats [N, K], for prefill's large
 // products. Values are computed in float32 and rounded once.
 //
 // One CTA a unit of 128 rows; a warp takes a tile of 16 rows. Lane 4 g + t holds rows g and g + 8,
@@ -175,7 +175,7 @@ template <int K> using Q51 = Legacy<5, true, K>;
 
 // `packed`: matrices of `groups` groups of 128 rows, of which `rows` count. Grid: (units of K,
 // groups of all matrices). `out`: [matrices * rows, K].
-template <class F>
+template <class F, class T>
 __global__ void __launch_bounds__(256) dequant(const u8* packed, u16* out, int rows, int groups) {
   grid_launch();
   const int tile = threadIdx.x / 32, lane = threadIdx.x % 32, k = gridDim.x * F::UNIT;
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(256) dequant(const u8* packed, u16* out, int r
       if (first + r * 8 >= rows) continue;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const uint2 w = {Half::pack(v[r][j][0], v[r][j][1]), Half::pack(v[r][j][2], v[r][j][3])};
+        const uint2 w = {T::pack(v[r][j][0], v[r][j][1]), T::pack(v[r][j][2], v[r][j][3])};
         *(uint2*)(to + (i64)r * 8 * k + k64 * 64 + j * 16) = w;
       }
     }

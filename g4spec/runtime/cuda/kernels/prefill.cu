@@ -21,13 +21,14 @@ struct Row {
     for (int j = 0; j < V; ++j)
       if (at(j) < N) ((float4*)p)[at(j)] = v[j];
   }
-  // Adds `weight` times a row of halves.
+  // Adds `weight` times a row of 16-bit floats.
+  template <class T>
   DEVICE void add(const u16* p, float weight) {
 #pragma unroll
     for (int j = 0; j < V; ++j) {
       if (at(j) >= N) continue;
       const uint2 w = ((const uint2*)p)[at(j)];
-      v[j] = add4(v[j], mul4({Half::low(w.x), Half::high(w.x), Half::low(w.y), Half::high(w.y)}, weight));
+      v[j] = add4(v[j], mul4({T::low(w.x), T::high(w.x), T::low(w.y), T::high(w.y)}, weight));
     }
   }
   DEVICE void scale(float s) {
@@ -136,13 +137,13 @@ add_norm_experts(const float* h, float* x, const float* weight, const float* den
   r.store(x + row * H);
   const float s = r.inverse(sums[1], eps);
   write_row<Half>(r, s, dense, row_of<Half, H>(to_dense, row));
-  write_row<Half>(r, s, experts, row_of<Half, H>(to_experts, row));
+  write_row<Bfloat>(r, s, experts, row_of<Bfloat, H>(to_experts, row));
   write_row<Float>(r, s * share, router, row_of<Float, H>(to_router, row));
 }
 
 // After experts: their rows y, `k` a token at `places` [T, k] with `weights` [T, k], summed and
-// normed; the dense feed-forward h normed (both times `stored` before); their sum normed and added
-// to the residual.
+// normed; the dense feed-forward h, times `stored`, normed; their sum normed and added to the
+// residual.
 template <int H, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS)
 add_experts(const float* h, const u16* y, const i32* places, const float* weights, int k, float* x,
@@ -156,7 +157,7 @@ add_experts(const float* h, const u16* y, const i32* places, const float* weight
   a.load(h + row * H);
   a.scale(stored);
   for (int i = 0; i < k; ++i)
-    b.add(y + (i64)places[row * k + i] * H, stored * weights[row * k + i]);
+    b.template add<Bfloat>(y + (i64)places[row * k + i] * H, weights[row * k + i]);
   r.add_weighted(a, a.inverse(sums[0], eps), dense);
   r.add_weighted(b, b.inverse(sums[1], eps), experts);
   a.load(x + row * H);
@@ -173,7 +174,7 @@ DEVICE float gelu(float x) {
 
 // gelu(gate) * up: a row holds 16 gates, then the 16 values of up beside them, and so on; rows with
 // `halves` hold all gates first. Values enter divided by `in` and leave times `out`.
-template <bool HALVES>
+template <class T, bool HALVES>
 __global__ void __launch_bounds__(256)
 gated(const u16* gate_up, u16* to, int width, float in, float out) {
   const int i = (blockIdx.y * 256 + threadIdx.x) * 8;  // channel
@@ -181,11 +182,11 @@ gated(const u16* gate_up, u16* to, int width, float in, float out) {
   const u16* row = gate_up + (i64)blockIdx.x * 2 * width;
   const u16* gates = row + (HALVES ? i : i / 16 * 32 + i % 16);
   float g[8], u[8];
-  unpack_row(g, gates);
-  unpack_row(u, gates + (HALVES ? width : 16));
+  unpack_row<T>(g, gates);
+  unpack_row<T>(u, gates + (HALVES ? width : 16));
 #pragma unroll
   for (int e = 0; e < 8; ++e) g[e] = gelu(g[e] * in) * (u[e] * in) * out;
-  pack_row(to + (i64)blockIdx.x * width + i, g);
+  pack_row<T>(to + (i64)blockIdx.x * width + i, g);
 }
 
 // gelu(gate times its row's power) * by, with rows of `by` a distance `stride` apart: what a layer is

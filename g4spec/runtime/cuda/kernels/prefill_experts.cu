@@ -83,7 +83,7 @@ order(const i32* ids, i32* places, i32* visits, i32* ends, int n) {
   if (threadIdx.x == 0) ends[expert] = at;
 }
 
-// Row `visits[i] / k` of x, halves [T, H], becomes row i.
+// Row `visits[i] / k` of x, 16-bit floats [T, H], becomes row i.
 template <int H>
 __global__ void __launch_bounds__(128) gather(const u16* x, const i32* visits, u16* to, int k) {
   const u32* from = (const u32*)(x + (i64)(visits[blockIdx.x] / k) * H);

@@ -1,4 +1,4 @@
-// What prefill's rows are made of: halves, which products read, two to a word; or floats.
+// What prefill's rows are made of: the 16-bit floats that products read, two to a word; or floats.
 #pragma once
 #include "ptx.cuh"
 
@@ -17,12 +17,31 @@ struct Half {
   static DEVICE float high(u32 two) { return from_half((u16)(two >> 16)); }
 };
 
+struct Bfloat {
+  static constexpr int BYTES = 2;
+  static DEVICE u32 pack(float low, float high) {
+#if ARCH >= 800
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+#else
+    return round(low) | round(high) << 16;
+#endif
+  }
+  static DEVICE u32 round(float x) {  // to nearest, ties to even; finite values
+    const u32 bits = __float_as_uint(x);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  }
+  static DEVICE float low(u32 two) { return __uint_as_float(two << 16); }
+  static DEVICE float high(u32 two) { return __uint_as_float(two & 0xffff0000u); }
+};
+
 struct Float {
   static constexpr int BYTES = 4;
 };
 
-// N values (1, 2, 4 or a multiple of 8) from N halves, and back.
-template <int N>
+// N values (1, 2, 4 or a multiple of 8) from N 16-bit floats, and back.
+template <class T = Half, int N>
 DEVICE void unpack_row(float (&v)[N], const u16* from) {
   u32 w[(N + 1) / 2];
   if constexpr (N % 8 == 0) {
@@ -36,14 +55,14 @@ DEVICE void unpack_row(float (&v)[N], const u16* from) {
     w[0] = *from;
   }
 #pragma unroll
-  for (int i = 0; i < N; ++i) v[i] = i % 2 ? Half::high(w[i / 2]) : Half::low(w[i / 2]);
+  for (int i = 0; i < N; ++i) v[i] = i % 2 ? T::high(w[i / 2]) : T::low(w[i / 2]);
 }
 
-template <int N>
+template <class T = Half, int N>
 DEVICE void pack_row(u16* to, const float (&v)[N]) {
   u32 w[(N + 1) / 2];
 #pragma unroll
-  for (int i = 0; i < N; i += 2) w[i / 2] = Half::pack(v[i], i + 1 < N ? v[i + 1] : 0.0f);
+  for (int i = 0; i < N; i += 2) w[i / 2] = T::pack(v[i], i + 1 < N ? v[i + 1] : 0.0f);
   if constexpr (N % 8 == 0) {
 #pragma unroll
     for (int i = 0; i < N / 8; ++i) ((uint4*)to)[i] = *(const uint4*)(w + 4 * i);
