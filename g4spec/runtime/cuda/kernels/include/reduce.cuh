@@ -1,0 +1,30 @@
+// Sums and maxima over a warp or a block, in an order that depends on the block's shape alone.
+#pragma once
+#include "ptx.cuh"
+
+struct Sum {
+  DEVICE float operator()(float a, float b) const { return a + b; }
+};
+struct Largest {  // a NaN stays
+  DEVICE float operator()(float a, float b) const { return a > b || a != a ? a : b; }
+};
+
+template <class Op>
+DEVICE float over_warp(float v, Op op) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) v = op(v, __shfl_xor_sync(FULL, v, step));
+  return v;
+}
+
+// One value of each thread, combined; every thread gets the result. `slots` [WARPS] in shared
+// memory, others for each use.
+template <int WARPS, class Op>
+DEVICE float over_block(float v, float* slots, Op op) {
+  v = over_warp(v, op);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = slots[0];
+#pragma unroll
+  for (int i = 1; i < WARPS; ++i) v = op(v, slots[i]);
+  return v;
+}

@@ -1,0 +1,147 @@
+// What happens to the residual between two products. A row is read once, into the registers of a
+// block, and leaves as the new residual and as input of the next products.
+//
+// Time goes into latency and into what one multiprocessor issues, so: weights are fetched and
+// places computed before the kernel before this one has ended (the residual too, if EARLY says that
+// its writer has ended), and for the few rows of a step V blocks compute the same row, each of
+// which writes a part of it (SPLIT).
+#include "reduce.cuh"
+#include "rows.cuh"
+
+// How a row enters: as it is; h is added; h is normed and added.
+enum Enter { PLAIN, ADD, NORM };
+// How it leaves, beside the residual: not; normed, as float or as input of a product; as input of
+// a product with a scale of its own that is a power of two.
+enum Leave { NOTHING, FLOATS, ROWS, SCALED };
+
+// A row in the registers of a block: element e of v[j] is value 4 at(j) + e. WHOLE: n4 is just what
+// the block holds, so nothing needs to be checked.
+template <int WARPS, int V, bool WHOLE>
+struct Row {
+  float4 v[V];
+
+  static DEVICE int at(int j) { return j * 32 * WARPS + threadIdx.x; }
+  static DEVICE bool valid(int j, int n4) { return WHOLE || at(j) < n4; }
+  DEVICE void load(const float* p, int n4) {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      v[j] = valid(j, n4) ? __ldcg((const float4*)p + at(j)) : float4{0, 0, 0, 0};
+  }
+  DEVICE void fill(float x) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = {x, x, x, x};
+  }
+  DEVICE float squares() const {
+    float s = 0;
+#pragma unroll
+    for (int j = 0; j < V; ++j) s += square4(v[j]);
+    return s;
+  }
+  DEVICE float largest() const {
+    float most = 0;
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      most = Largest()(most, largest4(v[j]));
+      if (!finite4(v[j])) most = __int_as_float(0x7fc00000);
+    }
+    return most;
+  }
+  // 1 / root mean square; `share` is 1 / width.
+  DEVICE float inverse(float* slots, float share, float eps) const {
+    return rsqrtf(over_block<WARPS>(squares(), slots, Sum()) * share + eps);
+  }
+};
+
+// The power of two that brings `most` into [512, 1024); 1 for zero and for what is not finite.
+DEVICE float scale_of(float most) {
+  if (!(most > 0.0f && most < __int_as_float(0x7f800000))) return 1.0f;
+  const int exponent = (int)(__float_as_uint(most) >> 23) - 127 - 9;
+  return __int_as_float((max(exponent, -100) + 127) << 23);
+}
+
+// v = (v + norm of h) * factor. `h` [SLICES], summed in order.
+template <int ENTER, int SLICES, int WARPS, int V, bool WHOLE>
+DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
+                const Row<WARPS, V, WHOLE>& weight, float* slots, float factor, float share,
+                float eps) {
+#pragma unroll
+  for (int s = 1; s < SLICES; ++s)
+#pragma unroll
+    for (int j = 0; j < V; ++j) h[0].v[j] = add4(h[0].v[j], h[s].v[j]);
+  const float q = ENTER == NORM ? h[0].inverse(slots, share, eps) : 1.0f;
+#pragma unroll
+  for (int j = 0; j < V; ++j) {
+    const float4 y = ENTER == NORM ? mul4(mul4(h[0].v[j], q), weight.v[j]) : h[0].v[j];
+    v.v[j] = mul4(add4(v.v[j], y), factor);
+  }
+}
+
+// x' = (x + rms_norm(h) * weight) * scale, and its norms by N weights. `h` [SLICES][rows][width];
+// `x` [rows][x_stride]; `out` [rows, width], not `x`; `tap` [rows][tap_stride], a second copy. Grid
+// [rows, V if SPLIT].
+template <int WARPS, int V, int SLICES, int ENTER, int NEXT, int N, bool SPLIT, bool EARLY,
+          bool WHOLE>
+__global__ __launch_bounds__(32 * WARPS) void norm_rows(
+    const float* h, const float* x, i64 x_stride, const float* weight, const float* scale,
+    const float* next_a, const float* next_b, const float* next_c, void* to_a, void* to_b,
+    void* to_c, int first, float* row_scale, float* out, float* tap, i64 tap_stride, int rows,
+    int width, float eps) {
+  grid_launch();
+  __shared__ float slots[2][WARPS];
+  using R = Row<WARPS, V, WHOLE>;
+  constexpr int OWN = SPLIT ? 1 : V;  // quads that a thread writes
+  const float* next[3] = {next_a, next_b, next_c};
+  void* const to[3] = {to_a, to_b, to_c};
+  const int row = blockIdx.x, part = blockIdx.y, n4 = width / 4;
+  const bool real = row < rows;
+  R w, parts[SLICES], v;
+  float4 nw[N][OWN];
+  RowPlace place[OWN];
+  if (ENTER == NORM) w.load(weight, n4);
+#pragma unroll
+  for (int q = 0; q < OWN; ++q) {
+    const int j = SPLIT ? part : q, i = R::at(j);
+#pragma unroll
+    for (int o = 0; o < N; ++o)
+      nw[o][q] = next[o] && R::valid(j, n4) ? __ldcg((const float4*)next[o] + i)
+                                            : float4{1, 1, 1, 1};
+    if (NEXT == ROWS || NEXT == SCALED) place[q] = RowPlace(tiles_of(rows), row, first + i);
+  }
+  const float factor = scale ? *scale : 1.0f, share = 1.0f / (float)width;
+  const float* old = now(x + row * x_stride);
+  const u32 start = now(row * n4);
+  if (EARLY && real) v.load(old, n4);
+  grid_wait();
+  float r = 1.0f;
+  if (real) {
+    if (!EARLY) v.load(old, n4);
+    if (ENTER != PLAIN) {
+#pragma unroll
+      for (int s = 0; s < SLICES; ++s) parts[s].load(h + ((i64)s * rows + row) * width, n4);
+      add<ENTER>(v, parts, w, slots[0], factor, share, eps);
+    }
+    if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse(slots[1], share, eps);
+    if (NEXT == SCALED) r = scale_of(over_block<WARPS>(v.largest(), slots[1], Largest()));
+  } else {
+    v.fill(0.0f);  // what fills a tile is zero
+  }
+  if (NEXT == SCALED && part == 0 && threadIdx.x == 0) row_scale[row] = r;
+  if (NEXT == SCALED) r = 1.0f / r;
+#pragma unroll
+  for (int q = 0; q < OWN; ++q) {
+    float4 own = v.v[q];
+#pragma unroll
+    for (int j = 1; j < V; ++j)
+      if (SPLIT && part == j) own = v.v[j];
+    const int j = SPLIT ? part : q, i = R::at(j);
+    const bool mine = R::valid(j, n4);
+    if (ENTER != PLAIN && real && mine) ((float4*)out)[start + i] = own;
+    if (tap && real && mine) ((float4*)(tap + row * tap_stride))[i] = own;
+#pragma unroll
+    for (int o = 0; o < N; ++o) {
+      const float4 y = mul4(mul4(own, r), nw[o][q]);
+      if (NEXT == FLOATS && mine) ((float4*)to[o])[start + i] = y;
+      if (NEXT == ROWS || NEXT == SCALED) place[q].store((u8*)to[o], y, mine);
+    }
+  }
+}

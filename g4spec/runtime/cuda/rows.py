@@ -1,0 +1,299 @@
+"""Input of a product, and what happens to the residual between two products.
+
+Rows are what `linear.cu` reads: T <= 16 rows [T, K] in half precision, in the order in which the
+tensor cores read them, with sums beside them. With `tiles` = 1 for T <= 8 and 2 above, a buffer has
+K / 64 blocks of 1216 * tiles bytes, one for each 64 columns:
+
+- halves: row m, column k of the block, with k16 = k / 16, t = k % 16 / 4, e = k % 4 and
+  lane = m % 8 * 4 + t, stands at ((k16 / 2) * 32 + lane) * 8 + (k16 % 2) * 4 + e (one tile), or at
+  (k16 * 32 + lane) * 8 + (m / 8) * 4 + e (two);
+- float32 [4][8 * tiles]: -1024 times the sum of each 16 columns of a row, as rounded;
+- float32 [2][8 * tiles]: the same of each 32 columns.
+
+Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
+a power of two that the product multiplies its result with.
+
+Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. With
+`early` they also prefetch what an earlier kernel has written. That is right only if the kernel
+directly before calls `grid_launch` after its own `grid_wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.units import Unit
+
+MOST = 16
+"""Rows of a step."""
+
+BLOCK = 64
+"""Columns of a block."""
+
+PLAIN, ADD, NORM = 0, 1, 2
+NOTHING, FLOATS, ROWS, SCALED = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows [T, K] as a product reads them.
+
+    Attributes:
+        data: uint8 [K / 64, 1216 * tiles].
+        count, width: T and K.
+        scale: float32 [16], what the product multiplies each row with, or None.
+    """
+
+    data: torch.Tensor
+    count: int
+    width: int
+    scale: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 8 rows."""
+        return tiles(self.count)
+
+
+def tiles(count: int) -> int:
+    """Tiles of 8 rows that hold `count` rows."""
+    return 1 if count <= 8 else 2
+
+
+def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> Rows:
+    """Rows [count, width] that are yet to be written."""
+    assert 1 <= count <= MOST and width % BLOCK == 0, (count, width)
+    data = torch.empty(width // BLOCK, 1216 * tiles(count), dtype=torch.uint8, device=device)
+    scale = torch.empty(MOST, dtype=torch.float32, device=device) if scaled else None
+    return Rows(data, count, width, scale)
+
+
+def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is stored, padding included and unscaled.
+
+    Returns:
+        Half [8 * tiles, K]; float32 sums of 16 [8 * tiles, K / 16] and of 32 [8 * tiles, K / 32].
+    """
+    n, blocks = rows.tiles, rows.width // BLOCK
+    halves = rows.data[:, : 1024 * n].contiguous().view(torch.float16)
+    sums = rows.data[:, 1024 * n :].contiguous().view(torch.float32)
+    if n == 1:  # k16 / 2, row, t, k16 % 2, e
+        halves = halves.view(blocks, 2, 8, 4, 2, 4).permute(2, 0, 1, 4, 3, 5)
+    else:  # k16, row % 8, t, row / 8, e
+        halves = halves.view(blocks, 4, 8, 4, 2, 4).permute(4, 2, 0, 1, 3, 5)
+    numbers = sums.view(blocks, 6, 8 * n).permute(2, 0, 1)
+    return (
+        halves.reshape(8 * n, rows.width),
+        numbers[:, :, :4].reshape(8 * n, -1),
+        numbers[:, :, 4:].reshape(8 * n, -1),
+    )
+
+
+def shape(width: int) -> tuple[int, int]:
+    """Warps of a block and 16-byte loads of a thread that hold a row of `width` floats."""
+    quads = -(-width // 4)
+    for warps_at_most in (16, 32):
+        for loads in range(1, 9):
+            warps = -(-quads // (32 * loads))
+            if warps <= warps_at_most:
+                return warps, loads
+    raise AssertionError(f"a row of {width} values does not fit into a block's registers")
+
+
+def instance(
+    width: int,
+    slices: int,
+    enter: int,
+    leave: int,
+    outputs: int = 1,
+    *,
+    split: bool = True,
+    early: bool = False,
+) -> str:
+    """Name of a kernel of norm.cu."""
+    warps, loads = shape(width)
+    flags = (split, early, width == 128 * warps * loads)
+    numbers = (warps, loads, slices, enter, leave, outputs)
+    return f"norm_rows<{', '.join([*map(str, numbers), *(str(f).lower() for f in flags)])}>"
+
+
+def pack_rows(x: torch.Tensor, into: Rows | None = None, column: int = 0) -> Rows:
+    """x float32 [T, K] as rows; each with the power of two as scale that brings its largest value
+    into [512, 1024)."""
+    to = empty(len(x), x.shape[1], x.device, scaled=True) if into is None else into
+    assert to.scale is not None
+    _run(x, leave=SCALED, outputs=[to.data], row_scale=to.scale, column=column)
+    return to
+
+
+def rms_norm_rows(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    into: Rows | None = None,
+    column: int = 0,
+) -> Rows:
+    """rms_norm of x float32 [T, H] as rows, from column `column` (a multiple of 64) on."""
+    to = empty(len(x), x.shape[1], x.device) if into is None else into
+    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data], column=column)
+    return to
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """rms_norm of x float32 [..., H], the same shape; any number of rows."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _run(x.reshape(-1, x.shape[-1]), eps=eps, leave=FLOATS, following=[weight], outputs=[y])
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The end of a sublayer and the start of the next: x' = (x + rms_norm(h) * weight) * scale.
+
+    Attributes:
+        weight: [H], or None: h is added as it is.
+        eps: of all norms.
+        scale: float32 [1], or None.
+        early: `x` was written by a kernel before the one directly before (see the module).
+    """
+
+    weight: torch.Tensor | None
+    eps: float
+    scale: torch.Tensor | None = None
+    early: bool = False
+
+    def __call__(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        tap: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x' [T, H] alone.
+
+        Args:
+            h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8).
+            x: [T, H]. `out`: where x' goes; not `x`.
+            tap: a second place for it, [T, H] with any distance between rows.
+        """
+        out = torch.empty_like(x) if out is None else out
+        _run(x, h, self, out=out, tap=tap, leave=NOTHING)
+        return out
+
+    def rows(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        following: Sequence[torch.Tensor | None],
+        *,
+        out: torch.Tensor | None = None,
+        tap: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, list[Rows]]:
+        """x', and rms_norm(x') with each of at most three weights as rows."""
+        out = torch.empty_like(x) if out is None else out
+        to = [empty(len(x), x.shape[1], x.device) for _ in following]
+        _run(x, h, self, out=out, tap=tap, leave=ROWS, eps=self.eps, following=following,
+             outputs=[r.data for r in to])  # fmt: skip
+        return out, to
+
+    def numbers(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        following: torch.Tensor | None,
+        *,
+        out: torch.Tensor | None = None,
+        tap: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x', and rms_norm(x') as float32 [T, H]; any number of rows."""
+        out = torch.empty_like(x) if out is None else out
+        y = torch.empty_like(out)
+        _run(x, h, self, out=out, tap=tap, leave=FLOATS, eps=self.eps, following=[following],
+             outputs=[y])  # fmt: skip
+        return out, y
+
+    def packed(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        tap: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, Rows]:
+        """x', and x' itself as rows with scales."""
+        out = torch.empty_like(x) if out is None else out
+        to = empty(len(x), x.shape[1], x.device, scaled=True)
+        _run(x, h, self, out=out, tap=tap, leave=SCALED, outputs=[to.data], row_scale=to.scale)
+        return out, to
+
+
+def _run(
+    x: torch.Tensor,
+    h: torch.Tensor | None = None,
+    residual: Residual | None = None,
+    *,
+    leave: int,
+    eps: float = 0.0,
+    following: Sequence[torch.Tensor | None] = (),
+    outputs: Sequence[torch.Tensor] = (),
+    out: torch.Tensor | None = None,
+    tap: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+    column: int = 0,
+) -> None:
+    """Launch `norm_rows`; see norm.cu."""
+    (count, width), slices, enter = x.shape, 1, PLAIN
+    weight = scale = None
+    if h is not None and residual is not None:
+        slices = h.shape[0] if h.dim() == 3 else 1
+        assert h.shape[-2:] == x.shape and slices <= 8, (h.shape, x.shape)
+        weight, scale, eps = residual.weight, residual.scale, residual.eps
+        enter = ADD if weight is None else NORM
+    assert column % BLOCK == 0 and width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
+    assert out is None or out.data_ptr() != x.data_ptr(), "blocks that read x do not wait"
+    early, split = residual is not None and residual.early, count <= MOST
+    name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split, early=early)
+    warps, loads = shape(width)
+    weights = [*following, None, None, None][:3]
+    places = [*outputs, None, None, None][:3]
+    padded = count if leave in (NOTHING, FLOATS) else 8 * tiles(count)
+    launch.kernel("norm.cu", name)(
+        (padded, loads if split else 1), 32 * warps,
+        h, address(x), np.int64(x.stride(0)), weight, scale, *weights, *places,
+        np.int32(column // 4), row_scale, out, None if tap is None else address(tap),
+        np.int64(0 if tap is None else tap.stride(0)), np.int32(count), np.int32(width),
+        np.float32(eps),
+    )  # fmt: skip
+
+
+def address(x: torch.Tensor) -> Any:
+    """Of rows that may have a distance of their own, but start on 16 bytes each."""
+    assert x.stride(-1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0, x.stride()
+    assert x.dtype is torch.float32 and x.is_cuda, (x.dtype, x.device)
+    return np.uint64(x.data_ptr())
+
+
+# What the targets and drafts of Gemma 4 31B and 26B-A4B launch, and the widest rows there are.
+UNITS = [
+    Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
+    for width, bound, forms in (
+        (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
+                    (1, ADD, ROWS), (1, PLAIN, SCALED), (1, NORM, SCALED), (1, PLAIN, FLOATS)]),
+        (2816, 80, [(1, NORM, ROWS, 3), (4, NORM, ROWS)]),
+        (16128, 96, [(1, PLAIN, ROWS)]),
+        (26880, 64, [(1, PLAIN, SCALED)]),
+    )
+] + [
+    Unit("norm.cu", (instance(5376, 1, NORM, ROWS, early=True),
+                     instance(5376, 1, NORM, FLOATS, split=False)), max_registers=96),
+]  # fmt: skip
