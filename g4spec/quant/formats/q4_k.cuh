@@ -7,15 +7,46 @@ template <int BITS>
 struct Affine {
   static constexpr int UPPER = 16384, HEADER = UPPER + (BITS - 4) * 4096;
   static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = 1664;
+  static constexpr int MINS = 1024, DMINS = 1536;  // in the scratch of a warp
+
+  // The factors of a row's groups, one lane a row.
+  template <int PARTS>
+  struct Factors {
+    float scales[8 / PARTS], dmin;
+    u32 mins[4 / PARTS];  // pairs of halves
+
+    // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it.
+    DEVICE void load(const u8* unit, int warp, int lane, int part) {
+      const uint4 h = *(const uint4*)(unit + HEADER + (warp * 32 + lane) * 16);
+      const float d = from_half(h.x) * (lane & 8 ? 0.0625f : 1.0f);
+      const u32 scale_end = h.w & 0xffff, min_end = h.w >> 16;
+      dmin = from_half(h.x >> 16);
+#pragma unroll
+      for (int i = 0; i < 8 / PARTS; ++i)
+        scales[i] = d * small_float(bits_from(h.y, scale_end, 48 / PARTS * part + 6 * i) & 63);
+#pragma unroll
+      for (int i = 0; i < 4 / PARTS; ++i) {
+        const u32 two = bits_from(h.z, min_end, 48 / PARTS * part + 12 * i);
+        mins[i] = sub_half2(and_or(two << 10, 0x3f0000u, and_or(two, 0x3fu, MAGIC)), MAGIC);
+      }
+    }
+    DEVICE void store(u8* scratch, int lane) const {
+#pragma unroll
+      for (int i = 0; i < 8 / PARTS; ++i) ((float*)scratch)[i * 32 + row_slot(lane)] = scales[i];
+#pragma unroll
+      for (int i = 0; i < 4 / PARTS; ++i)
+        ((u32*)(scratch + MINS / PARTS))[lane * (4 / PARTS) + i] = mins[i];
+      ((float*)(scratch + DMINS / PARTS))[row_slot(lane)] = dmin;
+    }
+  };
 
   template <int NT, int PARTS>
-  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8* scratch, int warp,
-                              int lane, int part) {
-    float* scales = (float*)scratch;                 // [8 / PARTS groups][row slot]
-    u32* mins = (u32*)(scratch + 1024 / PARTS);      // [row][4 / PARTS] pairs of halves
-    float* dmins = (float*)(scratch + 1536 / PARTS);  // [row slot]
-    expand<PARTS>(unit + HEADER + (warp * 32 + lane) * 16, scales, mins, dmins, lane, part);
+  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, const u8* scratch,
+                              int warp, int lane, int part) {
+    const float* scales = (const float*)scratch;  // [8 / PARTS groups][row slot]
     const int g = lane / 4, t = lane % 4;
+    subtract_mins<NT, PARTS>(acc, act, (const u32*)(scratch + MINS / PARTS),
+                             (const float*)(scratch + DMINS / PARTS), g, t, part);
     const uint4* codes = (const uint4*)unit + warp * 2 * 128;
     const u32* upper = (const u32*)(unit + UPPER) + warp * 2 * 128;
 #pragma unroll
@@ -26,54 +57,40 @@ struct Affine {
       if constexpr (BITS == 5)
         fifths[0] = upper[k64 * 32 + lane], fifths[1] = upper[128 + k64 * 32 + lane];
       const auto rows = activations<NT>(act, k64);
+      u32 b[2][2][NT][2];
+      float c[2][2][NT][4];  // [half][tile]: chains of two products, side by side
+      rows.fragments(b[0], 0, lane);
+      rows.fragments(b[1], 1, lane);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        u32 b[2][NT][2];
-        rows.fragments(b, h, lane);
-        const float4 s = *(const float4*)(scales + (j * 2 + h) * 32 + g * 4);
+      for (int step = 0; step < 2; ++step)
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-          u32 a0[4], a1[4];
-          from_nibbles(a0, h ? w[tile].z : w[tile].x);
-          from_nibbles(a1, h ? w[tile].w : w[tile].y);
-          if constexpr (BITS == 5) {
-            add_fifths(a0, fifths[tile], h * 2);
-            add_fifths(a1, fifths[tile], h * 2 + 1);
-          }
+        for (int i = 0; i < 4; ++i) {
+          const int h = i / 2, tile = i % 2;
+          u32 a[4];
+          from_nibbles(a, step ? (h ? w[tile].w : w[tile].y) : (h ? w[tile].z : w[tile].x));
+          if constexpr (BITS == 5) add_fifths(a, fifths[tile], h * 2 + step);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
-            const float2 n = rows.sums32(h, nt, t);
-            float c[4] = {n.x, n.y, n.x, n.y};
-            mma_f16(c, a0, b[0][nt][0], b[0][nt][1], c);
-            mma_f16(c, a1, b[1][nt][0], b[1][nt][1], c);
-            fold(acc[tile][nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
+            const auto& frag = b[h][step][nt];
+            if (step) {
+              mma_f16(c[h][tile][nt], a, frag[0], frag[1], c[h][tile][nt]);
+            } else {
+              const float2 n = rows.sums32(h, nt, t);
+              const float start[4] = {n.x, n.y, n.x, n.y};
+              mma_f16(c[h][tile][nt], a, frag[0], frag[1], start);
+            }
           }
+        }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float4 s = *(const float4*)(scales + (j * 2 + h) * 32 + g * 4);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          fold(acc[0][nt], c[h][0][nt], s.x, s.y);
+          fold(acc[1][nt], c[h][1][nt], s.z, s.w);
         }
       }
     }
-    subtract_mins<NT, PARTS>(acc, act, mins, dmins, g, t, part);
-  }
-
-  // One lane a row: 6-bit integers become the factors of its groups. Rows g + 8 of a tile carry
-  // codes times 16, so their factors are divided by it.
-  template <int PARTS>
-  static DEVICE void expand(const u8* header, float* scales, u32* mins, float* dmins, int lane,
-                            int part) {
-    const uint4 h = *(const uint4*)header;
-    const float d = from_half(h.x) * (lane & 8 ? 0.0625f : 1.0f);
-    const u32 scale_end = h.w & 0xffff, min_end = h.w >> 16;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 8 / PARTS; ++i)
-      scales[i * 32 + row_slot(lane)] = d * small_float(bits_from(h.y, scale_end, 48 / PARTS * part + 6 * i) & 63);
-#pragma unroll
-    for (int i = 0; i < 4 / PARTS; ++i) {
-      const u32 two = bits_from(h.z, min_end, 48 / PARTS * part + 12 * i);
-      mins[lane * (4 / PARTS) + i] =
-          sub_half2(and_or(two << 10, 0x3f0000u, and_or(two, 0x3fu, MAGIC)), MAGIC);
-    }
-    dmins[row_slot(lane)] = from_half(h.x >> 16);
-    __syncwarp();
   }
 
   // The minima are whole numbers: one product with the sums of the activations, whose upper and

@@ -5,11 +5,35 @@
 struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2048;
 
+  template <int PARTS>
+  struct Factors {  // of a row's groups, one lane a row
+    float scales[16 / PARTS];
+
+    DEVICE void load(const u8* unit, int warp, int lane, int part) {
+      const u8* header = unit + 24576;
+      const int row = warp * 32 + lane;
+      const float d =
+          from_half(*(const u16*)(header + 2048 + row * 2)) * (lane & 8 ? 0.0625f : 1.0f);
+#pragma unroll
+      for (int i = 0; i < 4 / PARTS; ++i) {
+        const u32 four = *(const u32*)(header + row * 16 + (part * (4 / PARTS) + i) * 4);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const u32 bits = permute(four ^ 0x80808080u, 0x4b000000u, 0x7540 + j);
+          scales[i * 4 + j] = d * (__uint_as_float(bits) - 8388736.0f);  // 2^23 + 128
+        }
+      }
+    }
+    DEVICE void store(u8* scratch, int lane) const {
+#pragma unroll
+      for (int i = 0; i < 16 / PARTS; ++i) ((float*)scratch)[i * 32 + row_slot(lane)] = scales[i];
+    }
+  };
+
   template <int NT, int PARTS>
-  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8* scratch, int warp,
-                              int lane, int part) {
-    float* scales = (float*)scratch;  // [16 / PARTS groups][row slot]
-    expand<PARTS>(unit + 24576, scales, warp * 32 + lane, lane, part);
+  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, const u8* scratch,
+                              int warp, int lane, int part) {
+    const float* scales = (const float*)scratch;  // [16 / PARTS groups][row slot]
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * 128;
     const uint2* highs = (const uint2*)(unit + 16384) + warp * 2 * 128;
@@ -42,23 +66,6 @@ struct Q6K {
         }
       }
     }
-  }
-
-  template <int PARTS>
-  static DEVICE void expand(const u8* header, float* scales, int row, int lane, int part) {
-    u32 word[4 / PARTS];
-#pragma unroll
-    for (int i = 0; i < 4 / PARTS; ++i)
-      word[i] = *(const u32*)(header + row * 16 + (part * (4 / PARTS) + i) * 4) ^ 0x80808080u;
-    const float d =
-        from_half(*(const u16*)(header + 2048 + row * 2)) * (lane & 8 ? 0.0625f : 1.0f);
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 16 / PARTS; ++i) {
-      const u32 bits = permute(word[i / 4], 0x4b000000u, 0x7540 + i % 4);
-      scales[i * 32 + row_slot(lane)] = d * (__uint_as_float(bits) - 8388736.0f);
-    }
-    __syncwarp();
   }
 
   // Two k16 steps; one word of upper bits serves both.

@@ -6,9 +6,12 @@ template <int K>
 struct Q80 {
   static constexpr int UNIT = K, UNIT_BYTES = K * 136, SCRATCH = 0;
 
+  template <int PARTS>
+  using Factors = NoFactors;
+
   template <int NT, int PARTS>
-  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, u8*, int warp, int lane,
-                              int part) {
+  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, const u8*, int warp,
+                              int lane, int part) {
     constexpr int STEPS = K / 32 < PARTS ? 1 : K / 32 / PARTS;  // of 32 k
     if (part * STEPS >= K / 32) return;
     const int g = lane / 4, t = lane % 4;
@@ -21,24 +24,42 @@ struct Q80 {
       u32 b[2][NT][2];
       rows.fragments(b, k32 % 2, lane);
       const uint2 d = scales[(k32 * 4 + warp) * 8 + g];
+      u32 a[2][2][4];  // [tile][step]
+      float c[2][NT][4];
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         const uint4 w = codes[tile * K + k32 * 32 + lane];
-        const u32 a0[4] = {permute(w.x, MAGIC, 0x5150), permute(w.x, MAGIC, 0x5352),
-                           permute(w.y, MAGIC, 0x5150), permute(w.y, MAGIC, 0x5352)};
-        const u32 a1[4] = {permute(w.z, MAGIC, 0x5150), permute(w.z, MAGIC, 0x5352),
-                           permute(w.w, MAGIC, 0x5150), permute(w.w, MAGIC, 0x5352)};
-        const u32 pair = tile ? d.y : d.x;
-        const float low = from_half((u16)pair), high = from_half((u16)(pair >> 16));
+        unpack(a[tile][0], w.x, w.y);
+        unpack(a[tile][1], w.z, w.w);
+      }
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const float2 n = rows.sums32(k32 % 2, nt, t);
-          float c[4] = {n.x * 1.125f, n.y * 1.125f, n.x * 1.125f, n.y * 1.125f};  // 1024 + 128
-          mma_f16(c, a0, b[0][nt][0], b[0][nt][1], c);
-          mma_f16(c, a1, b[1][nt][0], b[1][nt][1], c);
-          fold(acc[tile][nt], c, low, high);
+          const float start[4] = {n.x * 1.125f, n.y * 1.125f, n.x * 1.125f, n.y * 1.125f};
+          mma_f16(c[tile][nt], a[tile][0], b[0][nt][0], b[0][nt][1], start);
         }
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          mma_f16(c[tile][nt], a[tile][1], b[1][nt][0], b[1][nt][1], c[tile][nt]);
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const u32 pair = tile ? d.y : d.x;
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+          fold(acc[tile][nt], c[tile][nt], from_half((u16)pair), from_half((u16)(pair >> 16)));
       }
     }
+  }
+
+  // 1024 + q of two k16 rows; the sums that accumulators start at are times 1024 + 128.
+  static DEVICE void unpack(u32 (&a)[4], u32 first, u32 second) {
+    a[0] = permute(first, MAGIC, 0x5150);
+    a[1] = permute(first, MAGIC, 0x5352);
+    a[2] = permute(second, MAGIC, 0x5150);
+    a[3] = permute(second, MAGIC, 0x5352);
   }
 };

@@ -24,67 +24,125 @@ DEVICE void store_rows(char* block, int token, float x, float y) {
   if (lane % 16 == 0) ((float*)(block + 1152 * TILES))[lane / 16 * 8 * TILES + token] = both;
 }
 
-// The row's largest score and its sum of weights. Lane l adds chunks l, l + 32, ... in order.
-DEVICE float2 total(const float2* tops, i64 stride, int from, int to) {
-  const int lane = threadIdx.x % 32;
-  float top = NEVER, sum = 0;
-  for (int c = (from & ~31) + lane; c <= to; c += 32)
-    if (c >= from) top = fmaxf(top, __ldcg(tops + (c - from) * stride).x);
-#pragma unroll
-  for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
-  for (int c = (from & ~31) + lane; c <= to; c += 32)
-    if (c >= from) {
-      const float2 x = __ldcg(tops + (c - from) * stride);
-      sum = fmaf(exp2_fast(__fsub_rn(x.x, top)), x.y, sum);
-    }
-#pragma unroll
-  for (int step = 16; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, step));
-  return {top, sum};
-}
+constexpr int SEGMENTS = 8;  // of 32 chunks: the most that a row sees
 
-// A warp has 64 values of a token, or a share of their chunks: SHARE warps take chunks c with
-// c % SHARE = 0, 1, ..., and their sums are added in this order. TILES: token tiles of 8 of `rows`.
-template <int D, int TILES, int SHARE>
-__global__ __launch_bounds__(256) void combine_chunks(
-    const float* sums, const float2* tops, const i64* first, const i64* last, float* out,
-    char* rows, int tokens, int n_kv, int group, int unit, int growing) {
-  grid_launch();
-  grid_wait();
-  __shared__ float2 shares[SHARE > 1 ? 8 : 1][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int width = n_kv * group * D / 64;  // blocks of 64 of a token
-  const int index = blockIdx.x * (8 / SHARE) + warp / SHARE;
-  const int token = index / width, block = index % width;
-  if (token >= 8 * TILES) return;
-  float x = 0, y = 0;
-  if (token < tokens) {
-    const Chunks chunks = {unit, growing};
-    const int low = chunks.of(span_of(first, last, tokens).lo);
-    const int from = chunks.of((int)__ldcg(first + token)), to = chunks.of((int)__ldcg(last + token));
-    const int head = block * 64 / D, row = token * group + head % group;
-    const i64 stride = (i64)n_kv * tokens * group;
-    const i64 place = (from - low) * stride + (i64)head / group * tokens * group + row;
-    const float2 all = total(tops + place, stride, from, to);
-    const float2* sum = (const float2*)(sums + place * D + block * 64 % D) + lane;
-    const int skip = (warp % SHARE - from % SHARE + SHARE) % SHARE;
-#pragma unroll 4
-    for (int c = skip; c <= to - from; c += SHARE) {
-      const float weight = exp2_fast(__fsub_rn(__ldcg(tops + place + c * stride).x, all.x));
-      const float2 part = __ldcg(sum + c * stride * (D / 2));
-      x = fmaf(weight, part.x, x);
-      y = fmaf(weight, part.y, y);
+// A row's chunks from .. to among partial results `stride` rows apart, for 64 values of it. A warp
+// adds chunks c with c % 8 = k by themselves, for all k (WARPS = 1) or for one (8); a lane has two
+// values.
+template <int D, int WARPS>
+struct Row {
+  static constexpr int OWN = 8 / WARPS;  // values of k
+  const float* tops;
+  const float* sums;
+  i64 stride;
+  int from, to, k;
+
+  // Eight parts: chunk base + j, or base + 8 j + k.
+  DEVICE int chunk(int base, int j) const { return WARPS == 1 ? base + j : base + 8 * j + k; }
+  DEVICE void read(float2 (&part)[8], int base) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int c = chunk(base, j);
+      part[j] = {0, 0};
+      if (c >= from && c <= to)
+        part[j] = __ldcg((const float2*)(sums + (c - from) * stride * D) + threadIdx.x % 32);
     }
-    if (SHARE > 1) {
-      shares[warp][lane] = {x, y};
+  }
+  DEVICE void add(float2 (&sum)[OWN], const float2 (&part)[8], const float* weights, int base) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int c = chunk(base, j);
+      const float weight = c >= from && c <= to ? weights[c - (from & ~31)] : 0.0f;
+      float2& s = sum[WARPS == 1 ? j : 0];
+      s = {fmaf(weight, part[j].x, s.x), fmaf(weight, part[j].y, s.y)};
+    }
+  }
+  // Weights of chunks from & ~31 ..., and the sum of all. Lane l adds chunks l, l + 32, ... .
+  DEVICE float weigh(float* weights) const {
+    const int lane = threadIdx.x % 32, base = from & ~31;
+    float2 mine[SEGMENTS];
+    float top = NEVER, sum = 0;
+#pragma unroll
+    for (int i = 0; i < SEGMENTS; ++i) {
+      const int c = base + i * 32 + lane;
+      mine[i] = {NEVER, 0};
+      if (c >= from && c <= to) mine[i] = __ldcg((const float2*)tops + (c - from) * stride);
+      top = fmaxf(top, mine[i].x);
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
+#pragma unroll
+    for (int i = 0; i < SEGMENTS; ++i) {
+      if (base + i * 32 > to) break;
+      const float weight = exp2_fast(__fsub_rn(mine[i].x, top));
+      weights[i * 32 + lane] = weight;
+      sum = fmaf(weight, mine[i].y, sum);
+    }
+#pragma unroll
+    for (int step = 16; step; step /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(FULL, sum, step));
+    __syncwarp();
+    return sum;
+  }
+  DEVICE float2 run(float* weights, float2* shares, float& total) const {
+    constexpr int STEP = WARPS == 1 ? 8 : 64;
+    float2 part[8], sum[OWN] = {};
+    int base = from & ~7;
+    read(part, base);  // in flight beside what `weigh` reads
+    total = weigh(weights);
+    while (true) {
+      add(sum, part, weights, base);
+      base += STEP;
+      if (base > to) break;
+      read(part, base);
+    }
+    if constexpr (WARPS == 1) {
+#pragma unroll
+      for (int j = 1; j < 8; ++j)
+        sum[0] = {__fadd_rn(sum[0].x, sum[j].x), __fadd_rn(sum[0].y, sum[j].y)};
+    } else {
+      const int lane = threadIdx.x % 32;
+      shares[k * 32 + lane] = sum[0];
       __syncthreads();
-      if (warp % SHARE) return;
-      for (int i = 1; i < SHARE; ++i) {
-        x = __fadd_rn(x, shares[warp + i][lane].x);
-        y = __fadd_rn(y, shares[warp + i][lane].y);
+      sum[0] = shares[lane];
+      for (int j = 1; j < 8; ++j) {
+        const float2 x = shares[j * 32 + lane];
+        sum[0] = {__fadd_rn(sum[0].x, x.x), __fadd_rn(sum[0].y, x.y)};
       }
     }
-    x = __fdiv_rn(x, all.y), y = __fdiv_rn(y, all.y);
-    *(float2*)(out + ((i64)token * width + block) * 64 + lane * 2) = {x, y};
+    return sum[0];
   }
-  if (warp % SHARE == 0) store_rows<TILES>(rows + (i64)block * 1216 * TILES, token, x, y);
+};
+
+// Blocks of 64 values, of tokens 0 .. 8 TILES - 1 (zeros behind the last). WARPS: for each.
+template <int D, int TILES, int WARPS>
+__global__ __launch_bounds__(256) void combine_chunks(
+    const float* sums, const float* tops, const i64* first, const i64* last, const i64* settled,
+    float* out, char* rows, int tokens, int n_kv, int group, int unit, int growing) {
+  grid_launch();
+  if (!settled) grid_wait();
+  __shared__ float weights[8][32 * SEGMENTS];
+  __shared__ float2 shares[8 * 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int width = n_kv * group * D / 64;  // blocks of 64 of a token
+  const int index = blockIdx.x * (8 / WARPS) + warp / WARPS;
+  const int token = index / width, block = index % width;
+  const Chunks chunks = {unit, growing};
+  const int low = chunks.of(span_of(first, last, tokens).lo), t = least(token, tokens - 1);
+  const int from = chunks.of((int)__ldcg(first + t)), to = chunks.of((int)__ldcg(last + t));
+  if (settled) grid_wait();
+  if (token >= 8 * TILES) return;
+  float2 x = {0, 0};
+  if (token < tokens) {
+    const int head = block * 64 / D;
+    const i64 stride = (i64)n_kv * tokens * group;
+    const i64 place = (from - low) * stride + (i64)(head / group) * tokens * group +
+                      token * group + head % group;
+    const Row<D, WARPS> row = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
+                               warp};
+    float total;
+    x = row.run(weights[warp], shares, total);
+    x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
+    if (warp % WARPS == 0) *(float2*)(out + ((i64)token * width + block) * 64 + lane * 2) = x;
+  }
+  if (warp % WARPS == 0) store_rows<TILES>(rows + (i64)block * 1216 * TILES, token, x.x, x.y);
 }

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(256) dequant(const u8* packed, u16* out, int r
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint2 w = {T::pack(v[r][j][0], v[r][j][1]), T::pack(v[r][j][2], v[r][j][3])};
-        *(uint2*)(to + (i64)r * 8 * k + k64 * 64 + j * 16) = w;
+        __stcs((uint2*)(to + (i64)r * 8 * k + k64 * 64 + j * 16), w);
       }
     }
   }

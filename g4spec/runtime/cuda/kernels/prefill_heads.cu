@@ -93,7 +93,8 @@ DEVICE void keep_value(u16* values, int head, i64 capacity, int row, const HeadR
 //
 // queries: [KV head][row * group + head of the group], of `query_rows` rows. `fold`: weights that
 // queries take over where the layout keeps no keys, or null. keys, values: `rows` rows a head, this
-// chunk from row `first` on. `turns`: [T, rotated]. The cache takes the last `capacity` rows.
+// chunk from row `first` on; values are zero from there to the end of the tile, for products read
+// them with weights of zero. `turns`: [T, rotated]. The cache takes the last `capacity` rows.
 template <int D, class Q, class KV, template <int> class CacheKind>
 __global__ void __launch_bounds__(256)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
@@ -126,6 +127,8 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
     if (own_values) x.load(qkv + (i64)t * columns + (head + n_kv) * D);
     const auto v = x.times(x.inverse(eps), nullptr);
     keep_value<KV>(values, kv, rows, first + t, v);
+    for (int row = first + tokens + t; row < (first + tokens + 63) / 64 * 64; row += tokens)
+      keep_value<KV>(values, kv, rows, row, HeadRow<D>{});
     if (t < tokens - capacity) continue;
     const i64 slot = (i64)kv * capacity + (start + t) % capacity;
     CacheKind<D>::write(cache_keys, key_scales, slot, k);

@@ -28,7 +28,7 @@ template <int D_, int Q8_, int NT_, int QW_, int PW_, int KS_, int VS_, int KR_,
 struct Shape {
   static constexpr int D = D_, Q8 = Q8_, NT = NT_, QW = QW_, PW = PW_;
   static constexpr int KS = KS_, VS = VS_, KR = KR_, VR = VR_;
-  static constexpr int KEYS = D == 512 ? 128 : 64;  // of a tile
+  static constexpr int KEYS = D >= 256 ? 128 : 64;  // of a tile
   static constexpr int KT = KEYS / 16, WT = KT / QW;  // 16-key tiles; of one warp
   static constexpr int DK = D / KS, VKEYS = KEYS / VS, DP = D / PW, ROWS = 8 * NT;
   static constexpr int BYTES = Q8 ? 1 : 2;
@@ -37,14 +37,13 @@ struct Shape {
   static constexpr int K_STAGE = KEYS * K_ROW + (Q8 ? KEYS * DK / 16 : 0);
   static constexpr int V_STAGE = VKEYS * V_ROW + (Q8 ? VKEYS * D / 16 : 0);
   static_assert(KT % QW == 0 && DK % 64 == 0 && VKEYS % 16 == 0 && DP % 32 == 0, "");
-  // Shared memory, in bytes
+  // Shared memory, in bytes. Buffers of weights and tops are double.
   static constexpr int K_AT = 0, V_AT = KR * K_STAGE, Q_AT = V_AT + VR * V_STAGE;
   static constexpr int P_AT = Q_AT + NT * D * 16, P_SIZE = KEYS * ROWS * 2;
   static constexpr int TOP_AT = P_AT + 2 * P_SIZE, TOP_SIZE = QW * ROWS * 4;
   static constexpr int FADE_AT = TOP_AT + 2 * TOP_SIZE, FADE_SIZE = ROWS * 4;
-  static constexpr int SUM_AT = FADE_AT + 2 * FADE_SIZE;
-  static constexpr int LAST_AT = SUM_AT + KT * ROWS * 4, SEES_AT = LAST_AT + QW * ROWS * 4;
-  static constexpr int SHARED = SEES_AT + ROWS * 8;
+  static constexpr int LAST_AT = FADE_AT + 2 * FADE_SIZE, SUM_AT = LAST_AT + QW * ROWS * 4;
+  static constexpr int SEES_AT = SUM_AT + PW * ROWS * 4, SHARED = SEES_AT + ROWS * 8;
 };
 
 struct Planes {  // of keys or of values: [n_kv, capacity, D], scales [n_kv, capacity, D / 32]
@@ -82,7 +81,7 @@ DEVICE void copy_rows(u32 to, const char* from, const char* beyond, int thread) 
   to += row * STRIDE;
   from += row * PITCH + piece * SIZE;
   beyond += (row - 64) * PITCH + piece * SIZE;
-#pragma unroll
+#pragma unroll 4
   for (int i = 0; i < COUNT; i += STEP) {
     const bool over = STEP > 64 ? i + row >= 64 : i >= 64;
     copy_piece<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE,
@@ -97,9 +96,8 @@ struct Cursor {
 
   DEVICE Cursor(const Work<S::KEYS>& work) { open(work); }
   DEVICE void open(const Work<S::KEYS>& work) {
-    Item item;
-    const bool valid = work.item(round, item);
-    head = valid ? item.head : -1, tile = item.tile, end = item.end;
+    const Item& item = work.items[round];
+    head = item.head, tile = item.tile, end = item.end;
   }
   DEVICE bool valid() const { return head >= 0; }
   DEVICE void next(const Work<S::KEYS>& work) {
@@ -169,8 +167,13 @@ DEVICE void read_keys(u32 (&a)[2][4], const char* stage, int key, int block, int
     const int row = key + 8 * i;
     if constexpr (S::Q8) {
       const uint2 x = *(const uint2*)(stage + row * S::K_ROW + block * 32 + t * 8);
+      const u16* scales = (const u16*)(stage + S::KEYS * S::K_ROW) + row * (S::DK / 32);
+      const u32 scale = permute(scales[block], 0, 0x1010);
       halves_of(x.x, a[0][i], a[0][i + 2]);
       halves_of(x.y, a[1][i], a[1][i + 2]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        a[j / 2][i + j % 2 * 2] = mul_half2(a[j / 2][i + j % 2 * 2], scale);
     } else {
       const int piece = swizzled<OF_KEYS>(row, block * 4 + t);
       const uint4 x = *(const uint4*)(stage + row * S::K_ROW + piece * 16);
@@ -179,38 +182,31 @@ DEVICE void read_keys(u32 (&a)[2][4], const char* stage, int key, int block, int
   }
 }
 
-// scores += K Q^T over one part of d. Each 32 values are summed by themselves first, which is also
-// where the scale of 32 keys' codes enters. q: [NT][D / 32][lane] 16 bytes.
+// scores += K Q^T over one part of d. q: [NT][D / 32][lane] 16 bytes.
 template <class S>
 DEVICE void multiply_keys(float (&scores)[S::WT][S::NT][4], const char* stage, const uint4* q,
                           int part, int warp) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll S::NT * S::WT > 4 ? 1 : 2
+  const int lane = threadIdx.x % 32, key = warp * S::WT * 16 + lane / 4;
+  constexpr int GROUP = S::NT < 4 ? S::NT : 4 / S::WT;  // row tiles whose products are interleaved
+#pragma unroll S::NT * S::WT > 6 ? 1 : 2
   for (int block = 0; block < S::DK / 32; ++block) {
     u32 a[S::WT][2][4];
-    float scale[S::WT][2];
 #pragma unroll
-    for (int w = 0; w < S::WT; ++w) {
-      const int key = (warp * S::WT + w) * 16 + g;
-      read_keys<S>(a[w], stage, key, block, t);
-      const u16* scales = (const u16*)(stage + S::KEYS * S::K_ROW) + key * (S::DK / 32) + block;
-      scale[w][0] = S::Q8 ? from_half(scales[0]) : 1.0f;
-      scale[w][1] = S::Q8 ? from_half(scales[8 * (S::DK / 32)]) : 1.0f;
-    }
+    for (int w = 0; w < S::WT; ++w) read_keys<S>(a[w], stage, key + w * 16, block, lane % 4);
 #pragma unroll
-    for (int n = 0; n < S::NT; ++n) {
-      const uint4 b = q[(n * (S::D / 32) + part * (S::DK / 32) + block) * 32 + lane];
+    for (int group = 0; group < S::NT; group += GROUP) {
+      uint4 b[GROUP];
 #pragma unroll
-      for (int w = 0; w < S::WT; ++w) {
-        const float zero[4] = {0, 0, 0, 0};
-        float sum[4];
-        mma_f16(sum, a[w][0], b.x, b.y, zero);
-        mma_f16(sum, a[w][1], b.z, b.w, sum);
+      for (int n = 0; n < GROUP; ++n)
+        b[n] = q[((group + n) * (S::D / 32) + part * (S::DK / 32) + block) * 32 + lane];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          scores[w][n][i] = S::Q8 ? fmaf(sum[i], scale[w][i / 2], scores[w][n][i])
-                                  : __fadd_rn(sum[i], scores[w][n][i]);
-      }
+      for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int n = 0; n < GROUP; ++n)
+#pragma unroll
+          for (int w = 0; w < S::WT; ++w)
+            mma_f16(scores[w][group + n], a[w][i], i ? b[n].z : b[n].x, i ? b[n].w : b[n].y,
+                    scores[w][group + n]);
     }
   }
 }
@@ -255,19 +251,26 @@ DEVICE void read_scales(u32 (&pairs)[BLOCKS][2], const u16* scales, int per_key)
   }
 }
 
-// out += V^T P^T over one part of the keys. p: [KT][NT][lane] 8 bytes. The scale of a key's codes
-// enters through its weight.
+DEVICE float sum_of_halves(u32 x) { return __fadd_rn(from_half((u16)x), from_half((u16)(x >> 16))); }
+
+// out += V^T P^T over one part of the keys, and sums += P^T 1: lane (g, t) adds the weights of row g
+// and its four keys of every PW-th 16. p: [KT][NT][lane] 8 bytes. The scale of a key's codes enters
+// through its weight.
 template <class S>
-DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], const char* stage, const uint2* p,
-                            int part, int warp) {
+DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], float (&sums)[S::NT],
+                            const char* stage, const uint2* p, int part, int warp) {
   const int lane = threadIdx.x % 32;
   constexpr int BLOCKS = S::DP / 32;
-#pragma unroll S::NT > 2 ? 1 : 4
+#pragma unroll S::NT > 2 ? 1 : 2
   for (int k = 0; k < S::VKEYS / 16; ++k) {
-    uint2 weight[S::NT];
+    const int k16 = part * (S::VKEYS / 16) + k;
+    const uint2* weights = p + k16 * S::NT * 32 + lane;
+    if (k16 % S::PW == warp)
 #pragma unroll
-    for (int n = 0; n < S::NT; ++n)
-      weight[n] = p[((part * (S::VKEYS / 16) + k) * S::NT + n) * 32 + lane];
+      for (int n = 0; n < S::NT; ++n) {
+        const uint2 weight = weights[n * 32];
+        sums[n] = __fadd_rn(sums[n], __fadd_rn(sum_of_halves(weight.x), sum_of_halves(weight.y)));
+      }
     u32 scale[BLOCKS][2];
     if constexpr (S::Q8)
       read_scales<BLOCKS>(scale, (const u16*)(stage + S::VKEYS * S::V_ROW) +
@@ -278,8 +281,9 @@ DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], const char* stag
       read_values<S>(a, stage, k * 16, warp * S::DP + b * 32);
 #pragma unroll
       for (int n = 0; n < S::NT; ++n) {
-        const u32 b0 = S::Q8 ? mul_half2(weight[n].x, scale[b][0]) : weight[n].x;
-        const u32 b1 = S::Q8 ? mul_half2(weight[n].y, scale[b][1]) : weight[n].y;
+        const uint2 weight = weights[n * 32];
+        const u32 b0 = S::Q8 ? mul_half2(weight.x, scale[b][0]) : weight.x;
+        const u32 b1 = S::Q8 ? mul_half2(weight.y, scale[b][1]) : weight.y;
         mma_f16(out[2 * b][n], a[0], b0, b1, out[2 * b][n]);
         mma_f16(out[2 * b + 1][n], a[1], b0, b1, out[2 * b + 1][n]);
       }

@@ -52,35 +52,38 @@ DEVICE float exp2_fast(float x) {  // exp2(-inf) is 0
   return y;
 }
 
-// A part of the work: keys of one chunk, one KV head, some rows (token, head of the group).
-struct Item {
-  int chunk, head, rows, tile, end;  // `rows`: which block of rows; tiles tile .. end - 1
+// A part of the work: keys of one chunk (tiles tile .. end - 1), one KV head, some rows.
+struct __align__(16) Item {
+  int place;      // (chunk, head) among all partial results, in rows
+  short head, rows;  // KV head, -1: none; which block of rows
+  int tile, end;
 };
+constexpr int ITEMS = 128;  // most of a block, and none behind the last
 
-// All items, the largest chunks first, dealt to the blocks back and forth. Kept in shared memory.
+// What a block does, in shared memory. All items, the largest chunks first, are dealt to the blocks
+// back and forth.
 template <int KEYS>  // of a tile
 struct Work {
-  Chunks chunks;
-  Span span;
-  int low, high;  // chunks
-  int n_kv, row_blocks;
+  Item items[ITEMS + 1];
+  int all_from, all_to;
 
-  DEVICE void set(Chunks of, Span seen, int heads, int blocks) {
-    chunks = of, span = seen, n_kv = heads, row_blocks = blocks;
-    low = chunks.of(span.lo), high = chunks.of(span.hi);
-  }
-  DEVICE bool item(int round, Item& item) const {
-    const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int i = round * gridDim.x + turn;
-    item.chunk = high - i / (row_blocks * n_kv);
-    item.head = i / row_blocks % n_kv;
-    item.rows = i % row_blocks;
-    if (item.chunk < low) return false;
-    item.tile = most(chunks.start(item.chunk), span.lo) / KEYS;
-    item.end = least(chunks.start(item.chunk + 1) - 1, span.hi) / KEYS + 1;
-    return true;
+  DEVICE void set(const Chunks& chunks, const Span& span, int n_kv, int row_blocks, int rows) {
+    for (int round = threadIdx.x; round <= ITEMS; round += blockDim.x) {
+      const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+      const int i = round * gridDim.x + turn, pair = i / row_blocks, low = chunks.of(span.lo);
+      const int chunk = chunks.of(span.hi) - pair / n_kv, head = pair % n_kv;
+      if (chunk < low || round == ITEMS) {
+        items[round].head = -1;
+      } else {
+        const int begin = most(chunks.start(chunk), span.lo);
+        const int last = least(chunks.start(chunk + 1) - 1, span.hi);
+        items[round] = {((chunk - low) * n_kv + head) * rows, (short)head,
+                        (short)(i % row_blocks), begin / KEYS, last / KEYS + 1};
+      }
+    }
+    all_from = span.all_from, all_to = span.all_to;
   }
   DEVICE bool whole(int tile) const {  // does every row see all of it?
-    return tile * KEYS >= span.all_from && tile * KEYS + KEYS - 1 <= span.all_to;
+    return tile * KEYS >= all_from && tile * KEYS + KEYS - 1 <= all_to;
   }
 };

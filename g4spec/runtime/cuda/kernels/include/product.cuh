@@ -3,7 +3,8 @@
 // Weights are the 16-row operand A, the rows of activations ("tokens") the 8-wide operand B. A warp
 // owns 32 rows of weights, two tiles of 16, and multiplies one unit of K at a time:
 // `F::multiply` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to `acc`, or part `part` of
-// `PARTS` of that K. It needs F::SCRATCH / PARTS bytes a warp.
+// `PARTS` of that K. What it needs of the unit's header, `F::Factors`, is unpacked before, into
+// F::SCRATCH / PARTS bytes of shared memory a warp.
 // Integer codes go into the tensor cores as 1024 + code (a bit pattern, no conversion); the
 // accumulator starts at -1024 times the sum of the activations, which removes the bias again.
 #pragma once
@@ -80,3 +81,8 @@ DEVICE void fold(float (&acc)[4], const float (&c)[4], float low, float high) {
 
 // Where a lane finds the values of its four rows: g, g + 8 of both tiles, side by side.
 DEVICE int row_slot(int row) { return (row % 8) * 4 + row / 8; }
+
+struct NoFactors {  // of formats whose header is read as it is
+  DEVICE void load(const u8*, int, int, int) {}
+  DEVICE void store(u8*, int) const {}
+};

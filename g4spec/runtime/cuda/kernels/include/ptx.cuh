@@ -103,6 +103,11 @@ DEVICE void copy16(void* to_shared, const void* from_global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)),
                "l"(from_global) : "memory");
 }
+template <int BYTES>
+DEVICE void copy_few(void* to_shared, const void* from_global) {  // 4 or 8
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to_shared)),
+               "l"(from_global), "n"(BYTES) : "memory");
+}
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 DEVICE void load_matrix_x4(u32 (&r)[4], const void* row) {
@@ -145,6 +150,14 @@ DEVICE void barrier_wait(u64* bar, u32 parity) {  // until the phase of this par
       ::"r"(shared_address(bar)), "r"(parity) : "memory");
 #endif
 }
+DEVICE bool barrier_done(u64* bar, u32 parity) {  // the same without waiting
+  u32 done;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
+  return done;
+}
 #endif
 
 #if ARCH >= 900
@@ -159,7 +172,9 @@ DEVICE void bulk_copy(void* to_shared, const void* from_global, u32 bytes, u64* 
       ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
       : "memory");
 }
-#elif ARCH >= 800
+#endif
+
+#if ARCH >= 800
 DEVICE void barrier_arrive_copied(u64* bar) {  // arrives when this thread's copies are complete
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(bar))
                : "memory");

@@ -1,0 +1,215 @@
+// A run of units multiplied by the eight warps of a CTA, and where the results go.
+//
+// The work of a product is a list of units, [group of ROWS weights][unit of K], cut into equal
+// runs, one a CTA. A run that ends or begins inside a group leaves a partial sum; the CTA with the
+// group's first unit adds those that follow, in order of K, and writes the result. Which CTA does
+// what depends on the matrix alone, never on the number of rows, so a row's bits do not depend on
+// the rows beside it.
+#pragma once
+#include "product.cuh"
+
+constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which share the K of a unit
+constexpr int THREADS = 32 * (CONSUMERS + 1);
+
+DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory"); }
+
+struct Work {
+  const u8* weights;       // [groups of 128][units][F::UNIT_BYTES]
+  const u8* rows;          // [units][F::UNIT / 64][ACT_BYTES * NT]
+  const float* row_scale;  // [16] or null
+  float* partial;          // [CTAs][2 * NT * 4][threads of a group]
+  u32* arrived;            // [groups], zero before and after
+  int units, groups, run;  // units of K, groups of ROWS, units a CTA
+};
+
+// Results leave through one of these: value of weight row n for tokens m and m + 1.
+struct Plain {
+  static constexpr bool PAIRS = false;
+  float* y;  // [T, N]
+  int n_rows, tokens;
+
+  template <int NT, int ROWS>
+  DEVICE void write(const Acc<NT>& acc, int group, const float* row_scale, u8*, float*,
+                    int warp, int lane) const {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int m = nt * 8 + 2 * t + j;
+        if (m >= tokens) continue;
+        const float s = row_scale ? row_scale[m] : 1.0f;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const int n = group * ROWS + warp * 32 + q * 8 + g;
+          if (n < n_rows) y[(i64)m * n_rows + n] = s * acc[q / 2][nt][(q % 2) * 2 + j];
+        }
+      }
+  }
+};
+
+// gelu(gate) * up, where tile 0 of a warp holds gates and tile 1 the rows of up beside them. The
+// result is what the next product reads: see "Rows" in g4spec/runtime/cuda/rows.py.
+struct GatedGelu {
+  static constexpr bool PAIRS = true;
+  static constexpr float STORED = 1.0f / 64;  // of the value, as half; the row scale is 64
+  u8* y;  // [channels / 64][ACT_BYTES * NT]
+  int channels, tokens;
+
+  static DEVICE float gelu(float x) {
+    const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
+    return 0.5f * x * (1.0f + tanhf(inner));
+  }
+
+  // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_pairs`.
+  template <int NT, int ROWS>
+  DEVICE void write(const Acc<NT>& acc, int group, const float* row_scale, u8* scratch,
+                    float* sums, int warp, int lane) const {
+    const int g = lane / 4, t = lane % 4, k16 = group * (ROWS / 32) + warp, s = k16 % 4;
+    u16* halves = (u16*)scratch;  // [lane of the fragment][nt][4]
+    __syncwarp();
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int m = nt * 8 + 2 * t + j % 2, channel = g + (j / 2) * 8;
+        const float scale = row_scale && m < tokens ? row_scale[m] : 1.0f;
+        const float h = gelu(scale * acc[0][nt][j]) * (scale * acc[1][nt][j]);
+        halves[(((m % 8) * 4 + channel / 4) * NT + nt) * 4 + channel % 4] =
+            to_half(m < tokens ? h * STORED : 0.0f);
+      }
+    __syncwarp();
+    u8* block = y + (i64)(k16 / 4) * ACT_BYTES * NT;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      const uint2 v = *(const uint2*)(halves + (lane * NT + nt) * 4);
+      float sum = from_half(v.x) + from_half(v.x >> 16) + from_half(v.y) + from_half(v.y >> 16);
+      sum += __shfl_xor_sync(FULL, sum, 1);
+      sum += __shfl_xor_sync(FULL, sum, 2);
+      if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = -1024.0f * sum;
+      if (k16 * 16 >= channels) continue;
+      const int at = NT == 1 ? ((s / 2) * 32 + lane) * 8 + (s % 2) * 4
+                             : (s * 32 + lane) * 8 + nt * 4;
+      *(uint2*)((u16*)block + at) = v;
+      if (t == 0) ((float*)(block + 1024 * NT))[s * 8 * NT + nt * 8 + g] = -1024.0f * sum;
+    }
+  }
+
+  // Sums of 32 channels: two warps'.
+  template <int NT, int ROWS>
+  DEVICE void write_pairs(int group, const float* sums, int warp, int lane) const {
+    const int k16 = group * (ROWS / 32) + warp;
+    if (warp % 2 || lane >= 8 * NT || k16 * 16 >= channels) return;
+    float* n32 = (float*)(y + (i64)(k16 / 4) * ACT_BYTES * NT + 1152 * NT);
+    n32[k16 % 4 / 2 * 8 * NT + lane] =
+        sums[warp * 8 * NT + lane] + sums[(warp + 1) * 8 * NT + lane];
+  }
+};
+
+// Stages in shared memory: weights, then activations.
+template <class F, int NT, int ROWS>
+struct Stage {
+  static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
+  static constexpr int ROWS_BYTES = F::UNIT / 64 * ACT_BYTES * NT;
+  static constexpr int BYTES = WEIGHTS + ROWS_BYTES;
+  static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
+  // of a warp: factors of a unit, the sums of a team, or an epilogue's
+  static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
+  static constexpr int SCRATCH = F::SCRATCH / TEAMS > OTHER ? F::SCRATCH / TEAMS : OTHER;
+};
+constexpr int pair_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
+
+// What the CTAs after this one have left of a group, in order of K, read two at a time.
+template <int NT, int ROWS>
+DEVICE void gather(const Work& w, Acc<NT>& acc, int group, int cta, bool owner, int thread) {
+  const int last = ((group + 1) * w.units - 1) / w.run;
+  if (threadIdx.x == 0) {
+    while (load_acquire(w.arrived + group) != (u32)(last - cta)) {
+    }
+    w.arrived[group] = 0;
+  }
+  consumers_sync();
+  if (!owner) return;
+  for (int c = cta + 1; c <= last; c += 2) {
+    const float* from = w.partial + (i64)c * ROWS * 8 * NT + thread;
+    float a[8 * NT], b[8 * NT];
+#pragma unroll
+    for (int i = 0; i < 8 * NT; ++i) {
+      a[i] = __ldcg(from + i * ROWS);
+      b[i] = c < last ? __ldcg(from + (i + 8 * NT) * ROWS) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 8 * NT; ++i) acc[i / (4 * NT)][i / 4 % NT][i % 4] += a[i];
+    if (c == last) break;
+#pragma unroll
+    for (int i = 0; i < 8 * NT; ++i) acc[i / (4 * NT)][i / 4 % NT][i % 4] += b[i];
+  }
+}
+
+template <int NT, int ROWS>
+DEVICE void leave(const Work& w, const Acc<NT>& acc, int group, int cta, bool owner, int thread) {
+  if (owner) {
+    float* to = w.partial + (i64)cta * ROWS * 8 * NT + thread;
+#pragma unroll
+    for (int i = 0; i < 8 * NT; ++i) __stcg(to + i * ROWS, acc[i / (4 * NT)][i / 4 % NT][i % 4]);
+  }
+  consumers_sync();
+  if (threadIdx.x == 0) add_release(w.arrived + group, 1);
+}
+
+// The consumers' side. `ring`: STAGES slots of SLOT bytes, with their barriers; `used` counts the
+// slots consumed so far. `mine`: scratch of this warp, SCRATCH bytes from that of the next one.
+template <class F, int NT, int ROWS, int STAGES, int SLOT, int SCRATCH, class Out>
+DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u64* empty, int& used,
+                    u8* mine, float* pairs, int cta) {
+  using S = Stage<F, NT, ROWS>;
+  constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / WARPS;
+  const int part = warp % WARPS;
+  const int begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
+  for (int u = begin; u < end;) {
+    const int group = u / w.units, first = u % w.units;
+    const int until = min(u + w.units - first, end);
+    Acc<NT> acc = {};
+    for (; u < until; ++u, ++used) {
+      const int s = used % STAGES;
+      const u8* stage = ring + s * SLOT;
+      barrier_wait(full + s, (used / STAGES) & 1);
+      typename F::template Factors<TEAMS> factors;
+      factors.load(stage + part / 4 * F::UNIT_BYTES, part % 4, lane, team);
+      __syncwarp();
+      factors.store(mine, lane);
+      __syncwarp();
+      F::template multiply<NT, TEAMS>(acc, stage + part / 4 * F::UNIT_BYTES, stage + S::WEIGHTS,
+                                      mine, part % 4, lane, team);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(empty + s);
+    }
+    if constexpr (TEAMS > 1) {
+      float* slot = (float*)mine + lane;
+      if (team) {
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 8 * NT; ++j) slot[j * 32] = acc[j / (4 * NT)][j / 4 % NT][j % 4];
+      }
+      consumers_sync();
+      if (team == 0) {
+#pragma unroll
+        for (int j = 0; j < 8 * NT; ++j)
+          acc[j / (4 * NT)][j / 4 % NT][j % 4] += slot[WARPS * SCRATCH / 4 + j * 32];
+      }
+    }
+    const bool owner = team == 0;
+    if (first != 0) {
+      leave<NT, ROWS>(w, acc, group, cta, owner, part * 32 + lane);
+      continue;
+    }
+    if (u % w.units) gather<NT, ROWS>(w, acc, group, cta, owner, part * 32 + lane);
+    if (owner) out.template write<NT, ROWS>(acc, group, w.row_scale, mine, pairs, part, lane);
+    if (TEAMS > 1 || Out::PAIRS) consumers_sync();  // what the teams exchanged has been read
+    if constexpr (Out::PAIRS) {
+      if (owner) out.template write_pairs<NT, ROWS>(group, pairs, part, lane);
+      consumers_sync();
+    }
+  }
+}
