@@ -175,10 +175,10 @@ class Drafter(WeightedDrafter):
         self, window: int | None, causal: bool, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """First and last position each row of the block sees, [B] each."""
-        last = positions if causal else positions[-1:].expand(len(positions))
+        last = positions if causal else positions * 0 + positions[-1:]
         if window is not None and not self.config.window_from_anchor:
             return (positions - window + 1).clamp(min=0), last
         back = window or self.window
         if back is None:
             return positions * 0, last
-        return (positions[:1] - back).clamp(min=0).expand(len(positions)), last
+        return positions * 0 + (positions[:1] - back).clamp(min=0), last

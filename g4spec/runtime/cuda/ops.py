@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from g4spec.runtime import graphs
-from g4spec.runtime.cuda import attention, embedding, launch, products, rows, torch_attention
+from g4spec.runtime.cuda import (
+    attention,
+    elementwise,
+    embedding,
+    launch,
+    linear,
+    products,
+    rows,
+    torch_attention,
+)
 from g4spec.runtime.cuda.dequant import Weight, dequantize
 from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
@@ -53,6 +62,7 @@ class CudaOps(Ops):
         self.cache_type = cache_type
         self.title = torch.cuda.get_device_name(self.device)
         self._tensor_cores = launch.arch(self.device.index) in attention.TENSOR_ARCHS
+        self._exchange = linear.Exchange(self.device)
         self._pairs: dict[tuple[Matrix, Matrix], list[Any]] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._upload: Uploader | None = None
@@ -96,10 +106,10 @@ class CudaOps(Ops):
 
     def linear(self, x: Any, weight: Any) -> torch.Tensor:
         if isinstance(weight, torch.Tensor):
-            self.without_kernel.add("linear (F32 weights)")
+            if len(x) <= rows.MOST:
+                self.without_kernel.add("linear (float32)")
             return products.dense(products.numbers(x), weight)
-        self.without_kernel.add("linear")
-        return products.product(self._rows(x), weight.alone)
+        return self._product(self._rows(x), weight.alone)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if x.shape[-1] % 4:
@@ -173,17 +183,42 @@ class CudaOps(Ops):
     def gated(self, x: Any, gate: Any, up: Any, down: Any, activation: Activation) -> torch.Tensor:
         if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
             return super().gated(x, gate, up, down, activation)
-        self.without_kernel.add("gated")
-        pair = self._pairs.get((gate, up))
-        if pair is None:
-            pair = self._pairs[gate, up] = beside(gate, up)
-        both = products.products(self._rows(x), pair)
-        if len(pair) == 1:
-            gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
-            inner = (activation(gates) * ups).flatten(1)
-        else:
-            inner = activation(both[:, : gate.rows]) * both[:, gate.rows :]
+        if activation == self.gelu_tanh:
+            pair = self._pairs.get((gate, up))
+            if pair is None:
+                pair = self._pairs[gate, up] = beside(gate, up)
+            y = self._rows(x)
+            fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
+            if fits and isinstance(y, Rows) and self._has_kernel(pair[0]):
+                return self.linear(linear.gate_up(y, pair[0], self._exchange), down)
+            if len(pair) == 1:
+                both = self._product(y, pair[0])
+                gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
+                return self.linear((activation(gates) * ups).flatten(1), down)
+        both = self._products(x, [gate, up], [gate, up])
+        inner = self._activated(both[:, : gate.rows], both[:, gate.rows :], activation)
         return self.linear(inner, down)
+
+    def modulated(
+        self, x: Any, gate: Any, by: torch.Tensor, down: Any, activation: Activation
+    ) -> torch.Tensor:
+        return self.linear(self._activated(self.linear(x, gate), by, activation), down)
+
+    def per_layer_inputs(
+        self,
+        tokens: torch.Tensor,
+        x: torch.Tensor,
+        proj: Any,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        return elementwise.per_layer_inputs(self.linear(x, proj), tokens, norm, x.shape[1], eps)
+
+    def logits(
+        self, hidden: Any, table: Any, cap: float = 0.0, scale: float = 1.0
+    ) -> torch.Tensor:
+        z = self.linear(hidden, table)
+        return elementwise.softcap(z, cap, scale) if cap or scale != 1.0 else z
 
     def experts(
         self,
@@ -200,6 +235,15 @@ class CudaOps(Ops):
 
     # ---- inside
 
+    def _activated(self, gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Value:
+        """activation(gate) * by [T, I] for the next product."""
+        name: elementwise.Activation = "gelu_tanh" if activation == self.gelu_tanh else "silu"
+        assert name == "gelu_tanh" or activation == self.silu, activation
+        if gate.shape[1] % 4 or by.data_ptr() % 16:
+            return activation(gate) * by
+        form = elementwise.gated_rows if _as_rows(gate) else elementwise.gated
+        return form(gate, by, name)
+
     def _rows(self, x: Value) -> Value:
         """Numbers of a step as rows, where their width allows."""
         if isinstance(x, Rows) or not _as_rows(x):
@@ -211,8 +255,20 @@ class CudaOps(Ops):
         if any(isinstance(w, torch.Tensor) for w in wanted):
             return torch.cat([self.linear(x, w) for w in wanted], dim=1)
         join(together)
-        self.without_kernel.add("linear")
-        return products.products(self._rows(x), below(wanted))
+        x = self._rows(x)
+        parts = [self._product(x, w) for w in below(wanted)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _has_kernel(self, weight: Weight) -> bool:
+        return self._tensor_cores and weight.type != ""
+
+    def _product(self, x: Value, weight: Weight) -> torch.Tensor:
+        """x [T, K] times a matrix as it lies in memory -> [T, N]."""
+        if isinstance(x, Rows) and self._has_kernel(weight):
+            return linear.linear(x, weight, self._exchange)
+        if len(x) <= rows.MOST:
+            self.without_kernel.add(f"linear ({weight.type or str(weight.data.dtype)[6:]})")
+        return products.product(x, weight)
 
 
 def _as_rows(x: torch.Tensor) -> bool:

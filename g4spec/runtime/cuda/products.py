@@ -1,12 +1,10 @@
-"""Products of rows with weights: kernels where there are some, torch where there are none.
+"""Products of rows with weights in torch, where there is no kernel.
 
-However a product is computed, a row's bits do not depend on the rows beside it: torch always
-multiplies 16 rows, or as many as a chunk of a prompt has.
+A row's bits do not depend on the rows beside it: torch always multiplies 16 rows, or as many as a
+chunk of a prompt has.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +44,6 @@ def product(x: torch.Tensor | Rows, weight: Weight) -> torch.Tensor:
         dequantize(weight, matrix)
     y = torch.mm(half, matrix.t(), out_dtype=torch.float32)
     return (y if scale is None else y * scale)[: len(x)]
-
-
-def products(x: torch.Tensor | Rows, weights: Sequence[Weight]) -> torch.Tensor:
-    """x [T, K] times matrices below each other -> float32 [T, sum N]."""
-    parts = [product(x, w) for w in weights]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _halves(x: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None]:

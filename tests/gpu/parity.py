@@ -1,0 +1,251 @@
+"""A case for every operation that `CudaOps` replaces: fresh random inputs, against the reference.
+
+A case takes both backends and a generator and yields pairs (found, wanted) with a tolerance, the
+largest error allowed as a share of the largest wanted value of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4spec import quant
+from g4spec.models.spec import Attention, CacheShape
+from g4spec.runtime.cuda import packing, products
+from g4spec.runtime.cuda.matrix import Matrix
+from g4spec.runtime.ops import Ops
+
+Pair = tuple[Any, torch.Tensor, float]
+Case = Callable[[Any, Ops, torch.Generator], Iterator[Pair]]
+
+HALF = 2.0**-9
+"""What two roundings to half precision may do to a sum."""
+
+TYPES = ("", *packing.PARTS)
+COUNTS = (1, 3, 8, 9, 16, 40)
+
+
+def randn(g: torch.Generator, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, generator=g)
+
+
+def matrix(
+    g: torch.Generator, type: str, *shape: int, dtype: torch.dtype = torch.float16
+) -> tuple[Matrix, torch.Tensor]:
+    """A random matrix on the GPU, and its values."""
+    values = randn(g, *shape) / shape[-1] ** 0.5
+    count, rows = (shape[0], shape[1]) if len(shape) == 3 else (1, shape[0])
+    flat = values.view(count * rows, shape[-1])
+    if not type:
+        stored = flat.to(dtype)
+        return Matrix("", stored.cuda(), rows, shape[-1], count), stored.float().view(shape)
+    raw = quant.get(type).quantize(flat.numpy())
+    exact = torch.from_numpy(quant.get(type).dequantize(raw)).view(shape)
+    return Matrix(type, torch.from_numpy(raw).cuda(), rows, shape[-1], count), exact
+
+
+def there(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.cuda()
+
+
+def numbers(x: Any) -> torch.Tensor:
+    return products.numbers(x)
+
+
+def embed(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    ids = torch.tensor([0, 7, 127, 128, 299, 64, 64])
+    for type in TYPES:
+        table, values = matrix(g, type, 300, 256)
+        want = ref.embed(values, ids, 16.0)
+        yield cuda.embed(table, ids.cuda(), 16.0), want, 1e-6
+        cuda.linear(randn(g, 1, 256).cuda(), table)  # packs it
+        yield cuda.embed(table, ids.cuda(), 16.0), want, 1e-6
+
+
+def linear(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    for type in TYPES:
+        for k, n in ((256, 200), (512, 1024), (1280, 128)):
+            weight, values = matrix(g, type, n, k)
+            for count in COUNTS:
+                x = randn(g, count, k, scale=float(np.exp(2 * count % 7)))
+                yield cuda.linear(x.cuda(), weight), ref.linear(x, values), HALF
+    weight, values = matrix(g, "", 96, 192, dtype=torch.bfloat16)
+    x = randn(g, 5, 192)
+    yield cuda.linear(x.cuda(), weight), ref.linear(x, values), HALF
+    yield cuda.linear(x.cuda(), values.cuda()), ref.linear(x, values), 1e-4
+
+
+def logits(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    for cap, scale in ((0.0, 1.0), (30.0, 1.0), (30.0, 0.5), (0.0, 2.0)):
+        table, values = matrix(g, "q6_k", 1000, 256)
+        x = randn(g, 5, 256, scale=20.0)
+        want = ref.logits(x, values, cap, scale)
+        yield cuda.logits(x.cuda(), table, cap, scale), want, 2 * HALF
+
+
+def rms_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    for shape in ((3, 256), (1, 5376), (20, 2816), (4, 6, 64), (2, 49)):
+        x, w = randn(g, *shape), randn(g, shape[-1])
+        yield cuda.rms_norm(x.cuda(), w.cuda(), 1e-6), ref.rms_norm(x, w, 1e-6), 1e-5
+        yield cuda.rms_norm(x.cuda(), None, 1e-6), ref.rms_norm(x, None, 1e-6), 1e-5
+
+
+def norm_rows(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    for count in COUNTS:
+        for width in (256, 2816, 5376):
+            x, w = randn(g, count, width), randn(g, width)
+            yield numbers(cuda.norm_rows(x.cuda(), w.cuda(), 1e-6)), ref.norm_rows(x, w, 1e-6), HALF
+
+
+def norm_residual_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    scale = torch.tensor([0.7])
+    for count in COUNTS:
+        h, x, w, f = (randn(g, *shape) for shape in ((count, 512), (count, 512), (512,), (512,)))
+        for args in ((w, 1e-6, f, scale), (None, 1e-6, f, None), (w, 1e-6, None, scale)):
+            there_ = [a if isinstance(a, float) else there(a) for a in args]
+            for exact in (False, True):
+                want = ref.norm_residual_norm(h, x, *args)
+                got = cuda.norm_residual_norm(h.cuda(), x.cuda(), *there_, numbers=exact)
+                yield got[0], want[0], 1e-5
+                if args[2] is not None:
+                    yield numbers(got[1]), want[1], 1e-5 if exact else HALF
+
+
+def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    """Queries, and the keys and values that were appended; over the end of a ring."""
+    for dim, n_kv, pairs, own_v, normed in ((256, 1, False, True, True),
+                                            (512, 2, False, False, True),
+                                            (64, 2, True, True, False)):  # fmt: skip
+        both = [matrix(g, t, n * dim, 256) for t, n in (("q4_k", 4), ("q4_k", n_kv),
+                                                         ("q6_k", n_kv))]  # fmt: skip
+        norm, freqs = 1 + randn(g, dim, scale=0.1), ref.rope_freqs(1e4, dim)
+
+        def projections(i: int, place: Callable[[Any], Any], both: Any = both, dim: int = dim,
+                        own_v: bool = own_v, normed: bool = normed, norm: Any = norm,
+                        freqs: Any = freqs, pairs: bool = pairs) -> Attention:  # fmt: skip
+            n = place(norm) if normed else None
+            return Attention(both[0][i], both[1][i], both[2][i] if own_v else None, n, n,
+                             normed, dim, 1e-6, place(freqs), pairs)  # fmt: skip
+
+        shape = CacheShape(n_kv, dim, 40)
+        caches = cuda.cache(shape, 512, 16), ref.cache(shape, 512, 16)
+        for start, count in ((0, 16), (16, 40), (56, 1), (57, 8), (65, 16)):
+            x, at = randn(g, count, 256), torch.arange(start, start + count)
+            got = cuda.qkv(x.cuda(), projections(0, there), at.cuda(), caches[0])
+            want = ref.qkv(x, projections(1, lambda t: t), at, caches[1])
+            yield got, want, 2 * HALF
+            for a, b in zip(caches[0].read(start, start + count - 1),
+                            caches[1].read(start, start + count - 1), strict=True):  # fmt: skip
+                yield a, b, 2 * HALF
+        x, at = randn(g, 5, 256), torch.arange(81, 86)
+        none = cuda.qkv(x.cuda(), projections(0, there), at.cuda(), caches[0], queries=False)
+        ref.qkv(x, projections(1, lambda t: t), at, caches[1], queries=False)
+        assert none.shape[1] == 0
+        for a, b in zip(caches[0].read(81, 85), caches[1].read(81, 85), strict=True):
+            yield a, b, 2 * HALF
+
+
+def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    for dim, n_kv, n_head, window in ((256, 1, 2, 128), (512, 2, 4, None), (64, 2, 4, 100)):
+        shape = CacheShape(n_kv, dim, window)
+        caches = cuda.cache(shape, 700, 64), ref.cache(shape, 700, 64)
+        for start in range(0, 640, 32):
+            rows = randn(g, 2, 32, n_kv, dim).half().float()
+            at = torch.arange(start, start + 32)
+            caches[0].append(at.cuda(), *rows.cuda())
+            caches[1].append(at, *rows)
+            if start in (0, 32, 160, 608):
+                for count in (1, 7, 16):
+                    q = randn(g, count, n_head, dim, scale=dim**-0.5).half()
+                    last = torch.arange(start + 32 - count, start + 32)
+                    first = last * 0 if window is None else (last - window + 1).clamp(min=0)
+                    want = ref.attend(q.float(), caches[1], first, last, 1.0)
+                    got = cuda.attend(q.cuda(), caches[0], first.cuda(), last.cuda(), 1.0)
+                    yield numbers(got), want, 2 * HALF
+
+
+def gated(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    for activation in ("gelu_tanh", "silu"):
+        for types in (("q4_k", "q4_k", "q5_0"), ("q8_0", "q5_k", "q8_0"), ("", "", "")):
+            shapes = ((640, 256), (640, 256), (256, 640))
+            both = [matrix(g, t, *s) for t, s in zip(types, shapes, strict=True)]
+            for count in COUNTS:
+                x = randn(g, count, 256)
+                want = ref.gated(x, *(v for _, v in both), getattr(ref, activation))
+                got = cuda.gated(x.cuda(), *(m for m, _ in both), getattr(cuda, activation))
+                yield got, want, 4 * HALF
+
+
+def modulated(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    gate, down = matrix(g, "q4_k", 256, 512), matrix(g, "q4_k", 512, 256)
+    for count in COUNTS:
+        x, by = randn(g, count, 512, scale=300.0), randn(g, count, 3, 256)
+        want = ref.modulated(x, gate[1], by[:, 1], down[1], ref.gelu_tanh)
+        got = cuda.modulated(x.cuda(), gate[0], by.cuda()[:, 1], down[0], cuda.gelu_tanh)
+        yield got, want, 4 * HALF
+
+
+def per_layer_inputs(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    proj, norm = randn(g, 4 * 64, 256), randn(g, 64)
+    for count in COUNTS:
+        tokens, x = randn(g, count, 4 * 64), randn(g, count, 256)
+        want = ref.per_layer_inputs(tokens, x, proj, norm, 1e-6)
+        got = cuda.per_layer_inputs(tokens.cuda(), x.cuda(), proj.cuda(), norm.cuda(), 1e-6)
+        yield got.flatten(1), want.flatten(1), 1e-4
+
+
+def experts(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    for split in (False, True):
+        up = matrix(g, "q4_k", 8, 128, 256) if split else (None, None)
+        gate = matrix(g, "q4_k", 8, 128 if split else 256, 256)
+        down = matrix(g, "q5_0", 8, 256, 128)
+        for count in COUNTS:
+            x, weights = randn(g, count, 256), torch.rand(count, 3, generator=g)
+            ids = torch.stack([torch.randperm(8, generator=g)[:3] for _ in range(count)])
+            want = ref.experts(x, ids, weights, gate[1], up[1], down[1], ref.gelu_tanh)
+            got = cuda.experts(x.cuda(), ids.cuda(), weights.cuda(), gate[0], up[0], down[0],
+                               cuda.gelu_tanh)  # fmt: skip
+            yield got, want, 4 * HALF
+
+
+def cache(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    """Rows come back as they were appended, also over the end of the ring."""
+    shape = CacheShape(2, 64, 24)
+    mine, its = cuda.cache(shape, 256, 16), ref.cache(shape, 256, 16)
+    for start in range(0, 240, 12):
+        rows, at = randn(g, 2, 12, 2, 64).half().float(), torch.arange(start, start + 12)
+        mine.append(at.cuda(), *rows.cuda())
+        its.append(at, *rows)
+        first = max(0, start + 12 - 24)
+        for a, b in zip(mine.read(first, start + 11), its.read(first, start + 11), strict=True):
+            yield a, b, 0.0
+
+
+def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    """Sizes that are recorded, padded and too long; outputs that are kept and that are not."""
+
+    def run(ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> Any:
+        return x * 2 + ids[:, None], x + positions[:, None]
+
+    made = cuda.graph(run, (1, 4, 8), keep=1), ref.graph(run, (1, 4, 8), keep=1)
+    kept = []
+    for count in (1, 3, 4, 2, 8, 5, 1, 11):
+        ids, x = list(range(count, 2 * count)), randn(g, count, 6)
+        got, want = made[0](ids, 5 + count, x.cuda()), made[1](ids, 5 + count, x)
+        yield got[1], want[1], 0.0
+        kept.append((got[0], want[0]))
+    for a, b in kept:
+        yield a, b, 0.0
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (embed, linear, logits, rms_norm, norm_rows, norm_residual_norm, qkv, attend, gated,
+                 modulated, per_layer_inputs, experts, cache, graph)
+}  # fmt: skip
+
+ELSEWHERE = {"load": "tests/gpu/test_engine.py: logits of files of every kind"}
+"""Operations whose parity is judged elsewhere."""
