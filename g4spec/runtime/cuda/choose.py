@@ -1,0 +1,228 @@
+"""From logits to tokens as `g4spec.runtime.sampling` defines it, and what a cycle commits.
+
+Numbers of the sampler lie in device memory, so that a CUDA graph serves every seed, temperature,
+top-k (up to 128 candidates), top-p and min-p. Which kernels run depends on `Choice.mode`: a graph
+that was recorded in one mode is not valid in another.
+
+The noise is the CPU's (`Sampler`), but for the rounding of two logarithms in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.units import Unit
+from g4spec.runtime.sampling import Sampler
+
+SPAN, THREADS = 4096, 256
+"""Columns and threads of a block."""
+
+MOST = 128
+"""Largest top-k that has a kernel; and room for each block's candidates."""
+
+LAST = 512
+"""Threads that choose among the candidates of a row, 16 each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What was chosen in each of T rows.
+
+    Attributes:
+        ids: int64 [T]. `values`: the logit of each, float32 [T].
+        bad: int32 [T], 1 where there is no largest logit: NaN, or nothing but -inf.
+    """
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    bad: torch.Tensor
+
+
+class Choice:
+    """Chooses tokens from raw logits.
+
+    Args:
+        columns: of the logits.
+        cap, scale: a logit is cap * tanh(scale * raw / cap), without cap scale * raw.
+        suppress: tokens that are never chosen.
+        tokens: int64 [columns], ascending, the token of each column; None: the column itself.
+    """
+
+    def __init__(
+        self,
+        columns: int,
+        device: torch.device | str,
+        *,
+        cap: float = 0.0,
+        scale: float = 1.0,
+        suppress: tuple[int, ...] = (),
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        assert tokens is None or bool((tokens.diff() > 0).all()), "tokens must be ascending"
+        self.columns, self.cap, self.scale, self.tokens = columns, cap, scale, tokens
+        self._suppressed = _mask(columns, suppress, tokens, device)
+        self._sampling = torch.zeros(24, dtype=torch.uint8, device=device)
+        self.sampler = Sampler()
+
+    def set(self, sampler: Sampler) -> None:
+        """Take the numbers of another sampler, all but its suppressed tokens."""
+        s = self.sampler = sampler
+        data = struct.pack("<Qfffi", s.seed, s.temperature, s.top_p, s.min_p, s.top_k)
+        self._sampling.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    @property
+    def mode(self) -> tuple[str, ...]:
+        """What a recorded graph is valid for."""
+        s = self.sampler
+        if s.temperature == 0:
+            return ("greedy",)
+        if not s.top_k and s.top_p == 1 and not s.min_p:
+            return ("sampled",)
+        if 1 <= s.top_k <= MOST and self._blocks * MOST <= 16 * LAST:
+            return ("top",)
+        return ("sorted", *map(str, (s.top_k, s.top_p, s.min_p)))
+
+    @property
+    def _blocks(self) -> int:
+        return -(-self.columns // SPAN)
+
+    def __call__(self, logits: torch.Tensor, positions: torch.Tensor, ahead: int = 1) -> Chosen:
+        """A token for each row.
+
+        Args:
+            logits: float32 [T, columns], raw.
+            positions: int64 [T]; the token of row t stands at positions[t] + ahead.
+        """
+        assert logits.shape == (len(positions), self.columns), (logits.shape, self.columns)
+        mode = self.mode[0]
+        if mode == "sorted":
+            return self._sorted(logits, positions, ahead)
+        common = (
+            logits, positions, self.tokens, self._suppressed, np.int32(self.columns),
+            np.int32(ahead), np.float32(self.scale), np.float32(self.cap),
+        )  # fmt: skip
+        return self._launch(mode, common, len(logits))
+
+    def _launch(self, mode: str, common: tuple[object, ...], rows: int) -> Chosen:
+        device, blocks = self._sampling.device, self._blocks
+        chosen = Chosen(
+            torch.empty(rows, dtype=torch.int64, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.int32, device=device),
+        )
+        out, grid = (chosen.ids, chosen.values, chosen.bad), (blocks, rows)
+        room = MOST if mode == "top" else 1
+        keys = torch.empty(rows * blocks * room, dtype=torch.int64, device=device)
+        if mode == "top":
+            launch.kernel("choose.cu", f"top<{MOST}>")(grid, THREADS, *common, self._sampling, keys)
+            launch.kernel("choose.cu", f"top_end<{MOST}>")(
+                rows, LAST, *common, self._sampling, keys, np.int32(blocks), *out
+            )
+            return chosen
+        sampled = int(mode == "sampled")
+        launch.kernel("choose.cu", f"best<{sampled}>")(grid, THREADS, *common, self._sampling, keys)
+        launch.kernel("choose.cu", f"best_end<{sampled}>")(
+            -(-rows // 8), 256, *common, keys, np.int32(blocks), np.int32(rows), *out,
+        )  # fmt: skip
+        return chosen
+
+    def _sorted(self, logits: torch.Tensor, positions: torch.Tensor, ahead: int) -> Chosen:
+        """Other filters: torch sorts each row by itself, so that no row depends on another."""
+        z = logits * self.scale
+        z = self.cap * torch.tanh(z / self.cap) if self.cap else z
+        if self._suppressed is not None:
+            bits = torch.arange(32, device=z.device, dtype=torch.int32)
+            out = (self._suppressed[:, None] >> bits & 1).flatten()[: self.columns]
+            z = z.masked_fill(out.bool(), -math.inf)
+        z = torch.stack([self._filtered(row) for row in z])
+        common = (
+            z, positions, self.tokens, None, np.int32(self.columns), np.int32(ahead),
+            np.float32(1.0), np.float32(0.0),
+        )  # fmt: skip
+        return self._launch("sampled", common, len(z))
+
+    def _filtered(self, z: torch.Tensor) -> torch.Tensor:
+        """`Sampler._filtered` without a look at values on the host. NaN stays the largest."""
+        s = self.sampler
+        values, ids = z.sort(descending=True, stable=True)
+        rank = torch.arange(len(z), device=z.device)
+        keep = rank < (s.top_k or len(z))
+        if s.top_p < 1:
+            mass = values.masked_fill(~keep, -math.inf).softmax(0).cumsum(0)
+            keep &= rank <= (mass < s.top_p).sum()
+        if s.min_p:
+            keep &= values >= values[0] + math.log(s.min_p)
+        keep |= values.isnan()
+        return torch.full_like(z, -math.inf).scatter(0, ids, values.masked_fill(~keep, -math.inf))
+
+
+def _mask(
+    columns: int,
+    suppress: tuple[int, ...],
+    tokens: torch.Tensor | None,
+    device: torch.device | str,
+) -> torch.Tensor | None:
+    """Bit per column, int32 [columns / 32], or None where nothing is suppressed."""
+    column = torch.arange(columns) if tokens is None else tokens.cpu()
+    out = torch.isin(column, torch.tensor(suppress, dtype=torch.int64))
+    if not bool(out.any()):
+        return None
+    bits = np.packbits(np.pad(out.numpy(), (0, -columns % 32)), bitorder="little")
+    return torch.from_numpy(bits.view(np.int32)).to(device)
+
+
+class CycleState:
+    """Where a sequence stands, in device memory, so that cycles follow each other unseen.
+
+    Attributes:
+        values: int64 [4]: position of the next step's row 0; the token of that row, the anchor;
+            how many drafted tokens held in the last cycle; rows of the step that count.
+    """
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.values = torch.zeros(4, dtype=torch.int64, device=device)
+
+    def set(self, position: int, anchor: int, rows: int) -> None:
+        """Begin at `position` with token `anchor`, steps of `rows` rows."""
+        self.values.copy_(torch.tensor([position, anchor, 0, rows]))
+
+    def accept(
+        self,
+        chosen: torch.Tensor,
+        ids: torch.Tensor,
+        *,
+        forced: torch.Tensor | None = None,
+        next_ids: torch.Tensor | None = None,
+        next_positions: torch.Tensor | None = None,
+    ) -> None:
+        """Commit the choices of a step up to the first one that was not drafted, included.
+
+        Args:
+            chosen: int64 [T], T <= 16: choices of the step's rows.
+            ids: int64 [T]: what the step read, the anchor and drafted tokens.
+            forced: int64 [1] or None: accept so many drafts, whatever they are.
+            next_ids: int64 [1 or more] or None: the first one becomes the new anchor; may be `ids`.
+            next_positions: int64 [n <= 32] or None: becomes new position, + 1, ...
+        """
+        assert len(chosen) == len(ids) <= 16, (len(chosen), len(ids))
+        room = 0 if next_positions is None else len(next_positions)
+        launch.kernel("accept.cu", "accept")(
+            1, 32, chosen, ids, self.values, forced, next_ids, next_positions,
+            np.int32(len(chosen)), np.int32(room),
+        )  # fmt: skip
+
+
+UNITS = [
+    Unit(
+        "choose.cu",
+        ("best<0>", "best<1>", "best_end<0>", "best_end<1>", f"top<{MOST}>", f"top_end<{MOST}>"),
+        max_registers=80,
+    ),
+    Unit("accept.cu", ("accept",), max_registers=40),
+]

@@ -1,0 +1,99 @@
+"""What stands between products value by value: activations, per-layer inputs, the softcap."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.rows import MOST, Rows, address, tiles
+from g4spec.runtime.cuda.rows import empty as empty_rows
+from g4spec.runtime.cuda.units import Unit
+
+Activation = Literal["gelu_tanh", "silu"]
+ACTIVATIONS = ("gelu_tanh", "silu")
+
+GATED_SCALE = 64.0
+"""Row scale of products of an activation: they may exceed half precision."""
+
+THREADS = 128
+
+
+@functools.cache
+def gated_scale(device: torch.device) -> torch.Tensor:
+    """`GATED_SCALE` for each of 16 rows."""
+    return torch.full((MOST,), GATED_SCALE, dtype=torch.float32, device=device)
+
+
+def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Rows:
+    """activation(gate) * by as rows. Both float32 [T, I], T <= 16, of any distance between rows:
+    parts of one product, or one layer's of the per-layer inputs."""
+    out = empty_rows(len(gate), gate.shape[1], gate.device)
+    _gated(gate, by, activation, out.data, as_rows=True)
+    return Rows(out.data, out.count, out.width, gated_scale(gate.device))
+
+
+def gated(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """activation(gate) * by, float32 [T, I]; any T."""
+    out = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
+    _gated(gate, by, activation, out, as_rows=False)
+    return out
+
+
+def _gated(
+    gate: torch.Tensor,
+    by: torch.Tensor,
+    activation: Activation,
+    out: torch.Tensor,
+    *,
+    as_rows: bool,
+) -> None:
+    (count, width) = gate.shape
+    assert by.shape == gate.shape and width % 4 == 0, (gate.shape, by.shape)
+    grid = (-(-width // (4 * THREADS)), 8 * tiles(count) if as_rows else count)
+    name = f"gated<{ACTIVATIONS.index(activation)}, {int(as_rows)}>"
+    launch.kernel("elementwise.cu", name)(
+        grid, THREADS, address(gate), np.int64(gate.stride(0)), address(by),
+        np.int64(by.stride(0)), out, np.int32(count), np.int32(width),
+    )  # fmt: skip
+
+
+def per_layer_inputs(
+    y: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, width: int, eps: float
+) -> torch.Tensor:
+    """Gemma's per-layer inputs: (rms_norm(y / sqrt(width)) * weight + tokens) / sqrt(2).
+
+    Args:
+        y: product of the embeddings [T, width] and the projection, float32 [T, L * P].
+        tokens: scaled rows of the per-layer table, [T, L * P]. `weight`: [P].
+
+    Returns:
+        [T, L, P].
+    """
+    size = len(weight)
+    out = torch.empty(len(y), y.shape[1] // size, size, dtype=torch.float32, device=y.device)
+    n = out.shape[0] * out.shape[1]
+    launch.kernel("elementwise.cu", f"per_layer_inputs<{THREADS // 32}>")(
+        -(-n * 32 // THREADS), THREADS, y, tokens, weight, out, np.int32(n), np.int32(size),
+        np.float32(math.sqrt(width)), np.float32(eps),
+    )  # fmt: skip
+    return out
+
+
+def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
+    """cap * tanh(scale * x / cap), without cap scale * x, in place."""
+    launch.kernel("elementwise.cu", f"softcap<{str(bool(cap)).lower()}>")(
+        -(-x.numel() // 256), 256, x, np.int64(x.numel()), np.float32(cap), np.float32(scale)
+    )
+    return x
+
+
+UNITS = [
+    Unit("elementwise.cu", (*(f"gated<{a}, {r}>" for a in (0, 1) for r in (0, 1)),
+                            f"per_layer_inputs<{THREADS // 32}>", "softcap<true>",
+                            "softcap<false>"), max_registers=48),
+]  # fmt: skip

@@ -1,0 +1,66 @@
+// What stands between products value by value.
+#include "reduce.cuh"
+#include "rows.cuh"
+
+enum Activation { GELU, SILU };
+
+template <int ACTIVATION>
+DEVICE float activated(float x) {
+  if (ACTIVATION == SILU) return __fdiv_rn(x, 1.0f + expf(-x));
+  const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
+  return 0.5f * x * (1.0f + tanhf(inner));
+}
+
+// activation(gate) * by: row m of each at m * its stride. As rows times 1/64 (their scale is 64) in
+// a grid [quads / block, 8 * tiles], or as floats [rows, width] in a grid [.., rows].
+template <int ACTIVATION, int AS_ROWS>
+__global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 by_stride, void* out,
+                      int rows, int width) {
+  grid_launch();
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
+  const bool valid = i < width / 4;
+  const RowPlace place(tiles_of(rows), row, i);
+  grid_wait();
+  float4 v = {};
+  if (valid && row < rows) {
+    const float4 g = __ldcg((const float4*)(gate + row * gate_stride) + i);
+    const float4 b = __ldcg((const float4*)(by + row * by_stride) + i);
+    v = mul4({activated<ACTIVATION>(g.x), activated<ACTIVATION>(g.y), activated<ACTIVATION>(g.z),
+              activated<ACTIVATION>(g.w)}, b);
+  }
+  if (AS_ROWS) place.store((u8*)out, mul4(v, 1.0f / 64), valid);
+  else if (valid) ((float4*)out)[(i64)row * (width / 4) + i] = v;
+}
+
+// Gemma's per-layer inputs: (rms_norm(y / root) * weight + tokens) * sqrt(1/2), for each `size`
+// values; a warp each. y, tokens and out [rows, groups, size].
+template <int WARPS>  // of a block
+__global__ void per_layer_inputs(const float* y, const float* tokens, const float* weight,
+                                 float* out, int n, int size, float root, float eps) {
+  grid_launch();
+  grid_wait();
+  const int group = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (group >= n) return;
+  const i64 at = (i64)group * size;
+  float s = 0;
+  for (int i = lane; i < size; i += 32) {
+    const float v = __fdiv_rn(__ldcg(y + at + i), root);
+    s += v * v;
+  }
+  const float r = rsqrtf(over_warp(s, Sum()) / (float)size + eps);
+  for (int i = lane; i < size; i += 32) {
+    const float v = __fdiv_rn(__ldcg(y + at + i), root);
+    out[at + i] = (v * r * weight[i] + __ldcg(tokens + at + i)) * 0.70710678118654752f;
+  }
+}
+
+// cap * tanh(scale * x / cap), in place; not CAPPED: scale * x.
+template <bool CAPPED>
+__global__ void softcap(float* x, i64 n, float cap, float scale) {
+  grid_launch();
+  grid_wait();
+  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const float v = scale * x[i];
+  x[i] = CAPPED ? cap * tanhf(v / cap) : v;
+}

@@ -1,0 +1,187 @@
+"""Tokens chosen on the GPU are those of the CPU's sampler; and what a cycle commits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from g4spec.runtime.cuda.choose import Choice, CycleState
+from g4spec.runtime.sampling import NotFinite, Sampler, gumbel
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SAMPLERS = {
+    "greedy": Sampler(),
+    "temperature": Sampler(temperature=1.0, seed=7),
+    "hot": Sampler(temperature=2.5, seed=2**63 + 11),
+    "top-k": Sampler(temperature=1.0, top_k=64, seed=3),
+    "top-k-1": Sampler(temperature=0.8, top_k=1, seed=3),
+    "gemma": Sampler(temperature=1.0, top_k=64, top_p=0.95, seed=4),
+    "all": Sampler(temperature=0.7, top_k=128, top_p=0.9, min_p=0.02, seed=5),
+    "min-p": Sampler(temperature=1.3, min_p=0.05, seed=6),
+    "top-p": Sampler(temperature=1.1, top_p=0.8, seed=8),
+    "wide top-k": Sampler(temperature=1.1, top_k=1000, seed=8),
+}
+
+
+def logits(rows: int, columns: int, cap: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Raw ones on the GPU, and capped ones on the CPU."""
+    torch.manual_seed(columns + rows)
+    raw = torch.randn(rows, columns) * 6.0
+    raw[:, :: max(1, columns // 50)] += 12.0
+    return raw.cuda(), cap * torch.tanh(raw / cap) if cap else raw
+
+
+def agrees(sampler: Sampler, row: torch.Tensor, position: int, token: int) -> bool:
+    """Whether the CPU chooses `token`, or finds it as good but for rounding."""
+    want = sampler.choose(row, position)
+    if token == want:
+        return True
+    if sampler.temperature == 0:
+        return False
+    row = row.clone()
+    row[list(sampler.suppress)] = -torch.inf
+    noisy = sampler._filtered(row) / sampler.temperature + gumbel(sampler.seed, position, len(row))
+    return float(noisy[want] - noisy[token]) < 1e-5
+
+
+def check(sampler: Sampler, rows: int, columns: int, cap: float) -> None:
+    raw, capped = logits(rows, columns, cap)
+    suppress = (0, 3, columns - 1, int(capped[0].argmax()))
+    choice = Choice(columns, "cuda", cap=cap, suppress=suppress)
+    choice.set(sampler)
+    positions = torch.arange(1000, 1000 + rows, device="cuda")
+    got = choice(raw, positions)
+    assert not got.bad.any()
+    sampler = replace(sampler, suppress=suppress)
+    ids = got.ids.tolist()
+    assert all(agrees(sampler, capped[t], 1001 + t, ids[t]) for t in range(rows))
+    picked = capped[torch.arange(rows), got.ids.cpu()]
+    assert float((got.values.cpu() - picked).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("columns", [40, 1003, 32_768, 262_144])
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_the_token_is_the_samplers(name: str, columns: int, cap: float) -> None:
+    check(SAMPLERS[name], 3, columns, cap)
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature", "gemma", "top-p"])
+def test_a_row_does_not_depend_on_its_company(name: str) -> None:
+    choice = Choice(262_144, "cuda", cap=30.0)
+    choice.set(SAMPLERS[name])
+    raw, _ = logits(16, 262_144)
+    positions = torch.arange(5, 21, device="cuda")
+    whole = choice(raw, positions)
+    for t in range(16):
+        alone = choice(raw[t : t + 1], positions[t : t + 1])
+        assert torch.equal(alone.ids, whole.ids[t : t + 1])
+        assert torch.equal(alone.values, whole.values[t : t + 1])
+
+
+def test_thousands_of_draws_have_the_right_frequencies() -> None:
+    z = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]).cuda()
+    choice = Choice(5, "cuda")
+    choice.set(Sampler(temperature=1.0, seed=99))
+    n = 20_000
+    ids = choice(z.expand(n, 5).contiguous(), torch.arange(n, device="cuda")).ids
+    share = torch.bincount(ids, minlength=5).float() / n
+    assert float((share - z.softmax(0)).abs().max()) < 0.012
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature", "gemma"])
+def test_ties_go_to_the_lowest_token(name: str) -> None:
+    raw = torch.zeros(2, 50_000).cuda()
+    raw[0, [41_234, 17, 30_000]] = 5.0
+    raw[1] = 400.0  # capped, all are equal
+    raw[1, 20_000:] = 500.0
+    choice = Choice(50_000, "cuda", cap=30.0)
+    choice.set(replace(SAMPLERS[name], temperature=SAMPLERS[name].temperature * 1e-6))
+    positions = torch.zeros(2, dtype=torch.int64, device="cuda")
+    got = choice(raw, positions).ids.tolist()
+    if name == "greedy":
+        assert got == [17, 0]
+    else:
+        sampler = choice.sampler
+        want = 30.0 * torch.tanh(raw.cpu() / 30.0)
+        assert all(agrees(sampler, want[t], 1, got[t]) for t in range(2))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_what_is_not_finite_is_reported(name: str) -> None:
+    raw, _ = logits(4, 5000)
+    raw[0, 4321] = torch.nan
+    raw[1] = -torch.inf
+    raw[2, 77] = torch.inf
+    choice = Choice(5000, "cuda")
+    choice.set(SAMPLERS[name])
+    got = choice(raw, torch.arange(4, device="cuda"))
+    assert got.bad.tolist() == [1, 1, 1, 0]
+    for t in range(3):
+        with pytest.raises(NotFinite):
+            SAMPLERS[name].choose(raw[t].cpu(), t + 1)
+
+
+@pytest.mark.parametrize("name", ["greedy", "temperature", "gemma"])
+def test_a_reduced_vocabulary(name: str) -> None:
+    raw, _ = logits(3, 700)
+    tokens = (torch.arange(700) * 13 + 5).cuda()
+    sampler = replace(SAMPLERS[name], suppress=(5, 18))
+    choice = Choice(700, "cuda", tokens=tokens, suppress=sampler.suppress)
+    choice.set(sampler)
+    got = choice(raw, torch.arange(3, device="cuda"), ahead=0).ids.tolist()
+    wide = torch.full((3, 10_000), -torch.inf)
+    wide[:, tokens.cpu()] = raw.cpu()
+    assert all(agrees(sampler, wide[t], t, got[t]) for t in range(3))
+
+
+def test_a_graph_serves_other_seeds() -> None:
+    raw, capped = logits(2, 9000)
+    choice, positions = Choice(9000, "cuda"), torch.tensor([4, 9], device="cuda")
+    choice.set(Sampler(temperature=1.0, top_k=64, seed=1))
+    choice(raw, positions)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = choice(raw, positions)
+    for seed, top_k in ((1, 64), (2, 64), (3, 7), (4, 128)):
+        sampler = Sampler(temperature=1.5, top_k=top_k, seed=seed)
+        choice.set(sampler)
+        positions += 1
+        graph.replay()
+        first = int(positions[0]) + 1, int(positions[1]) + 1
+        ids = out.ids.tolist()
+        assert all(agrees(sampler, capped[t], first[t], ids[t]) for t in range(2))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16])
+def test_accept(rows: int) -> None:
+    state = CycleState("cuda")
+    for held in range(rows):
+        ids = torch.arange(100, 100 + rows, device="cuda")
+        chosen = ids + 1  # row t chooses what row t + 1 was given
+        chosen[held] = 7
+        state.set(50, 100, 16)
+        positions = torch.full((20,), -1, dtype=torch.int64, device="cuda")
+        state.accept(chosen, ids, next_ids=ids, next_positions=positions)
+        assert state.values.tolist() == [50 + held + 1, 7, held, 16]
+        assert int(ids[0]) == 7
+        assert positions.tolist() == list(range(50 + held + 1, 50 + held + 21))
+
+
+def test_rows_that_do_not_count_and_forced_lengths() -> None:
+    state = CycleState("cuda")
+    ids = torch.arange(8, device="cuda")
+    state.set(0, 0, 3)  # two drafted tokens, padding behind them
+    state.accept(ids + 1, ids)
+    assert state.values.tolist() == [3, 3, 2, 3]
+    for forced, want in ((0, 0), (5, 5), (7, 7), (12, 7)):
+        state.set(0, 0, 16)
+        state.accept(ids * 0 + 9, ids, forced=torch.tensor([forced], device="cuda"))
+        assert state.values.tolist() == [want + 1, 9, want, 16]

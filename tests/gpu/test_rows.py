@@ -1,0 +1,259 @@
+"""The kernels between products against the reference; rows that do not depend on their company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from g4spec.runtime.cuda import rows
+from g4spec.runtime.cuda.heads import Heads
+from g4spec.runtime.cuda.kv import CudaKV
+from g4spec.runtime.ops import Ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EPS = 1e-6
+REF = Ops("cpu")
+HALF = 2.0**-11  # relative error of a number in half precision
+
+
+def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda") * scale
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(1)
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> None:
+    """What kernels leave unwritten is NaN: memory that torch hands out again was filled with it."""
+    junk = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in (1 << 16, 1 << 22)]
+    del junk
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    """In float64, on the CPU."""
+    return REF.rms_norm(x.double().cpu(), None if weight is None else weight.double().cpu(), EPS)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    """The largest error, relative to the largest value of the row."""
+    got, want = got.double().cpu(), want.double().cpu()
+    assert got.shape == want.shape
+    error = (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=1e-30)
+    assert float(error.max()) <= tolerance, float(error.max())
+
+
+def check_rows(packed: rows.Rows, want: torch.Tensor, tolerance: float = HALF) -> None:
+    """Values, sums and padding of rows against float64 values [T, K]."""
+    values, sums16, sums32 = rows.unpack(packed)
+    n = packed.count
+    assert values.shape == (8 * packed.tiles, packed.width)
+    assert not values[n:].any() and not sums16[n:].any() and not sums32[n:].any()
+    scale = 1.0 if packed.scale is None else packed.scale[:n, None].double()
+    close(values[:n].double() * scale, want, tolerance)
+    exact = -1024.0 * values.double().unflatten(1, (-1, 16)).sum(-1)
+    size = 1024.0 * values.double().abs().unflatten(1, (-1, 16)).sum(-1)
+    assert bool(((sums16.double() - exact).abs() <= size * 2.0**-22).all())
+    assert torch.equal(sums32, sums16[:, 0::2] + sums16[:, 1::2])
+
+
+def same_rows(a: rows.Rows, first: int, b: rows.Rows) -> bool:
+    """Whether rows first ... of `a` are bit by bit all rows of `b`."""
+    pairs = zip(rows.unpack(a), rows.unpack(b), strict=True)
+    return all(torch.equal(x[first : first + b.count], y[: b.count]) for x, y in pairs)
+
+
+@pytest.mark.parametrize("width", [64, 5376, 26880])
+@pytest.mark.parametrize("count", [1, 8, 9, 16])
+def test_pack(width: int, count: int) -> None:
+    x = randn(count, width, scale=300.0)
+    x[0] *= 1e6
+    if count > 3:
+        x[1], x[2] = 0.0, x[2] * 1e-12
+        x[3] *= 2.0**-140
+    packed = rows.pack_rows(x)
+    assert packed.scale is not None
+    check_rows(packed, x)
+    most = rows.unpack(packed)[0][:count].abs().amax(1).float()
+    normal = x.abs().amax(1) > 1e-20
+    assert bool(((most >= 512) & (most <= 1024))[normal].all())
+    assert packed.scale[:count].log2().frac().abs().max() == 0
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_pack_keeps_what_is_not_finite(bad: float) -> None:
+    x = randn(2, 128)
+    x[1, 77] = bad
+    values = rows.unpack(rows.pack_rows(x))[0]
+    assert bool(torch.isfinite(values[0]).all()) and not bool(torch.isfinite(values[1, 77]))
+
+
+@pytest.mark.parametrize("width", [64, 192, 2816, 5376])
+@pytest.mark.parametrize("count", [1, 7, 16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_rms_norm(width: int, count: int, weighted: bool) -> None:
+    x, weight = randn(count, width, scale=40.0), randn(width) if weighted else None
+    want = norm(x, weight)
+    close(rows.rms_norm(x, weight, EPS), want, 1e-6)
+    check_rows(rows.rms_norm_rows(x, weight, EPS), want)
+
+
+def test_rms_norm_of_heads_and_many_rows() -> None:
+    x, weight = randn(300, 3, 20), randn(20)
+    close(rows.rms_norm(x, weight, EPS), norm(x, weight), 1e-6)
+
+
+def test_residual_of_many_rows() -> None:
+    h, x, weight, following = randn(300, 5376), randn(300, 5376), randn(5376), randn(5376)
+    step = rows.Residual(weight, EPS)
+    want = residual(h, x, weight, None)
+    out, y = step.numbers(h, x, following)
+    close(out, want, 3e-7)
+    close(y, norm(want, following), 2e-6)
+    close(step(h, x), want, 3e-7)
+
+
+def test_norms_of_parts_side_by_side() -> None:
+    x, weights = randn(5, 3 * 192), [randn(192) for _ in range(3)]
+    out = rows.empty(5, 3 * 192, x.device)
+    for i, weight in enumerate(weights):
+        part = x[:, 192 * i : 192 * (i + 1)]
+        rows.rms_norm_rows(part, weight, EPS, into=out, column=192 * i)
+    want = torch.cat([norm(p, w) for p, w in zip(x.split(192, dim=1), weights, strict=True)], 1)
+    check_rows(out, want)
+
+
+def residual(
+    h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """The reference in float64."""
+    h, x = h.double().cpu(), x.double().cpu()
+    y = x + (h if weight is None else norm(h, weight))
+    return y if scale is None else y * scale.double().cpu()
+
+
+@pytest.mark.parametrize("width", [192, 2816, 5376])
+@pytest.mark.parametrize("count", [1, 3, 8, 9, 16])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_residual(width: int, count: int, weighted: bool, scaled: bool) -> None:
+    h, x = randn(count, width, scale=30.0), randn(count, width, scale=100.0)
+    weight, following = randn(width) if weighted else None, [randn(width) for _ in range(3)]
+    scale = torch.tensor([0.73], device="cuda") if scaled else None
+    step = rows.Residual(weight, EPS, scale)
+    want = residual(h, x, weight, scale)
+    close(step(h, x), want, 3e-7)
+    for n in (1, 3):
+        out, packed = step.rows(h, x, following[:n])
+        close(out, want, 3e-7)
+        for p, w in zip(packed, following, strict=False):
+            check_rows(p, norm(want, w))
+    out, y = step.numbers(h, x, following[0])
+    close(out, want, 3e-7)
+    close(y, norm(want, following[0]), 2e-6)
+    out, raw = step.packed(h, x)
+    close(out, want, 3e-7)
+    check_rows(raw, want)
+
+
+@pytest.mark.parametrize("slices", [2, 4, 8])
+@pytest.mark.parametrize("early", [True, False])
+def test_residual_of_partial_sums_tapped(slices: int, early: bool) -> None:
+    h, x, weight = randn(slices, 6, 1536), randn(6, 1536), randn(1536)
+    want = residual(h.sum(0), x, weight, None)
+    taps = torch.full((6, 3 * 1536), torch.nan, device="cuda")
+    out, (packed,) = rows.Residual(weight, EPS, early=early).rows(
+        h, x, [None], tap=taps[:, 1536:3072]
+    )
+    close(out, want, 1e-6)
+    check_rows(packed, norm(want, None), HALF * 1.01)
+    assert torch.equal(taps[:, 1536:3072], out)
+    assert bool(taps[:, :1536].isnan().all()) and bool(taps[:, 3072:].isnan().all())
+
+
+@pytest.mark.parametrize("width", [1536, 5376])
+def test_a_row_does_not_depend_on_its_company(width: int) -> None:
+    h, x, weight, next_weight = randn(16, width), randn(16, width), randn(width), randn(width)
+    step = rows.Residual(weight, EPS)
+    out, (packed,) = step.rows(h, x, [next_weight])
+    _, raw = step.packed(h, x)
+    for count in range(1, 17):
+        for first in {0, 16 - count}:
+            part = slice(first, first + count)
+            small, (small_packed,) = step.rows(h[part].clone(), x[part].clone(), [next_weight])
+            assert torch.equal(out[part], small)
+            assert same_rows(packed, first, small_packed)
+            assert same_rows(raw, first, step.packed(h[part].clone(), x[part].clone())[1])
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("pairs", [True, False])
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("form", ["target", "v_from_k", "draft", "plain", "q", "kv"])
+def test_heads(dim: int, pairs: bool, kind: str, form: str) -> None:
+    n_q, n_kv = {"q": (6, 0), "kv": (0, 3)}.get(form, (6, 3))
+    v_from_k, v_norm, normed = form == "v_from_k", form in ("target", "v_from_k"), form != "plain"
+    positions = torch.tensor([0, 5, 127, 129, 100_000, 262_142, 7], device="cuda")  # slots differ
+    y = randn(7, (n_q + n_kv * (1 if v_from_k else 2)) * dim, scale=3.0)
+    q_norm, k_norm = (randn(dim), randn(dim)) if normed else (None, None)
+    freqs = REF.rope_freqs(1e4, dim).cuda()
+    heads = Heads(n_q, n_kv, q_norm, k_norm, v_norm, v_from_k, freqs, EPS, pairs)
+    kv = CudaKV(n_kv, dim, 1 << 18, 64, 64, kind=kind) if n_kv else None  # type: ignore[arg-type]
+    q = heads(y, positions, kv)
+
+    rotate = REF.rope_pairs if pairs else REF.rope
+
+    def turned(part: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        part = part if weight is None else REF.rms_norm(part, weight.cpu(), EPS)
+        return rotate(part, positions.cpu(), freqs.cpu())
+
+    wide = y.cpu().view(7, -1, dim)
+    if n_q:
+        close(q, turned(wide[:, :n_q], q_norm), 6e-4)
+    if kv is None:
+        return
+    k = wide[:, n_q : n_q + n_kv]
+    v = k if v_from_k else wide[:, n_q + n_kv :]
+    want = CudaKV(n_kv, dim, 1 << 18, 64, 64, kind=kind)  # type: ignore[arg-type]
+    v = REF.rms_norm(v, None, EPS) if v_norm else v
+    want.append(positions, turned(k, k_norm).cuda(), v.cuda())
+    written = positions % kv.capacity
+    for name in ("keys", "values", "key_scales", "value_scales"):
+        ours, theirs = getattr(kv, name), getattr(want, name)
+        if not ours.numel():
+            continue
+        if ours.dtype is torch.uint8:  # a rounding apart, here and there
+            off = (ours.int() - theirs.int()).abs()
+            assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 1e-3
+        else:
+            close(ours[:, written], theirs[:, written], 6e-4)
+        rest = torch.ones(kv.capacity, dtype=torch.bool, device="cuda")
+        rest[written] = False
+        assert torch.equal(ours[:, rest].view(torch.uint8), theirs[:, rest].view(torch.uint8))
+
+
+def test_heads_do_not_depend_on_company() -> None:
+    heads = Heads(4, 2, randn(256), randn(256), True, False, REF.rope_freqs(1e4, 256).cuda(), EPS)
+    y, positions = randn(16, 8 * 256), torch.arange(1000, 1016, device="cuda")
+    whole = CudaKV(2, 256, 4096, None, 16)
+    q = heads(y, positions, whole)
+    for count in (1, 5, 16):
+        for first in {0, 16 - count}:
+            part, kv = slice(first, first + count), CudaKV(2, 256, 4096, None, 16)
+            assert torch.equal(heads(y[part].clone(), positions[part].clone(), kv), q[part])
+            slots = positions[part]
+            assert torch.equal(kv.keys[:, slots], whole.keys[:, slots])
+            assert torch.equal(kv.values[:, slots], whole.values[:, slots])
+
+
+def test_heads_of_partial_sums() -> None:
+    heads = Heads(4, 0, randn(256), None, True, False, REF.rope_freqs(1e4, 256).cuda(), EPS)
+    y, positions = randn(4, 5, 4 * 256), torch.arange(5, device="cuda")
+    got, want = heads(y, positions, None), heads(y.sum(0), positions, None)
+    close(got, want, 2e-3)
