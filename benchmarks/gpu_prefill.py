@@ -7,16 +7,19 @@ weights made on the GPU. Prints tokens a second and where the time goes.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import torch
 
 from g4spec.models.gemma4 import Config, caches
 from g4spec.models.spec import LayerSpec
+from g4spec.runtime import provenance
 from g4spec.runtime.cuda import packing, prefill
 from g4spec.runtime.cuda.dequant import Products, Weight
 from g4spec.runtime.cuda.kv import CudaKV
@@ -74,7 +77,7 @@ def layer(s: LayerSpec, h: int) -> LayerWeights:
     if s.n_expert:
         e, i = s.n_expert, s.n_ff_expert
         experts = ExpertWeights(
-            torch.randn(e, h, device=DEVICE), norm(), norm(e), matrix("q4_k", 2 * i, h, e),
+            torch.randn(e, h, device=DEVICE), norm(), norm(e), [matrix("q4_k", 2 * i, h, e)],
             matrix("q8_0", h, i, e), norm(), norm(), norm(),
         )  # fmt: skip
     return LayerWeights(
@@ -170,6 +173,11 @@ def measure(name: str, p: Prefill, count: int) -> dict[str, Any]:
             "tokens_per_second": round(count / best), "parts_ms": ms}  # fmt: skip
 
 
+def driver() -> str:
+    pynvml.nvmlInit()
+    return str(pynvml.nvmlSystemGetDriverVersion())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(SHAPES))
@@ -186,8 +194,14 @@ def main() -> None:
         del p
         torch.cuda.empty_cache()
     if args.json:
-        record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__,
-                  "kv": args.kv, "chunk": args.chunk, "results": results}  # fmt: skip
+        record = {
+            "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
+            "driver": driver(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "machine": provenance.machine(), "commit": provenance.commit(),
+            "weights": "random, made on the GPU", "kv": args.kv, "chunk": args.chunk,
+            "note": "parts overlap: products contain dequantize, experts their products",
+            "results": results,
+        }  # fmt: skip
         args.json.write_text(json.dumps(record, indent=1))
 
 

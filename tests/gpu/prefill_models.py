@@ -14,6 +14,7 @@ from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import packing
 from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.matrix import Matrix
 from g4spec.runtime.cuda.prefill import LayerWeights, PerLayerWeights, Prefill
 from g4spec.runtime.cuda.prefill_attention import HeadWeights
 from g4spec.runtime.cuda.prefill_experts import ExpertWeights
@@ -46,6 +47,17 @@ class Small:
         layers = [self._layer(s) for s in self.config.layers]
         freqs = [f.cuda() for f in self.target(n_ctx, chunk).model._freqs]
         return Prefill(self.config, layers, caches, freqs, chunk, n_ctx, portable)
+
+    def matrices(self) -> dict[str, Any]:
+        """What `CudaOps.load` gives for a file of these weights."""
+        out: dict[str, Any] = {name: x.cuda() for name, x in self.reference.items()}
+        for name, raw in self.raw.items():
+            fmt, shape = self.types[name.split(".")[-2]], self.reference[name].shape
+            data = raw.flatten(0, -2).cuda()
+            data = data.view(torch.float16) if fmt == "f16" else data
+            stack = shape[0] if len(shape) == 3 else 1
+            out[name] = Matrix("" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack)
+        return out
 
     def _vector(self, name: str) -> torch.Tensor | None:
         found = self.reference.get(name)
@@ -89,7 +101,7 @@ class Small:
             ExpertWeights(
                 v("ffn_gate_inp"), self._vector(f"{b}ffn_gate_inp.scale"),
                 self._vector(f"{b}ffn_down_exps.scale"),
-                self.weight(f"{b}ffn_gate_up_exps.weight", interleave=s.index % 2 == 0),
+                [self.weight(f"{b}ffn_gate_up_exps.weight", interleave=s.index % 2 == 0)],
                 m("ffn_down_exps"), v("pre_ffw_norm_2"), v("post_ffw_norm_1"),
                 v("post_ffw_norm_2"), s.index % 2 == 0,
             ) if s.n_expert else None,

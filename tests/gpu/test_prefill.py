@@ -10,9 +10,16 @@ import torch
 
 from g4spec import quant
 from g4spec.models.gemma4_config import shared_kv
-from g4spec.runtime.cuda import launch, packing
+from g4spec.models.spec import LayerSpec
+from g4spec.runtime.cuda import launch, packing, prefill_attention
 from g4spec.runtime.cuda.dequant import Weight, dequantize
-from g4spec.runtime.cuda.kv import Kind
+from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.matrix import beside
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.prefill import Prefill, workspace
+from g4spec.runtime.cuda.prefill_attention import HeadWeights
+from g4spec.runtime.cuda.prefill_model import LongModel
+from g4spec.runtime.target import Target
 from tests.gpu.prefill_models import Small, dense, small
 
 pytestmark = [
@@ -146,6 +153,81 @@ def test_experts() -> None:
     # A choice between two experts that are nearly equal may fall the other way.
     model = small(layers, {"": "q8_0", "ffn_gate_up_exps": "q4_k", "ffn_down_exps": "q5_0"})
     check(model, 128, 150, loose=3, share=0.9)  # experts compute in bf16
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "window"), [(256, 2, 1024), (256, 8, None), (512, 8, None)]
+)
+@pytest.mark.parametrize(("first", "second"), [(2500, 801), (1, 3300), (64, 2048)])
+def test_long_attention(dim: int, group: int, window: int | None, first: int, second: int) -> None:
+    """Thousands of keys in two chunks: what sm_90 has against two products."""
+    n_ctx, n_kv = 3400, 2
+    spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=dim == 512)
+    own = dim != 512
+    device, g = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(0)
+    way = prefill_attention.kind(spec, 64, launch.arch())
+    ways = [prefill_attention.Scores(spec, n_ctx, n_ctx, device), way(spec, n_ctx, n_ctx, device)]
+    caches = [CudaKV(n_kv, dim, n_ctx, window, 16) for _ in ways]
+    norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim, device=device, generator=g) for _ in "qk"))
+    for w in ways:
+        w.queries.fill_(torch.nan), w.keys.fill_(torch.nan), w.values.fill_(torch.nan)
+    start = 0
+    for count in (first, second):
+        columns = dim * n_kv * (group + 1 + own)
+        qkv = torch.randn(count, columns, device=device, generator=g).half()
+        angle = torch.rand(count, 64, device=device, generator=g)
+        turns = torch.stack((angle.cos(), angle.sin()), -1)
+        out = [torch.full((count, n_kv * group * dim), torch.nan, device=device).half()
+               for _ in ways]  # fmt: skip
+        for w, cache, o in zip(ways, caches, out, strict=True):
+            w.prepare(qkv, norms, turns, start, cache, own, 1e-6)
+            w.attend(o, start)
+        start += count
+        difference = (out[0].float() - out[1].float()).norm(dim=-1) / out[0].float().norm(dim=-1)
+        assert difference.max() < 3e-3, difference.max()
+    assert torch.equal(caches[0].keys.view(torch.int16), caches[1].keys.view(torch.int16))
+    assert torch.equal(caches[0].values.view(torch.int16), caches[1].values.view(torch.int16))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("types", [{"": "q4_k"}, {"": "q8_0", "attn_v": "f16", "ffn_up": "q5_1"}])
+def test_model_of_a_file(types: dict[str, str], split: bool) -> None:
+    """Weights as `CudaOps` loads them."""
+    layers = dense(3, n_expert=16, n_expert_used=16, n_ff_expert=256, split_experts=split)
+    model, ids = small(layers, types), [(11 * i) % 150 + 5 for i in range(150)]
+    reference = model.target(N_CTX, N_CTX)
+    reference.taps = (1, 3)
+    want = next(iter(reference.prefill(ids)))
+    target = Target(model.config, model.matrices(), CudaOps(), N_CTX, 64)
+    long = LongModel(target.model, target.caches, 64, N_CTX, beside)
+    hidden, tapped = long.forward(torch.tensor(ids, device="cuda"), 0, (1, 3))
+    error = (hidden.cpu() - want.hidden).norm(dim=-1) / want.hidden.norm(dim=-1)
+    assert error.max() < 3 * tolerance(3), error.max()
+    got = torch.cat([tapped[1], tapped[3]], dim=1).cpu()
+    assert (got - want.taps).norm() < 1e-2 * want.taps.norm()
+
+
+def test_workspace_is_known_before() -> None:
+    layers = dense(3, n_expert=16, n_expert_used=4, n_ff_expert=192)
+    layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=8,
+                           n_kv=1 if s.window is None else 4) for s in layers)  # fmt: skip
+    model = small(layers, {"": "q8_0"})
+    target = model.prefill(N_CTX, 64)
+    before = torch.cuda.memory_allocated()
+    caches, freqs = target.caches, [torch.ones(s.head_dim // 2, device="cuda") for s in layers]
+    for s, f in zip(layers, freqs, strict=True):
+        f[64:] *= s.window is not None
+    kept = Prefill(model.config, target.layers, caches, freqs, 4096, 8192)
+    took = torch.cuda.memory_allocated() - before
+    want, passing = workspace(model.config, 4096, 8192, launch.arch())
+    assert want <= took <= want + (8 << 20), (want, took)  # what the allocator rounds up
+    x = torch.randn(4096, model.config.n_embd, device="cuda")
+    kept(x[:100].clone(), 0)  # cuBLAS has its workspace
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    kept(x, 0)
+    peak = torch.cuda.max_memory_allocated() - before
+    assert passing / 2 <= peak <= passing + (8 << 20), (passing, peak)
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 16, 4), (333, 128, 8), (4096, 128, 8)])

@@ -68,11 +68,11 @@ class Products:
     nothing, because the products are held back by the GPU's power, not by its memory.
 
     Args:
-        values: of the largest matrix, or of the largest stack of them.
+        scratch: float16, as long as the largest matrix or stack of them.
     """
 
-    def __init__(self, values: int, device: torch.device) -> None:
-        self._scratch = torch.empty(values, dtype=torch.float16, device=device)
+    def __init__(self, scratch: torch.Tensor) -> None:
+        self._scratch = scratch
 
     def matrix(self, weights: Sequence[Weight], dtype: torch.dtype = torch.float16) -> torch.Tensor:
         """Matrices with the same columns below each other, [rows, columns] of a 16-bit type; it
@@ -100,5 +100,5 @@ UNITS = [
     Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in _NAMES
                              for unit in ((256,) if type.endswith("_k") else (64, 256))
                              for dtype in (torch.float16, torch.bfloat16)),
-         max_registers=64),
+         max_registers=80),
 ]  # fmt: skip

@@ -19,10 +19,11 @@ import torch
 
 from g4spec.models.gemma4_config import Config
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda import launch, prefill_attention
+from g4spec.runtime.cuda.buffers import Shapes, allocate, nbytes
 from g4spec.runtime.cuda.dequant import Products, Weight
 from g4spec.runtime.cuda.kv import CudaKV
-from g4spec.runtime.cuda.prefill_attention import Attention, HeadWeights, attention
+from g4spec.runtime.cuda.prefill_attention import Attention, HeadWeights
 from g4spec.runtime.cuda.prefill_experts import Experts, ExpertWeights
 from g4spec.runtime.cuda.units import Unit
 
@@ -80,6 +81,12 @@ class Prefill:
         portable: only what every GPU can do, for tests.
     """
 
+    _rows: torch.Tensor  # [T, H] float16: what the next product reads
+    _out: torch.Tensor  # [T, H] float32: what a sublayer gives
+    _wide: torch.Tensor  # float16: queries, keys and values; or gates and ups
+    _inner: torch.Tensor  # float16: attention; or the feed-forward's inner values
+    _scratch: torch.Tensor  # float16: a matrix
+
     def __init__(
         self,
         config: Config,
@@ -91,25 +98,17 @@ class Prefill:
         portable: bool = False,
     ) -> None:
         self.config, self.layers, self.caches, self.chunk = config, layers, caches, chunk
-        device = layers[0].attn_norm.device
+        device, first = layers[0].attn_norm.device, config.layers[0]
         self._freqs = {s.window is None: _turning(f)
                        for s, f in zip(config.layers, freqs, strict=True)}  # fmt: skip
-        self._attention: dict[tuple[int, ...], Attention] = {}
-        for spec in config.layers:
-            if spec.kv_from is None and _kind(spec) not in self._attention:
-                pairs = len(self._freqs[spec.window is None])
-                self._attention[_kind(spec)] = attention(spec, pairs, chunk, n_ctx, device,
-                                                         portable)  # fmt: skip
-        self.products = Products(max(map(_largest, layers)), device)
-        half: dict[str, Any] = {"dtype": torch.float16, "device": device}
-        width = max(max(s.n_ff * 2, (s.n_head + 2 * s.n_kv) * s.head_dim) for s in config.layers)
-        inner = max(max(s.n_ff, s.n_head * s.head_dim) for s in config.layers)
-        self._rows = torch.empty(chunk, config.n_embd, **half)
-        self._wide = torch.empty(chunk * width, **half)
-        self._inner = torch.empty(chunk * inner, **half)
-        self._out = torch.empty(chunk, config.n_embd, dtype=torch.float32, device=device)
-        first = config.layers[0]
+        pairs = {full: len(f) for full, f in self._freqs.items()}
+        arch = "" if portable else launch.arch(device.index)
+        self._attention = {kind: way(spec, chunk, n_ctx, device)
+                           for kind, (spec, way) in _ways(config, pairs, arch).items()}  # fmt: skip
         self._experts = Experts(first, config.n_embd, chunk, device) if first.n_expert else None
+        for name, buffer in allocate(_buffers(config, chunk), device).items():
+            setattr(self, name, buffer)
+        self.products = Products(self._scratch)
 
     def __call__(
         self,
@@ -250,11 +249,52 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
     return f"{name}<{width}, {warps}>", 32 * warps
 
 
-def _kind(spec: LayerSpec) -> tuple[int, ...]:
+Kind = tuple[int, ...]
+
+
+def _kind(spec: LayerSpec) -> Kind:
     """Layers alike in this share their buffers of queries, keys and values. A layer that reads
     another's cache finds there what was gathered for the other: it comes after all of its kind
     that have their own."""
     return spec.window or 0, spec.n_head, spec.n_kv, spec.head_dim, spec.v_from_k
+
+
+def _ways(
+    config: Config, pairs: Mapping[bool, int], arch: str
+) -> dict[Kind, tuple[LayerSpec, type[Attention]]]:
+    """A layer of each kind that has keys, and how it attends on `arch` ("": on any).
+
+    Args:
+        pairs: of a head that turn, of layers without and with a window.
+    """
+    return {_kind(s): (s, prefill_attention.kind(s, pairs[s.window is None], arch))
+            for s in config.layers if s.kv_from is None}  # fmt: skip
+
+
+def _buffers(config: Config, chunk: int) -> Shapes:
+    """What all layers use in turn."""
+    h, layers, half = config.n_embd, config.layers, torch.float16
+    wide = max(max(s.n_ff * 2, (s.n_head + 2 * s.n_kv) * s.head_dim) for s in layers)
+    inner = max(max(s.n_ff, s.n_head * s.head_dim, s.n_ple) for s in layers)
+    largest = max(max(wide, s.n_expert * s.n_ff_expert * 2, s.n_ple) for s in layers) * h
+    return {"_rows": ((chunk, h), half), "_out": ((chunk, h), torch.float32),
+            "_wide": ((chunk * wide,), half), "_inner": ((chunk * inner,), half),
+            "_scratch": ((largest,), half)}  # fmt: skip
+
+
+def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, int]:
+    """Bytes that a :class:`Prefill` keeps beside weights and caches, and bytes that a call takes
+    for a moment beside the residual it is given (cuBLAS's own workspace not counted)."""
+    pairs = {s.window is None: int(s.rope_partial * s.head_dim / 2) for s in config.layers}
+    ways, first = _ways(config, pairs, arch).values(), config.layers[0]
+    kept = nbytes(_buffers(config, chunk)) + sum(
+        nbytes(way.buffers(spec, chunk, n_ctx)) for spec, way in ways
+    )  # fmt: skip
+    passing = chunk * 4 * (first.n_ple + sum(2 * count for count in pairs.values()))
+    if first.n_expert:
+        kept += nbytes(Experts.buffers(first, config.n_embd, chunk))
+        passing += Experts.passing(first, config.n_embd, chunk)
+    return kept, passing
 
 
 def _turning(freqs: torch.Tensor) -> torch.Tensor:
@@ -262,16 +302,6 @@ def _turning(freqs: torch.Tensor) -> torch.Tensor:
     count = int((freqs > 1e-20).sum())
     assert bool((freqs[:count] > 1e-20).all()), "pairs that turn come first"
     return freqs[:count].contiguous()
-
-
-def _largest(w: LayerWeights) -> int:
-    """Values of the largest product's matrices."""
-    stacks: list[Sequence[Weight]] = [w.qkv, [w.attn_output], w.gate_up, [w.down]]
-    if w.experts is not None:
-        stacks += [[w.experts.gate_up], [w.experts.down]]
-    if w.per_layer is not None:
-        stacks += [[w.per_layer.gate], [w.per_layer.out]]
-    return max(sum(m.matrices * m.rows * m.columns for m in stack) for stack in stacks)
 
 
 # What the targets launch: hidden size, and experts with how many a token visits.

@@ -8,13 +8,13 @@ be smaller than a chunk: it takes the chunk's last rows when everything is gathe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.buffers import Shapes, allocate
 from g4spec.runtime.cuda.kv import TILE, CudaKV
 from g4spec.runtime.cuda.units import Unit
 
@@ -24,8 +24,8 @@ EVERYTHING = 1 << 30
 KEYS = 2048
 """Keys whose scores are computed at a time."""
 
-ROWS = 32768
-"""Rows (of all heads) whose scores are computed at a time: with KEYS, 400 MB of scores."""
+ROWS = 8192
+"""Rows (of all heads) whose scores are computed at a time: with KEYS, 64 MB of scores."""
 
 FLASH = 128
 """Rows of a block of prefill_flash.cu."""
@@ -68,22 +68,32 @@ class Attention:
     fold = False
     """Whether queries take over the weights of the keys' norm."""
 
+    extra = 0
+    """Values of a row of `keys` beyond those of a head."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, spec: LayerSpec, chunk: int, n_ctx: int, device: torch.device) -> None:
         self.n_head, self.n_kv, self.dim = spec.n_head, spec.n_kv, spec.head_dim
         self.group = spec.n_head // spec.n_kv
         self.window = spec.window or EVERYTHING
-        before = n_ctx if spec.window is None else min(n_ctx, spec.window - 1 + TILE)
-        self.rows = padded(min(n_ctx, before + chunk))
-        half: dict[str, Any] = {"dtype": torch.float16, "device": device}
-        # Zeros: rows beyond the last key are multiplied with weights of zero.
-        self.keys = torch.zeros(self.n_kv, self.rows, self.key_width, **half)
-        self.values = self.keys if self.fold else torch.zeros_like(self.keys)
-        self.queries = torch.zeros(self.n_kv, padded(chunk * self.group, FLASH), self.dim, **half)
+        buffers = allocate(self.buffers(spec, chunk, n_ctx), device)
+        for name, buffer in ({"values": buffers["keys"]} | buffers).items():
+            setattr(self, name, buffer)
+        self.rows = self.keys.shape[1]
 
-    @property
-    def key_width(self) -> int:
-        """Values of a row of `keys`."""
-        return self.dim
+    @classmethod
+    def buffers(cls, spec: LayerSpec, chunk: int, n_ctx: int) -> Shapes:
+        """What it keeps. Without `values`, they are part of the keys."""
+        before = n_ctx if spec.window is None else spec.window - 1 + TILE
+        rows = padded(min(n_ctx, before + chunk))
+        queries = padded(chunk * (spec.n_head // spec.n_kv), FLASH)
+        half, dim = torch.float16, spec.head_dim
+        found = {"queries": ((spec.n_kv, queries, dim), half),
+                 "keys": ((spec.n_kv, rows, dim + cls.extra), half)}  # fmt: skip
+        return found if cls.extra else found | {"values": ((spec.n_kv, rows, dim), half)}
 
     def first(self, start: int) -> int:
         """Position of row 0 of `keys` for a chunk at `start`."""
@@ -150,10 +160,7 @@ class Wide(Attention):
 
     layouts = "Tiles", "Shared"
     fold = True
-
-    @property
-    def key_width(self) -> int:
-        return self.dim + 2 * TURNING
+    extra = 2 * TURNING
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
@@ -167,33 +174,41 @@ class Wide(Attention):
 class Scores(Attention):
     """Scores of a block of rows with a block of keys lie in memory between two products."""
 
-    def __init__(self, spec: LayerSpec, chunk: int, n_ctx: int, device: torch.device) -> None:
-        super().__init__(spec, chunk, n_ctx, device)
-        self.block = min(chunk, max(1, ROWS // self.n_head))
-        rows = self.n_head * self.block
-        self._scores = torch.empty(rows * KEYS, dtype=torch.float32, device=device)
-        self._weights = torch.empty(rows * KEYS, dtype=torch.float16, device=device)
-        self._out = torch.empty(rows, self.dim, dtype=torch.float32, device=device)
-        self._state = torch.empty(2, rows, dtype=torch.float32, device=device)
+    scores: torch.Tensor
+    weights: torch.Tensor
+    sums: torch.Tensor
+    state: torch.Tensor
+
+    @classmethod
+    def buffers(cls, spec: LayerSpec, chunk: int, n_ctx: int) -> Shapes:
+        rows, whole = spec.n_head * cls.block(spec, chunk), torch.float32
+        return {**super().buffers(spec, chunk, n_ctx), "scores": ((rows * KEYS,), whole),
+                "weights": ((rows * KEYS,), torch.float16), "sums": ((rows, spec.head_dim), whole),
+                "state": ((2, rows), whole)}  # fmt: skip
+
+    @staticmethod
+    def block(spec: LayerSpec, chunk: int) -> int:
+        """Tokens computed at a time."""
+        return min(chunk, max(1, ROWS // spec.n_head))
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         count, offset = len(out), start - self.first(start)
-        for begin in range(0, count, self.block):
-            end = min(count, begin + self.block)
-            self._block(out[begin:end], begin, offset + begin)
+        step = self.state.shape[1] // self.n_head
+        for begin in range(0, count, step):
+            self._block(out[begin : begin + step], begin, offset + begin)
 
     def _block(self, out: torch.Tensor, begin: int, offset: int) -> None:
         """Rows from `begin` on, the first of which stands in row `offset` of the keys."""
         rows, heads = len(out) * self.group, self.n_kv
         queries = self.queries[:, begin * self.group : begin * self.group + rows]
-        o = self._out[: heads * rows].view(heads, rows, self.dim)
-        most, total = self._state
+        o = self.sums[: heads * rows].view(heads, rows, self.dim)
+        most, total = self.state
         low = max(0, offset - self.window + 1) // TILE * TILE
         high = padded(offset + len(out))
         for at in range(low, high, KEYS):
             n = min(KEYS, high - at)
-            s = self._scores[: heads * rows * n].view(heads, rows, n)
-            p = self._weights[: heads * rows * n].view(heads, rows, n)
+            s = self.scores[: heads * rows * n].view(heads, rows, n)
+            p = self.weights[: heads * rows * n].view(heads, rows, n)
             keys, values = self.keys[:, at : at + n], self.values[:, at : at + n]
             torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32, out=s)
             launch.kernel("prefill_softmax.cu", softmax(self.dim))(
@@ -209,22 +224,13 @@ class Scores(Attention):
         )
 
 
-def attention(
-    spec: LayerSpec, pairs: int, chunk: int, n_ctx: int, device: torch.device, portable: bool
-) -> Attention:
-    """The fastest way for this layer on this GPU.
-
-    Args:
-        pairs: of a head that turn.
-        portable: take the one that every GPU has.
-    """
-    kind: type[Attention] = Scores
-    if launch.arch(device.index) == "sm_90a" and not portable:
-        if spec.head_dim == 256:
-            kind = Flash
-        elif spec.head_dim == 512 and spec.v_from_k and pairs <= TURNING:
-            kind = Wide
-    return kind(spec, chunk, n_ctx, device)
+def kind(spec: LayerSpec, pairs: int, arch: str) -> type[Attention]:
+    """The fastest way for this layer; `pairs`: of a head that turn."""
+    if arch == "sm_90a" and spec.head_dim == 256:
+        return Flash
+    if arch == "sm_90a" and spec.head_dim == 512 and spec.v_from_k and pairs <= TURNING:
+        return Wide
+    return Scores
 
 
 def padded(rows: int, tile: int = TILE) -> int:
@@ -248,7 +254,7 @@ UNITS = [
     Unit("prefill_heads.cu", tuple(
         name(dim, *layouts, cache) for name in (heads, earlier) for cache in _CACHES.values()
         for dim, layouts in ((256, Scores.layouts), (512, Scores.layouts), (256, Flash.layouts),
-                             (512, Wide.layouts))), max_registers=96),
+                             (512, Wide.layouts))), max_registers=128),
     Unit("prefill_softmax.cu", tuple(name for dim in (256, 512)
                                      for name in (softmax(dim), f"normalize<{dim}>")),
          max_registers=64),

@@ -3,14 +3,15 @@ dequantized all together, and multiplied group by group. In bf16, see `dequant`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.buffers import Shapes, allocate
 from g4spec.runtime.cuda.dequant import Products, Weight
 
 _INT = np.int32
@@ -23,7 +24,7 @@ class ExpertWeights:
     Attributes:
         router: float32 [E, H], for rows normed with `router_norm` [H]. `gains`: [E].
         gate_up: E matrices [2 I, H]: gates and ups in turns of 16 rows, or all gates first (not
-            `interleaved`). down: E matrices [H, I].
+            `interleaved`); or E of gates and E of ups [I, H]. down: E matrices [H, I].
         norm: [H], of what experts read. `post_dense`, `post`: [H], of what the dense feed-forward
             and the experts give.
     """
@@ -31,7 +32,7 @@ class ExpertWeights:
     router: torch.Tensor
     router_norm: torch.Tensor
     gains: torch.Tensor
-    gate_up: Weight
+    gate_up: Sequence[Weight]
     down: Weight
     norm: torch.Tensor
     post_dense: torch.Tensor
@@ -44,45 +45,66 @@ class Experts:
 
     Attributes:
         rows: [T, H] bfloat16, what they read. `routed`: [T, H] float32, what the router reads.
-        places, weights: [T, k], where the results of each row stand, and their weights.
+        places, weights: [T * k], where the results of each row stand, and their weights.
     """
 
+    rows: torch.Tensor
+    routed: torch.Tensor
+    places: torch.Tensor
+    weights: torch.Tensor
+    scores: torch.Tensor
+    ids: torch.Tensor
+    visits: torch.Tensor
+    ends: torch.Tensor
+    sorted: torch.Tensor
+    hidden: torch.Tensor
+
     def __init__(self, spec: LayerSpec, n_embd: int, chunk: int, device: torch.device) -> None:
-        self.spec, self.n_embd = spec, n_embd
-        self.k, visits = spec.n_expert_used, chunk * spec.n_expert_used
-        brief: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
-        whole: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
-        self.rows = torch.empty(chunk, n_embd, **brief)
-        self.routed = torch.empty(chunk, n_embd, **floats)
-        self.weights = torch.empty(chunk, self.k, **floats)
-        self.places = torch.empty(visits, **whole)
-        self._scores = torch.empty(chunk, spec.n_expert, **floats)
-        self._ids, self._visits = (torch.empty(visits, **whole) for _ in range(2))
-        self._ends = torch.empty(spec.n_expert, **whole)
-        self._sorted = torch.empty(visits, n_embd, **brief)
-        self._hidden = torch.empty(visits, spec.n_ff_expert, **brief)
+        self.spec, self.n_embd, self.k = spec, n_embd, spec.n_expert_used
+        for name, buffer in allocate(self.buffers(spec, n_embd, chunk), device).items():
+            setattr(self, name, buffer)
+
+    @staticmethod
+    def buffers(spec: LayerSpec, n_embd: int, chunk: int) -> Shapes:
+        """What it keeps. `ids`, `places` and `visits` are of each visit of a row to an expert."""
+        visits, brief = chunk * spec.n_expert_used, torch.bfloat16
+        whole, floats = torch.int32, torch.float32
+        return {
+            "rows": ((chunk, n_embd), brief), "routed": ((chunk, n_embd), floats),
+            "scores": ((chunk, spec.n_expert), floats), "weights": ((visits,), floats),
+            "ids": ((visits,), whole), "places": ((visits,), whole), "visits": ((visits,), whole),
+            "ends": ((spec.n_expert,), whole), "sorted": ((visits, n_embd), brief),
+            "hidden": ((visits, spec.n_ff_expert), brief),
+        }  # fmt: skip
+
+    @staticmethod
+    def passing(spec: LayerSpec, n_embd: int, chunk: int) -> int:
+        """Bytes of the results of grouped products, which torch makes."""
+        gate_up = 2 * spec.n_ff_expert * (2 if spec.split_experts else 1)
+        return 2 * chunk * spec.n_expert_used * max(gate_up, 2 * spec.n_ff_expert + n_embd)
 
     def __call__(self, w: ExpertWeights, products: Products, count: int) -> torch.Tensor:
         """What `count` rows get from each of their experts, [count * k, H] bfloat16 in the order
         of `places`."""
         spec, visits = self.spec, count * self.k
-        torch.mm(self.routed[:count], w.router.t(), out=self._scores[:count])
+        torch.mm(self.routed[:count], w.router.t(), out=self.scores[:count])
         file = "prefill_experts.cu"
         launch.kernel(file, f"route<{spec.n_expert}, {self.k}>")(
-            -(-count // 4), 128, self._scores, w.gains, self._ids, self.weights, _INT(count),
+            -(-count // 4), 128, self.scores, w.gains, self.ids, self.weights, _INT(count),
             pdl=False,
         )  # fmt: skip
         launch.kernel(file, "order")(
-            spec.n_expert, 1024, self._ids, self.places, self._visits, self._ends, _INT(visits),
+            spec.n_expert, 1024, self.ids, self.places, self.visits, self.ends, _INT(visits),
             pdl=False,
         )  # fmt: skip
-        x, h = self._sorted[:visits], self._hidden[:visits]
+        x, h = self.sorted[:visits], self.hidden[:visits]
         launch.kernel(file, f"gather<{self.n_embd}>")(
-            visits, 128, self.rows, self._visits, x, _INT(self.k), pdl=False
+            visits, 128, self.rows, self.visits, x, _INT(self.k), pdl=False
         )
-        both = self._grouped(x, w.gate_up, products)
-        launch.kernel("prefill.cu", f"gated<Bfloat, {'false' if w.interleaved else 'true'}>")(
+        parts = [self._grouped(x, part, products) for part in w.gate_up]
+        both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        halves = "false" if w.interleaved and len(parts) == 1 else "true"
+        launch.kernel("prefill.cu", f"gated<Bfloat, {halves}>")(
             (visits, -(-spec.n_ff_expert // 2048)), 256, both, h, _INT(spec.n_ff_expert),
             np.float32(1), np.float32(1), pdl=False,
         )  # fmt: skip
@@ -92,4 +114,4 @@ class Experts:
         """Rows in the order of their experts times their expert's matrix."""
         stack = products.matrix([weight], torch.bfloat16)
         stack = stack.view(weight.matrices, weight.rows, weight.columns)
-        return torch._grouped_mm(x, stack.transpose(1, 2), offs=self._ends)
+        return torch._grouped_mm(x, stack.transpose(1, 2), offs=self.ends)
