@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from g4spec.models.gemma4_config import Config
-from g4spec.models.spec import Attention, LayerSpec
+from g4spec.models.spec import Attention, ExpertLayer, LayerSpec
 
 if TYPE_CHECKING:
     import torch
@@ -144,15 +144,13 @@ def sandwich(
     Returns:
         The residual [T, H], and its norm by `following` as rows (None without).
     """
+    scale, last = w.get(b + "layer_output_scale.weight"), w[b + "post_ffw_norm.weight"]
+    if spec is not None and spec.n_expert:
+        return ops.expert_layer(h, x, _experts(w, b, eps, spec), following, scale)
     x, h = ops.norm_residual_norm(h, x, w[b + "post_attention_norm.weight"], eps,
                                   w[b + "ffn_norm.weight"])  # fmt: skip
     h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"], w[b + "ffn_down.weight"],
                   ops.gelu_tanh)  # fmt: skip
-    if spec is not None and spec.n_expert:
-        dense = ops.rms_norm(h, w[b + "post_ffw_norm_1.weight"], eps)
-        h, _ = ops.norm_residual_norm(_experts(ops, w, b, x, eps, spec), dense,
-                                      w[b + "post_ffw_norm_2.weight"], eps, None)  # fmt: skip
-    scale, last = w.get(b + "layer_output_scale.weight"), w[b + "post_ffw_norm.weight"]
     if ple is None:
         return ops.norm_residual_norm(h, x, last, eps, following, scale)
     x, _ = ops.norm_residual_norm(h, x, last, eps, None)
@@ -160,16 +158,24 @@ def sandwich(
     return ops.norm_residual_norm(h, x, w[b + "post_norm.weight"], eps, following, scale)
 
 
-def _experts(
-    ops: Ops, w: Mapping[str, Any], b: str, x: torch.Tensor, eps: float, spec: LayerSpec
-) -> torch.Tensor:
-    """The experts' sum for rows [T, H] of the residual. They are chosen by the residual itself;
-    what they read is normed with a weight of its own."""
-    ids, weights = ops.route(x, w[b + "ffn_gate_inp.scale"], w[b + "ffn_gate_inp.weight"],
-                             w[b + "ffn_down_exps.scale"], spec.n_expert_used, eps)  # fmt: skip
-    if spec.split_experts:
-        gate, up = w[b + "ffn_gate_exps.weight"], w[b + "ffn_up_exps.weight"]
-    else:
-        gate, up = w[b + "ffn_gate_up_exps.weight"], None
-    h = ops.norm_rows(x, w[b + "pre_ffw_norm_2.weight"], eps)
-    return ops.experts(h, ids, weights, gate, up, w[b + "ffn_down_exps.weight"], ops.gelu_tanh)
+def _experts(w: Mapping[str, Any], b: str, eps: float, spec: LayerSpec) -> ExpertLayer:
+    both = not spec.split_experts
+    return ExpertLayer(
+        post_attention=w[b + "post_attention_norm.weight"],
+        ffn_norm=w[b + "ffn_norm.weight"],
+        post=w[b + "post_ffw_norm.weight"],
+        gate=w[b + "ffn_gate.weight"],
+        up=w[b + "ffn_up.weight"],
+        down=w[b + "ffn_down.weight"],
+        post_dense=w[b + "post_ffw_norm_1.weight"],
+        router=w[b + "ffn_gate_inp.weight"],
+        router_norm=w[b + "ffn_gate_inp.scale"],
+        gains=w[b + "ffn_down_exps.scale"],
+        n_used=spec.n_expert_used,
+        expert_norm=w[b + "pre_ffw_norm_2.weight"],
+        post_experts=w[b + "post_ffw_norm_2.weight"],
+        gate_exps=w[b + ("ffn_gate_up_exps.weight" if both else "ffn_gate_exps.weight")],
+        up_exps=None if both else w[b + "ffn_up_exps.weight"],
+        down_exps=w[b + "ffn_down_exps.weight"],
+        eps=eps,
+    )

@@ -180,6 +180,39 @@ class Attention:
     pairs: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """What a layer with experts does after its attention. Norms are weights [H].
+
+    Attributes:
+        post_attention, ffn_norm, post: norms of attention's result, of what the dense branch
+            reads, and of both branches' sum.
+        gate, up, down: the dense branch, [I, H] twice and [H, I]. post_dense: norm of its result.
+        router: [E, H], of rows normed with `router_norm`. gains: [E]. n_used: experts of a row.
+        expert_norm, post_experts: norms of what experts read, and of their sum.
+        gate_exps, up_exps: [E, I, H]; or all of it in `gate_exps` [E, 2 I, H].
+        down_exps: [E, H, I].
+    """
+
+    post_attention: torch.Tensor
+    ffn_norm: torch.Tensor
+    post: torch.Tensor
+    gate: Any
+    up: Any
+    down: Any
+    post_dense: torch.Tensor
+    router: torch.Tensor
+    router_norm: torch.Tensor
+    gains: torch.Tensor
+    n_used: int
+    expert_norm: torch.Tensor
+    post_experts: torch.Tensor
+    gate_exps: Any
+    up_exps: Any
+    down_exps: Any
+    eps: float
+
+
 class Chooser(Protocol):
     """Turns logits into a token; the same object serves the target and the draft."""
 

@@ -24,7 +24,9 @@ class Budget(Protocol):
     """Bytes that the parts of a run take on a device."""
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int: ...
-    def cache(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int: ...
+    def cache(
+        self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
+    ) -> int: ...
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int: ...
     def available(self) -> int: ...
 
@@ -35,8 +37,10 @@ class Host:
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
         return memory.weight_bytes([t.shape for t in tensors])
 
-    def cache(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
-        return memory.cache_bytes(shapes, n_ctx, slack)
+    def cache(
+        self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
+    ) -> int:
+        return memory.cache_bytes(shapes, n_ctx, chunk)
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         return memory.workspace_bytes(config.n_vocab, config.n_embd, config.row_width,

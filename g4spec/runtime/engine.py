@@ -24,9 +24,6 @@ from g4spec.runtime.tokenizer import Tokenizer
 DEFAULT_CTX = 8192
 """Context when none is asked for and the model was trained on more."""
 
-CHUNK = 512
-"""Rows of a prefill chunk."""
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -168,7 +165,7 @@ class Engine:
         *,
         n_ctx: int | None = None,
         draft_window: int | None = None,
-        chunk: int = CHUNK,
+        chunk: int | None = None,
         device: str = "cpu",
         cache_type: str | None = None,
     ) -> Engine:
@@ -178,6 +175,7 @@ class Engine:
             draft: a draft GGUF, "ngram" for n-gram lookup, or None.
             n_ctx: context in tokens; default: what the model was trained on, at most 8192.
             draft_window: bound on the context that a draft's full-attention layers see.
+            chunk: rows of a prompt read at a time; default: what the device likes.
             device, cache_type: see `devices.select`.
 
         Raises:
@@ -185,6 +183,7 @@ class Engine:
             EnvironmentProblem: the run does not fit into memory.
         """
         ops, budget = devices.select(device, cache_type)
+        chunk = chunk or ops.chunk
         with GGUF(target) as file:
             config = _target_config(file)
             context = _context(n_ctx, config.n_ctx)
@@ -340,7 +339,7 @@ def _plan(
             weights=budget.weights(file.tensors.values()),
             cache=budget.cache(gemma4.caches(config), n, chunk),
             draft_weights=budget.weights(drafted.values()),
-            draft_cache=budget.cache(draft.shapes(window), n, chunk),
+            draft_cache=budget.cache(draft.shapes(window), n, chunk, draft=True),
             workspace=budget.workspace(config, n, chunk),
         )
 

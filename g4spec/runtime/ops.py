@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from g4spec.models.spec import MAX_STEP_ROWS
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.simple_ops import TILE, SimpleOps, in_order, pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape
+    from g4spec.models.spec import Attention, CacheShape, ExpertLayer
 
 __all__ = ["BLOCK", "TILE", "Ops"]
 
@@ -35,6 +36,9 @@ values: it may be recorded."""
 
 Graph = Callable[..., tuple[torch.Tensor, ...]]
 """(ids, first position, *rows) -> what its `Run` returns."""
+
+Reader = Callable[..., tuple[torch.Tensor, dict[int, torch.Tensor]]]
+"""(ids, first position, taps) -> what a model's `forward` returns."""
 
 BLOCK = 64
 """Keys per attention block; block b holds absolute positions [64 b, 64 b + 64)."""
@@ -47,6 +51,13 @@ class Ops(SimpleOps):
         """Tensor `name` as this backend computes with it. Here: dequantized to float32, or int64
         for index tensors; PyTorch order."""
         return self.array(file.array(name))
+
+    chunk = 512
+    """Tokens of a prompt read at a time, where nothing else is asked for."""
+
+    def slack(self, chunk: int) -> int:
+        """Rows a target's rings need beyond their window to read chunks of this size."""
+        return max(chunk, MAX_STEP_ROWS)
 
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> LayerKV:
         """An empty cache of one layer: see `LayerKV`."""
@@ -66,6 +77,24 @@ class Ops(SimpleOps):
             return run(self.ids(list(ids)), self.positions(start, len(ids)), *rows)
 
         return direct
+
+    def reader(self, model: Any, caches: Sequence[Any], n_ctx: int, chunk: int) -> Reader:
+        """How chunks of a prompt are read: `model.forward` over its caches.
+
+        Args:
+            n_ctx: positions the sequence may have. chunk: most tokens of a call.
+        """
+
+        def read(
+            ids: Sequence[int], start: int, taps: tuple[int, ...]
+        ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+            positions = self.positions(start, len(ids))
+            out: tuple[torch.Tensor, dict[int, torch.Tensor]] = model.forward(
+                self.ids(list(ids)), positions, caches, taps
+            )
+            return out
+
+        return read
 
     def span(
         self, positions: torch.Tensor, window: int | None
@@ -141,6 +170,31 @@ class Ops(SimpleOps):
         if not queries:
             return positions.new_empty(len(h), 0, a.head_dim, dtype=torch.float32)
         return turned(heads(a.q), a.q_norm)
+
+    def expert_layer(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        e: ExpertLayer,
+        following: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Any]:
+        """A layer's end after its attention h [T, H] on residual x [T, H], where experts stand
+        beside a dense branch. They are chosen by the residual itself, and read it normed with a
+        weight of their own.
+
+        Returns:
+            As `norm_residual_norm`: the residual times `scale` [1], and its norm by `following`.
+        """
+        x, rows = self.norm_residual_norm(h, x, e.post_attention, e.eps, e.ffn_norm)
+        dense = self.gated(rows, e.gate, e.up, e.down, self.gelu_tanh)
+        ids, weights = self.route(x, e.router_norm, e.router, e.gains, e.n_used, e.eps)
+        rows = self.norm_rows(x, e.expert_norm, e.eps)
+        routed = self.experts(rows, ids, weights, e.gate_exps, e.up_exps, e.down_exps,
+                              self.gelu_tanh)  # fmt: skip
+        dense = self.rms_norm(dense, e.post_dense, e.eps)
+        both, _ = self.norm_residual_norm(routed, dense, e.post_experts, e.eps, None)
+        return self.norm_residual_norm(both, x, e.post, e.eps, following, scale)
 
     def logits(
         self, hidden: torch.Tensor, table: Any, cap: float = 0.0, scale: float = 1.0

@@ -43,8 +43,9 @@ class Target:
     ) -> None:
         self.config, self.ops, self.n_ctx, self.chunk = config, ops, n_ctx, chunk
         self.model = gemma4.Model(config, weights, ops)
-        slack = max(chunk, MAX_STEP_ROWS)
+        slack = ops.slack(chunk)
         self.caches = [ops.cache(shape, n_ctx, slack) for shape in gemma4.caches(config)]
+        self._read = ops.reader(self.model, self.caches, n_ctx, chunk)
         self.taps = ()
 
     @property
@@ -55,8 +56,7 @@ class Target:
     @taps.setter
     def taps(self, layers: tuple[int, ...]) -> None:
         self._taps = layers
-        self._read = self.ops.graph(self._rows, (), keep=2)
-        self._step = self.ops.graph(self._rows_and_logits, STEPS, keep=2)
+        self._step = self.ops.graph(self._run, STEPS, keep=2)
 
     def embed(self, ids: torch.Tensor, *, scaled: bool) -> torch.Tensor:
         """Token rows [T] -> [T, H], times sqrt(H) if `scaled`."""
@@ -74,19 +74,17 @@ class Target:
 
     def read(self, ids: Sequence[int], start: int) -> Committed:
         """Run tokens at positions start ..., appending to the cache; no logits."""
-        return Committed(ids, start, *self._read(ids, start))
+        hidden, tapped = self._read(ids, start, self.taps)
+        return Committed(ids, start, hidden, self._beside(hidden, tapped))
 
-    def _rows(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Final-norm rows [T, H] and the taps beside each other [T, n * H]."""
-        hidden, tapped = self.model.forward(ids, positions, self.caches, self.taps)
+    def _beside(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The taps of rows `hidden` [T, H] beside each other, [T, n * H]."""
         taps = [tapped[i] for i in self.taps]
-        return hidden, self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
+        return self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
 
-    def _rows_and_logits(
-        self, ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        hidden, taps = self._rows(ids, positions)
-        return hidden, taps, self.logits(hidden)
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden, tapped = self.model.forward(ids, positions, self.caches, self.taps)
+        return hidden, self._beside(hidden, tapped), self.logits(hidden)
 
     def prefill(self, ids: Sequence[int]) -> Iterator[Committed]:
         """Read a prompt from position 0, one chunk at a time."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from g4spec import quant
-from g4spec.models.spec import Attention, CacheShape
+from g4spec.models.spec import Attention, CacheShape, ExpertLayer
 from g4spec.runtime.cuda import packing, products
 from g4spec.runtime.cuda.matrix import Matrix
 from g4spec.runtime.ops import Ops
@@ -211,6 +211,37 @@ def experts(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             yield got, want, 4 * HALF
 
 
+def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    """As in the 26B-A4B, with fewer experts of fewer channels; more rows than a step has."""
+    h, dense, expert, count_, used = 2816, 192, 64, 128, 8
+    both = {
+        "gate": matrix(g, "q4_k", dense, h), "up": matrix(g, "q4_k", dense, h),
+        "down": matrix(g, "q8_0", h, dense),
+        "gate_exps": matrix(g, "q4_k", count_, 2 * expert, h),
+        "down_exps": matrix(g, "q8_0", count_, h, expert),
+    }  # fmt: skip
+    numbers_ = {
+        "router": randn(g, count_, h, scale=0.5), "gains": torch.rand(count_, generator=g) + 0.5,
+        **{name: 1 + randn(g, h, scale=0.1)
+           for name in ("post_attention", "ffn_norm", "post", "post_dense", "router_norm",
+                        "expert_norm", "post_experts")},
+    }  # fmt: skip
+    following, scale = 1 + randn(g, h, scale=0.1), torch.tensor([0.8])
+    layers = [ExpertLayer(n_used=used, up_exps=None, eps=1e-6,
+                          **{k: v[i] for k, v in both.items()},
+                          **{k: v if i else v.cuda() for k, v in numbers_.items()})
+              for i in (0, 1)]  # fmt: skip
+    scale_there = scale.cuda()
+    for count in (1, 2, 7, 8, 9, 16, 33):
+        attended, x = randn(g, count, h), randn(g, count, h)
+        for last in (None, following):
+            want = ref.expert_layer(attended, x, layers[1], last, scale)
+            got = cuda.expert_layer(attended.cuda(), x.cuda(), layers[0], there(last), scale_there)
+            yield got[0], want[0], 4 * HALF
+            if last is not None:
+                yield numbers(got[1]), want[1], 4 * HALF
+
+
 def cache(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     """Rows come back as they were appended, also over the end of the ring."""
     shape = CacheShape(2, 64, 24)
@@ -244,8 +275,12 @@ def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (embed, linear, logits, rms_norm, norm_rows, norm_residual_norm, qkv, attend, gated,
-                 modulated, per_layer_inputs, experts, cache, graph)
+                 modulated, per_layer_inputs, experts, expert_layer, cache, graph)
 }  # fmt: skip
 
-ELSEWHERE = {"load": "tests/gpu/test_engine.py: logits of files of every kind"}
+ELSEWHERE = {
+    "load": "tests/gpu/test_engine.py: logits of files of every kind",
+    "reader": "tests/gpu/test_engine.py: the same, and tests/gpu/test_prefill.py",
+    "slack": "tests/gpu/test_engine.py: prompts longer than a ring",
+}
 """Operations whose parity is judged elsewhere."""

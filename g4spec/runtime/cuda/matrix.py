@@ -32,6 +32,7 @@ class Matrix:
         self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
+        self.turned = False  # rows are gates and ups in turns
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,6 +131,41 @@ def beside(gate: Matrix, up: Matrix) -> list[Weight]:
         m.put(pair[:0], 0)  # the pair is the caller's
     data = _pack(gate.type, pair.view(2 * gate.rows, -1), gate.rows * 2, gate.columns)
     return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
+
+
+class Pairs:
+    """Gates and ups as steps read them: one matrix in turns of 16 rows, or two."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Matrix, Matrix], list[Weight]] = {}
+
+    def __call__(self, gate: Matrix, up: Matrix) -> list[Weight]:
+        if (gate, up) not in self._made:
+            self._made[gate, up] = beside(gate, up)
+        return self._made[gate, up]
+
+
+def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
+    """Gates and ups of experts, each matrix in turns of 16 rows; None if their rows do not allow
+    it, or they are packed already in another way.
+
+    Args:
+        up: None: `gate` holds both, each matrix its gates first. It then is in turns from now on.
+    """
+    if gate.turned:
+        return gate.alone
+    channels = gate.rows // 2 if up is None else gate.rows
+    both = [m for m in (gate, up) if m is not None]
+    if channels % TILE or any(m.packed for m in both) or len({m.type for m in both}) > 1:
+        return None
+    raw = torch.cat([m.take().view(m.matrices, m.rows, -1) for m in both], dim=1)
+    turned = raw.view(gate.matrices, 2, -1, TILE, raw.shape[2]).transpose(1, 2)
+    rows = 2 * channels
+    data = _pack(gate.type, turned.reshape(gate.matrices * rows, -1), rows, gate.columns)
+    for m in both:
+        m.put(data, 0)
+    gate.turned, gate.rows = True, rows
+    return gate.alone
 
 
 def _pack(type: str, raw: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

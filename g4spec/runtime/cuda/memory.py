@@ -9,9 +9,10 @@ import torch
 
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
+from g4spec.runtime.cuda import launch, prefill
 from g4spec.runtime.cuda.kv import Kind, capacity, row_bytes
 
-HALF, FLOAT = 2, 4
+FLOAT = 4
 
 PACKING = 768 << 20
 """Most that rearranging weights takes beside them (`packing.CHUNK`), and its rounding."""
@@ -31,22 +32,22 @@ class Card:
         found = list(tensors)
         return sum(max(t.nbytes, 8 * _count(t) if t.format.integer else 0) for t in found)
 
-    def cache(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
-        return sum(
-            capacity(n_ctx + MAX_STEP_ROWS, s.window, slack)
-            * row_bytes(s.n_kv, s.head_dim, self.cache_type)
-            for s in shapes
-        )
+    def cache(
+        self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
+    ) -> int:
+        """Chunks go around a target's rings; a draft's take them whole."""
+        slack = max(chunk, 2 * MAX_STEP_ROWS) if draft else MAX_STEP_ROWS
+        n_ctx += MAX_STEP_ROWS * (2 if draft else 1)
+        return sum(capacity(n_ctx, s.window, slack) * row_bytes(s.n_kv, s.head_dim, self.cache_type)
+                   for s in shapes)  # fmt: skip
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
-        """Logits of the largest steps, a chunk's rows, one dequantized matrix, and what is
-        fixed."""
+        """Logits of the largest steps, what reading a chunk takes, and what is fixed."""
+        chunk = min(chunk, n_ctx)
         logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
-        rows = chunk * (8 * FLOAT * config.n_embd + 6 * HALF * config.row_width)
-        matrix = HALF * config.n_embd * max(2 * config.row_width, config.n_vocab)
-        heads = config.layers[0].n_head
-        attention = 8 * heads * min(chunk, 512) * 2048 + 4 * n_ctx * 2 * 512 * HALF
-        return int(logits + rows + matrix + attention + PACKING + FIXED)
+        rows = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
+        long = prefill.workspace(config, chunk, n_ctx, launch.arch(self.device.index))
+        return int(logits + rows + long + PACKING + FIXED)
 
     def available(self) -> int:
         """Free memory, and what torch holds without using it."""

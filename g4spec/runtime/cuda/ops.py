@@ -24,17 +24,19 @@ from g4spec.runtime.cuda import (
     torch_attention,
 )
 from g4spec.runtime.cuda.dequant import Weight, dequantize
+from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
 from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.loading import Uploader
-from g4spec.runtime.cuda.matrix import Matrix, below, beside, join
+from g4spec.runtime.cuda.long_reader import LongReader
+from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
 from g4spec.runtime.cuda.rows import Residual, Rows
-from g4spec.runtime.ops import Graph, Ops, Run
+from g4spec.runtime.ops import Graph, Ops, Reader, Run
 from g4spec.runtime.simple_ops import pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape
+    from g4spec.models.spec import Attention, CacheShape, ExpertLayer
 
 HEAD_DIMS = (64, 128, 256, 512)
 PADDING = rows.MOST
@@ -53,6 +55,7 @@ class CudaOps(Ops):
     Attributes:
         title: the GPU's name.
         without_kernel: what ran as torch so far.
+        pairs: how gates and ups are packed.
     """
 
     name = "cuda"
@@ -63,7 +66,9 @@ class CudaOps(Ops):
         self.title = torch.cuda.get_device_name(self.device)
         self._tensor_cores = launch.arch(self.device.index) in attention.TENSOR_ARCHS
         self._exchange = linear.Exchange(self.device)
-        self._pairs: dict[tuple[Matrix, Matrix], list[Any]] = {}
+        self.pairs = Pairs()
+        self._layers: dict[int, Experts | None] = {}
+        self._buffers: dict[Shape, Buffers] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._upload: Uploader | None = None
 
@@ -89,6 +94,14 @@ class CudaOps(Ops):
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> Any:
         return CudaKV(shape.n_kv, shape.head_dim, n_ctx + PADDING, shape.window, slack,
                       self.device, self.cache_type)  # fmt: skip
+
+    chunk = 4096
+
+    def slack(self, chunk: int) -> int:
+        return rows.MOST  # chunks go around the rings, see prefill_attention.py
+
+    def reader(self, model: Any, caches: Sequence[Any], n_ctx: int, chunk: int) -> Reader:
+        return LongReader(self, model, caches, n_ctx, chunk)
 
     def graph(self, run: Run, sizes: Sequence[int], keep: int = 0) -> Graph:
         return graphs.Recorded(self, run, sizes, keep, self._pool)
@@ -184,9 +197,7 @@ class CudaOps(Ops):
         if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
             return super().gated(x, gate, up, down, activation)
         if activation == self.gelu_tanh:
-            pair = self._pairs.get((gate, up))
-            if pair is None:
-                pair = self._pairs[gate, up] = beside(gate, up)
+            pair = self.pairs(gate, up)
             y = self._rows(x)
             fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
             if fits and isinstance(y, Rows) and self._has_kernel(pair[0]):
@@ -230,10 +241,46 @@ class CudaOps(Ops):
         down: Any,
         activation: Activation,
     ) -> torch.Tensor:
-        self.without_kernel.add("experts")
+        if len(x) <= rows.MOST:
+            self.without_kernel.add("experts")
         return _experts(products.numbers(x), ids, weights, gate, up, down, activation)
 
+    def expert_layer(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        e: ExpertLayer,
+        following: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Any]:
+        layer = self._layers.get(id(e.gate_exps)) if _as_rows(x) and self._tensor_cores else None
+        if layer is None and _as_rows(x) and self._tensor_cores:
+            layer = self._layers[id(e.gate_exps)] = self._expert_layer(e, scale)
+        if layer is None:
+            return super().expert_layer(h, x, e, following, scale)
+        x, (dense, routed) = Residual(e.post_attention, e.eps).rows(
+            h, x, [e.ffn_norm, e.expert_norm]
+        )
+        layer(x, dense, routed)
+        return layer.finish(x, following)
+
     # ---- inside
+
+    def _expert_layer(self, e: ExpertLayer, scale: torch.Tensor | None) -> Experts | None:
+        """The kernels' view of a layer, if they take its shape."""
+        matrices = (e.gate, e.up, e.down, e.gate_exps, e.down_exps)
+        if not all(isinstance(m, Matrix) for m in matrices):
+            return None
+        dense, up = self.pairs(e.gate, e.up), in_turns(e.gate_exps, e.up_exps)
+        down = e.down_exps.alone
+        shape = Shape(up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns)
+        if up is None or len(dense) > 1 or not fits(shape, up, down, dense[0], e.down.alone):
+            return None
+        buffers = self._buffers.get(shape)
+        if buffers is None:
+            buffers = self._buffers[shape] = Buffers(shape, self.device)
+        return Experts(shape, e.router, e.router_norm, e.gains, dense[0], e.down.alone, up, down,
+                       e.post_dense, e.post_experts, e.post, scale, e.eps, buffers)  # fmt: skip
 
     def _activated(self, gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Value:
         """activation(gate) * by [T, I] for the next product."""
