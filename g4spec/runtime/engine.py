@@ -117,6 +117,9 @@ class Run:
             if self._cycles.failed and self._cycles.failed not in self.notes:
                 self.notes.append(self._cycles.failed)
             kept = self._keep(cycle, stream)
+            # Plain decoding would have chosen the stop token too, and nothing after it.
+            needed = kept + self.stats.stop_reason.startswith("stop token")
+            self._cycles.length.cut(len(cycle.tokens) - needed)
             cycle.tokens, cycle.logits = cycle.tokens[:kept], cycle.logits[:kept]
             self.ids += cycle.tokens
             self.stats.tokens += kept
@@ -239,17 +242,18 @@ class Engine:
         return self._auto
 
     def _measure(self) -> dict[int, float]:
-        """Seconds of a cycle without a draft, with 1 and with the most drafted tokens."""
+        """Seconds of a cycle without a draft, with 1 and with the most drafted tokens; bringing the
+        draft up to date is part of a cycle with one."""
         assert self.draft is not None
         start = [2] * MAX_STEP_ROWS
-        self.draft.reset()
         read = self.target.read(start, 0)
-        self.draft.commit(read)
         costs: dict[int, float] = {}
         counts = [0, 1, min(self.draft.max_tokens, self.n_ctx - len(start) - 1)]
         for count in [c for c in counts if c >= 0] * 3:
+            self.draft.reset()
             began = time.perf_counter()
             if count:
+                self.draft.commit(read)
                 self.draft.propose(2, len(start), count, Sampler())
             self.target.step([2] * (1 + count), len(start))
             costs[count] = min(costs.get(count, 1e9), time.perf_counter() - began)

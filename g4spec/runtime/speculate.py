@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from g4spec.models.spec import Chooser, Committed, Draft
+from g4spec.models.spec import MAX_STEP_ROWS, Chooser, Committed, Draft
 from g4spec.runtime.length import Length
 from g4spec.runtime.sampling import NotFinite
 from g4spec.runtime.target import Target
@@ -46,11 +46,26 @@ class Backlog:
             self._waiting.append(step)
 
     def flush(self) -> None:
-        """Bring the draft up to date."""
+        """Bring the draft up to date, in as few calls as a step's rows allow."""
         assert self.draft is not None
+        group: list[Committed] = []
         for step in self._waiting:
-            self.draft.commit(step)
+            if sum(len(g.ids) for g in group) + len(step.ids) > MAX_STEP_ROWS:
+                self.draft.commit(joined(group))
+                group = []
+            group.append(step)
+        if group:
+            self.draft.commit(joined(group))
         self._waiting.clear()
+
+
+def joined(steps: list[Committed]) -> Committed:
+    """Successive steps as one."""
+    if len(steps) == 1:
+        return steps[0]
+    ids = [token for step in steps for token in step.ids]
+    return Committed(ids, steps[0].start, torch.cat([s.hidden for s in steps]),
+                     torch.cat([s.taps for s in steps]))  # fmt: skip
 
 
 def accept(logits: torch.Tensor, drafted: list[int], position: int, chooser: Chooser) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ import torch
 from g4spec.models import ngram
 from g4spec.models.spec import Chooser, Committed, Draft
 from g4spec.runtime.kv import LayerKV
-from g4spec.runtime.length import Fixed
+from g4spec.runtime.length import Fixed, Length
 from g4spec.runtime.ops import BLOCK, TILE, Ops
 from g4spec.runtime.sampling import Sampler
-from g4spec.runtime.speculate import Backlog, Speculation
+from g4spec.runtime.speculate import Backlog, Cycle, Speculation
 from g4spec.runtime.target import Target
 from tests import memory_drafts as md
 from tests import memory_models as mm
@@ -101,9 +101,9 @@ class Wrong:
         return [self.pick(position + 1 + i) for i in range(count)]
 
 
-def decode(
-    target: Target, draft: Draft | None, sampler: Sampler, count: int, n: int = 60
-) -> list[int]:
+def cycles(
+    target: Target, draft: Draft | None, sampler: Sampler, length: Length, n: int = 60
+) -> Iterator[Cycle]:
     backlog = Backlog(draft)
     target.taps = draft.taps if draft else ()
     if draft:
@@ -112,10 +112,13 @@ def decode(
         if draft:
             draft.commit(read)
     logits = target.logits(read.hidden[-1:])[0]
-    out: list[int] = []
-    for cycle in Speculation(target, backlog, sampler, Fixed(count), logits, len(PROMPT), n):
-        out += cycle.tokens
-    return out
+    yield from Speculation(target, backlog, sampler, length, logits, len(PROMPT), n)
+
+
+def decode(
+    target: Target, draft: Draft | None, sampler: Sampler, count: int, n: int = 60
+) -> list[int]:
+    return [t for cycle in cycles(target, draft, sampler, Fixed(count), n) for t in cycle.tokens]
 
 
 SAMPLERS = [
@@ -155,6 +158,38 @@ def test_text_with_a_draft_equals_text_without(name: str, sampler: Sampler) -> N
     for count in (1, 2, 5, 15):
         target = mm.target()
         assert decode(target, DRAFTS[name](target), sampler, count) == want, count
+
+
+class Seldom(Fixed):
+    """Drafts after every 20 plain steps, as `auto` does with a draft that did not help."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+        self._steps = 0
+
+    def next(self, most: int) -> int:
+        self._steps += 1
+        return 0 if self._steps % 21 else super().next(most)
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_brought_up_to_date_late_proposes_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def proposals() -> list[list[int]]:
+        target = mm.target()
+        draft = DRAFTS[name](target)
+        return [c.drafted for c in cycles(target, draft, Sampler(), Seldom(), 80) if c.drafted]
+
+    late, add = proposals(), Backlog.add
+
+    def at_once(self: Backlog, step: Committed) -> None:
+        add(self, step)
+        self.flush()
+
+    monkeypatch.setattr(Backlog, "add", at_once)
+    assert late == proposals()
+    assert late or name in ("ngram", "dspark-cut")
 
 
 def test_adversarial_drafts_change_nothing() -> None:

@@ -1,0 +1,97 @@
+"""What `--draft-max auto` reaches of the best fixed length, and what it can lose, by replay.
+
+    python benchmarks/auto_lengths.py
+
+Texts and acceptance of the bundled family as recorded (`auto_record.py`), costs as recorded there
+and of other machines. No clock: a policy's time is the sum of its cycles' costs. Two situations:
+
+- one engine: all texts, twice, after one another, as in `bench` and a server;
+- new engine: every text is the first one. Until 2 % of it pay for one cycle with a draft, the bound
+  forbids every rule to draft; `bound` is what plain decoding until then and the best fixed length
+  after it would reach.
+
+A share is tokens a second over those of the category's best fixed length, averaged over categories.
+`lost` is the most that any stretch of text cost beyond 2 %, in plain steps.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from watch import keep
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from g4spec.runtime import length
+from g4spec.runtime.length import MARGIN, Auto, Costs
+from tests.acceptance import MACHINES, Bill, Recording, best_fixed, recordings, replay
+
+CREDITS = (1, 2, 3, 4, 8, 16, 1000)
+
+
+def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
+    """Shares with one policy for all texts, in two rounds."""
+    auto, costs, all_texts = Auto(table), Costs(table), Bill(table[0])
+    shares = []
+    for _ in range(2):
+        for texts in recording.texts.values():
+            bill = Bill(table[0])
+            for text in texts:
+                replay(auto, costs, text, recording.longest, bill)
+            all_texts.add(bill.tokens, bill.seconds)
+            all_texts.stretch = max(all_texts.stretch, bill.stretch)
+            best = best_fixed(costs, texts, recording.longest)
+            shares.append(bill.tokens / bill.seconds / best)
+    return {"share": sum(shares) / len(shares), "lowest": min(shares),
+            "lost": all_texts.stretch / table[0]}  # fmt: skip
+
+
+def new_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
+    """Shares with a policy of its own for each text."""
+    costs, shares, bounds, lost = Costs(table), [], [], 0.0
+    extra = min(costs[n] for n in range(1, recording.longest + 1)) / costs[0] - 1
+    delay = max(0, int(extra / MARGIN))
+    for texts in recording.texts.values():
+        bill = Bill(table[0])
+        for text in texts:
+            own = Bill(table[0])
+            replay(Auto(table), costs, text, recording.longest, own)
+            bill.add(own.tokens, own.seconds)
+            lost = max(lost, own.over)
+        best = best_fixed(costs, texts, recording.longest)
+        shares.append(bill.tokens / bill.seconds / best)
+        bounds.append(best_fixed(costs, texts, recording.longest, delay) / best)
+    return {"share": sum(shares) / len(shares), "bound": sum(bounds) / len(bounds),
+            "first_draft_after": delay, "lost": lost / table[0]}  # fmt: skip
+
+
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in figures.items()}
+
+
+def main() -> None:
+    """Every draft on every machine, then the average for other limits of the credit."""
+    rows: list[dict[str, Any]] = []
+    for name, recording in recordings().items():
+        # How many tokens n-gram lookup proposes is in no recording: only where they cost nothing.
+        machines = {} if name == "ngram" else MACHINES
+        for machine, table in {"recorded": recording.seconds, **machines}.items():
+            rows.append({"draft": name, "costs": machine,
+                         "one engine": rounded(one_engine(table, recording)),
+                         "new engine": rounded(new_engine(table, recording))})  # fmt: skip
+            print(rows[-1])
+    credits: dict[int, dict[str, float]] = {}
+    chosen = length.CREDIT
+    for credit in CREDITS:
+        length.CREDIT = credit
+        found = [one_engine(t, r) for name, r in recordings().items() if name != "ngram"
+                 for t in (r.seconds, *MACHINES.values())]  # fmt: skip
+        credits[credit] = rounded({"share": sum(f["share"] for f in found) / len(found),
+                                   "lost": max(f["lost"] for f in found)})  # fmt: skip
+        print("credit", credit, credits[credit])
+    length.CREDIT = chosen
+    keep(None, "auto-lengths", {"credit": chosen, "rows": rows, "by credit": credits})
+
+
+if __name__ == "__main__":
+    main()

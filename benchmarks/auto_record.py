@@ -1,0 +1,91 @@
+"""Records how many drafted tokens would hold at every place of real texts, for `auto_lengths.py`.
+
+    python benchmarks/auto_record.py [--family examples/tiny] [--prompts 3] [--n-predict 128]
+
+The text does not depend on the draft, so one plain run with a proposal of full length at every
+place says what any choice of lengths would have met: drafting n tokens there accepts the smaller of
+n and what held. (A block draft asked for fewer tokens proposes slightly others; that is left out.)
+Written to `tests/data/acceptance.json`: one hexadecimal digit a place, by draft and prompt, and the
+seconds of a cycle by drafted tokens, as `auto` measures them on this machine.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from g4spec import convert
+from g4spec.cli._family import DRAFTS
+from g4spec.models.spec import Committed
+from g4spec.runtime import prompts, provenance
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.sampling import Sampler
+
+ROOT = Path(__file__).parent.parent
+N_CTX, LONG_TOKENS = 2048, 800
+MEASURED = 6
+"""Measurements of the costs, the fastest of which counts: the machine may be busy."""
+
+
+def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
+    """Accepted tokens at each place of the plain continuation of `ids`, a hex digit each."""
+    draft, target, sampler = engine.draft, engine.target, Sampler()
+    assert draft is not None
+    draft.reset()
+    for read in target.prefill(ids):
+        draft.commit(read)
+    position = len(ids)
+    text = [sampler.choose(target.logits(read.hidden[-1:])[0], position)]
+    proposals: list[list[int]] = []
+    while len(text) <= n_predict + draft.max_tokens and text[-1] not in engine.stop_ids:
+        proposals.append(draft.propose(text[-1], position, draft.max_tokens, sampler))
+        out = target.step([text[-1]], position)
+        read = out.read
+        draft.commit(Committed(read.ids[:1], read.start, read.hidden[:1], read.taps[:1]))
+        text.append(sampler.choose(out.logits[0], position + 1))
+        position += 1
+    held = []
+    for at, drafted in enumerate(proposals[:n_predict], 1):
+        pairs = zip(drafted, text[at:], strict=False)
+        held.append(next((i for i, (a, b) in enumerate(pairs) if a != b), len(drafted)))
+    return "".join(f"{min(h, len(text) - at):x}" for at, h in enumerate(held, 1))
+
+
+def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[str, object]:
+    """One draft's texts and costs."""
+    engine = Engine.load(target, draft, n_ctx=N_CTX)
+    assert engine.draft is not None
+    texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)
+    measured = [engine._measure() for _ in range(MEASURED)]
+    return {
+        "longest": engine.draft.max_tokens,
+        "seconds": {str(n): round(min(m[n] for m in measured), 5) for n in measured[0]},
+        "held": {p.name: follow(engine, p.encode(engine.tokenizer), n_predict) for p in texts},
+    }
+
+
+def main() -> None:
+    """Convert the family into a temporary folder and record every draft."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", type=Path, default=ROOT / "examples" / "tiny")
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("--n-predict", type=int, default=128)
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "data" / "acceptance.json")
+    args = parser.parse_args()
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "target.gguf"
+        convert.convert(args.family / "target", target)
+        for name in [*DRAFTS, "ngram"]:
+            draft: Path | str = name
+            if name != "ngram":
+                draft = Path(folder) / f"{name}.gguf"
+                convert.convert(args.family / name, draft, target=target)
+            found[name] = record(target, draft, args.prompts, args.n_predict)
+            print(name, found[name]["seconds"], flush=True)
+    result = {"machine": provenance.machine(), "commit": provenance.commit(), "drafts": found}
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
