@@ -1,0 +1,465 @@
+// The feed-forward part of a layer with experts, for 1 to 16 rows, in one kernel: the router, the
+// dense branch, and the experts that the rows visit.
+//
+// Everything is a product of 128 rows of a matrix with at most 8 rows x, over all of K, done by one
+// CTA: no sum crosses CTAs. The products of a step are a list, known from the rows' visits alone;
+// each CTA takes every gridDim-th. Three roles walk through a CTA's share of it, each at its own
+// pace. A warp copies weights into a ring of slots as soon as these are free, whatever the others
+// wait for. A warp brings the rows x that go with them, gathered by visit, once they exist. Teams
+// of four warps multiply, in turns of a slot, and add their sums.
+//
+// What a product needs of others is counted in global memory, and waited for there: the grid must
+// be resident as a whole. Products come in an order in which each needs earlier ones only. The
+// counters are zero before; the kernel that finishes the layer zeroes them again.
+#include "q4_0.cuh"
+#include "q4_1.cuh"
+#include "q4_k.cuh"
+#include "q5_0.cuh"
+#include "q5_1.cuh"
+#include "q5_k.cuh"
+#include "q6_k.cuh"
+#include "q8_0.cuh"
+#include "route.cuh"
+
+constexpr int TEAM = 4;                  // warps: 128 rows of weights
+constexpr float STORED = 1.0f / 64;      // gelu(gate) * up as half: of its value
+
+DEVICE float gelu(float x) {
+  const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
+  return 0.5f * x * (1.0f + tanhf(inner));
+}
+
+// What one step does. Matrices are packed in groups of 128 rows, each expert apart; gates and ups
+// in turns of 16 rows.
+struct Step {
+  const u8 *dense_rows, *rows;  // input of both branches: Rows of 8 NT
+  const float *x, *gate, *norm, *gains;
+  const u8 *dense_up, *dense_down, *up, *down;
+  u8 *dense_hidden, *hidden;  // [tile or visit][channels / 64][ACT_BYTES]
+  float* scores;
+  u32* arrived;        // jobs of the router, then products of each tile of `dense_hidden` (2), then
+                       // of each visit
+  float *y, *dense_y;  // [tokens, K, width] weighted, and [tokens, width]
+  i32* chosen;         // [tokens, K], and their weights
+  float* weights;
+  int tokens, width, dense_channels, channels;
+  float eps;
+
+  DEVICE int dense_groups() const { return dense_channels / 64; }
+  DEVICE int groups() const { return channels / 64; }
+  DEVICE int out_groups() const { return (width + GROUP - 1) / GROUP; }
+  DEVICE u32* tile_arrived(int tile) const { return arrived + 1 + tile; }
+  DEVICE u32* visit_arrived(int visit) const { return arrived + 3 + visit; }
+};
+
+template <class Up_, class Down_, class DenseUp_, class DenseDown_, int EXPERTS_, int K_, int NT_,
+          int TEAMS_, int LOADS>
+struct Config {
+  using Up = Up_;
+  using Down = Down_;
+  using DenseUp = DenseUp_;
+  using DenseDown = DenseDown_;
+  static constexpr int EXPERTS = EXPERTS_, K = K_, NT = NT_, TEAMS = TEAMS_;
+  static constexpr int CONSUMERS = TEAM * TEAMS, THREADS = 32 * (CONSUMERS + 2);
+  using Router = Scores<EXPERTS, CONSUMERS, LOADS>;
+  using Visits = Routing<EXPERTS, K>;
+
+  template <class F>
+  static constexpr int BLOCKS = F::UNIT / 64 * ACT_BYTES;  // bytes of a unit's rows x
+  static constexpr int larger(int a, int b) { return a > b ? a : b; }
+  template <class F>
+  static constexpr int ONE = F::UNIT_BYTES + BLOCKS<F>;
+  static constexpr int SLOT = larger(larger(ONE<Up>, ONE<Down>), larger(ONE<DenseUp>, ONE<DenseDown>));
+  template <class F>
+  static constexpr int UNITS = SLOT / ONE<F>;  // in a slot: their weights, then their rows
+  static constexpr int SCRATCH =
+      larger(larger(larger(Up::SCRATCH, Down::SCRATCH), larger(DenseUp::SCRATCH, DenseDown::SCRATCH)),
+             256);
+};
+
+// Shared memory beside the ring.
+template <class C>
+struct Fixed {
+  u8 scratch[C::CONSUMERS][C::SCRATCH];
+  float sums[2][C::TEAMS - 1][TEAM][8][32];  // of teams, twice so that one may be read meanwhile
+  float pairs[TEAM][8];
+  float scores[C::CONSUMERS * 20];
+  typename C::Visits visits;
+  u64 routed;
+};
+
+// BYTES in all, with as many slots as fit.
+template <class C, int BYTES>
+struct Shared : Fixed<C> {
+  using Base = C;
+  static constexpr int STAGES = (BYTES - (int)sizeof(Fixed<C>)) / (C::SLOT + 16);
+  static_assert(STAGES >= 2, "too little shared memory");
+  alignas(16) u8 slots[STAGES][C::SLOT];
+  u64 full[STAGES], empty[STAGES];
+};
+
+// A place in the ring.
+template <class S>
+struct Cursor {
+  S& s;
+  int stage = 0;
+  u32 phase = 0;
+
+  DEVICE u8* slot() const { return s.slots[stage]; }
+  DEVICE u64* full() const { return s.full + stage; }
+  DEVICE u64* empty() const { return s.empty + stage; }
+  DEVICE void next() {
+    if (++stage == S::STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+// Calls the role for each product of this CTA, in order.
+template <class S, class Role>
+DEVICE void walk(const Step& w, const S& s, Role& role) {
+  using C = typename S::Base;
+  const int grid = gridDim.x, dense = w.dense_groups() * C::NT;
+  int i = blockIdx.x;
+  for (; i < dense; i += grid) role.dense_up(i % C::NT, i / C::NT);
+  role.route();
+  const int visits = s.visits.count, outs = w.out_groups();
+  const int ups = dense + visits * w.groups(), dense_downs = ups + outs * C::NT;
+  for (; i < ups; i += grid) role.up((i - dense) / w.groups(), (i - dense) % w.groups());
+  for (; i < dense_downs; i += grid) role.dense_down((i - ups) % C::NT, (i - ups) / C::NT);
+  for (i -= dense_downs; i < visits * outs; i += grid) role.down(i / outs, i % outs);
+}
+
+template <class S>
+struct WeightsRole {
+  using C = typename S::Base;
+  const Step& w;
+  Cursor<S> at;
+  int lane;
+
+  template <class F>
+  DEVICE void stream(const u8* matrix, i64 group, int k) {
+    const int units = k / F::UNIT;
+    matrix += group * units * F::UNIT_BYTES;
+    for (int u = 0; u < units; u += C::template UNITS<F>, at.next()) {
+      const u8* from = matrix + u * F::UNIT_BYTES;
+      const int bytes = min(C::template UNITS<F>, units - u) * F::UNIT_BYTES;
+      barrier_wait(at.empty(), at.phase ^ 1);
+#if ARCH >= 900
+      barrier_expect(at.full(), bytes);
+      bulk_copy(at.slot(), from, bytes, at.full());
+#else
+      for (int b = lane * 16; b < bytes; b += 512) copy16(at.slot() + b, from + b);
+      barrier_arrive_copied(at.full());
+#endif
+    }
+  }
+
+  DEVICE int expert(int visit) const { return at.s.visits.visits[visit].expert; }
+  DEVICE void route() { barrier_wait(&at.s.routed, 0); }
+  DEVICE void dense_up(int, int group) {
+    stream<typename C::DenseUp>(w.dense_up, group, w.width);
+  }
+  DEVICE void up(int visit, int group) {
+    stream<typename C::Up>(w.up, expert(visit) * w.groups() + group, w.width);
+  }
+  DEVICE void dense_down(int, int group) {
+    stream<typename C::DenseDown>(w.dense_down, group, w.dense_channels);
+  }
+  DEVICE void down(int visit, int group) {
+    stream<typename C::Down>(w.down, expert(visit) * w.out_groups() + group, w.channels);
+  }
+};
+
+template <class S>
+struct RowsRole {
+  using C = typename S::Base;
+  const Step& w;
+  Cursor<S> at;
+  int lane;
+
+  // Rows as they lie, once `needed` products have made them.
+  template <class F>
+  DEVICE void copy(const u8* rows, const u32* arrived, u32 needed, int k) {
+    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
+    if (lane == 0)
+      while (load_acquire(arrived) < needed) {
+      }
+    __syncwarp();
+    for (int u = 0; u < k / F::UNIT; u += UNITS, at.next()) {
+      const int bytes = min(UNITS, k / F::UNIT - u) * BLOCKS;
+      u8* to = at.slot() + UNITS * F::UNIT_BYTES;
+      barrier_wait(at.empty(), at.phase ^ 1);
+      for (int b = lane * 16; b < bytes; b += 512) copy16(to + b, rows + u * BLOCKS + b);
+      barrier_arrive_copied(at.full());
+    }
+  }
+
+  // Row m of an input of 8 NT rows becomes row `column` of a tile of 8.
+  DEVICE void gather(u8* to, const u8* rows, int blocks, int m, int column) const {
+    constexpr int NT = C::NT, BLOCK = ACT_BYTES * NT;
+    if constexpr (NT == 1) {
+      for (int i = lane; i < blocks * 8; i += 32) {
+        const int place = i / 4 % 2 * 32 + i % 4;
+        copy16(to + i / 8 * ACT_BYTES + (place + column * 4) * 16,
+               rows + i / 8 * BLOCK + (place + m * 4) * 16);
+      }
+    } else {
+      for (int i = lane; i < blocks * 16; i += 32) {
+        const int k16 = i / 4 % 4, t = i % 4;
+        copy_few<8>(to + i / 16 * ACT_BYTES + (k16 / 2 * 32 + column * 4 + t) * 16 + k16 % 2 * 8,
+                      rows + i / 16 * BLOCK + (k16 * 32 + m % 8 * 4 + t) * 16 + m / 8 * 8);
+      }
+    }
+    for (int i = lane; i < blocks * 6; i += 32)  // sums of 16 and of 32
+      copy_few<4>(to + i / 6 * ACT_BYTES + 1024 + i % 6 * 32 + column * 4,
+                    rows + i / 6 * BLOCK + (1024 + i % 6 * 32) * NT + m * 4);
+  }
+
+  // Rows row(0) .. row(count - 1); the other columns stay what they are, nobody looks at them.
+  template <class F, class Row>
+  DEVICE void gather_all(const u8* rows, int count, Row row) {
+    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
+    const int units = w.width / F::UNIT;
+    for (int u = 0; u < units; u += UNITS, at.next()) {
+      u8* to = at.slot() + UNITS * F::UNIT_BYTES;
+      const int blocks = min(UNITS, units - u) * (F::UNIT / 64);
+      barrier_wait(at.empty(), at.phase ^ 1);
+      for (int i = 0; i < count; ++i) gather(to, rows + u * BLOCKS * C::NT, blocks, row(i), i);
+      barrier_arrive_copied(at.full());
+    }
+  }
+
+  DEVICE void route() { barrier_wait(&at.s.routed, 0); }
+  DEVICE void dense_up(int tile, int) {
+    gather_all<typename C::DenseUp>(w.dense_rows, min(w.tokens - tile * COLUMNS, COLUMNS),
+                                    [=](int i) { return tile * COLUMNS + i; });
+  }
+  DEVICE void up(int visit, int) {
+    const Visit& v = at.s.visits.visits[visit];
+    gather_all<typename C::Up>(w.rows, v.count, [&](int i) { return v.pair[i] / C::K; });
+  }
+  DEVICE void dense_down(int tile, int) {
+    copy<typename C::DenseDown>(w.dense_hidden + tile * w.dense_groups() * ACT_BYTES,
+                                w.tile_arrived(tile), w.dense_groups(), w.dense_channels);
+  }
+  DEVICE void down(int visit, int) {
+    copy<typename C::Down>(w.hidden + visit * w.groups() * ACT_BYTES, w.visit_arrived(visit),
+                           w.groups(), w.channels);
+  }
+};
+
+template <class S>
+struct ConsumerRole {
+  using C = typename S::Base;
+  const Step& w;
+  Cursor<S> at;
+  int warp, lane, turn = 0;
+
+  static DEVICE void sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * C::CONSUMERS) : "memory"); }
+  static DEVICE void team_sync() { asm volatile("bar.sync 2, %0;" ::"n"(32 * TEAM) : "memory"); }
+  DEVICE bool owner() const { return warp < TEAM; }
+
+  template <class F>
+  DEVICE void add(Acc<1>& acc, const u8* unit, const u8* rows, int part) {
+    u8* scratch = at.s.scratch[warp];
+    typename F::template Factors<1> factors;
+    factors.load(unit, part, lane, 0);
+    __syncwarp();
+    factors.store(scratch, lane);
+    __syncwarp();
+    F::template multiply<1, 1>(acc, unit, rows, scratch, part, lane, 0);
+  }
+
+  // The sum over all units of a product: each team adds every TEAMS-th slot.
+  template <class F>
+  DEVICE void multiply(Acc<1>& acc, int k) {
+    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
+    const int team = warp / TEAM, part = warp % TEAM, units = k / F::UNIT;
+    int next = 0;
+    for (int u = 0; u < units; u += UNITS, at.next()) {
+      const bool mine = next == team;
+      next = next + 1 == C::TEAMS ? 0 : next + 1;
+      if (!mine) continue;
+      barrier_wait(at.full(), at.phase);
+      const u8 *weights = at.slot(), *rows = weights + UNITS * F::UNIT_BYTES;
+#pragma unroll
+      for (int i = 0; i < UNITS; ++i)
+        if (u + i < units) add<F>(acc, weights + i * F::UNIT_BYTES, rows + i * BLOCKS, part);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(at.empty());
+    }
+    add_teams(acc, team, part);
+  }
+
+  DEVICE void add_teams(Acc<1>& acc, int team, int part) {
+    if constexpr (C::TEAMS > 1) {
+      auto& sums = at.s.sums[turn];
+      turn ^= 1;
+      if (team)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sums[team - 1][part][i][lane] = acc[i / 4][0][i % 4];
+      sync();
+      if (team) return;
+#pragma unroll
+      for (int other = 0; other < C::TEAMS - 1; ++other)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) acc[i / 4][0][i % 4] += sums[other][part][i][lane];
+    }
+  }
+
+  // gelu(gate) * up of 64 channels as block `group` of `hidden`; rows of weights are gates (tile 0 of
+  // a warp) and ups (tile 1). A warp's 16 channels are one k16 of the block.
+  template <class F>
+  DEVICE void gated(u8* hidden, int group, int count, u32* arrived) {
+    Acc<1> acc = {};
+    multiply<F>(acc, w.width);
+    if (!owner()) return;
+    const int g = lane / 4, t = lane % 4;
+    u16* halves = (u16*)at.s.scratch[warp];  // [column][channel]
+    u8* block = hidden + group * ACT_BYTES;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int m = 2 * t + j % 2;
+      const float h = gelu(acc[0][0][j]) * acc[1][0][j] * STORED;
+      halves[m * 16 + g + j / 2 * 8] = to_half(m < count ? h : 0.0f);
+    }
+    __syncwarp();
+    const uint2 v = ((const uint2*)halves)[lane];
+    float sum = from_half(v.x) + from_half(v.x >> 16) + from_half(v.y) + from_half(v.y >> 16);
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum = -1024.0f * (sum + __shfl_xor_sync(FULL, sum, 2));
+    ((uint2*)block)[(warp / 2 * 32 + lane) * 2 + warp % 2] = v;
+    if (t == 0) ((float*)(block + 1024))[warp * 8 + g] = at.s.pairs[warp][g] = sum;
+    team_sync();
+    if (warp % 2 == 0 && lane < 8)
+      ((float*)(block + 1152))[warp / 2 * 8 + lane] =
+          at.s.pairs[warp][lane] + at.s.pairs[warp + 1][lane];
+    team_sync();
+    if (threadIdx.x == 0) add_release(arrived, 1);
+  }
+
+  // Column m times factor(m) goes to row place(m) of y [.., width].
+  template <class F, class Place, class Factor>
+  DEVICE void plain(int k, int group, int count, float* y, Place place, Factor factor) {
+    Acc<1> acc = {};
+    multiply<F>(acc, k);
+    if (!owner()) return;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int m = lane % 4 * 2 + j;
+      if (m >= count) continue;
+      const float s = factor(m) * (1.0f / STORED);
+      float* to = y + (i64)place(m) * w.width;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int n = group * GROUP + warp * 32 + q * 8 + lane / 4;
+        if (n < w.width) to[n] = s * acc[q / 2][0][q % 2 * 2 + j];
+      }
+    }
+  }
+
+  DEVICE void scores() {
+    using Router = typename C::Router;
+    Router router = {w.x, w.gate, w.norm, w.scores, w.arrived, w.eps, w.tokens, w.width};
+    const int jobs = Router::jobs(w.tokens), grid = gridDim.x;
+    const int first = grid - 1 - blockIdx.x;  // the others have products of the dense branch
+    if (first < jobs) router.load(first);
+    grid_wait();
+    for (int job = first; job < jobs; job += grid) {
+      if (job != first) router.load(job);
+      router.run(job, at.s.scores);
+      sync();
+      if (warp == 0) router.finish(job, at.s.scores);
+      sync();
+    }
+  }
+
+  DEVICE void route() {
+    auto& r = at.s.visits;
+    if (threadIdx.x == 0)
+      while (load_acquire(w.arrived) < (u32)C::Router::jobs(w.tokens)) {
+      }
+    sync();
+    for (int row = warp; row < w.tokens; row += C::CONSUMERS) {
+      int expert = 0;
+      float weight;
+      choose<C::EXPERTS, C::K>(w.scores + row * C::EXPERTS, w.gains, lane, expert, weight);
+      if (lane >= C::K) continue;
+      atomicOr(r.rows + expert, 1u << row);
+      r.slot[row][expert] = lane;
+      r.weight[row * C::K + lane] = weight;
+      if (blockIdx.x) continue;
+      w.chosen[row * C::K + lane] = expert;
+      w.weights[row * C::K + lane] = weight;
+    }
+    sync();
+    if (warp == 0) {
+      list_visits(r, lane);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&at.s.routed);
+    }
+    sync();
+  }
+  DEVICE void dense_up(int tile, int group) {
+    gated<typename C::DenseUp>(w.dense_hidden + tile * w.dense_groups() * ACT_BYTES, group,
+                               w.tokens - tile * COLUMNS, w.tile_arrived(tile));
+  }
+  DEVICE void up(int visit, int group) {
+    gated<typename C::Up>(w.hidden + visit * w.groups() * ACT_BYTES, group,
+                          at.s.visits.visits[visit].count, w.visit_arrived(visit));
+  }
+  DEVICE void dense_down(int tile, int group) {
+    plain<typename C::DenseDown>(
+        w.dense_channels, group, w.tokens - tile * COLUMNS, w.dense_y,
+        [=](int m) { return tile * COLUMNS + m; }, [](int) { return 1.0f; });
+  }
+  DEVICE void down(int visit, int group) {
+    const Visit& v = at.s.visits.visits[visit];
+    plain<typename C::Down>(
+        w.channels, group, v.count, w.y, [&](int m) { return v.pair[m]; },
+        [&](int m) { return at.s.visits.weight[v.pair[m]]; });
+  }
+};
+
+// y: what each row gets from each of its experts, weighted; dense_y: what the dense branch gives.
+template <class Up, class Down, class DenseUp, class DenseDown, int EXPERTS, int K, int NT, int TEAMS,
+          int BYTES, int LOADS>
+__global__ __launch_bounds__(32 * (TEAM * TEAMS + 2)) void experts(
+    const u8* dense_rows, const u8* rows, const float* x, const float* gate, const float* norm,
+    const float* gains, const u8* dense_up, const u8* dense_down, const u8* up, const u8* down,
+    u8* dense_hidden, u8* hidden, float* scores, u32* arrived, float* y, float* dense_y,
+    i32* chosen, float* weights, int tokens, int width, int dense_channels, int channels,
+    float eps) {
+  using C = Config<Up, Down, DenseUp, DenseDown, EXPERTS, K, NT, TEAMS, LOADS>;
+  using S = Shared<C, BYTES>;
+  static_assert(sizeof(S) <= BYTES, "");
+  extern __shared__ __align__(128) u8 bytes[];
+  S& s = *(S*)bytes;
+  const Step w = {dense_rows, rows, x, gate, norm, gains, dense_up, dense_down, up, down,
+                  dense_hidden, hidden, scores, arrived, y, dense_y, chosen, weights, tokens,
+                  width, dense_channels, channels, eps};
+  grid_launch();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < S::STAGES; ++i) {
+      barrier_init(s.full + i, ARCH >= 900 ? 33 : 64);
+      barrier_init(s.empty + i, TEAM);
+    }
+    barrier_init(&s.routed, 1);
+    barrier_init_fence();
+  }
+  for (int i = threadIdx.x; i < EXPERTS; i += C::THREADS) s.visits.rows[i] = 0;
+  __syncthreads();
+  if (warp == C::CONSUMERS) {
+    WeightsRole<S> role = {w, {s}, lane};
+    if (ARCH < 900 || lane == 0) walk(w, s, role);
+  } else if (warp > C::CONSUMERS) {
+    grid_wait();
+    RowsRole<S> role = {w, {s}, lane};
+    walk(w, s, role);
+  } else {
+    ConsumerRole<S> role = {w, {s}, warp, lane};
+    role.scores();
+    walk(w, s, role);
+  }
+}

@@ -1,0 +1,87 @@
+// The end of a layer with experts: x' = (x + norm(norm(experts) + norm(dense))) * scale, and the
+// norm that the next layer begins with, as input of its products.
+#include "reduce.cuh"
+#include "rows.cuh"
+
+// A row in the registers of a block: element e of v[j] is value 4 at(j) + e.
+template <int WARPS, int V>
+struct Part {
+  float4 v[V];
+
+  static DEVICE int at(int j) { return j * 32 * WARPS + threadIdx.x; }
+  DEVICE void load(const float* p, int n4) {
+#pragma unroll
+    for (int j = 0; j < V; ++j)
+      v[j] = at(j) < n4 ? __ldcg((const float4*)p + at(j)) : float4{0, 0, 0, 0};
+  }
+  DEVICE void add(const Part& other) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = add4(v[j], other.v[j]);
+  }
+  DEVICE void scale(float s, const Part& weight) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[j] = mul4(mul4(v[j], s), weight.v[j]);
+  }
+  // 1 / root mean square
+  DEVICE float inverse(float* slots, int width, float eps) const {
+    float s = 0;
+#pragma unroll
+    for (int j = 0; j < V; ++j) s += square4(v[j]);
+    return rsqrtf(over_block<WARPS>(s, slots, Sum()) / (float)width + eps);
+  }
+};
+
+// y [rows, K, width]: what experts give, weighted; dense [rows, width]. Weights of norms [width]:
+// of the experts' sum, of the dense branch, of both together, of the next layer (null: `to` is not
+// written). `out` [rows, width]; `tap` [rows][tap_stride], a second copy. `arrived` [counters] is
+// zeroed. Grid: rows, those that fill a tile included.
+template <int WARPS, int V, int K>
+__global__ __launch_bounds__(32 * WARPS) void finish(
+    const float* y, const float* dense, const float* x, const float* experts_norm,
+    const float* dense_norm, const float* norm, const float* next_norm, const float* scale,
+    float* out, float* tap, i64 tap_stride, u8* to, u32* arrived, int counters, int rows,
+    int width, float eps) {
+  using P = Part<WARPS, V>;
+  grid_launch();
+  __shared__ float slots[4][WARPS];
+  const int row = blockIdx.x, n4 = width / 4;
+  P experts_weight, dense_weight, weight, next, sum, other, parts[K];
+  experts_weight.load(experts_norm, n4);
+  dense_weight.load(dense_norm, n4);
+  weight.load(norm, n4);
+  if (next_norm) next.load(next_norm, n4);
+  const float factor = scale ? *scale : 1.0f;
+  grid_wait();
+  if (row == 0)
+    for (int i = threadIdx.x; i < counters; i += 32 * WARPS) arrived[i] = 0;
+  float r = 0;
+  P result = {};
+  if (row < rows) {
+    const i64 at = (i64)row * width;
+#pragma unroll
+    for (int s = 0; s < K; ++s) parts[s].load(y + at * K + s * width, n4);
+    other.load(dense + at, n4);
+    result.load(x + at, n4);
+    sum = parts[0];
+#pragma unroll
+    for (int s = 1; s < K; ++s) sum.add(parts[s]);
+    other.scale(other.inverse(slots[0], width, eps), dense_weight);
+    sum.scale(sum.inverse(slots[1], width, eps), experts_weight);
+    other.add(sum);
+    other.scale(other.inverse(slots[2], width, eps), weight);
+    result.add(other);
+#pragma unroll
+    for (int j = 0; j < V; ++j) {
+      result.v[j] = mul4(result.v[j], factor);
+      if (P::at(j) >= n4) continue;
+      ((float4*)(out + at))[P::at(j)] = result.v[j];
+      if (tap) ((float4*)(tap + row * tap_stride))[P::at(j)] = result.v[j];
+    }
+    r = result.inverse(slots[3], width, eps);
+  }
+  if (!next_norm) return;
+#pragma unroll
+  for (int j = 0; j < V; ++j)
+    RowPlace(tiles_of(rows), row, P::at(j))
+        .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4);
+}

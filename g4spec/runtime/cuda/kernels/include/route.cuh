@@ -1,0 +1,184 @@
+// Which experts the rows of a step visit. Every CTA finds that out for itself, in shared memory,
+// from scores that all have made together: that is quicker than telling it to the others.
+#pragma once
+#include "ptx.cuh"
+#include "rows.cuh"
+
+constexpr int MOST_ROWS = 16;  // of a step
+constexpr int COLUMNS = 8;     // rows that the tensor cores multiply at once
+
+// Some rows, at most COLUMNS, that visit the same expert.
+struct Visit {
+  u16 expert, count;
+  u8 pair[COLUMNS];  // row * K + slot: the row, and which of its K experts this is to it
+};
+
+template <int EXPERTS, int K>
+struct Routing {
+  static constexpr int MOST = MOST_ROWS * K < 2 * EXPERTS ? MOST_ROWS * K : 2 * EXPERTS;
+  Visit visits[MOST];          // by expert, then row
+  float weight[MOST_ROWS * K];  // of each pair
+  u32 rows[EXPERTS];           // that visit an expert, as bits
+  u8 slot[MOST_ROWS][EXPERTS];
+  int count;  // of visits
+};
+
+// Four experts' dot products with a row, and the row's squares, over a warp: lanes 0, 8, 16, 24
+// hold the products of experts 0 .. 3.
+DEVICE float four_over_warp(const float (&s)[4], int lane) {
+  const bool upper = lane & 16, right = lane & 8;
+  const float a = (upper ? s[2] : s[0]) + __shfl_xor_sync(FULL, upper ? s[0] : s[2], 16);
+  const float b = (upper ? s[3] : s[1]) + __shfl_xor_sync(FULL, upper ? s[1] : s[3], 16);
+  float v = (right ? b : a) + __shfl_xor_sync(FULL, right ? a : b, 8);
+#pragma unroll
+  for (int step = 4; step; step /= 2) v += __shfl_xor_sync(FULL, v, step);
+  return v;
+}
+
+// Scores gate [EXPERTS, width] * (rms_norm(x) * norm / sqrt(width)) of 4 experts and up to 4 rows
+// at a time: job j has experts 4 (j % (EXPERTS / 4)) and on, rows 4 (j / (EXPERTS / 4)) and on.
+template <int EXPERTS, int WARPS, int LOADS>
+struct Scores {
+  static constexpr int BLOCKS = (EXPERTS + 3) / 4, THREADS = 32 * WARPS;
+  const float *x, *gate, *norm;
+  float* scores;  // [rows, EXPERTS]
+  u32* arrived;   // counts the jobs done
+  float eps;
+  int rows, width;
+  float4 w[4][LOADS];
+
+  static DEVICE int jobs(int rows) { return BLOCKS * ((rows + 3) / 4); }
+
+  DEVICE float4 at(const float* p, int j) const {
+    const int i = j * THREADS + threadIdx.x;
+    return i < width / 4 ? __ldcg((const float4*)p + i) : float4{0, 0, 0, 0};
+  }
+
+  DEVICE void load(int job) {  // nothing but weights
+    float4 n[LOADS];
+#pragma unroll
+    for (int j = 0; j < LOADS; ++j) n[j] = at(norm, j);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int expert = job % BLOCKS * 4 + e;
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j)
+        w[e][j] = expert < EXPERTS ? mul4(at(gate + (i64)expert * width, j), n[j])
+                                   : float4{0, 0, 0, 0};
+    }
+  }
+
+  // `parts`: [WARPS][4 rows][4 experts, squares] in shared memory.
+  DEVICE void run(int job, float* parts) const {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = job / BLOCKS * 4;
+    float4 v[4][LOADS];
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j)
+        v[r][j] = first + r < rows ? at(x + (i64)(first + r) * width, j) : float4{0, 0, 0, 0};
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      if (first + r >= rows) break;
+      float s[4] = {0, 0, 0, 0}, squares = 0;
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) {
+        squares += square4(v[r][j]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[e] += sum4(mul4(v[r][j], w[e][j]));
+      }
+      const float dot = four_over_warp(s, lane);
+#pragma unroll
+      for (int step = 16; step; step /= 2) squares += __shfl_xor_sync(FULL, squares, step);
+      float* mine = parts + (warp * 4 + r) * 5;
+      if (lane % 8 == 0) mine[lane / 8] = dot;
+      if (lane == 0) mine[4] = squares;
+    }
+  }
+
+  // By the first warp, when all warps have run.
+  DEVICE void finish(int job, const float* parts) const {
+    const int lane = threadIdx.x, r = lane / 4, e = lane % 4;
+    const int row = job / BLOCKS * 4 + r, expert = job % BLOCKS * 4 + e;
+    if (r < 4 && row < rows && expert < EXPERTS) {
+      float dot = 0, squares = 0;
+#pragma unroll
+      for (int i = 0; i < WARPS; ++i) {
+        dot += parts[(i * 4 + r) * 5 + e];
+        squares += parts[(i * 4 + r) * 5 + 4];
+      }
+      const float n = (float)width;
+      scores[row * EXPERTS + expert] = dot * rsqrtf(squares / n + eps) * rsqrtf(n);
+    }
+    __syncwarp();
+    if (lane == 0) add_release(arrived, 1);
+  }
+};
+
+// A number's bits so that they compare like numbers; a real number never gives 0.
+DEVICE u32 ordered(float x) {
+  const u32 bits = __float_as_uint(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+DEVICE float unordered(u32 key) {
+  return __uint_as_float(key >> 31 ? key & 0x7fffffffu : ~key);
+}
+
+// One warp: lane s < K gets the s-th best expert of a row (the lowest of equals) and its weight.
+template <int EXPERTS, int K>
+DEVICE void choose(const float* scores, const float* gains, int lane, int& expert, float& weight) {
+  constexpr int PER = (EXPERTS + 31) / 32;
+  u32 key[PER];
+#pragma unroll
+  for (int i = 0; i < PER; ++i)
+    key[i] = i * 32 + lane < EXPERTS ? ordered(__ldcg(scores + i * 32 + lane)) : 0;
+  float score = 0;
+#pragma unroll
+  for (int s = 0; s < K; ++s) {
+    u32 best = key[0];
+#pragma unroll
+    for (int i = 1; i < PER; ++i) best = max(best, key[i]);
+    const u32 most = __reduce_max_sync(FULL, best);
+    u32 mine = EXPERTS - 1;
+#pragma unroll
+    for (int i = PER - 1; i >= 0; --i)
+      if (key[i] == most) mine = min(i * 32 + lane, EXPERTS - 1);
+    const int winner = __reduce_min_sync(FULL, mine);
+    if (lane == s) expert = winner, score = unordered(most);
+#pragma unroll
+    for (int i = 0; i < PER; ++i)
+      if (winner == i * 32 + lane) key[i] = 0;
+  }
+  const float e = expf(score - __shfl_sync(FULL, score, 0));
+  float sum = __shfl_sync(FULL, e, 0);
+#pragma unroll
+  for (int s = 1; s < K; ++s) sum += __shfl_sync(FULL, e, s);
+  weight = lane < K ? e / sum * gains[expert] : 0.0f;
+}
+
+// One warp, when the rows of each expert are known.
+template <int EXPERTS, int K>
+DEVICE void list_visits(Routing<EXPERTS, K>& r, int lane) {
+  int count = 0;
+  for (int first = 0; first < EXPERTS; first += 32) {
+    const int expert = first + lane;
+    u32 rows = expert < EXPERTS ? r.rows[expert] : 0;
+    const u32 once = __ballot_sync(FULL, rows), below = (1u << lane) - 1;
+    const u32 twice = __ballot_sync(FULL, __popc(rows) > COLUMNS);
+    int at = count + __popc(once & below) + __popc(twice & below);
+    for (; rows; ++at) {
+      Visit v = {(u16)expert, 0, {}};
+#pragma unroll
+      for (int i = 0; i < COLUMNS; ++i)
+        if (rows) {
+          const int row = __ffs(rows) - 1;
+          v.pair[i] = row * K + r.slot[row][expert];
+          v.count = i + 1;
+          rows &= rows - 1;
+        }
+      r.visits[at] = v;
+    }
+    count += __popc(once) + __popc(twice);
+  }
+  if (lane == 0) r.count = count;
+}

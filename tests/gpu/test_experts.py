@@ -1,0 +1,257 @@
+"""The feed-forward part of layers with experts against the reference; rows that do not depend on
+their company."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from g4spec import quant
+from g4spec.runtime.cuda import packing, rows
+from g4spec.runtime.cuda.dequant import Weight
+from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
+from g4spec.runtime.cuda.matrix import TILE
+from g4spec.runtime.ops import Ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+EPS = 1e-6
+REF = Ops("cpu")
+MANY = Shape(experts=128, k=8, width=512, dense=320, expert=192)
+FEW = Shape(experts=12, k=3, width=320, dense=128, expert=64)
+
+
+@dataclass
+class Layer:
+    """A layer on the GPU, and its weights as float32 on the CPU."""
+
+    gpu: Experts
+    cpu: dict[str, torch.Tensor]
+    before: tuple[torch.Tensor, torch.Tensor]
+    following: torch.Tensor
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor, rows.Rows]:
+        """x [T, H] on the GPU -> the new residual, and its norm."""
+        b = self.gpu.buffers
+        for buffer in (b.scores, b.y, b.dense, b.weights):
+            buffer.fill_(torch.nan)
+        for hidden in (b.hidden, b.dense_hidden):
+            hidden.fill_(0xFF)
+        self.gpu(x, *(rows.rms_norm_rows(x, w, EPS) for w in self.before))
+        assert not torch.equal(b.arrived, torch.zeros_like(b.arrived))
+        out, normed = self.gpu.finish(x, self.following)
+        assert torch.equal(b.arrived, torch.zeros_like(b.arrived))
+        assert normed is not None
+        return out, normed
+
+    def reference(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The same on the CPU, and what it is made of."""
+        c, k = self.cpu, self.gpu.shape.k
+        ids, weights = REF.route(x, c["router_norm"], c["router"], c["gains"], k, EPS)
+        inner = [REF.rms_norm(x, w.cpu(), EPS) for w in self.before]
+        dense = REF.gated(inner[0], c["dense_gate"], c["dense_up"], c["dense_down"], REF.gelu_tanh)
+        summed = REF.experts(inner[1], ids, weights, c["gate"], c["up"], c["down"], REF.gelu_tanh)
+        both, _ = REF.norm_residual_norm(
+            summed, REF.rms_norm(dense, c["norm_dense"], EPS), c["norm_experts"], EPS, None
+        )
+        out, normed = REF.norm_residual_norm(both, x, c["norm"], EPS, self.following.cpu(),
+                                             c["scale"])  # fmt: skip
+        return {"ids": ids, "weights": weights, "dense": dense, "sum": summed, "out": out,
+                "normed": normed}  # fmt: skip
+
+
+def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random matrix: the file's bytes, and the values they stand for."""
+    fmt = quant.get(type)
+    raw = fmt.quantize(g.standard_normal(shape, np.float32) / np.float32(math.sqrt(shape[-1])))
+    return torch.from_numpy(raw), torch.from_numpy(fmt.dequantize(raw))
+
+
+def _packed(type: str, raw: torch.Tensor, columns: int) -> Weight:
+    """Bytes [matrices, rows, bytes] -> packed, on the GPU."""
+    unit = packing.unit_of(type, columns)
+    data = torch.cat([packing.pack(type, one, unit) for one in raw]).cuda()
+    return Weight(type, data, raw.shape[1], columns, len(raw))
+
+
+def _turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[matrices, I, bytes] each -> [matrices, 2 I, bytes] in turns of 16 rows."""
+    parts = [x.view(len(x), -1, TILE, x.shape[-1]) for x in (gate, up)]
+    return torch.stack(parts, dim=2).flatten(1, 3)
+
+
+def make(shape: Shape, types: tuple[str, str, str, str], seed: int = 0) -> Layer:
+    """`types`: of experts (up and gate, down), and of the dense branch."""
+    g = np.random.default_rng(seed)
+    up_type, down_type, dense_up_type, dense_down_type = types
+    e, h = shape.experts, shape.width
+    gate, up = (_matrix(g, up_type, e, shape.expert, h) for _ in range(2))
+    down = _matrix(g, down_type, e, h, shape.expert)
+    dense_gate, dense_up = (_matrix(g, dense_up_type, 1, shape.dense, h) for _ in range(2))
+    dense_down = _matrix(g, dense_down_type, 1, h, shape.dense)
+
+    def vector(*sizes: int) -> torch.Tensor:
+        return torch.from_numpy(1 + 0.3 * g.standard_normal(sizes, np.float32))
+
+    cpu = {
+        "gate": gate[1], "up": up[1], "down": down[1], "dense_gate": dense_gate[1][0],
+        "dense_up": dense_up[1][0], "dense_down": dense_down[1][0],
+        "router": torch.from_numpy(g.standard_normal((e, h), np.float32)),
+        "router_norm": vector(h), "gains": vector(e), "norm_dense": vector(h),
+        "norm_experts": vector(h), "norm": vector(h), "scale": vector(1),
+    }  # fmt: skip
+    names = ("router", "router_norm", "gains", "norm_dense", "norm_experts", "norm", "scale")
+    vectors = {name: cpu[name].cuda() for name in names}
+    gpu = Experts(
+        shape=shape,
+        dense_up=_packed(dense_up_type, _turns(dense_gate[0], dense_up[0]), h),
+        dense_down=_packed(dense_down_type, dense_down[0], shape.dense),
+        up=_packed(up_type, _turns(gate[0], up[0]), h),
+        down=_packed(down_type, down[0], shape.expert),
+        eps=EPS,
+        buffers=Buffers(shape, torch.device("cuda")),
+        **vectors,
+    )
+    assert fits(shape, gpu.up, gpu.down, gpu.dense_up, gpu.dense_down)
+    return Layer(gpu, cpu, (vector(h).cuda(), vector(h).cuda()), vector(h).cuda())
+
+
+@pytest.fixture(scope="module")
+def layer() -> Layer:
+    return make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
+
+
+def randn(count: int, width: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed)) * 30
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    """The largest error, relative to the largest value of the row."""
+    got, want = got.double().cpu(), want.double()
+    error = (got - want).abs().amax(-1) / want.abs().amax(-1)
+    assert float(error.max()) <= tolerance, float(error.max())
+
+
+def check(layer: Layer, x: torch.Tensor) -> None:
+    """Everything a step leaves, against the reference."""
+    want, n = layer.reference(x), len(x)
+    out, normed = layer.run(x.cuda())
+    b = layer.gpu.buffers
+    assert torch.equal(b.chosen[:n].cpu().long(), want["ids"])
+    assert torch.allclose(b.weights[:n].cpu(), want["weights"], rtol=2e-5)
+    size = n * layer.gpu.shape.k
+    summed = b.y.flatten(0, 1)[:size].view(n, -1, x.shape[1]).sum(1)
+    close(b.dense[:n], want["dense"], 2e-3)
+    close(summed, want["sum"], 2e-3)
+    close(out, want["out"], 2e-3)
+    values = rows.unpack(normed)[0]
+    close(values[:n], want["normed"], 2e-3)
+    assert not values[n:].any()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 9, 13, 16])
+def test_steps(layer: Layer, count: int) -> None:
+    check(layer, randn(count, MANY.width, count))
+
+
+@pytest.mark.parametrize(
+    "types",
+    [("q4_k", "q5_0", "q4_k", "q8_0"), ("q5_k", "q5_1", "q6_k", "q4_0"),
+     ("q6_k", "q4_1", "q5_k", "q5_0"), ("q8_0", "q8_0", "q8_0", "q8_0")],
+)  # fmt: skip
+def test_types(types: tuple[str, str, str, str]) -> None:
+    small = make(Shape(experts=16, k=4, width=768, dense=256, expert=320), types)
+    for count in (1, 16):
+        check(small, randn(count, 768))
+
+
+def test_sizes_that_fill_nothing() -> None:
+    small = make(FEW, ("q8_0", "q5_0", "q4_0", "q8_0"))
+    for count in (1, 7, 11):
+        check(small, randn(count, FEW.width))
+
+
+def test_all_rows_visit_the_same(layer: Layer) -> None:
+    x = randn(1, MANY.width) + 0.01 * randn(16, MANY.width, 1)
+    want = layer.reference(x)["ids"].sort(dim=1).values
+    assert bool((want == want[0]).all())
+    check(layer, x)
+    check(layer, x[:9])
+
+
+def test_no_two_rows_visit_the_same(layer: Layer) -> None:
+    """Row r visits experts 8 r .. 8 r + 7."""
+    x = randn(16, MANY.width)
+    other = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
+    towards = REF.rms_norm(x, None, EPS).repeat_interleave(8, dim=0)
+    other.cpu["router"] = towards + 0.1 * other.cpu["router"]
+    other.gpu.router.copy_(other.cpu["router"])
+    ids = other.reference(x)["ids"].sort(dim=1).values
+    assert torch.equal(ids.flatten(), torch.arange(128))
+    check(other, x)
+
+
+def test_the_lowest_of_equals(layer: Layer) -> None:
+    """Experts in fours with the same scores; also all scores equal."""
+    equal = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
+    for router in (equal.cpu["router"][::4].repeat_interleave(4, dim=0),
+                   equal.cpu["router"][:1].expand(128, -1)):  # fmt: skip
+        equal.gpu.router.copy_(router)
+        equal.run(randn(16, MANY.width).cuda())
+        ids = equal.gpu.buffers.chosen.view(16, -1, 4)
+        assert torch.equal(ids, ids[:, :, :1] + torch.arange(4, device="cuda"))
+        if bool((router == router[0]).all()):
+            assert torch.equal(ids.flatten(1), torch.arange(8, device="cuda").expand(16, 8).int())
+
+
+def _same(layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.Rows],
+          part: list[int]) -> bool:  # fmt: skip
+    """Whether rows `part` of x, computed alone, give the bits that they have in `whole`."""
+    out, normed = layer.run(x[part].contiguous())
+    stored, wanted = rows.unpack(normed), rows.unpack(whole[1])
+    return torch.equal(out, whole[0][part]) and all(
+        torch.equal(a[: len(part)], b[part]) for a, b in zip(stored, wanted, strict=True)
+    )
+
+
+def test_a_row_does_not_depend_on_its_company(layer: Layer) -> None:
+    x = randn(16, MANY.width, 5).cuda()
+    x[10:] = x[3] + 0.03 * x[10:]  # many visitors of a few experts
+    whole = layer.run(x)
+    for count in range(1, 17):
+        for first in {0, 16 - count}:
+            assert _same(layer, x, whole, list(range(first, first + count)))
+    g = np.random.default_rng(0)
+    for _ in range(20):
+        order = g.permutation(16)[: g.integers(1, 17)].tolist()
+        assert _same(layer, x, whole, order)
+
+
+def test_in_a_graph(layer: Layer) -> None:
+    """Recorded steps, one after the other, with other inputs each time."""
+    x = torch.zeros(6, MANY.width, device="cuda")
+
+    def step() -> torch.Tensor:
+        y = x
+        for _ in range(3):
+            layer.gpu(y, *(rows.rms_norm_rows(y, w, EPS) for w in layer.before))
+            y = layer.gpu.finish(y, layer.following)[0]
+        return y
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(50):
+        x.copy_(randn(6, MANY.width, seed))
+        graph.replay()
+        got = out.clone()
+        assert torch.equal(got, step()) and bool(got.isfinite().all())
