@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 
 import numpy as np
@@ -213,6 +214,7 @@ def test_workspace_is_known_before() -> None:
                            n_kv=1 if s.window is None else 4) for s in layers)  # fmt: skip
     model = small(layers, {"": "q8_0"})
     target = model.prefill(N_CTX, 64)
+    gc.collect()
     before = torch.cuda.memory_allocated()
     caches, freqs = target.caches, [torch.ones(s.head_dim // 2, device="cuda") for s in layers]
     for s, f in zip(layers, freqs, strict=True):
