@@ -33,9 +33,10 @@ struct Affine {
     DEVICE void store(u8* scratch, int lane) const {
 #pragma unroll
       for (int i = 0; i < 8 / PARTS; ++i) ((float*)scratch)[i * 32 + row_slot(lane)] = scales[i];
-#pragma unroll
-      for (int i = 0; i < 4 / PARTS; ++i)
-        ((u32*)(scratch + MINS / PARTS))[lane * (4 / PARTS) + i] = mins[i];
+      if constexpr (PARTS == 1)
+        ((uint4*)(scratch + MINS))[lane] = {mins[0], mins[1], mins[2], mins[3]};
+      else
+        ((uint2*)(scratch + MINS / 2))[lane] = {mins[0], mins[1]};
       ((float*)(scratch + DMINS / PARTS))[row_slot(lane)] = dmin;
     }
   };
@@ -45,8 +46,6 @@ struct Affine {
                               int warp, int lane, int part) {
     const float* scales = (const float*)scratch;  // [8 / PARTS groups][row slot]
     const int g = lane / 4, t = lane % 4;
-    subtract_mins<NT, PARTS>(acc, act, (const u32*)(scratch + MINS / PARTS),
-                             (const float*)(scratch + DMINS / PARTS), g, t, part);
     const uint4* codes = (const uint4*)unit + warp * 2 * 128;
     const u32* upper = (const u32*)(unit + UPPER) + warp * 2 * 128;
 #pragma unroll
@@ -91,6 +90,8 @@ struct Affine {
         }
       }
     }
+    subtract_mins<NT, PARTS>(acc, act, (const u32*)(scratch + MINS / PARTS),
+                             (const float*)(scratch + DMINS / PARTS), g, t, part);
   }
 
   // The minima are whole numbers: one product with the sums of the activations, whose upper and

@@ -56,7 +56,7 @@ class Cut:
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
         stage = packing.unit_bytes(self.type, self.unit) * (self.rows // GROUP)
-        stage += self.unit // BLOCK * 1216 * self.tiles
+        stage = max(stage + self.unit // BLOCK * 1216 * self.tiles, self.rows * 8 * self.tiles * 4)
         teams = CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
         scratch = max(SCRATCH.get(self.type, 0) // teams, other)

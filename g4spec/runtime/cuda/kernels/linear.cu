@@ -13,7 +13,8 @@
 #include "q8_0.cuh"
 
 template <class F, int NT, int ROWS, int STAGES>
-DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int begin, int end, int lane) {
+DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int begin, int end,
+                 int lane) {
   using S = Stage<F, NT, ROWS>;
   auto weights = [&](int i) {
     const int u = begin + i, s = i % STAGES;
@@ -46,7 +47,7 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int begin, in
   const int count = end - begin, first = count < STAGES ? count : STAGES;
   for (int i = 0; i < first; ++i) {  // weights are there before the kernel that makes the rows ends
 #if ARCH >= 900
-    barrier_expect(full + i, S::BYTES);
+    barrier_expect(full + i, S::FILL);
 #endif
     weights(i);
   }
@@ -55,13 +56,38 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int begin, in
   for (int i = first; i < count; ++i) {
     barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
 #if ARCH >= 900
-    barrier_expect(full + i % STAGES, S::BYTES);
+    barrier_expect(full + i % STAGES, S::FILL);
 #endif
     weights(i);
     rows(i);
   }
   // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
   grid_launch();
+  const int last = last_contributor(w, cta, begin, end);
+  if (last == cta) return;
+  u32* arrived = w.arrived + (end - 1) / w.units;
+  if (lane == 0) {
+    while (load_acquire(arrived) != (u32)(last - cta)) {
+    }
+    *arrived = 0;
+    copy_engine_fence();
+  }
+#if ARCH < 900
+  __syncwarp();
+#endif
+  for (int i = count; i < count + last - cta; ++i) {
+    const int s = i % STAGES;
+    const float* from = w.partial + (i64)(cta + 1 + i - count) * (LEFT<NT, ROWS> / 4);
+    if (i >= STAGES) barrier_wait(empty + s, (i / STAGES - 1) & 1);
+#if ARCH >= 900
+    barrier_expect(full + s, LEFT<NT, ROWS>);
+    bulk_copy(stages + s * S::BYTES, from, LEFT<NT, ROWS>, full + s);
+#else
+    for (int b = lane * 16; b < LEFT<NT, ROWS>; b += 512)
+      copy16(stages + s * S::BYTES + b, (const u8*)from + b);
+    barrier_arrive_copied(full + s);
+#endif
+  }
 }
 
 template <class F, int NT, int ROWS, int STAGES, class Out>
@@ -83,7 +109,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
   const int cta = gridDim.x - 1 - blockIdx.x;
   if (warp == CONSUMERS) {
     const int begin = cta * w.run;
-    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, begin,
+    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, cta, begin,
                               min(begin + w.run, w.units * w.groups), lane);
     return;
   }

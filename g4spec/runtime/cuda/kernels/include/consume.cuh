@@ -2,7 +2,8 @@
 //
 // The work of a product is a list of units, [group of ROWS weights][unit of K], cut into equal
 // runs, one a CTA. A run that ends or begins inside a group leaves a partial sum; the CTA with the
-// group's first unit adds those that follow, in order of K, and writes the result. Which CTA does
+// group's first unit adds those that follow, in order of K, and writes the result; the copy warp
+// brings them like further stages. Which CTA does
 // what depends on the matrix alone, never on the number of rows, so a row's bits do not depend on
 // the rows beside it.
 #pragma once
@@ -106,12 +107,17 @@ struct GatedGelu {
   }
 };
 
+// Bytes a CTA leaves of a group that it does not finish.
+template <int NT, int ROWS>
+constexpr int LEFT = ROWS * 8 * NT * 4;
+
 // Stages in shared memory: weights, then activations.
 template <class F, int NT, int ROWS>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
   static constexpr int ROWS_BYTES = F::UNIT / 64 * ACT_BYTES * NT;
-  static constexpr int BYTES = WEIGHTS + ROWS_BYTES;
+  static constexpr int FILL = WEIGHTS + ROWS_BYTES;
+  static constexpr int BYTES = FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>;
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
   // of a warp: factors of a unit, the sums of a team, or an epilogue's
   static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
@@ -119,31 +125,12 @@ struct Stage {
 };
 constexpr int pair_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 
-// What the CTAs after this one have left of a group, in order of K, read two at a time.
-template <int NT, int ROWS>
-DEVICE void gather(const Work& w, Acc<NT>& acc, int group, int cta, bool owner, int thread) {
-  const int last = ((group + 1) * w.units - 1) / w.run;
-  if (threadIdx.x == 0) {
-    while (load_acquire(w.arrived + group) != (u32)(last - cta)) {
-    }
-    w.arrived[group] = 0;
-  }
-  consumers_sync();
-  if (!owner) return;
-  for (int c = cta + 1; c <= last; c += 2) {
-    const float* from = w.partial + (i64)c * ROWS * 8 * NT + thread;
-    float a[8 * NT], b[8 * NT];
-#pragma unroll
-    for (int i = 0; i < 8 * NT; ++i) {
-      a[i] = __ldcg(from + i * ROWS);
-      b[i] = c < last ? __ldcg(from + (i + 8 * NT) * ROWS) : 0.0f;
-    }
-#pragma unroll
-    for (int i = 0; i < 8 * NT; ++i) acc[i / (4 * NT)][i / 4 % NT][i % 4] += a[i];
-    if (c == last) break;
-#pragma unroll
-    for (int i = 0; i < 8 * NT; ++i) acc[i / (4 * NT)][i / 4 % NT][i % 4] += b[i];
-  }
+// The CTAs that add to the last group of a run, beyond `cta` itself: those up to the returned one.
+// None if the run does not hold the group's first unit, or ends with its last.
+DEVICE int last_contributor(const Work& w, int cta, int begin, int end) {
+  const int group = (end - 1) / w.units;
+  if (begin >= end || end % w.units == 0 || group * w.units < begin) return cta;
+  return ((group + 1) * w.units - 1) / w.run;
 }
 
 template <int NT, int ROWS>
@@ -153,6 +140,7 @@ DEVICE void leave(const Work& w, const Acc<NT>& acc, int group, int cta, bool ow
 #pragma unroll
     for (int i = 0; i < 8 * NT; ++i) __stcg(to + i * ROWS, acc[i / (4 * NT)][i / 4 % NT][i % 4]);
   }
+  copy_engine_fence();
   consumers_sync();
   if (threadIdx.x == 0) add_release(w.arrived + group, 1);
 }
@@ -204,7 +192,19 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
       leave<NT, ROWS>(w, acc, group, cta, owner, part * 32 + lane);
       continue;
     }
-    if (u % w.units) gather<NT, ROWS>(w, acc, group, cta, owner, part * 32 + lane);
+    if (u == end) {  // what the CTAs after this one have left, in order of K
+      for (int c = last_contributor(w, cta, begin, end); c > cta; --c, ++used) {
+        const int s = used % STAGES;
+        barrier_wait(full + s, (used / STAGES) & 1);
+        const float* from = (const float*)(ring + s * SLOT) + part * 32 + lane;
+        if (owner) {
+#pragma unroll
+          for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + s);
+      }
+    }
     if (owner) out.template write<NT, ROWS>(acc, group, w.row_scale, mine, pairs, part, lane);
     if (TEAMS > 1 || Out::PAIRS) consumers_sync();  // what the teams exchanged has been read
     if constexpr (Out::PAIRS) {

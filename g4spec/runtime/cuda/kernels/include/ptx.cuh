@@ -104,9 +104,12 @@ DEVICE void copy16(void* to_shared, const void* from_global) {
                "l"(from_global) : "memory");
 }
 template <int BYTES>
-DEVICE void copy_few(void* to_shared, const void* from_global) {  // 4 or 8
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to_shared)),
-               "l"(from_global), "n"(BYTES) : "memory");
+DEVICE void copy_async(void* to_shared, const void* from_global) {
+  if constexpr (BYTES == 16)
+    copy16(to_shared, from_global);
+  else  // 4 or 8
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to_shared)),
+                 "l"(from_global), "n"(BYTES) : "memory");
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -159,6 +162,13 @@ DEVICE bool barrier_done(u64* bar, u32 parity) {  // the same without waiting
   return done;
 }
 #endif
+
+// Between ordinary stores to global memory and bulk copies of what they stored: on both sides.
+DEVICE void copy_engine_fence() {
+#if ARCH >= 900
+  asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
 
 #if ARCH >= 900
 DEVICE void barrier_expect(u64* bar, u32 bytes) {  // arrives once and awaits `bytes` more
