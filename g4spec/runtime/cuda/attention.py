@@ -24,9 +24,10 @@ MAX_ROWS = 16
 TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 """Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
 
-_STATIC = 128  # bytes of shared memory that the kernel declares beside the rest
+_STATIC = 2176  # bytes of shared memory that the kernel declares beside the rest
 _RING = {64: 65536, 128: 98304, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
+_CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
 _HEAD_DIMS = (64, 128, 256, 512)
 _BLOCK_64 = 1216  # bytes of 64 values of 8 tokens in the form that a product reads
 
@@ -46,14 +47,14 @@ class Shape:
     @property
     def warps(self) -> tuple[int, int]:
         """Warps for scores and for sums."""
-        if self.head_dim == 512:
-            return (8, 8) if self.row_tiles <= 2 else (4, 8)
+        if self.head_dim >= 256:
+            return (8, 8) if self.row_tiles <= 2 or self.head_dim == 256 else (4, 8)
         return 4, 2 if self.head_dim == 64 else 4
 
     @property
     def keys(self) -> int:
         """Keys of a tile."""
-        return 128 if self.head_dim == 512 else 64
+        return tile_keys(self.head_dim)
 
     @property
     def name(self) -> str:
@@ -73,9 +74,8 @@ class Shape:
     @property
     def fixed(self) -> int:
         """Bytes of dynamic shared memory without tiles."""
-        rows, (q_warps, _) = 8 * self.row_tiles, self.warps
-        return rows * (2 * self.head_dim + 2 * 2 * self.keys
-                       + 4 * (2 * q_warps + 2 + self.keys // 16 + q_warps + 2))  # fmt: skip
+        rows, (score_warps, sum_warps) = 8 * self.row_tiles, self.warps
+        return rows * (2 * self.head_dim + 4 * self.keys + 4 * (3 * score_warps + sum_warps + 4))
 
     @property
     def shared(self) -> int:
@@ -84,13 +84,19 @@ class Shape:
         return self.key_ring * keys + self.value_ring * values + self.fixed
 
 
+def tile_keys(head_dim: int) -> int:
+    """Keys of a tile."""
+    return 128 if head_dim >= 256 else 64
+
+
 @functools.cache
 def choose(head_dim: int, kind: Kind, rows: int, arch: str) -> tuple[Shape, int]:
     """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
 
     As few blocks as fit, then tiles in as few parts as leave two of each in flight.
     """
-    options = (1, 2, 4, 6) if head_dim == 512 else (1, 2, 4, 8)
+    widest = 8 if head_dim < 256 else 6 if head_dim == 512 and arch == "sm_90a" else 4
+    options = (1, 2, 4) if widest == 4 else (1, 2, 4, widest)  # what registers hold
     for most in reversed(options):
         blocks = -(-rows // (8 * most))
         tiles = next(n for n in options if 8 * n * blocks >= rows)
@@ -102,8 +108,8 @@ def choose(head_dim: int, kind: Kind, rows: int, arch: str) -> tuple[Shape, int]
 
 def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | None:
     """`Shape` with its tiles cut into parts so that two parts or more of each are in flight."""
-    keys = 128 if head_dim == 512 else 64
-    for parts, least in itertools.product((1, 2, 4, 8), (5, 4)):
+    keys = tile_keys(head_dim)
+    for least, parts in itertools.product((6, 5, 4), (1, 2, 4, 8)):
         if head_dim // parts < 64 or keys // parts < 16:
             continue
         shape = Shape(head_dim, kind, tiles, parts, parts)
@@ -128,7 +134,7 @@ class Chunks:
     @classmethod
     def of(cls, kv: CudaKV) -> Chunks:
         """A constant of the layer: it decides the order of sums."""
-        tile = 128 if kv.head_dim == 512 else 64
+        tile = tile_keys(kv.head_dim)
         if kv.window is None:
             return cls(max(tile, 32 * (1 << (kv.n_kv - 1).bit_length())), True)
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
@@ -184,19 +190,21 @@ def attend(
     span = kv.capacity if kv.window is None else min(kv.window + tokens - 1, kv.capacity)
     count = chunks.most(kv.capacity, kv.capacity)
     rows = tokens * group
+    assert count <= _CHUNKS, (count, kv.capacity)
     sums = torch.empty(count, kv.n_kv, rows, head_dim, device=q.device)
     tops = torch.empty(count, kv.n_kv, rows, 2, device=q.device)
     shape, blocks = choose(head_dim, kv.kind, rows, launch.arch(q.device.index))
     kernel = launch.kernel("attention.cu", shape.name, q.device.index)
-    work = chunks.most(span, kv.capacity) * kv.n_kv * blocks
+    work = chunks.most(span, kv.capacity) * kv.n_kv * blocks  # (chunk, head, rows)
     threads = 32 * sum(shape.warps)
+    pairs = kv.n_kv * blocks  # no block needs a longer list than all chunks of one pair
     kernel(
-        min(work, _resident(kernel, threads, shape.shared)), threads,
+        min(work, max(pairs, _resident(kernel, threads, shape.shared))), threads,
         q, kv.keys, kv.values, kv.key_scales, kv.value_scales, first, last, settled, sums, tops,
         *(np.int32(n) for n in (tokens, kv.n_kv, group, kv.capacity, chunks.unit, chunks.growing)),
         np.float32(scale), shared=shape.shared,
     )  # fmt: skip
-    return _combine(sums, tops, first, last, tokens, chunks)
+    return _combine(sums, tops, first, last, settled, chunks)
 
 
 def _combine(
@@ -204,20 +212,21 @@ def _combine(
     tops: torch.Tensor,
     first: torch.Tensor,
     last: torch.Tensor,
-    tokens: int,
+    settled: torch.Tensor | None,
     chunks: Chunks,
 ) -> Attended:
     """The second phase: sums [chunks, n_kv, rows, D], tops [chunks, n_kv, rows, 2]."""
     _, n_kv, rows, head_dim = sums.shape
+    tokens = len(first)
     tiles, width = (1 if tokens <= 8 else 2), n_kv * rows // tokens * head_dim // 64
     out = torch.empty(tokens, width * 64, device=sums.device)
     packed = torch.empty(width, _BLOCK_64 * tiles, dtype=torch.uint8, device=sums.device)
-    share = 8 if chunks.growing else 1
+    warps = 8 if chunks.growing and tokens <= 4 else 1
     kernel = launch.kernel(
-        "attention_combine.cu", f"combine_chunks<{head_dim}, {tiles}, {share}>", sums.device.index
+        "attention_combine.cu", f"combine_chunks<{head_dim}, {tiles}, {warps}>", sums.device.index
     )
     kernel(
-        -(-width * 8 * tiles * share // 8), 256, sums, tops, first, last, out, packed,
+        -(-width * tokens * warps // 8), 256, sums, tops, first, last, settled, out, packed,
         *(np.int32(n) for n in (tokens, n_kv, rows // tokens, chunks.unit, chunks.growing)),
     )  # fmt: skip
     return Attended(out, packed)

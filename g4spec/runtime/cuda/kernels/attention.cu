@@ -60,7 +60,7 @@ DEVICE void advance(int i, Cursor<S, PARTS>& ahead, const Work<S::KEYS>& work, i
   commit_copies();
 }
 
-// Rows of an item to shared memory: [NT][D / 32][lane] 16 bytes, and what each row sees.
+// Rows of an item to shared memory, and what each of them sees.
 template <class S>
 DEVICE void load_rows(char* shared, const Args& args, const Item& item, int warp) {
   constexpr int PIECES = S::D / 8, OWN = S::ROWS / S::QW;  // of a row, rows of a warp
@@ -68,23 +68,25 @@ DEVICE void load_rows(char* shared, const Args& args, const Item& item, int warp
   const int mine = first + warp * OWN + lane, token = mine < rows ? mine / args.group : 0;
   const int head = item.head * args.group + mine % args.group;
   const int offset = mine < rows ? token * args.n_kv * args.group + head : -1;
-  if (lane < OWN) {
-    const int last = mine < rows ? (int)__ldcg(args.last + token) : -1;
-    ((int2*)(shared + S::SEES_AT))[mine - first] = {(int)__ldcg(args.first + token), last};
-  }
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
     const int r = warp * OWN + i, from = __shfl_sync(FULL, offset, i);
 #pragma unroll
-    for (int j = 0; j < PIECES; j += 32) {
-      const int piece = j + lane;
-      if (PIECES < 32 && piece >= PIECES) break;
-      char* to = shared + S::Q_AT +
-                 ((r / 8 * (S::D / 32) + piece / 4) * 32 + r % 8 * 4 + piece % 4) * 16;
+    for (int piece = lane; piece < PIECES; piece += 32) {
+      char* to = shared + S::Q_AT + place_of_row<S>(r, piece);
       if (from >= 0) copy16(to, args.q + (i64)from * S::D + piece * 8);
       else *(uint4*)to = {0, 0, 0, 0};
     }
   }
+  if (lane < OWN) {
+    const int last = mine < rows ? (int)__ldcg(args.last + token) : -1;
+    ((int2*)(shared + S::SEES_AT))[mine - first] = {(int)__ldcg(args.first + token), last};
+  }
+}
+
+// Where the rows of an item begin among all partial results.
+DEVICE int place_of(const Args& args, const Item& item) {
+  return (item.chunk * args.n_kv + item.head) * args.tokens * args.group;
 }
 
 template <class S>
@@ -168,6 +170,13 @@ DEVICE void weigh(const float (&scores)[S::WT][S::NT][4], char* shared, int buff
   }
 }
 
+template <class S>
+DEVICE void store_tops(const float* tops, const Args& args, const Item& item) {
+  const int first = item.rows * S::ROWS, rows = args.tokens * args.group;
+  for (int i = threadIdx.x; i < S::ROWS && first + i < rows; i += 32)
+    args.tops[(place_of(args, item) + first + i) * 2] = tops[i];
+}
+
 // The scores of one tile: parts part .. part + KS - 1 of this block.
 template <class S, class Load>
 DEVICE void score_tile(float (&scores)[S::WT][S::NT][4], char* shared, const Work<S::KEYS>& work,
@@ -176,8 +185,8 @@ DEVICE void score_tile(float (&scores)[S::WT][S::NT][4], char* shared, const Wor
 #pragma unroll 1
   for (int i = 0; i < S::KS; ++i, ++part) {
     advance<S::KR>(part, ahead, work, SCORE, 32 * S::QW, load);
-    multiply_keys<S>(scores, shared + S::K_AT + part % S::KR * S::K_STAGE,
-                     (const uint4*)(shared + S::Q_AT), i, warp);
+    multiply_keys<S>(scores, shared + S::K_AT + part % S::KR * S::K_STAGE, shared + S::Q_AT, i,
+                     warp);
   }
 #pragma unroll
   for (int w = 0; w < S::WT; ++w)
@@ -197,14 +206,15 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
     load_keys<S>(stages + stage * S::K_STAGE, args.k, at, args.capacity, thread);
   };
   auto ahead = fill<S::KS, S::KR, S>(work, args, settled, load, [&] {
-    if (work.items[0].head >= 0) load_rows<S>(shared, args, work.items[0], warp);
+    if (work.count) load_rows<S>(shared, args, work.items[0], warp);
   });
   float* last = (float*)(shared + S::LAST_AT) + warp * S::ROWS;  // each warp has its own
   int tile = 0;  // so far, over all items
 #pragma unroll 1
-  for (int round = 0; work.items[round].head >= 0; ++round) {
-    const Item& item = work.items[round];
-    if (round) {
+  for (int round = 0; round < work.count; ++round) {
+    const Item item = work.items[round];
+    const Item before = work.items[most(0, round - 1)];
+    if (item.head != before.head || item.rows != before.rows) {
       load_rows<S>(shared, args, item, warp);
       commit_copies();
       wait_copies<0>();
@@ -221,9 +231,7 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
       arrive(WRITTEN + tile % 2, ALL);
     }
     __syncwarp();
-    const int row = item.rows * S::ROWS + lane, rows = args.tokens * args.group;
-    for (int i = 0; warp == 0 && i + lane < S::ROWS && row + i < rows; i += 32)
-      args.tops[(item.place + row + i) * 2] = last[i + lane];
+    if (warp == 0) store_tops<S>(last, args, item);
   }
   for (int i = most(0, tile - 2); i < tile; ++i) meet(FREE + i % 2, ALL);
 }
@@ -239,7 +247,7 @@ DEVICE void store_sums(const float (&out)[S::DP / 16][S::NT][4], const Args& arg
     for (int c = 0; c < 2; ++c) {
       const int row = item.rows * S::ROWS + n * 8 + t * 2 + c;
       if (row >= rows) continue;
-      float* to = args.sums + (i64)(item.place + row) * S::D + warp * S::DP;
+      float* to = args.sums + (i64)(place_of(args, item) + row) * S::D + warp * S::DP;
 #pragma unroll
       for (int b = 0; b < S::DP / 32; ++b) {
         const float x0 = out[2 * b][n][c], x1 = out[2 * b][n][c + 2];
@@ -271,7 +279,7 @@ DEVICE void store_weights(const float (&sums)[S::NT], char* shared, const Args& 
   float x = all[thread];
 #pragma unroll
   for (int w = 1; w < S::PW; ++w) x = __fadd_rn(x, all[w * S::ROWS + thread]);
-  args.tops[(item.place + row) * 2 + 1] = x;
+  args.tops[(place_of(args, item) + row) * 2 + 1] = x;
 }
 
 template <class S>
@@ -300,8 +308,8 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
   auto ahead = fill<S::VS, S::VR, S>(work, args, settled, load, [] {});
   int part = 0, tile = 0;
 #pragma unroll 1
-  for (int round = 0; work.items[round].head >= 0; ++round) {
-    const Item& item = work.items[round];
+  for (int round = 0; round < work.count; ++round) {
+    const Item item = work.items[round];
     float out[S::DP / 16][S::NT][4] = {}, sums[S::NT] = {};
 #pragma unroll 1
     for (int at = item.tile; at < item.end; ++at, ++tile) {
@@ -311,7 +319,7 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
         advance<S::VR>(part, ahead, work, i ? GATHER : WRITTEN + tile % 2, i ? 32 * S::PW : ALL,
                        load);
         if (!work.whole(at)) {
-          clean_values<S>(stage, thread);
+          clean_values<S>(stage, work, at * S::KEYS + i * S::VKEYS, thread);
           meet(GATHER, 32 * S::PW);
         }
         if (i == 0) fade_sums<S>(out, sums, (float*)(shared + S::FADE_AT + tile % 2 * S::FADE_SIZE));
@@ -340,8 +348,9 @@ __global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
   __shared__ Work<S::KEYS> work;
   grid_launch();
   if (!settled) grid_wait();
-  const int rows = tokens * group, from = settled ? (int)__ldcg(settled) : 0;
-  work.set({unit, growing}, span_of(first, last, tokens), n_kv, (rows + S::ROWS - 1) / S::ROWS, rows);
+  const int from = settled ? (int)__ldcg(settled) : 0;
+  work.set({unit, growing}, span_of(first, last, tokens), n_kv,
+           (tokens * group + S::ROWS - 1) / S::ROWS);
   __syncthreads();
   const Args args = {q, first, last, settled, sums, tops, {keys, key_scales},
                      {values, value_scales}, tokens, n_kv, group, capacity, scale * 1.44269504f};

@@ -113,7 +113,7 @@ struct Row {
   }
 };
 
-// Blocks of 64 values, of tokens 0 .. 8 TILES - 1 (zeros behind the last). WARPS: for each.
+// Blocks of 64 values of a token, and zeros behind the last token. WARPS: for each block.
 template <int D, int TILES, int WARPS>
 __global__ __launch_bounds__(256) void combine_chunks(
     const float* sums, const float* tops, const i64* first, const i64* last, const i64* settled,
@@ -130,19 +130,20 @@ __global__ __launch_bounds__(256) void combine_chunks(
   const int low = chunks.of(span_of(first, last, tokens).lo), t = least(token, tokens - 1);
   const int from = chunks.of((int)__ldcg(first + t)), to = chunks.of((int)__ldcg(last + t));
   if (settled) grid_wait();
-  if (token >= 8 * TILES) return;
-  float2 x = {0, 0};
-  if (token < tokens) {
-    const int head = block * 64 / D;
-    const i64 stride = (i64)n_kv * tokens * group;
-    const i64 place = (from - low) * stride + (i64)(head / group) * tokens * group +
-                      token * group + head % group;
-    const Row<D, WARPS> row = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
-                               warp};
-    float total;
-    x = row.run(weights[warp], shares, total);
-    x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
-    if (warp % WARPS == 0) *(float2*)(out + ((i64)token * width + block) * 64 + lane * 2) = x;
-  }
-  if (warp % WARPS == 0) store_rows<TILES>(rows + (i64)block * 1216 * TILES, token, x.x, x.y);
+  if (token >= tokens) return;
+  const int head = block * 64 / D;
+  const i64 stride = (i64)n_kv * tokens * group;
+  const i64 place = (from - low) * stride + (i64)(head / group) * tokens * group + token * group +
+                    head % group;
+  const Row<D, WARPS> row = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
+                             warp};
+  float total;
+  float2 x = row.run(weights[warp], shares, total);
+  if (warp % WARPS) return;
+  x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
+  *(float2*)(out + ((i64)token * width + block) * 64 + lane * 2) = x;
+  char* to_rows = rows + (i64)block * 1216 * TILES;
+  store_rows<TILES>(to_rows, token, x.x, x.y);
+  for (int behind = token + tokens; behind < 8 * TILES; behind += tokens)
+    store_rows<TILES>(to_rows, behind, 0, 0);
 }

@@ -3,7 +3,7 @@
 // 8-wide one: scores[key][row] = K Q^T, out[d][row] = V^T P^T.
 //
 // The order of d within a product, and of keys within 16, is free as long as both operands agree:
-// - scores: of 32 values of d, lane t of a quad has 8 t .. 8 t + 7 (both operands);
+// - scores: of 32 values of d, lane t of a quad has 8 t .. 8 t + 7 if keys are codes;
 // - out: of 16 keys, lane t has t, t + 8, t + 4, t + 12.
 #pragma once
 #include "chunks.cuh"
@@ -55,7 +55,7 @@ enum Swizzle { NONE, OF_KEYS, OF_VALUES };
 
 template <int SWIZZLE>
 DEVICE int swizzled(int row, int piece) {  // of 16 bytes
-  if (SWIZZLE == OF_KEYS) return piece ^ (row & 1) << 2;
+  if (SWIZZLE == OF_KEYS) return piece ^ row & 7;
   if (SWIZZLE == OF_VALUES) return piece ^ (row & 3 | row >> 1 & 4);
   return piece;
 }
@@ -96,7 +96,9 @@ struct Cursor {
 
   DEVICE Cursor(const Work<S::KEYS>& work) { open(work); }
   DEVICE void open(const Work<S::KEYS>& work) {
-    const Item& item = work.items[round];
+    head = -1;
+    if (round == work.count) return;
+    const Item item = work.items[round];
     head = item.head, tile = item.tile, end = item.end;
   }
   DEVICE bool valid() const { return head >= 0; }
@@ -142,15 +144,29 @@ DEVICE void load_values(u32 stage, const Planes& v, const Cursor<S, S::VS>& at, 
 }
 
 // Values that some row must not see count zero times; zero times infinity or NaN would be NaN.
+DEVICE u32 broken_halves(u32 x) { return (x & 0x7fff7fffu) + 0x04000400u & 0x80008000u; }
 DEVICE u32 finite_halves(u32 x) {
-  const u32 low = (x & 0x7c00u) == 0x7c00u ? 0u : x & 0xffffu;
-  return low | ((x & 0x7c000000u) == 0x7c000000u ? 0u : x & 0xffff0000u);
+  const u32 broken = broken_halves(x) >> 15;
+  return x & ~(broken * 0xffffu);
 }
+// `position`: of the first key of this part.
 template <class S>
-DEVICE void clean_values(char* stage, int thread) {
-  char* at = S::Q8 ? stage + S::VKEYS * S::V_ROW : stage;
-  constexpr int WORDS = (S::V_STAGE - (S::Q8 ? S::VKEYS * S::V_ROW : 0)) / 4;
-  for (int i = thread; i < WORDS; i += 32 * S::PW) ((u32*)at)[i] = finite_halves(((u32*)at)[i]);
+DEVICE void clean_values(char* stage, const Work<S::KEYS>& work, int position, int thread) {
+  constexpr int ROW = S::Q8 ? S::D / 16 : 2 * S::D, SIZE = ROW < 16 ? ROW / 4 : 4;  // bytes, words
+  u32* words = (u32*)(stage + (S::Q8 ? S::VKEYS * S::V_ROW : 0));
+#pragma unroll 2
+  for (int i = thread; i < S::VKEYS * ROW / (4 * SIZE); i += 32 * S::PW) {
+    if (work.seen(position + i / (ROW / (4 * SIZE)))) continue;
+    u32 x[SIZE], broken = 0;
+#pragma unroll
+    for (int j = 0; j < SIZE; ++j) {
+      x[j] = words[i * SIZE + j];
+      broken |= broken_halves(x[j]);
+    }
+    if (broken)
+#pragma unroll
+      for (int j = 0; j < SIZE; ++j) words[i * SIZE + j] = finite_halves(x[j]);
+  }
 }
 
 // Four bytes q + 128 as halves q, in two registers.
@@ -159,14 +175,15 @@ DEVICE void halves_of(u32 bytes, u32& low, u32& high) {
   high = sub_half2(permute(bytes, 0x64646464u, 0x4342), 0x64806480u);
 }
 
-// Rows g and g + 8 of 16 keys, 32 values of d: the operands of two products.
+// 16 keys from `key` on, 32 values of d: the operands of two products.
 template <class S>
-DEVICE void read_keys(u32 (&a)[2][4], const char* stage, int key, int block, int t) {
+DEVICE void read_keys(u32 (&a)[2][4], const char* stage, int key, int block) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (S::Q8) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = key + 8 * i;
-    if constexpr (S::Q8) {
-      const uint2 x = *(const uint2*)(stage + row * S::K_ROW + block * 32 + t * 8);
+    for (int i = 0; i < 2; ++i) {
+      const int row = key + lane / 4 + 8 * i;
+      const uint2 x = *(const uint2*)(stage + row * S::K_ROW + block * 32 + lane % 4 * 8);
       const u16* scales = (const u16*)(stage + S::KEYS * S::K_ROW) + row * (S::DK / 32);
       const u32 scale = permute(scales[block], 0, 0x1010);
       halves_of(x.x, a[0][i], a[0][i + 2]);
@@ -174,38 +191,62 @@ DEVICE void read_keys(u32 (&a)[2][4], const char* stage, int key, int block, int
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         a[j / 2][i + j % 2 * 2] = mul_half2(a[j / 2][i + j % 2 * 2], scale);
-    } else {
-      const int piece = swizzled<OF_KEYS>(row, block * 4 + t);
-      const uint4 x = *(const uint4*)(stage + row * S::K_ROW + piece * 16);
-      a[0][i] = x.x, a[0][i + 2] = x.y, a[1][i] = x.z, a[1][i + 2] = x.w;
     }
+  } else {
+    const int row = key + lane % 16;
+    const char* at = stage + row * S::K_ROW;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      load_matrix_x4(a[i], at + swizzled<OF_KEYS>(row, block * 4 + i * 2 + lane / 16) * 16);
   }
 }
 
-// scores += K Q^T over one part of d. q: [NT][D / 32][lane] 16 bytes.
+// Where 16 bytes of a row of an item stand. Codes: [NT][D / 32][lane]; halves: [row][piece].
 template <class S>
-DEVICE void multiply_keys(float (&scores)[S::WT][S::NT][4], const char* stage, const uint4* q,
+DEVICE int place_of_row(int row, int piece) {
+  if (S::Q8) return (row / 8 * (S::D / 32) + piece / 4) * 512 + row % 8 * 64 + piece % 4 * 16;
+  return row * S::D * 2 + swizzled<OF_KEYS>(row, piece) * 16;
+}
+// Rows 8 n .., 32 values of d: the operands of two products.
+template <class S>
+DEVICE void read_rows(u32 (&b)[4], const char* rows, int n, int block) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (S::Q8) {
+    const uint4 x = *(const uint4*)(rows + (n * (S::D / 32) + block) * 512 + lane * 16);
+    b[0] = x.x, b[1] = x.y, b[2] = x.z, b[3] = x.w;
+  } else {
+    load_matrix_x4(b, rows + place_of_row<S>(n * 8 + lane % 8, block * 4 + lane / 8));
+  }
+}
+
+// scores += K Q^T over one part of d. The keys of the next 32 values are read ahead.
+template <class S>
+DEVICE void multiply_keys(float (&scores)[S::WT][S::NT][4], const char* stage, const char* rows,
                           int part, int warp) {
-  const int lane = threadIdx.x % 32, key = warp * S::WT * 16 + lane / 4;
   constexpr int GROUP = S::NT < 4 ? S::NT : 4 / S::WT;  // row tiles whose products are interleaved
-#pragma unroll S::NT * S::WT > 6 ? 1 : 2
-  for (int block = 0; block < S::DK / 32; ++block) {
-    u32 a[S::WT][2][4];
+  constexpr int BLOCKS = S::DK / 32;
+  const int key = warp * S::WT * 16;
+  u32 a[2][S::WT][2][4];
 #pragma unroll
-    for (int w = 0; w < S::WT; ++w) read_keys<S>(a[w], stage, key + w * 16, block, lane % 4);
+  for (int w = 0; w < S::WT; ++w) read_keys<S>(a[0][w], stage, key + w * 16, 0);
+#pragma unroll S::NT * S::WT > 2 ? 2 : 8
+  for (int block = 0; block < BLOCKS; ++block) {
+    if (block + 1 < BLOCKS)
+#pragma unroll
+      for (int w = 0; w < S::WT; ++w)
+        read_keys<S>(a[(block + 1) % 2][w], stage, key + w * 16, block + 1);
 #pragma unroll
     for (int group = 0; group < S::NT; group += GROUP) {
-      uint4 b[GROUP];
+      u32 b[GROUP][4];
 #pragma unroll
-      for (int n = 0; n < GROUP; ++n)
-        b[n] = q[((group + n) * (S::D / 32) + part * (S::DK / 32) + block) * 32 + lane];
+      for (int n = 0; n < GROUP; ++n) read_rows<S>(b[n], rows, group + n, part * BLOCKS + block);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int n = 0; n < GROUP; ++n)
 #pragma unroll
           for (int w = 0; w < S::WT; ++w)
-            mma_f16(scores[w][group + n], a[w][i], i ? b[n].z : b[n].x, i ? b[n].w : b[n].y,
+            mma_f16(scores[w][group + n], a[block % 2][w][i], b[n][2 * i], b[n][2 * i + 1],
                     scores[w][group + n]);
     }
   }
@@ -261,7 +302,7 @@ DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], float (&sums)[S:
                             const char* stage, const uint2* p, int part, int warp) {
   const int lane = threadIdx.x % 32;
   constexpr int BLOCKS = S::DP / 32;
-#pragma unroll S::NT > 2 ? 1 : 2
+#pragma unroll S::NT > 2 ? 1 : 4
   for (int k = 0; k < S::VKEYS / 16; ++k) {
     const int k16 = part * (S::VKEYS / 16) + k;
     const uint2* weights = p + k16 * S::NT * 32 + lane;

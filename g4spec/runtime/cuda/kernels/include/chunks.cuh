@@ -53,37 +53,49 @@ DEVICE float exp2_fast(float x) {  // exp2(-inf) is 0
 }
 
 // A part of the work: keys of one chunk (tiles tile .. end - 1), one KV head, some rows.
-struct __align__(16) Item {
-  int place;      // (chunk, head) among all partial results, in rows
-  short head, rows;  // KV head, -1: none; which block of rows
-  int tile, end;
+struct __align__(8) Item {
+  u16 tile, end;
+  u16 chunk;      // from the first that some row sees
+  u8 head, rows;  // KV head; which block of rows
 };
-constexpr int ITEMS = 128;  // most of a block, and none behind the last
+constexpr int ITEMS = 264;  // most of a block
 
-// What a block does, in shared memory. All items, the largest chunks first, are dealt to the blocks
-// back and forth.
+// What a block does, in shared memory. The tiles of all (head, rows) pairs, one pair after the
+// other and each from its last tile on, are cut into equal shares; a block has the items that begin
+// in its share. So the large chunks come first and a block meets few pairs.
 template <int KEYS>  // of a tile
 struct Work {
-  Item items[ITEMS + 1];
-  int all_from, all_to;
+  Item items[ITEMS];
+  int count, all_from, all_to;
 
-  DEVICE void set(const Chunks& chunks, const Span& span, int n_kv, int row_blocks, int rows) {
-    for (int round = threadIdx.x; round <= ITEMS; round += blockDim.x) {
-      const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-      const int i = round * gridDim.x + turn, pair = i / row_blocks, low = chunks.of(span.lo);
-      const int chunk = chunks.of(span.hi) - pair / n_kv, head = pair % n_kv;
-      if (chunk < low || round == ITEMS) {
-        items[round].head = -1;
-      } else {
-        const int begin = most(chunks.start(chunk), span.lo);
-        const int last = least(chunks.start(chunk + 1) - 1, span.hi);
-        items[round] = {((chunk - low) * n_kv + head) * rows, (short)head,
-                        (short)(i % row_blocks), begin / KEYS, last / KEYS + 1};
-      }
+  // The first item that begins at or behind tile `x` of all.
+  static DEVICE int first_item(const Chunks& chunks, const Span& span, int per_pair, int x) {
+    const int end = span.hi / KEYS + 1, tiles = end - span.lo / KEYS;
+    const int pair = x / tiles, skip = x % tiles, high = chunks.of(span.hi);
+    const int chunk = chunks.of((end - 1 - skip) * KEYS);
+    const int begins = end - least(end, chunks.start(chunk + 1) / KEYS);
+    return pair * per_pair + high - chunk + (begins != skip);
+  }
+  DEVICE void set(const Chunks& chunks, const Span& span, int n_kv, int row_blocks) {
+    const int low = chunks.of(span.lo), high = chunks.of(span.hi), per_pair = high - low + 1;
+    const int pairs = n_kv * row_blocks, b = blockIdx.x;
+    const u32 tiles = (span.hi / KEYS - span.lo / KEYS + 1) * pairs;
+    int from = b, to = b + (b < per_pair * pairs);  // one each, if there are enough blocks
+    if (per_pair * pairs > gridDim.x) {
+      from = first_item(chunks, span, per_pair, tiles * b / gridDim.x);
+      to = first_item(chunks, span, per_pair, tiles * (b + 1) / gridDim.x);
     }
-    all_from = span.all_from, all_to = span.all_to;
+    for (int i = from + threadIdx.x; i < to; i += blockDim.x) {
+      const int pair = i / per_pair, chunk = high - i % per_pair;
+      const int begin = most(chunks.start(chunk), span.lo);
+      const int last = least(chunks.start(chunk + 1) - 1, span.hi);
+      items[i - from] = {(u16)(begin / KEYS), (u16)(last / KEYS + 1), (u16)(chunk - low),
+                         (u8)(pair / row_blocks), (u8)(pair % row_blocks)};
+    }
+    count = to - from, all_from = span.all_from, all_to = span.all_to;
   }
   DEVICE bool whole(int tile) const {  // does every row see all of it?
     return tile * KEYS >= all_from && tile * KEYS + KEYS - 1 <= all_to;
   }
+  DEVICE bool seen(int position) const { return position >= all_from && position <= all_to; }
 };
