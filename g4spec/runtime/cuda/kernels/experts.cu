@@ -193,49 +193,54 @@ struct RowsRole {
     }
   }
 
-  // Row m of an input of 8 NT rows becomes row `column` of a tile of 8.
-  DEVICE void gather(u8* to, const u8* rows, int blocks, int m, int column) const {
-    constexpr int NT = C::NT, BLOCK = ACT_BYTES * NT;
-    if constexpr (NT == 1) {
-      for (int i = lane; i < blocks * 8; i += 32) {
-        const int place = i / 4 % 2 * 32 + i % 4;
-        copy16(to + i / 8 * ACT_BYTES + (place + column * 4) * 16,
-               rows + i / 8 * BLOCK + (place + m * 4) * 16);
-      }
-    } else {
-      for (int i = lane; i < blocks * 16; i += 32) {
-        const int k16 = i / 4 % 4, t = i % 4;
-        copy_few<8>(to + i / 16 * ACT_BYTES + (k16 / 2 * 32 + column * 4 + t) * 16 + k16 % 2 * 8,
-                      rows + i / 16 * BLOCK + (k16 * 32 + m % 8 * 4 + t) * 16 + m / 8 * 8);
-      }
-    }
-    for (int i = lane; i < blocks * 6; i += 32)  // sums of 16 and of 32
-      copy_few<4>(to + i / 6 * ACT_BYTES + 1024 + i % 6 * 32 + column * 4,
-                    rows + i / 6 * BLOCK + (1024 + i % 6 * 32) * NT + m * 4);
-  }
-
-  // Rows row(0) .. row(count - 1); the other columns stay what they are, nobody looks at them.
+  // Rows row(0) .. row(count - 1) of an input of 8 NT rows become the first of a tile of 8; the other
+  // columns stay what they are, nobody looks at them.
   template <class F, class Row>
-  DEVICE void gather_all(const u8* rows, int count, Row row) {
-    constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
-    const int units = w.width / F::UNIT;
-    for (int u = 0; u < units; u += UNITS, at.next()) {
-      u8* to = at.slot() + UNITS * F::UNIT_BYTES;
-      const int blocks = min(UNITS, units - u) * (F::UNIT / 64);
+  DEVICE void gather(const u8* rows, int count, Row row) {
+    constexpr int UNITS = C::template UNITS<F>, NT = C::NT, BLOCKS = UNITS * F::UNIT / 64;
+    constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 6 + 31) / 32;
+    int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // of row and column 0
+#pragma unroll
+    for (int j = 0; j < HALVES; ++j) {  // 16 or 8 bytes of a row
+      const int i = j * 32 + lane, block = i / (8 * NT), k16 = i / 4 % 4, t = i % 4;
+      const int pair = NT == 1 ? i / 4 % 2 : k16 / 2;
+      from[j] = block * ACT_BYTES * NT + ((NT == 1 ? pair : k16) * 32 + t) * 16;
+      to[j] = block * ACT_BYTES + (pair * 32 + t) * 16 + (NT == 1 ? 0 : k16 % 2 * 8);
+    }
+#pragma unroll
+    for (int j = 0; j < SUMS; ++j) {  // of 16 and of 32
+      const int i = j * 32 + lane, block = i / 6, at = 1024 + i % 6 * 32;
+      sum_from[j] = block * ACT_BYTES * NT + at * NT;
+      sum_to[j] = block * ACT_BYTES + at;
+    }
+    const int all = w.width / 64;
+    for (int first = 0; first < all; first += BLOCKS, at.next()) {
+      const u8* x = rows + first * ACT_BYTES * NT;
+      u8* tile = at.slot() + UNITS * F::UNIT_BYTES;
       barrier_wait(at.empty(), at.phase ^ 1);
-      for (int i = 0; i < count; ++i) gather(to, rows + u * BLOCKS * C::NT, blocks, row(i), i);
+      for (int column = 0; column < count; ++column) {
+        const int m = row(column), m_at = m % 8 * 64 + m / 8 * 8;
+#pragma unroll
+        for (int j = 0; j < HALVES; ++j)
+          if (first + (j * 32 + lane) / (8 * NT) < all && j * 32 + lane < BLOCKS * 8 * NT)
+            copy_async<16 / NT>(tile + to[j] + column * 64, x + from[j] + m_at);
+#pragma unroll
+        for (int j = 0; j < SUMS; ++j)
+          if (first + (j * 32 + lane) / 6 < all && j * 32 + lane < BLOCKS * 6)
+            copy_async<4>(tile + sum_to[j] + column * 4, x + sum_from[j] + m * 4);
+      }
       barrier_arrive_copied(at.full());
     }
   }
 
   DEVICE void route() { barrier_wait(&at.s.routed, 0); }
   DEVICE void dense_up(int tile, int) {
-    gather_all<typename C::DenseUp>(w.dense_rows, min(w.tokens - tile * COLUMNS, COLUMNS),
+    gather<typename C::DenseUp>(w.dense_rows, min(w.tokens - tile * COLUMNS, COLUMNS),
                                     [=](int i) { return tile * COLUMNS + i; });
   }
   DEVICE void up(int visit, int) {
     const Visit& v = at.s.visits.visits[visit];
-    gather_all<typename C::Up>(w.rows, v.count, [&](int i) { return v.pair[i] / C::K; });
+    gather<typename C::Up>(w.rows, v.count, [&](int i) { return v.pair[i] / C::K; });
   }
   DEVICE void dense_down(int tile, int) {
     copy<typename C::DenseDown>(w.dense_hidden + tile * w.dense_groups() * ACT_BYTES,
