@@ -1,0 +1,106 @@
+// What a step of a layer with experts does, as a list of products, and the ring of slots in shared
+// memory that their operands pass through. See experts.cu.
+#pragma once
+#include "product.cuh"
+#include "route.cuh"
+
+constexpr int TEAM = 4;  // warps: 128 rows of weights
+
+// What one step does. Matrices are packed in groups of 128 rows, each expert apart; gates and ups
+// in turns of 16 rows.
+struct Step {
+  const u8 *dense_rows, *rows;  // input of both branches: Rows of 8 NT
+  const float *x, *gate, *norm, *gains;
+  const u8 *dense_up, *dense_down, *up, *down;
+  u8 *dense_hidden, *hidden;  // [tile or visit][channels / 64][ACT_BYTES]
+  float* scores;
+  u32* arrived;        // jobs of the router, then products of each tile of `dense_hidden` (2), then
+                       // of each visit
+  float *y, *dense_y;  // [tokens, K, width] weighted, and [tokens, width]
+  i32* chosen;         // [tokens, K], and their weights
+  float* weights;
+  int tokens, width, dense_channels, channels;
+  float eps;
+
+  DEVICE int dense_groups() const { return dense_channels / 64; }
+  DEVICE int groups() const { return channels / 64; }
+  DEVICE int out_groups() const { return (width + GROUP - 1) / GROUP; }
+  DEVICE u32* tile_arrived(int tile) const { return arrived + 1 + tile; }
+  DEVICE u32* visit_arrived(int visit) const { return arrived + 3 + visit; }
+};
+
+template <class Up_, class Down_, class DenseUp_, class DenseDown_, int EXPERTS_, int K_, int NT_,
+          int TEAMS_, int LOADS>
+struct Config {
+  using Up = Up_;
+  using Down = Down_;
+  using DenseUp = DenseUp_;
+  using DenseDown = DenseDown_;
+  static constexpr int EXPERTS = EXPERTS_, K = K_, NT = NT_, TEAMS = TEAMS_;
+  static constexpr int CONSUMERS = TEAM * TEAMS, THREADS = 32 * (CONSUMERS + 2);
+  using Router = Scores<EXPERTS, CONSUMERS, LOADS>;
+  using Visits = Routing<EXPERTS, K>;
+
+  template <class F>
+  static constexpr int BLOCKS = F::UNIT / 64 * ACT_BYTES;  // bytes of a unit's rows x
+  static constexpr int larger(int a, int b) { return a > b ? a : b; }
+  template <class F>
+  static constexpr int ONE = F::UNIT_BYTES + BLOCKS<F>;
+  static constexpr int SLOT =
+      larger(larger(ONE<Up>, ONE<Down>), larger(ONE<DenseUp>, ONE<DenseDown>));
+  template <class F>
+  static constexpr int UNITS = SLOT / ONE<F>;  // in a slot: their weights, then their rows
+  static constexpr int SCRATCH = larger(larger(larger(Up::SCRATCH, Down::SCRATCH), 256),
+                                        larger(DenseUp::SCRATCH, DenseDown::SCRATCH));
+};
+
+// Shared memory beside the ring.
+template <class C>
+struct Fixed {
+  u8 scratch[C::CONSUMERS][C::SCRATCH];
+  float sums[2][C::TEAMS - 1][TEAM][8][32];  // of teams, twice so that one may be read meanwhile
+  float pairs[TEAM][8];
+  float scores[C::CONSUMERS * 20];
+  typename C::Visits visits;
+  u64 routed;
+};
+
+// BYTES in all, with as many slots as fit.
+template <class C, int BYTES>
+struct Shared : Fixed<C> {
+  using Base = C;
+  static constexpr int STAGES = (BYTES - (int)sizeof(Fixed<C>)) / (C::SLOT + 16);
+  static_assert(STAGES >= 2, "too little shared memory");
+  alignas(16) u8 slots[STAGES][C::SLOT];
+  u64 full[STAGES], empty[STAGES];
+};
+
+// A place in the ring.
+template <class S>
+struct Cursor {
+  S& s;
+  int stage = 0;
+  u32 phase = 0;
+
+  DEVICE u8* slot() const { return s.slots[stage]; }
+  DEVICE u64* full() const { return s.full + stage; }
+  DEVICE u64* empty() const { return s.empty + stage; }
+  DEVICE void next() {
+    if (++stage == S::STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+// Calls the role for each product of this CTA, in order.
+template <class S, class Role>
+DEVICE void walk(const Step& w, const S& s, Role& role) {
+  using C = typename S::Base;
+  const int grid = gridDim.x, dense = w.dense_groups() * C::NT;
+  int i = blockIdx.x;
+  for (; i < dense; i += grid) role.dense_up(i % C::NT, i / C::NT);
+  role.route();
+  const int visits = s.visits.count, outs = w.out_groups();
+  const int ups = dense + visits * w.groups(), dense_downs = ups + outs * C::NT;
+  for (; i < ups; i += grid) role.up((i - dense) / w.groups(), (i - dense) % w.groups());
+  for (; i < dense_downs; i += grid) role.dense_down((i - ups) % C::NT, (i - ups) / C::NT);
+  for (i -= dense_downs; i < visits * outs; i += grid) role.down(i / outs, i % outs);
+}
