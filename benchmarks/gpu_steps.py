@@ -59,13 +59,13 @@ def weight_bytes(model: Any) -> int:
 
 def cycle(target: Any, draft: Any, at: int, accepted: int, times: int = 20) -> float:
     """Median milliseconds of a cycle that accepts `accepted` - 1 drafted tokens, by the clock."""
-    sampler, out = Sampler(), []
+    chooser, out = target.ops.chooser(Sampler()), []
     for i in range(times + 3):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        drafted = draft.propose(7, at, draft.max_tokens, sampler)
+        drafted = draft.propose(7, at, draft.max_tokens, chooser)
         step = target.step([7, *drafted], at)
-        chosen = [sampler.choose(row, at + 1 + j) for j, row in enumerate(step.logits)]
+        chosen = list(chooser.choose_rows(step.logits, at + 1))
         assert len(chosen) == 1 + draft.max_tokens
         n = accepted
         r = step.read

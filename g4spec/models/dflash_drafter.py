@@ -69,7 +69,7 @@ class Drafter(WeightedDrafter):
         chooser: Chooser,
     ) -> list[int]:
         """Tokens read from the block's rows [B, H] and its drafting rows' logits [count, D]."""
-        return [chooser.choose(row, position + 1 + j) for j, row in enumerate(self.widen(logits))]
+        return list(chooser.choose_rows(self.widen(logits), position + 1))
 
     def drafting(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` rows [count, H] of a block [B, H] that draft a token each."""

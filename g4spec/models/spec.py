@@ -8,7 +8,7 @@ so that converting, inspecting and `--help` stay light.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -218,6 +218,11 @@ class Chooser(Protocol):
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
         """`logits` [V] float32 for the token at absolute `position`."""
+        ...
+
+    def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
+        """Tokens for `position`, `position` + 1, ... from logits [T, V]; NotFinite where they
+        cannot be told, when that row is asked for."""
         ...
 
 

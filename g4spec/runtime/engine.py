@@ -217,7 +217,8 @@ class Engine:
         stats.prefill_seconds = time.perf_counter() - started
         draft = None if options.draft_max == 0 else self.draft
         sampler = replace(options.sampler, suppress=self.tokenizer.suppress_ids)
-        cycles = Speculation(self.target, Backlog(draft), sampler, length, logits,
+        chooser = self.target.ops.chooser(sampler)
+        cycles = Speculation(self.target, Backlog(draft), chooser, length, logits,
                              len(prompt), options.n_predict)  # fmt: skip
         return Run(self, cycles, options, stats)
 

@@ -26,7 +26,8 @@ from g4spec.runtime.simple_ops import TILE, SimpleOps, in_order, pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, ExpertLayer
+    from g4spec.models.spec import Attention, CacheShape, Chooser, ExpertLayer
+    from g4spec.runtime.sampling import Sampler
 
 __all__ = ["BLOCK", "TILE", "Ops"]
 
@@ -62,6 +63,10 @@ class Ops(SimpleOps):
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> LayerKV:
         """An empty cache of one layer: see `LayerKV`."""
         return LayerKV(shape.n_kv, shape.head_dim, n_ctx, shape.window, slack, self.device)
+
+    def chooser(self, sampler: Sampler) -> Chooser:
+        """What turns logits on this device into tokens as `sampler` says."""
+        return sampler
 
     def graph(self, run: Run, sizes: Sequence[int], keep: int = 0) -> Graph:
         """`run` as a function of token ids, their first position, and tensors with a row a token.

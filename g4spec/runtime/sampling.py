@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,11 @@ class Sampler:
             return int(logits.argmax())
         noise = gumbel(self.seed, position, len(logits)).to(logits.device)
         return int((self._filtered(logits) / self.temperature + noise).argmax())
+
+    def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
+        """Tokens for `position`, `position` + 1, ... from logits [T, V]."""
+        for i, row in enumerate(logits):
+            yield self.choose(row, position + i)
 
     def _filtered(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits with filtered candidates at -inf."""

@@ -72,9 +72,10 @@ def accept(logits: torch.Tensor, drafted: list[int], position: int, chooser: Cho
     """Tokens for positions position + 1 ...: the target's choices, up to the first one that the
     draft did not foresee (included). `logits` [1 + len(drafted), V]."""
     chosen: list[int] = []
-    for row, proposed in zip(logits, [*drafted, None], strict=True):
-        chosen.append(chooser.choose(row, position + 1 + len(chosen)))
-        if chosen[-1] != proposed:
+    tokens = chooser.choose_rows(logits, position + 1)
+    for token, proposed in zip(tokens, [*drafted, None], strict=True):
+        chosen.append(token)
+        if token != proposed:
             break
     return chosen
 
@@ -120,7 +121,7 @@ class Speculation:
             self.backlog.add(Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n]))
             ended = time.perf_counter()
             self.length.observe(len(drafted), n - 1, ended - started)
-            values = [float(out.logits[i, t]) for i, t in enumerate(chosen)]
+            values = out.logits[range(n), chosen].tolist()
             yield Cycle(chosen, values, drafted, n - 1, proposed - started, ended - proposed)
             position, token, left = position + n, chosen[-1], left - n
 

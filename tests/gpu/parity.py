@@ -279,6 +279,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 ELSEWHERE = {
+    "chooser": "tests/gpu/test_choose.py: against the CPU's sampler",
     "load": "tests/gpu/test_engine.py: logits of files of every kind",
     "reader": "tests/gpu/test_engine.py: the same, and tests/gpu/test_prefill.py",
     "slack": "tests/gpu/test_engine.py: prompts longer than a ring",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,9 @@ class Recorder:
     def choose(self, logits: torch.Tensor, position: int) -> int:
         self.rows.append(logits.clone())
         return int(logits.argmax())
+
+    def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
+        return (self.choose(row, position + i) for i, row in enumerate(logits))
 
 
 def prefill(on: Target, made: Any, prompt: list[int]) -> torch.Tensor:

@@ -31,12 +31,14 @@ from g4spec.runtime.cuda.loading import Uploader
 from g4spec.runtime.cuda.long_reader import LongReader
 from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
 from g4spec.runtime.cuda.rows import Residual, Rows
+from g4spec.runtime.cuda.sampler import CudaSampler
 from g4spec.runtime.ops import Graph, Ops, Reader, Run
 from g4spec.runtime.simple_ops import pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, ExpertLayer
+    from g4spec.models.spec import Attention, CacheShape, Chooser, ExpertLayer
+    from g4spec.runtime.sampling import Sampler
 
 HEAD_DIMS = (64, 128, 256, 512)
 PADDING = rows.MOST
@@ -105,6 +107,9 @@ class CudaOps(Ops):
 
     def graph(self, run: Run, sizes: Sequence[int], keep: int = 0) -> Graph:
         return graphs.Recorded(self, run, sizes, keep, self._pool)
+
+    def chooser(self, sampler: Sampler) -> Chooser:
+        return CudaSampler(sampler, self.device)
 
     # ---- simple operations
 
