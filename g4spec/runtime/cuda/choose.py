@@ -126,7 +126,8 @@ class Choice:
             )
             return chosen
         sampled = int(mode == "sampled")
-        launch.kernel("choose.cu", f"best<{sampled}>")(grid, THREADS, *common, self._sampling, keys)
+        name = f"best<{sampled}, {int(bool(sampled) and self.tokens is not None)}>"
+        launch.kernel("choose.cu", name)(grid, THREADS, *common, self._sampling, keys)
         launch.kernel("choose.cu", f"best_end<{sampled}>")(
             -(-rows // 8), 256, *common, keys, np.int32(blocks), np.int32(rows), *out,
         )  # fmt: skip
@@ -221,7 +222,15 @@ class CycleState:
 UNITS = [
     Unit(
         "choose.cu",
-        ("best<0>", "best<1>", "best_end<0>", "best_end<1>", f"top<{MOST}>", f"top_end<{MOST}>"),
+        (
+            "best<0, 0>",
+            "best<1, 0>",
+            "best<1, 1>",
+            "best_end<0>",
+            "best_end<1>",
+            f"top<{MOST}>",
+            f"top_end<{MOST}>",
+        ),
         max_registers=80,
     ),
     Unit("accept.cu", ("accept",), max_registers=40),

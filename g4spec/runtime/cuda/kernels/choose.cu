@@ -25,7 +25,8 @@ struct Logits {
   const i64* tokens;       // [columns], ascending: the token of each; null: the column itself
   const u32* suppressed;   // bit per column, or null
   int columns, ahead;
-  float scale, cap;        // a logit is cap tanh(scale z / cap), or scale z without cap
+  float scale, cap;        // a logit is cap tanh(scale z / cap), or scale z without; scale > 0
+  float third = 1.0f / (3.0f * cap * cap);
 
   DEVICE float value(float x) const {
     if (x == lowest()) return x;
@@ -33,22 +34,43 @@ struct Logits {
     return cap > 0.0f ? cap * tanhf(x / cap) : x;
   }
   DEVICE u32 token(int column) const { return tokens ? (u32)tokens[column] : (u32)column; }
-  // Four columns from `first` on; -inf where suppressed or out of range.
-  DEVICE float4 load(int row, int first) const {
-    const float* p = z + (i64)row * columns + first;
-    float v[4];
-    if (columns % 4 == 0 && first < columns) {
-      const float4 x = __ldcg((const float4*)p);
-      v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
-    } else {
+  // The smallest raw logit whose value may round to that of `most`.
+  DEVICE float equal_from(float most) const {
+    if (cap == 0.0f) return scale == 1.0f ? most : most - fabsf(most) * 3e-7f;
+    const float t = tanhf(most * scale / cap), slope = 1.0f - t * t;
+    if (!(slope > 1e-6f)) return -3.4e38f;
+    return most - fabsf(most) * 5e-7f - cap / scale * 1e-6f / slope;
+  }
+  // Not below the value of a raw logit: tanh(y) <= y, and below 0 tanh(y) <= min(y - y^3 / 3, 0).
+  DEVICE float at_most(float x) const {
+    x *= scale;
+    return cap > 0.0f && x < 0.0f ? fminf(x - x * x * x * third, 0.0f) : x;
+  }
+  DEVICE float load(int row, int column) const {
+    const bool out = column >= columns || (suppressed && suppressed[column / 32] >> column % 32 & 1);
+    return out ? lowest() : __ldcg(z + (i64)row * columns + column);
+  }
+  // Columns start + 4 THREADS j + e of a row; -inf where suppressed or out of range.
+  DEVICE void load(float (&v)[QUADS][4], int row, int start) const {
+    const float* p = z + (i64)row * columns;
+    u32 out[QUADS];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) v[e] = first + e < columns ? __ldcg(p + e) : lowest();
+    for (int j = 0; j < QUADS; ++j) {
+      const int first = start + j * THREADS * 4;
+      if (columns % 4 == 0 && first < columns) {
+        const float4 x = __ldcg((const float4*)(p + first));
+        v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) v[j][e] = first + e < columns ? __ldcg(p + first + e) : lowest();
+      }
+      out[j] = suppressed && first < columns ? suppressed[first / 32] >> first % 32 : 0;
     }
-    const u32 out = suppressed && first < columns ? suppressed[first / 32] >> first % 32 & 15 : 0;
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (out >> e & 1) v[e] = lowest();
-    return {v[0], v[1], v[2], v[3]};
+    for (int j = 0; j < QUADS; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (out[j] >> e & 1) v[j][e] = lowest();
   }
   static DEVICE float lowest() { return __int_as_float(0xff800000); }
 };
@@ -76,8 +98,7 @@ DEVICE u64 highest_of_warp(u64 key) {
   return key;
 }
 
-// What is compared, of a logit. An infinite one is refused, as on the CPU, whatever the noise.
-DEVICE float sampled(float value, const Sampling& s, float noise) {
+DEVICE float noisy(float value, const Sampling& s, float noise) {
   return __fdiv_rn(value, s.temperature) + noise;
 }
 
@@ -86,45 +107,100 @@ DEVICE float sampled(float value, const Sampling& s, float noise) {
       int ahead, float scale, float cap
 #define LOGITS_GIVEN {z, positions, tokens, suppressed, columns, ahead, scale, cap}
 
-// The best key of each span of columns, [rows, blocks]. Without SAMPLED only values that exceed
-// all before them are capped: the cap keeps their order.
-template <int SAMPLED>
-__global__ __launch_bounds__(THREADS) void best(LOGITS, const Sampling* sampling, u64* keys) {
+// What a warp knows of its columns before it looks at each: the largest raw logit, and whether any
+// is NaN.
+struct Glance {
+  float most;
+  bool nan;
+
+  DEVICE Glance(const float (&v)[QUADS][4]) : most(Logits::lowest()), nan(false) {
+#pragma unroll
+    for (int j = 0; j < QUADS; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) most = fmaxf(most, v[j][e]), nan |= v[j][e] != v[j][e];
+  }
+};
+struct Larger {
+  DEVICE float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// The best of a thread's columns: only logits that may come out equal to the warp's largest are
+// capped.
+DEVICE u64 greedy(const Logits& logits, const float (&v)[QUADS][4], int start, const Glance& seen) {
+  const float least = logits.equal_from(over_warp(seen.most, Larger()));
+  u64 key = 0;
+#pragma unroll
+  for (int j = 0; j < QUADS; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (v[j][e] >= least && v[j][e] != Logits::lowest())
+        key = Highest()(key, key_of(logits.value(v[j][e]), start + j * THREADS * 4 + e));
+  return key;
+}
+
+// The same with noise. Most logits have too little of it to win, which one exponential tells:
+// u >= exp(-exp(-g)) takes 1 - u <= exp(-g). Only what is left is computed in full. `sure`: a value
+// that some lane reaches.
+template <bool MAPPED>
+DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, int start,
+                   const Glance& seen, const Sampling& s, u64 position) {
+  int best = 0;  // the thread's largest
+#pragma unroll
+  for (int i = QUADS * 4 - 1; i >= 0; --i)
+    if (v[i / 4][i % 4] == seen.most) best = i;
+  auto column_of = [&](int i) { return start + i / 4 * THREADS * 4 + i % 4; };
+  float sure = Logits::lowest();
+  if (seen.most != sure) {
+    const u32 word = noise_word(s.seed, position, logits.token(column_of(best)));
+    sure = noisy(logits.value(seen.most), s, gumbel(word));
+  }
+  sure = over_warp(sure, Larger());
+  const float slack = fabsf(sure) * 1e-6f + 1e-4f, inverse = 1.0f / s.temperature;
+  u32 left = 0;
+#pragma unroll
+  for (int j = 0; j < QUADS; ++j) {
+    uint4 words = {};
+    if (!MAPPED) words = noise_words(s.seed, position, column_of(4 * j) / 4);
+    const u32 w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int i = 4 * j + e;
+      const u32 word = MAPPED && v[j][e] != Logits::lowest()
+                           ? noise_word(s.seed, position, logits.token(column_of(i))) : w[e];
+      const float most = __expf(logits.at_most(v[j][e]) * inverse - sure + slack);
+      if ((float)(0xffffffu - (word >> 8)) <= most * 0x1.004p24f + 1.0f) left |= 1u << i;
+    }
+  }
+  u64 key = 0;
+  for (; left; left &= left - 1) {
+    const int column = column_of(__ffs(left) - 1);
+    const float x = logits.load(row, column);
+    if (x == Logits::lowest()) continue;
+    const u32 word = noise_word(s.seed, position, logits.token(column));
+    key = Highest()(key, key_of(noisy(logits.value(x), s, gumbel(word)), column));
+  }
+  return key;
+}
+
+// The best key of each span of columns, [rows, blocks]. MAPPED: columns have other tokens.
+template <int SAMPLED, int MAPPED>
+__global__ __launch_bounds__(THREADS, SAMPLED ? 4 : 8) void best(LOGITS, const Sampling* sampling,
+                                                                u64* keys) {
   grid_launch();
   __shared__ u64 slots[THREADS / 32];
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
   grid_wait();
-  float4 x[QUADS];
-#pragma unroll
-  for (int j = 0; j < QUADS; ++j) x[j] = logits.load(row, start + j * THREADS * 4);
-  const Sampling s = SAMPLED ? *sampling : Sampling{};
-  const u64 position = SAMPLED ? (u64)(positions[row] + ahead) : 0;
-  u64 key = 0;
-  float most = Logits::lowest();
-#pragma unroll
-  for (int j = 0; j < QUADS; ++j) {
-    const int first = start + j * THREADS * 4;
-    if (first >= columns) break;
-    const float v[4] = {x[j].x, x[j].y, x[j].z, x[j].w};
-    uint4 words = {};
-    if (SAMPLED && !tokens) words = noise_words(s.seed, position, first / 4);
-    const u32 w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int column = first + e;
-      if (SAMPLED) {
-        if (column >= columns || v[e] == Logits::lowest()) continue;
-        const float noise = tokens ? gumbel_of(s.seed, position, logits.token(column))
-                                   : gumbel(w[e]);
-        const float value = logits.value(v[e]);
-        key = Highest()(key, key_of(sampled(value, s, noise), column));
-      } else if (!(v[e] <= most)) {
-        most = v[e];
-        key = Highest()(key, key_of(logits.value(v[e]), column));
-      }
-    }
-  }
+  float v[QUADS][4];
+  logits.load(v, row, start);
+  const Glance seen(v);
+  u64 key;
+  if constexpr (SAMPLED)
+    key = sampled<MAPPED>(logits, v, row, start, seen, *sampling, (u64)(positions[row] + ahead));
+  else
+    key = greedy(logits, v, start, seen);
+  if (seen.nan || (SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
+    key = key_of(__int_as_float(0x7fc00000), 0);  // the CPU refuses the row
   key = highest_of_warp(key);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = key;
   __syncthreads();
@@ -165,81 +241,103 @@ __global__ void best_end(LOGITS, const u64* keys, int blocks, int rows, i64* ids
   if (threadIdx.x % 32 == 0) Chosen{ids, values, bad}.write(LOGITS_GIVEN, row, key, SAMPLED);
 }
 
-// The k largest of a block's keys (N a thread, 0: none), in order -> `out`; how many there are.
-// The k-th largest of the threads' own largest keys bounds them from below, and at most k threads
-// hold anything above that. Ranks are counted, so the result does not depend on who comes first.
-template <int BLOCK, int N>
-DEVICE int select(const u64 (&keys)[N], int k, u64* out, u64* list, u64* heads, u64* bound,
-                  int* count) {
+// The largest bound that at least k threads reach: 0 if fewer than k have a key. Keys are unique, so
+// just k threads reach it then.
+DEVICE u64 bound_of(u64 head, int k) {
+  u64 bound = 0;
+  for (int bit = 63; bit >= 0; --bit) {
+    const u64 more = bound | 1ull << bit;
+    const int n = __syncthreads_count(head >= more);
+    if (n >= k) bound = more;
+    if (n == k) break;
+  }
+  return bound;
+}
+
+// All of a block's keys (N a thread, 0: none) that may be among the k largest -> `list`; how many.
+// What the k-th largest of the threads' own largest keys is bounds them from below; only k threads
+// hold anything above that, so there are at most k N.
+template <int N>
+DEVICE int candidates(const u64 (&keys)[N], int k, u64* list, int* count) {
   u64 head = 0;
 #pragma unroll
   for (int i = 0; i < N; ++i) head = Highest()(head, keys[i]);
-  heads[threadIdx.x] = head;
   if (threadIdx.x == 0) *count = 0;
+  const u64 bound = bound_of(head, k), least = bound ? bound : 1;
   __syncthreads();
-  int rank = 0;
-#pragma unroll 8
-  for (int i = 0; i < BLOCK; ++i)
-    rank += heads[i] > head || (heads[i] == head && i < (int)threadIdx.x);
-  if (rank == min(k, BLOCK) - 1) *bound = head;
-  __syncthreads();
-  const u64 least = *bound ? *bound : 1;
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (keys[i] >= least) list[atomicAdd(count, 1)] = keys[i];
   __syncthreads();
-  const int n = *count;
-  for (int i = threadIdx.x; i < n; i += BLOCK) {
+  return *count;
+}
+
+// The k largest of n keys, in order. Ranks are counted: who wrote a key where makes no difference.
+DEVICE void in_order(const u64* list, int n, int k, u64* out) {
+  for (int i = threadIdx.x; i < n; i += blockDim.x) {
     int above = 0;
+#pragma unroll 8
     for (int j = 0; j < n; ++j) above += list[j] > list[i];
     if (above < k) out[above] = list[i];
   }
-  __syncthreads();
-  return min(n, k);
 }
 
-// The top-k keys of each span of columns, in order, [rows, blocks, K]; 0 behind the last.
+// The top-k keys of each span of columns, and maybe some more, [rows, blocks, K]; 0 behind the last.
 template <int K>  // room for the k of any sampler
 __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling, u64* keys) {
   grid_launch();
-  __shared__ u64 list[K * QUADS * 4], heads[THREADS], bound;
+  __shared__ u64 list[K * QUADS * 4];
   __shared__ int count;
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
   grid_wait();
+  float v[QUADS][4];
+  logits.load(v, row, start);
   const int k = sampling->top_k;
   u64 mine[QUADS * 4];
 #pragma unroll
-  for (int j = 0; j < QUADS; ++j) {
-    const int first = start + j * THREADS * 4;
-    const float4 x = logits.load(row, first);
-    const float v[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      mine[j * 4 + e] = first + e < columns ? key_of(logits.value(v[e]), first + e) : 0;
+  for (int i = 0; i < QUADS * 4; ++i) {
+    const int column = start + i / 4 * THREADS * 4 + i % 4;
+    mine[i] = column < columns ? key_of(logits.value(v[i / 4][i % 4]), column) : 0;
   }
   u64* out = keys + ((i64)row * gridDim.x + blockIdx.x) * K;
-  const int n = select<THREADS>(mine, k, out, list, heads, &bound, &count);
-  for (int i = n + threadIdx.x; i < k; i += THREADS) out[i] = 0;
+  const int n = candidates(mine, k, list, &count);
+  if (n > K) in_order(list, n, k, out);
+  const int filled = n > K ? k : n;
+  for (int i = threadIdx.x; i < K; i += THREADS)
+    if (i >= filled) out[i] = 0;
+    else if (n <= K) out[i] = list[i];
 }
 
-// How many of n candidates, best first, stay after top-p and min-p. One thread; `shares` scratch.
-DEVICE int kept(const u64* best, int n, const Sampling& s, const float* shares) {
-  int keep = n;
-  if (s.top_p < 1.0f) {
-    float total = 0, mass = 0;
-    for (int i = 0; i < n; ++i) total += shares[i];
-    for (keep = 0; keep < n; ++keep) {
-      mass += shares[keep] / total;
-      if (!(mass < s.top_p)) break;
-    }
-    keep = min(keep + 1, n);
+// How many of n candidates, best first, stay after top-p and min-p. Lane l of the warp that calls it
+// holds candidates K / 32 * l ...
+template <int K>
+DEVICE int kept(const u64* best, int n, const Sampling& s) {
+  constexpr int EACH = K / 32;
+  const int lane = threadIdx.x % 32;
+  float upto[EACH], sum = 0;  // mass of a candidate and of those before it
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = lane * EACH + i;
+    upto[i] = sum += at < n ? expf(value_of(best[at]) - value_of(best[0])) : 0.0f;
   }
-  if (s.min_p > 0.0f) {
-    const float least = value_of(best[0]) + logf(s.min_p);
-    while (keep > 1 && value_of(best[keep - 1]) < least) --keep;
+  float before = sum;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const float other = __shfl_up_sync(FULL, before, step);
+    if (lane >= step) before += other;
   }
-  return keep;
+  const float total = __shfl_sync(FULL, before, 31);
+  before -= sum;
+  const float least = s.min_p > 0.0f ? value_of(best[0]) + logf(s.min_p) : Logits::lowest();
+  int below = 0, likely = 0;
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int at = lane * EACH + i;
+    below += __popc(__ballot_sync(FULL, at < n && __fdiv_rn(before + upto[i], total) < s.top_p));
+    likely += __popc(__ballot_sync(FULL, at < n && value_of(best[at]) >= least));
+  }
+  return min(min(s.top_p < 1.0f ? below + 1 : n, n), likely);
 }
 
 // The choice among the top k of a row, from those of its spans; one block a row.
@@ -247,37 +345,41 @@ template <int K>
 __global__ __launch_bounds__(LAST) void top_end(LOGITS, const Sampling* sampling, const u64* keys,
                                                 int blocks, i64* ids, float* values, int* bad) {
   grid_launch();
-  __shared__ u64 list[K * PER], heads[LAST], best[K], bound;
-  __shared__ float shares[K];
+  __shared__ u64 list[K * PER], best[K], winners[K / 32];
   __shared__ int count, keep;
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.x, me = threadIdx.x;
   grid_wait();
   const Sampling s = *sampling;
+  const u64 position = (u64)(positions[row] + ahead);
   u64 mine[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {
-    const int at = i * LAST + me;
-    mine[i] = at < blocks * s.top_k
-                  ? __ldcg(keys + ((i64)row * blocks + at / s.top_k) * K + at % s.top_k) : 0;
+    // Of every span other ranks: a thread with many of the largest would let through all it has.
+    const int at = i * LAST + me, block = at / K, slot = (at + block * 5) % K;
+    mine[i] = block < blocks ? __ldcg(keys + ((i64)row * blocks + block) * K + slot) : 0;
   }
-  const int n = select<LAST>(mine, s.top_k, best, list, heads, &bound, &count);
-  if (me < n) shares[me] = expf(value_of(best[me]) - value_of(best[0]));
-  __syncthreads();
-  if (me == 0) keep = kept(best, n, s, shares);
+  const int found = candidates(mine, s.top_k, list, &count), n = min(found, s.top_k);
+  in_order(list, found, s.top_k, best);
   __syncthreads();
   u64 key = 0;
-  if (me < keep && value_of(best[me]) != Logits::lowest()) {
+  if (me < n && value_of(best[me]) != Logits::lowest()) {
     const int column = column_of(best[me]);
-    const float noise = gumbel_of(s.seed, (u64)(positions[row] + ahead), logits.token(column));
-    key = key_of(sampled(value_of(best[me]), s, noise), column);
+    const float noise = gumbel_of(s.seed, position, logits.token(column));
+    key = key_of(noisy(value_of(best[me]), s, noise), column);
   }
+  if (me >= LAST - 32) {
+    const int stay = n ? kept<K>(best, n, s) : 0;
+    if (me == LAST - 1) keep = stay;
+  }
+  __syncthreads();
+  if (me >= keep) key = 0;
   if (me == 0 && n > 0 && !finite(best[0])) key = best[0];  // NaN, or infinite
   key = highest_of_warp(key);
-  if (me % 32 == 0) heads[me / 32] = key;
+  if (me < K && me % 32 == 0) winners[me / 32] = key;
   __syncthreads();
   if (me == 0) {
-    for (int i = 1; i < K / 32; ++i) key = Highest()(key, heads[i]);
+    for (int i = 1; i < K / 32; ++i) key = Highest()(key, winners[i]);
     Chosen{ids, values, bad}.write(logits, row, key, true);
   }
 }

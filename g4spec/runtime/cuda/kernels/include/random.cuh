@@ -26,7 +26,10 @@ DEVICE float gumbel(u32 word) {
   const float log_u = w < 0x800000u ? logf(u * 0x1p-24f) : log1pf(-u * 0x1p-24f);
   return -logf(-log_u);
 }
-DEVICE float gumbel_of(u64 seed, u64 position, u32 token) {
+DEVICE u32 noise_word(u64 seed, u64 position, u32 token) {
   const uint4 w = noise_words(seed, position, token / 4);
-  return gumbel(token % 4 == 0 ? w.x : token % 4 == 1 ? w.y : token % 4 == 2 ? w.z : w.w);
+  return token % 4 == 0 ? w.x : token % 4 == 1 ? w.y : token % 4 == 2 ? w.z : w.w;
+}
+DEVICE float gumbel_of(u64 seed, u64 position, u32 token) {
+  return gumbel(noise_word(seed, position, token));
 }
