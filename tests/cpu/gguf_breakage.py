@@ -315,6 +315,7 @@ BLOCK: dict[str, tuple[str, Break]] = {
     "G4-BLK-011": ("zlab", number("dflash.attention.sliding_window", 3)),
     "G4-BLK-012": ("zlab", put("dflash.hidden_activation", T.STRING, "gelu")),
     "G4-BLK-013": ("dspark", drop("dflash.attention.scale")),
+    "G4-BLK-015": ("zlab", put("dflash.attention.causal", T.BOOL, False)),
     "G4-BLK-014": ("speculators", table(lambda x: x * np.sqrt(H))),
     "G4-HEAD-001": ("dspark", drop("dflash.sample_from_anchor")),
     "G4-HEAD-002": ("dspark", put("dflash.has_confidence_head", T.BOOL, False)),

@@ -12,6 +12,7 @@ import pytest
 from g4spec import models
 from g4spec.convert import convert, quantize
 from g4spec.gguf import GGUF, T
+from g4spec.models import dflash_backbone
 from g4spec.quant import policy
 from tests import tiny, tiny_drafts
 
@@ -118,7 +119,17 @@ def test_zlab_facts(target: Path, tmp_path: Path) -> None:
         assert g["tokenizer.ggml.mask_token_id"] == 60  # not the tokenizer's 4
         assert g["dflash.attention.sliding_window_pattern"] == [True, False]
         assert g["g4spec.dflash.layer_causal"] == [True, False]
+        assert g["dflash.attention.causal"] is True  # upstream has one flag: that of most layers
         assert "token_embd.weight" not in g.tensors and "output.weight" not in g.tensors
+
+
+@pytest.mark.parametrize(
+    "layers,told",
+    [([True] * 4 + [False], True), ([True, False], True), ([False] * 2 + [True], False),
+     ([False] * 3, False), ([True] * 3, True)],
+)  # fmt: skip
+def test_upstream_is_told_the_causality_of_most_layers(layers: list[bool], told: bool) -> None:
+    assert dflash_backbone.shared_causality(layers) is told
 
 
 def test_speculators_facts(target: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from g4spec.models.dflash_backbone import GEMMA_MARK
+from g4spec.models.dflash_backbone import GEMMA_MARK, shared_causality
 from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS
 from g4spec.validate.rule import DFLASH, ERROR, NOTE, WARNING, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
@@ -114,13 +114,25 @@ def full_is_causal(s: Subject) -> Findings:
 
 @rule("G4-BLK-009", NOTE, "upstream runs the same draft", on=DFLASH, needs=FILE)
 def mixed(s: Subject) -> Findings:
-    """Upstream applies one causality to all layers. A file with both kinds loads there, and its
-    drafts differ a little from ours; the text is the same."""
+    """Upstream applies one causality to all layers: that of most of them, as the file tells it. A
+    file with both kinds loads there, and its drafts differ a little from ours; the text is the
+    same."""
     causal = causality(s)
     if len(set(causal)) > 1:
         yield Finding(CAUSAL, "one value for all layers",
                       f"{sum(causal)} of {len(causal)} layers causal",
                       "nothing; expect slightly lower acceptance there")  # fmt: skip
+
+
+@rule("G4-BLK-015", WARNING, "upstream is told what most layers are", on=DFLASH, needs=FILE)
+def shared(s: Subject) -> Findings:
+    """Upstream's one flag, off where it is missing. A draft of causal layers that is run without
+    causality loses half of its tokens; our own runtime does not look at the flag."""
+    causal, found = causality(s), bool(s.flag(".attention.causal"))
+    if causal and shared_causality(causal) != found:
+        yield Finding(s.name(".attention.causal"), str(not found).lower(),
+                      str(found).lower() if s.has(".attention.causal") else "nothing, so false",
+                      "convert again with g4spec convert")  # fmt: skip
 
 
 @rule("G4-BLK-010", ERROR, "window and pattern come together", on=DFLASH, needs=FILE)
