@@ -27,6 +27,13 @@ struct Row {
     for (int j = 0; j < V; ++j)
       v[j] = valid(j, n4) ? __ldcg((const float4*)p + at(j)) : float4{0, 0, 0, 0};
   }
+  DEVICE float4 chosen(int part) const {  // v[part], without an address
+    float4 own = v[0];
+#pragma unroll
+    for (int j = 1; j < V; ++j)
+      if (part == j) own = v[j];
+    return own;
+  }
   DEVICE void fill(float x) {
 #pragma unroll
     for (int j = 0; j < V; ++j) v[j] = {x, x, x, x};
@@ -73,6 +80,18 @@ DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
   for (int j = 0; j < V; ++j) {
     const float4 y = ENTER == NORM ? mul4(mul4(h[0].v[j], q), weight.v[j]) : h[0].v[j];
     v.v[j] = mul4(add4(v.v[j], y), factor);
+  }
+}
+
+// Four normed values, times those of each weight, to where each output has them.
+template <int NEXT, int N, int OWN>
+DEVICE void leave(float4 normed, const float4 (&weights)[N][OWN], int q, void* const (&to)[3],
+                  u32 at, const RowPlace& place, bool mine) {
+#pragma unroll
+  for (int o = 0; o < N; ++o) {
+    const float4 y = mul4(normed, weights[o][q]);
+    if (NEXT == FLOATS && mine) ((float4*)to[o])[at] = y;
+    if (NEXT == ROWS || NEXT == SCALED) place.store((u8*)to[o], y, mine);
   }
 }
 
@@ -129,19 +148,11 @@ __global__ __launch_bounds__(32 * WARPS) void norm_rows(
   if (NEXT == SCALED) r = 1.0f / r;
 #pragma unroll
   for (int q = 0; q < OWN; ++q) {
-    float4 own = v.v[q];
-#pragma unroll
-    for (int j = 1; j < V; ++j)
-      if (SPLIT && part == j) own = v.v[j];
     const int j = SPLIT ? part : q, i = R::at(j);
     const bool mine = R::valid(j, n4);
+    const float4 own = SPLIT ? v.chosen(part) : v.v[q];
     if (ENTER != PLAIN && real && mine) ((float4*)out)[start + i] = own;
     if (tap && real && mine) ((float4*)(tap + row * tap_stride))[i] = own;
-#pragma unroll
-    for (int o = 0; o < N; ++o) {
-      const float4 y = mul4(mul4(own, r), nw[o][q]);
-      if (NEXT == FLOATS && mine) ((float4*)to[o])[start + i] = y;
-      if (NEXT == ROWS || NEXT == SCALED) place[q].store((u8*)to[o], y, mine);
-    }
+    leave<NEXT>(mul4(own, r), nw, q, to, start + i, place[q], mine);
   }
 }
