@@ -2,7 +2,8 @@
 
 The first does everything that multiplies: the router, the dense branch beside the experts, and the
 experts that the rows visit. The second adds up what a row got, and ends the layer. How the work is
-shared out is told in experts.cu.
+shared out is told in experts.cu. Its blocks wait for each other, so all of them must be resident:
+steps run one after the other, never two on two streams.
 """
 
 from __future__ import annotations
