@@ -25,7 +25,7 @@ def test_q8_0_stores_the_numbers_of_the_format(spread: float) -> None:
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind) -> None:
     cache = CudaKV(2, 32, 4096, 100, 5, "cpu", kind)
-    assert cache.capacity == 128  # 100 + 16, in tiles of 64
+    assert cache.capacity == 128  # 100 + 16, in tiles of 128
     assert all(bool(x.isnan().all()) for x in cache.read(0, 127))
     rows = torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(2))
     for start in range(0, 300, 20):
@@ -40,7 +40,7 @@ def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind)
 
 def test_capacity_is_whole_tiles_and_at_most_the_context() -> None:
     assert kv.capacity(1000, None, 512) == 1024
-    assert kv.capacity(100_000, 1024, 1) == 1088
+    assert kv.capacity(100_000, 1024, 1) == 1152
     assert kv.capacity(100_000, 1024, 512) == 1536
     assert kv.capacity(500, 1024, 16) == 512
     assert kv.row_bytes(4, 512, "q8_0") == 2 * 4 * 544

@@ -1,6 +1,7 @@
 """Attention over the GPU's cache, against float64 and against the reference backend."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,7 @@ LAYERS = [
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled() -> None:
-    units = [u for u in attention.UNITS if launch.arch() in u.archs]
-    launch.warm([u for u in units if u.file != "attention_plain.cu"])
+    launch.warm([u for u in attention.UNITS if launch.arch() in u.archs])
 
 
 @pytest.fixture(autouse=True)
@@ -39,9 +39,11 @@ def _seed() -> Iterator[None]:
         yield
 
 
-def filled(n: int, n_kv: int, dim: int, kind: Kind, window: int | None = None) -> CudaKV:
+def filled(
+    n: int, n_kv: int, dim: int, kind: Kind, window: int | None = None, n_ctx: int = 0
+) -> CudaKV:
     """A cache that has been given positions 0 .. n - 1; what was never written is NaN."""
-    kv = CudaKV(n_kv, dim, n + 64, window, 16, "cuda", kind)
+    kv = CudaKV(n_kv, dim, n_ctx or n + 64, window, 16, "cuda", kind)
     for start in range(0, n, 16):
         at = torch.arange(start, min(n, start + 16))
         kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
@@ -67,7 +69,7 @@ def run(
     first: list[int],
     last: list[int],
     scale: float,
-    **more: torch.Tensor,
+    **more: Any,
 ) -> Attended:
     return attend(q, kv, torch.tensor(first), torch.tensor(last), scale, **more)
 
@@ -222,9 +224,7 @@ def test_against_the_reference_backend(kind: Kind) -> None:
 @pytest.mark.parametrize("window", [None, 128])
 def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None:
     n_kv, dim, tokens = 2, 256, 5
-    kv = filled(64, n_kv, dim, kind, window)
-    if window is None:
-        kv = CudaKV(n_kv, dim, 2000, None, 16, "cuda", kind)
+    kv = filled(64, n_kv, dim, kind, window, 2000)
     positions = torch.arange(tokens)
     k, v = torch.zeros(2, tokens, n_kv, dim)
     q = torch.zeros(tokens, 4, dim).half()
@@ -255,3 +255,18 @@ def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None
         assert torch.equal(eager.values, out.values)
         assert torch.equal(eager.rows, out.rows)
         start += 1 + start % 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+def test_without_tensor_cores(kind: Kind, dim: int) -> None:
+    window = 200 if dim == 256 else None
+    kv = filled(500, 2, dim, kind, window)
+    q = torch.randn(16, 6, dim).half()
+    last = list(range(484, 500))
+    first = [max(0, p - (window or 500) + 1) for p in last]
+    plain = run(q, kv, first, last, 0.1, plain=True).values
+    assert (plain - expected(q, kv, first, last, 0.1)).abs().max() < 1e-4
+    for rows in (slice(0, 1), slice(3, 8), slice(15, 16)):
+        some = run(q[rows], kv, first[rows], last[rows], 0.1, plain=True).values
+        assert torch.equal(some, plain[rows])

@@ -25,7 +25,7 @@ TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 """Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
 
 _STATIC = 2176  # bytes of shared memory that the kernel declares beside the rest
-_RING = {64: 65536, 128: 98304, 256: 196608, 512: 196608}
+_RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
 _CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
 _HEAD_DIMS = (64, 128, 256, 512)
@@ -47,9 +47,7 @@ class Shape:
     @property
     def warps(self) -> tuple[int, int]:
         """Warps for scores and for sums."""
-        if self.head_dim >= 256:
-            return (8, 8) if self.row_tiles <= 2 or self.head_dim == 256 else (4, 8)
-        return 4, 2 if self.head_dim == 64 else 4
+        return {64: (4, 2), 128: (4, 4), 256: (8, 8), 512: (8, 8)}[self.head_dim]
 
     @property
     def keys(self) -> int:
@@ -95,8 +93,7 @@ def choose(head_dim: int, kind: Kind, rows: int, arch: str) -> tuple[Shape, int]
 
     As few blocks as fit, then tiles in as few parts as leave two of each in flight.
     """
-    widest = 8 if head_dim < 256 else 6 if head_dim == 512 and arch == "sm_90a" else 4
-    options = (1, 2, 4) if widest == 4 else (1, 2, 4, widest)  # what registers hold
+    options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
         blocks = -(-rows // (8 * most))
         tiles = next(n for n in options if 8 * n * blocks >= rows)
@@ -124,11 +121,11 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | Non
 class Chunks:
     """Ranges of positions that are summed by themselves; see chunks.cuh.
 
-    With a window all are equal; without, they grow with their position, so that a long context
-    is not cut into more parts than there are blocks to work on them.
+    With a window all have 2^shift positions; without, they grow with their position, so that a long
+    context is not cut into many more parts than there are blocks to work on them.
     """
 
-    unit: int
+    shift: int
     growing: bool
 
     @classmethod
@@ -136,23 +133,28 @@ class Chunks:
         """A constant of the layer: it decides the order of sums."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
-            return cls(max(tile, 32 * (1 << (kv.n_kv - 1).bit_length())), True)
+            return cls(_log2(max(tile, 32 * kv.n_kv)), True)
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
-        return cls(-(-(kv.window + MAX_ROWS - 1) // (tile * each)) * tile, False)
+        return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
 
     def index(self, position: int) -> int:
         """The chunk of a position."""
         if not self.growing or position < 4096:
-            return position // self.unit
+            return position >> self.shift
         octave = position.bit_length() - 13
-        inside = (position - (4096 << octave)) // (self.unit << (octave + 1))
-        return (4096 + octave * 2048) // self.unit + inside
+        inside = (position - (4096 << octave)) >> (self.shift + octave + 1)
+        return ((2 + octave) << (11 - self.shift)) + inside
 
     def most(self, span: int, capacity: int) -> int:
         """Most chunks that `span` consecutive positions touch."""
         if self.growing:
             return self.index(capacity - 1) + 1
-        return (span - 1 + self.unit - 1) // self.unit + 1
+        return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
+
+
+def _log2(n: int) -> int:
+    """The smallest power of two that is at least n, as its exponent."""
+    return (n - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,7 @@ def attend(
     last: torch.Tensor,
     scale: float,
     settled: torch.Tensor | None = None,
+    plain: bool | None = None,
 ) -> Attended:
     """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t].
 
@@ -182,29 +185,53 @@ def attend(
             it, keys of earlier ones are fetched before the kernel in front of this one has ended.
             Only right if they, `first`, `last` and `settled` were written by kernels that had
             ended before that kernel started.
+        plain: whether to do without tensor cores; by default where the device has not the right
+            ones (before sm_80).
     """
     tokens, n_head, head_dim = q.shape
     assert q.dtype == torch.float16 and head_dim == kv.head_dim and tokens <= MAX_ROWS
     assert n_head % kv.n_kv == 0 and head_dim in _HEAD_DIMS
     group, chunks = n_head // kv.n_kv, Chunks.of(kv)
-    span = kv.capacity if kv.window is None else min(kv.window + tokens - 1, kv.capacity)
     count = chunks.most(kv.capacity, kv.capacity)
-    rows = tokens * group
     assert count <= _CHUNKS, (count, kv.capacity)
-    sums = torch.empty(count, kv.n_kv, rows, head_dim, device=q.device)
-    tops = torch.empty(count, kv.n_kv, rows, 2, device=q.device)
-    shape, blocks = choose(head_dim, kv.kind, rows, launch.arch(q.device.index))
-    kernel = launch.kernel("attention.cu", shape.name, q.device.index)
+    sums = torch.empty(count, kv.n_kv, tokens * group, head_dim, device=q.device)
+    tops = torch.empty(count, kv.n_kv, tokens * group, 2, device=q.device)
+    if plain is None:
+        plain = launch.arch(q.device.index) not in TENSOR_ARCHS
+    cache = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
+    sizes = (tokens, kv.n_kv, group, kv.capacity, chunks.shift, chunks.growing)
+    numbers = (*map(np.int32, sizes), np.float32(scale))
+    if plain:
+        name = f"attend_plain<{head_dim}, {int(kv.kind != 'f16')}>"
+        kernel = launch.kernel("attention_plain.cu", name, q.device.index)
+        grid = min(count * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
+        kernel(grid, 128, q, *cache, first, last, sums, tops, *numbers)
+    else:
+        shape, blocks = choose(head_dim, kv.kind, tokens * group, launch.arch(q.device.index))
+        kernel = launch.kernel("attention.cu", shape.name, q.device.index)
+        kernel(
+            _grid(kernel, shape, kv, chunks, blocks, tokens), 32 * sum(shape.warps),
+            q, *cache, first, last, settled, sums, tops, *numbers, shared=shape.shared,
+        )  # fmt: skip
+    return _combine(sums, tops, first, last, settled, chunks)
+
+
+def _grid(
+    kernel: launch.Kernel, shape: Shape, kv: CudaKV, chunks: Chunks, blocks: int, tokens: int
+) -> int:
+    """Blocks of `attend_chunks`: as many as run at once, or as there is work at most."""
+    span = kv.capacity if kv.window is None else min(kv.window + tokens - 1, kv.capacity)
     work = chunks.most(span, kv.capacity) * kv.n_kv * blocks  # (chunk, head, rows)
     threads = 32 * sum(shape.warps)
+    limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
+    registers = -(-kernel.resources.registers // 8) * 8 * threads
+    each = min(limit // (shape.shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
     pairs = kv.n_kv * blocks  # no block needs a longer list than all chunks of one pair
-    kernel(
-        min(work, max(pairs, _resident(kernel, threads, shape.shared))), threads,
-        q, kv.keys, kv.values, kv.key_scales, kv.value_scales, first, last, settled, sums, tops,
-        *(np.int32(n) for n in (tokens, kv.n_kv, group, kv.capacity, chunks.unit, chunks.growing)),
-        np.float32(scale), shared=shape.shared,
-    )  # fmt: skip
-    return _combine(sums, tops, first, last, settled, chunks)
+    return min(work, max(pairs, _processors(kernel) * max(1, each)))
+
+
+def _processors(kernel: launch.Kernel) -> int:
+    return int(torch.cuda.get_device_properties(kernel.device).multi_processor_count)
 
 
 def _combine(
@@ -227,34 +254,25 @@ def _combine(
     )
     kernel(
         -(-width * tokens * warps // 8), 256, sums, tops, first, last, settled, out, packed,
-        *(np.int32(n) for n in (tokens, n_kv, rows // tokens, chunks.unit, chunks.growing)),
+        *(np.int32(n) for n in (tokens, n_kv, rows // tokens, chunks.shift, chunks.growing)),
     )  # fmt: skip
     return Attended(out, packed)
 
 
-def _resident(kernel: launch.Kernel, threads: int, shared: int) -> int:
-    """Blocks that run at once on the kernel's device."""
-    device = torch.cuda.get_device_properties(kernel.device)
-    limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
-    registers = -(-kernel.resources.registers // 8) * 8 * threads
-    by_block = (limit // (shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
-    return int(device.multi_processor_count) * max(1, min(by_block))
-
-
 def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
-    units = []
-    combine = tuple(f"combine_chunks<{d}, {t}, {s}>"
-                    for d in _HEAD_DIMS for t in (1, 2) for s in (1, 8))  # fmt: skip
-    units.append(Unit("attention_combine.cu", combine, max_registers=64))
+    kinds: tuple[Kind, ...] = ("f16", "q8_0")
+    combine = tuple(f"combine_chunks<{d}, {t}, {w}>"
+                    for d in _HEAD_DIMS for t in (1, 2) for w in (1, 8))  # fmt: skip
+    plain = tuple(f"attend_plain<{d}, {q}>" for d in _HEAD_DIMS for q in (0, 1))
+    units = [Unit("attention_combine.cu", combine, max_registers=64)]
+    units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
-        kinds: tuple[Kind, ...] = ("f16", "q8_0")
         for head_dim, kind in itertools.product(_HEAD_DIMS, kinds):
-            rows = (r for r in range(1, MAX_ROWS * 16 + 1))
+            rows = range(1, MAX_ROWS * 16 + 1)
             shapes = sorted({choose(head_dim, kind, r, arch)[0] for r in rows}, key=str)
-            most = max(shape.shared + _STATIC for shape in shapes)
-            names = tuple(shape.name for shape in shapes)
-            units.append(Unit("attention.cu", names, (arch,), 255, most))
+            most = max(shape.shared for shape in shapes)
+            units.append(Unit("attention.cu", tuple(s.name for s in shapes), (arch,), 255, most))
     return units
 
 

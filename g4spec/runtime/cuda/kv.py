@@ -2,8 +2,8 @@
 
 As in `g4spec.runtime.kv`: the row of position p stands in slot p mod capacity, appending does not
 commit, and the rows of rejected tokens are overwritten by the next step. Planes are
-[n_kv, capacity, head_dim], so that the 64 positions of an aligned tile are consecutive in memory;
-capacity is a multiple of 64 for that reason.
+[n_kv, capacity, head_dim], so that the 128 positions of an aligned tile are consecutive in memory;
+capacity is a multiple of 128 for that reason.
 
 Two ways to store a row: `f16`, and `q8_0` (blocks of 32 values of a row: one byte a value and one
 half-precision scale a block, the numbers that `g4spec.quant.formats.q8_0` would store). Bytes are
@@ -22,7 +22,7 @@ import torch
 
 Kind = Literal["f16", "q8_0"]
 
-TILE = 64
+TILE = 128
 """Positions of an aligned tile, consecutive in memory."""
 
 BLOCK = 32

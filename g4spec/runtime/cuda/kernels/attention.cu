@@ -65,8 +65,9 @@ template <class S>
 DEVICE void load_rows(char* shared, const Args& args, const Item& item, int warp) {
   constexpr int PIECES = S::D / 8, OWN = S::ROWS / S::QW;  // of a row, rows of a warp
   const int lane = threadIdx.x % 32, first = item.rows * S::ROWS, rows = args.tokens * args.group;
-  const int mine = first + warp * OWN + lane, token = mine < rows ? mine / args.group : 0;
-  const int head = item.head * args.group + mine % args.group;
+  const int mine = first + warp * OWN + lane;
+  const int token = mine < rows ? (u32)mine / (u32)args.group : 0;
+  const int head = item.head * args.group + mine - token * args.group;
   const int offset = mine < rows ? token * args.n_kv * args.group + head : -1;
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
@@ -212,8 +213,7 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
   int tile = 0;  // so far, over all items
 #pragma unroll 1
   for (int round = 0; round < work.count; ++round) {
-    const Item item = work.items[round];
-    const Item before = work.items[most(0, round - 1)];
+    const Item item = work.items[round], before = work.items[most(0, round - 1)];
     if (item.head != before.head || item.rows != before.rows) {
       load_rows<S>(shared, args, item, warp);
       commit_copies();
@@ -221,7 +221,7 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
     }
     for (int i = lane; i < S::ROWS; i += 32) last[i] = NEVER;
 #pragma unroll 1
-    for (int at = item.tile; at < item.end; ++at, ++tile) {
+    for (int at = work.items[round].tile; at < work.items[round].end; ++at, ++tile) {
       float scores[S::WT][S::NT][4] = {};
       score_tile<S>(scores, shared, work, ahead, tile * S::KS, args.scale, at, load);
       find_tops<S>(scores, (float*)(shared + S::TOP_AT + tile % 2 * S::TOP_SIZE), warp);
@@ -231,7 +231,7 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
       arrive(WRITTEN + tile % 2, ALL);
     }
     __syncwarp();
-    if (warp == 0) store_tops<S>(last, args, item);
+    if (warp == 0) store_tops<S>(last, args, work.items[round]);
   }
   for (int i = most(0, tile - 2); i < tile; ++i) meet(FREE + i % 2, ALL);
 }
@@ -306,15 +306,15 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
     load_values<S>(stages + stage * S::V_STAGE, args.v, at, args.capacity, thread);
   };
   auto ahead = fill<S::VS, S::VR, S>(work, args, settled, load, [] {});
-  int part = 0, tile = 0;
+  int tile = 0;  // so far, over all items
 #pragma unroll 1
   for (int round = 0; round < work.count; ++round) {
-    const Item item = work.items[round];
     float out[S::DP / 16][S::NT][4] = {}, sums[S::NT] = {};
 #pragma unroll 1
-    for (int at = item.tile; at < item.end; ++at, ++tile) {
+    for (int at = work.items[round].tile; at < work.items[round].end; ++at, ++tile) {
 #pragma unroll 1
-      for (int i = 0; i < S::VS; ++i, ++part) {
+      for (int i = 0; i < S::VS; ++i) {
+        const int part = tile * S::VS + i;
         char* stage = shared + S::V_AT + part % S::VR * S::V_STAGE;
         advance<S::VR>(part, ahead, work, i ? GATHER : WRITTEN + tile % 2, i ? 32 * S::PW : ALL,
                        load);
@@ -328,8 +328,8 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
       }
       arrive(FREE + tile % 2, ALL);
     }
-    store_sums<S>(out, args, item, warp);
-    store_weights<S>(sums, shared, args, item, thread);
+    store_sums<S>(out, args, work.items[round], warp);
+    store_weights<S>(sums, shared, args, work.items[round], thread);
   }
 }
 #endif
@@ -340,7 +340,7 @@ template <int D, int Q8, int NT, int QW, int PW, int KS, int VS, int KR, int VR>
 __global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
     const u16* q, const char* keys, const char* values, const char* key_scales,
     const char* value_scales, const i64* first, const i64* last, const i64* settled, float* sums,
-    float* tops, int tokens, int n_kv, int group, int capacity, int unit, int growing,
+    float* tops, int tokens, int n_kv, int group, int capacity, int shift, int growing,
     float scale) {
 #if ARCH >= 800
   using S = Shape<D, Q8, NT, QW, PW, KS, VS, KR, VR>;
@@ -349,8 +349,9 @@ __global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
   grid_launch();
   if (!settled) grid_wait();
   const int from = settled ? (int)__ldcg(settled) : 0;
-  work.set({unit, growing}, span_of(first, last, tokens), n_kv,
-           (tokens * group + S::ROWS - 1) / S::ROWS);
+  if (threadIdx.x < 32)
+    work.set({shift, growing}, span_of(first, last, tokens), n_kv,
+             (tokens * group + S::ROWS - 1) / S::ROWS, capacity);
   __syncthreads();
   const Args args = {q, first, last, settled, sums, tops, {keys, key_scales},
                      {values, value_scales}, tokens, n_kv, group, capacity, scale * 1.44269504f};

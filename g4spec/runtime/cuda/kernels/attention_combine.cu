@@ -117,7 +117,7 @@ struct Row {
 template <int D, int TILES, int WARPS>
 __global__ __launch_bounds__(256) void combine_chunks(
     const float* sums, const float* tops, const i64* first, const i64* last, const i64* settled,
-    float* out, char* rows, int tokens, int n_kv, int group, int unit, int growing) {
+    float* out, char* rows, int tokens, int n_kv, int group, int shift, int growing) {
   grid_launch();
   if (!settled) grid_wait();
   __shared__ float weights[8][32 * SEGMENTS];
@@ -125,10 +125,12 @@ __global__ __launch_bounds__(256) void combine_chunks(
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int width = n_kv * group * D / 64;  // blocks of 64 of a token
   const int index = blockIdx.x * (8 / WARPS) + warp / WARPS;
-  const int token = index / width, block = index % width;
-  const Chunks chunks = {unit, growing};
-  const int low = chunks.of(span_of(first, last, tokens).lo), t = least(token, tokens - 1);
-  const int from = chunks.of((int)__ldcg(first + t)), to = chunks.of((int)__ldcg(last + t));
+  const int token = (u32)index / (u32)width, block = index - token * width;
+  const int t = least(token, tokens - 1);
+  const int first_seen = (int)__ldcg(first + t), last_seen = (int)__ldcg(last + t);
+  const Chunks chunks = {shift, growing};
+  const int low = chunks.of(span_of(first, last, tokens).lo);
+  const int from = chunks.of(first_seen), to = chunks.of(last_seen);
   if (settled) grid_wait();
   if (token >= tokens) return;
   const int head = block * 64 / D;

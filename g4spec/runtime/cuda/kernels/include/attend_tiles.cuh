@@ -70,29 +70,26 @@ DEVICE void copy_piece(u32 to, const char* from) {
                  : "memory");
 }
 
-// COUNT rows of BYTES bytes, PITCH apart, to rows STRIDE apart. Rows 64 .. stand at `beyond`.
+// COUNT rows of BYTES bytes, PITCH apart, to rows STRIDE apart.
 template <int COUNT, int BYTES, int PITCH, int STRIDE, int SWIZZLE, int THREADS>
-DEVICE void copy_rows(u32 to, const char* from, const char* beyond, int thread) {
+DEVICE void copy_rows(u32 to, const char* from, int thread) {
   constexpr int SIZE = BYTES < 16 ? BYTES : 16, PIECES = BYTES / SIZE;
   constexpr int STEP = THREADS / PIECES;  // rows at a time
-  static_assert(THREADS % PIECES == 0 && (64 % STEP == 0 || STEP >= COUNT), "");
+  static_assert(THREADS % PIECES == 0 && (COUNT % STEP == 0 || STEP > COUNT), "");
   const int row = thread / PIECES, piece = thread % PIECES;
   if (STEP > COUNT && row >= COUNT) return;
   to += row * STRIDE;
   from += row * PITCH + piece * SIZE;
-  beyond += (row - 64) * PITCH + piece * SIZE;
 #pragma unroll 4
-  for (int i = 0; i < COUNT; i += STEP) {
-    const bool over = STEP > 64 ? i + row >= 64 : i >= 64;
-    copy_piece<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE,
-                     (over ? beyond : from) + i * PITCH);
-  }
+  for (int i = 0; i < COUNT; i += STEP)
+    copy_piece<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE, from + i * PITCH);
 }
 
 // Which part of which tile comes next, over all items of this block.
 template <class S, int PARTS>
 struct Cursor {
   int round = 0, part = 0, head, tile, end;
+  int slot;  // of the tile's first key
 
   DEVICE Cursor(const Work<S::KEYS>& work) { open(work); }
   DEVICE void open(const Work<S::KEYS>& work) {
@@ -100,47 +97,45 @@ struct Cursor {
     if (round == work.count) return;
     const Item item = work.items[round];
     head = item.head, tile = item.tile, end = item.end;
+    slot = (u32)(tile * S::KEYS) % (u32)work.capacity;
   }
   DEVICE bool valid() const { return head >= 0; }
   DEVICE void next(const Work<S::KEYS>& work) {
     if (++part < PARTS) return;
     part = 0;
-    if (++tile < end) return;
+    if (++tile < end) {
+      slot += S::KEYS;
+      if (slot >= work.capacity) slot -= work.capacity;
+      return;
+    }
     ++round;
     open(work);
   }
 };
 
+// A tile is consecutive in memory: capacity is a multiple of 128, tiles are aligned.
 template <class S>
 DEVICE void load_keys(u32 stage, const Planes& k, const Cursor<S, S::KS>& at, int capacity,
                       int thread) {
   constexpr int PITCH = S::D * S::BYTES, SCALES = S::D / 16, OWN = S::DK / 16;  // bytes
-  const u32 position = at.tile * S::KEYS, here = position % (u32)capacity;
-  const u32 beyond = here + 64 == capacity ? 0 : here + 64;
-  const char* rows = k.rows + (i64)at.head * capacity * PITCH + at.part * S::DK * S::BYTES;
+  const i64 row = (i64)at.head * capacity + at.slot;
   copy_rows<S::KEYS, S::DK * S::BYTES, PITCH, S::K_ROW, S::Q8 ? NONE : OF_KEYS, 32 * S::QW>(
-      stage, rows + (i64)here * PITCH, rows + (i64)beyond * PITCH, thread);
-  if constexpr (S::Q8) {
-    const char* scales = k.scales + (i64)at.head * capacity * SCALES + at.part * OWN;
+      stage, k.rows + row * PITCH + at.part * S::DK * S::BYTES, thread);
+  if constexpr (S::Q8)
     copy_rows<S::KEYS, OWN, SCALES, OWN, NONE, 32 * S::QW>(
-        stage + S::KEYS * S::K_ROW, scales + here * SCALES, scales + beyond * SCALES, thread);
-  }
+        stage + S::KEYS * S::K_ROW, k.scales + row * SCALES + at.part * OWN, thread);
 }
 
 template <class S>
 DEVICE void load_values(u32 stage, const Planes& v, const Cursor<S, S::VS>& at, int capacity,
                         int thread) {
   constexpr int PITCH = S::D * S::BYTES, SCALES = S::D / 16;  // bytes
-  const u32 position = at.tile * S::KEYS + at.part * S::VKEYS, here = position % (u32)capacity;
-  const u32 beyond = here + 64 == capacity ? 0 : here + 64;
-  const char* rows = v.rows + (i64)at.head * capacity * PITCH;
+  const i64 row = (i64)at.head * capacity + at.slot + at.part * S::VKEYS;
   copy_rows<S::VKEYS, PITCH, PITCH, S::V_ROW, S::Q8 ? NONE : OF_VALUES, 32 * S::PW>(
-      stage, rows + (i64)here * PITCH, rows + (i64)beyond * PITCH, thread);
-  if constexpr (S::Q8) {
-    const char* scales = v.scales + (i64)at.head * capacity * SCALES;
+      stage, v.rows + row * PITCH, thread);
+  if constexpr (S::Q8)
     copy_rows<S::VKEYS, SCALES, SCALES, SCALES, NONE, 32 * S::PW>(
-        stage + S::VKEYS * S::V_ROW, scales + here * SCALES, scales + beyond * SCALES, thread);
-  }
+        stage + S::VKEYS * S::V_ROW, v.scales + row * SCALES, thread);
 }
 
 // Values that some row must not see count zero times; zero times infinity or NaN would be NaN.
@@ -229,7 +224,7 @@ DEVICE void multiply_keys(float (&scores)[S::WT][S::NT][4], const char* stage, c
   u32 a[2][S::WT][2][4];
 #pragma unroll
   for (int w = 0; w < S::WT; ++w) read_keys<S>(a[0][w], stage, key + w * 16, 0);
-#pragma unroll S::NT * S::WT > 2 ? 2 : 8
+#pragma unroll S::NT > 2 ? 2 : 8
   for (int block = 0; block < BLOCKS; ++block) {
     if (block + 1 < BLOCKS)
 #pragma unroll

@@ -5,20 +5,22 @@
 
 #define NEVER __int_as_float(0xff800000)  // -infinity
 
-// Chunks of `unit` positions; `growing` ones have `unit` below 4096 and then 2, 4, 8 ... times as
-// many in each octave (unit is a power of two then): 2048 / unit chunks an octave.
+// Chunks of 2^shift positions; `growing` ones have 2^shift below 4096 and then 2, 4, 8 ... times as
+// many in each octave: 2^(11 - shift) chunks an octave.
 struct Chunks {
-  int unit, growing;
+  int shift, growing;
 
   DEVICE int of(int position) const {
-    if (!growing || position < 4096) return position / unit;
+    if (!growing || position < 4096) return position >> shift;
     const int octave = 19 - __clz(position);  // 4096 is octave 0
-    return (4096 + octave * 2048) / unit + (position - (4096 << octave)) / (unit << (octave + 1));
+    return ((2 + octave) << (11 - shift)) + ((position - (4096 << octave)) >> (shift + octave + 1));
   }
   DEVICE int start(int chunk) const {
-    if (!growing || chunk < 4096 / unit) return chunk * unit;
-    const int beyond = chunk - 4096 / unit, each = 2048 / unit, octave = beyond / each;
-    return (4096 << octave) + (beyond % each) * (unit << (octave + 1));
+    if (!growing) return chunk << shift;
+    const int beyond = chunk - (2 << (11 - shift));
+    if (beyond < 0) return chunk << shift;
+    const int octave = beyond >> (11 - shift), inside = beyond & ((1 << (11 - shift)) - 1);
+    return (4096 << octave) + (inside << (shift + octave + 1));
   }
 };
 
@@ -66,33 +68,36 @@ constexpr int ITEMS = 264;  // most of a block
 template <int KEYS>  // of a tile
 struct Work {
   Item items[ITEMS];
-  int count, all_from, all_to;
+  int count, all_from, all_to, capacity;
 
   // The first item that begins at or behind tile `x` of all.
   static DEVICE int first_item(const Chunks& chunks, const Span& span, int per_pair, int x) {
     const int end = span.hi / KEYS + 1, tiles = end - span.lo / KEYS;
-    const int pair = x / tiles, skip = x % tiles, high = chunks.of(span.hi);
+    const int pair = (u32)x / (u32)tiles, skip = x - pair * tiles, high = chunks.of(span.hi);
     const int chunk = chunks.of((end - 1 - skip) * KEYS);
     const int begins = end - least(end, chunks.start(chunk + 1) / KEYS);
     return pair * per_pair + high - chunk + (begins != skip);
   }
-  DEVICE void set(const Chunks& chunks, const Span& span, int n_kv, int row_blocks) {
+  // By one warp.
+  DEVICE void set(const Chunks& chunks, const Span& span, int n_kv, int row_blocks, int ring) {
     const int low = chunks.of(span.lo), high = chunks.of(span.hi), per_pair = high - low + 1;
-    const int pairs = n_kv * row_blocks, b = blockIdx.x;
+    const u32 pairs = n_kv * row_blocks, b = blockIdx.x;
     const u32 tiles = (span.hi / KEYS - span.lo / KEYS + 1) * pairs;
     int from = b, to = b + (b < per_pair * pairs);  // one each, if there are enough blocks
     if (per_pair * pairs > gridDim.x) {
       from = first_item(chunks, span, per_pair, tiles * b / gridDim.x);
       to = first_item(chunks, span, per_pair, tiles * (b + 1) / gridDim.x);
     }
-    for (int i = from + threadIdx.x; i < to; i += blockDim.x) {
-      const int pair = i / per_pair, chunk = high - i % per_pair;
+    for (int i = from + threadIdx.x; i < to; i += 32) {
+      const u32 pair = (u32)i / (u32)per_pair, head = pair / (u32)row_blocks;
+      const int chunk = high - (i - (int)pair * per_pair);
       const int begin = most(chunks.start(chunk), span.lo);
       const int last = least(chunks.start(chunk + 1) - 1, span.hi);
       items[i - from] = {(u16)(begin / KEYS), (u16)(last / KEYS + 1), (u16)(chunk - low),
-                         (u8)(pair / row_blocks), (u8)(pair % row_blocks)};
+                         (u8)head, (u8)(pair - head * row_blocks)};
     }
-    count = to - from, all_from = span.all_from, all_to = span.all_to;
+    if (threadIdx.x == 0)
+      count = to - from, all_from = span.all_from, all_to = span.all_to, capacity = ring;
   }
   DEVICE bool whole(int tile) const {  // does every row see all of it?
     return tile * KEYS >= all_from && tile * KEYS + KEYS - 1 <= all_to;

@@ -1,0 +1,132 @@
+// The first phase of attention without tensor cores or asynchronous copies, for sm_70 and sm_75.
+// Same results in the same places as attention.cu: for each chunk of keys and row the largest
+// score, the sum of weights and the weighted sum of values. All arithmetic is float32.
+#include "chunks.cuh"
+
+constexpr int THREADS = 128, ROWS = 8, KEYS = 64;  // of a block; of a tile
+
+struct Plane {  // of keys or of values: [n_kv, capacity, D], scales [n_kv, capacity, D / 32]
+  const char* rows;
+  const u16* scales;
+
+  template <int D, int Q8>
+  DEVICE float at(i64 row, int d) const {
+    if (Q8) return ((int)((const u8*)rows)[row * D + d] - 128) * from_half(scales[row * (D / 32) + d / 32]);
+    return from_half(((const u16*)rows)[row * D + d]);
+  }
+};
+
+struct Shared {
+  float scores[ROWS][KEYS], top[ROWS], sum[ROWS], fade[ROWS];
+  int first[ROWS], last[ROWS], offset[ROWS];  // offset of a row's query, -1: no such row
+};
+
+// Scores of four rows with one key: thread -> key thread % 64, rows thread / 64 * 4 ...
+template <int D, int Q8>
+DEVICE void score(Shared& s, const u16* q, const Plane& k, i64 slot, int position, float scale) {
+  const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
+  float dot[4] = {0, 0, 0, 0};
+  for (int d = 0; d < D; ++d) {
+    const float x = k.at<D, Q8>(slot + key, d);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (s.offset[row + i] >= 0) dot[i] = fmaf(x, from_half(q[s.offset[row + i] + d]), dot[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const bool seen = position + key >= s.first[row + i] && position + key <= s.last[row + i];
+    s.scores[row + i][key] = seen ? dot[i] * scale : NEVER;
+  }
+}
+
+// Scores to weights; each warp has two rows.
+DEVICE void weigh(Shared& s) {
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32 * 2; row < threadIdx.x / 32 * 2 + 2; ++row) {
+    float* x = s.scores[row];
+    float top = fmaxf(x[lane], x[lane + 32]);
+#pragma unroll
+    for (int step = 16; step; step /= 2) top = fmaxf(top, __shfl_xor_sync(FULL, top, step));
+    const float before = s.top[row];
+    top = fmaxf(top, before);
+    const float origin = top == NEVER ? 0.0f : top, fade = exp2_fast(before - origin);
+    x[lane] = exp2_fast(x[lane] - origin);
+    x[lane + 32] = exp2_fast(x[lane + 32] - origin);
+    float sum = x[lane] + x[lane + 32];
+#pragma unroll
+    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
+    __syncwarp();
+    if (lane == 0) s.top[row] = top, s.fade[row] = fade, s.sum[row] = fmaf(s.sum[row], fade, sum);
+  }
+}
+
+// Rows of an item: which there are, what they see, nothing found yet.
+template <int D>
+DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int begin, int head, int tokens,
+                      int n_kv, int group) {
+  if (threadIdx.x >= ROWS) return;
+  const int r = threadIdx.x, row = begin + r, token = row / group;
+  const bool real = row < tokens * group;
+  s.offset[r] = real ? (token * n_kv * group + head * group + row % group) * D : -1;
+  s.first[r] = real ? (int)__ldcg(first + token) : 0;
+  s.last[r] = real ? (int)__ldcg(last + token) : -1;
+  s.top[r] = NEVER, s.sum[r] = 0;
+}
+
+template <int D, int Q8>
+__global__ __launch_bounds__(THREADS, 4) void attend_plain(
+    const u16* q, const char* keys, const char* values, const u16* key_scales,
+    const u16* value_scales, const i64* first, const i64* last, float* sums, float2* tops,
+    int tokens, int n_kv, int group, int capacity, int shift, int growing, float scale) {
+  grid_launch();
+  grid_wait();
+  __shared__ Shared s;
+  constexpr int OWN = (D + THREADS - 1) / THREADS;  // values of d of a thread
+  const Plane k = {keys, key_scales}, v = {values, value_scales};
+  const Chunks chunks = {shift, growing};
+  const Span span = span_of(first, last, tokens);
+  const int rows = tokens * group, row_blocks = (rows + ROWS - 1) / ROWS;
+  const int low = chunks.of(span.lo), high = chunks.of(span.hi);
+  for (int i = blockIdx.x; i < (high - low + 1) * n_kv * row_blocks; i += gridDim.x) {
+    const int begin = i % row_blocks * ROWS, head = i / row_blocks % n_kv;
+    const int chunk = high - i / row_blocks / n_kv;
+    const i64 place = (i64)((chunk - low) * n_kv + head) * rows + begin;
+    open_rows<D>(s, first, last, begin, head, tokens, n_kv, group);
+    __syncthreads();
+    float out[ROWS][OWN] = {};
+    const int from = most(chunks.start(chunk), span.lo) / KEYS;
+    const int to = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS;
+    for (int tile = from; tile <= to; ++tile) {
+      const i64 slot = (i64)head * capacity + tile * KEYS % capacity;
+      score<D, Q8>(s, q, k, slot, tile * KEYS, scale * 1.44269504f);
+      __syncthreads();
+      weigh(s);
+      __syncthreads();
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const int d = threadIdx.x + j * THREADS;
+        if (d >= D) break;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) out[r][j] *= s.fade[r];
+        for (int key = 0; key < KEYS; ++key) {
+          const float x = v.at<D, Q8>(slot + key, d);
+#pragma unroll
+          for (int r = 0; r < ROWS; ++r) {  // what a row does not see may be NaN
+            const float weight = s.scores[r][key];
+            if (weight != 0.0f) out[r][j] = fmaf(weight, x, out[r][j]);
+          }
+        }
+      }
+      __syncthreads();
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+      for (int j = 0; j < OWN; ++j)
+        if (threadIdx.x + j * THREADS < D && s.offset[r] >= 0)
+          sums[(place + r) * D + threadIdx.x + j * THREADS] = out[r][j];
+    if (threadIdx.x < ROWS && s.offset[threadIdx.x] >= 0)
+      tops[place + threadIdx.x] = {s.top[threadIdx.x], s.sum[threadIdx.x]};
+    __syncthreads();
+  }
+}
