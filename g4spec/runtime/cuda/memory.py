@@ -46,7 +46,7 @@ class Card:
         chunk = min(chunk, n_ctx)
         logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
         rows = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
-        long = prefill.workspace(config, chunk, n_ctx, launch.arch(self.device.index))
+        long = sum(prefill.workspace(config, chunk, n_ctx, launch.arch(self.device.index)))
         return int(logits + rows + long + PACKING + FIXED)
 
     def available(self) -> int:

@@ -29,7 +29,7 @@ from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.loading import Uploader
 from g4spec.runtime.cuda.long_reader import LongReader
-from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
+from g4spec.runtime.cuda.matrix import TILE, Matrix, Pairs, below, in_turns, join
 from g4spec.runtime.cuda.rows import Residual, Rows
 from g4spec.runtime.cuda.sampler import CudaSampler
 from g4spec.runtime.ops import Graph, Ops, Reader, Run
@@ -337,8 +337,12 @@ def _experts(
     activation: Activation,
 ) -> torch.Tensor:
     """See `Ops.experts`: every expert for every row, in tiles of 16."""
-    stacks = [_stack(w) for w in (gate, up, down) if w is not None]
-    if up is None:
+    turned = isinstance(gate, Matrix) and gate.turned
+    stacks = [_stack(w) for w in (gate, None if turned else up, down) if w is not None]
+    if turned:
+        both = stacks[0].view(len(stacks[0]), -1, 2, TILE, stacks[0].shape[2])
+        stacks[:1] = [both[:, :, i].flatten(1, 2) for i in (0, 1)]
+    elif up is None:
         stacks[:1] = stacks[0].chunk(2, dim=1)
     out = []
     for start in range(0, len(x), rows.MOST):
