@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from g4spec.cli.render import Output
-from g4spec.errors import CheckFailed
+from g4spec.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from g4spec.runtime.bench import Result
+
+MT_BENCH = "mt-bench"
 
 
 def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None) -> None:
@@ -70,12 +75,34 @@ def require_identical(data: Mapping[str, Any]) -> None:
 
 
 def finish(
-    data: dict[str, Any], out: Output, save: Path | None, report: Path | None, averages_too: bool
+    result: Result,
+    origin: dict[str, Any],
+    out: Output,
+    save: Path | None,
+    report: Path | None,
+    averages_too: bool,
 ) -> None:
     """Keep and show a result; CheckFailed if a draft changed a text."""
+    from g4spec.runtime import recommendation
+
+    data = result.json(origin, recommendation.recommend(result.rows).json())
     keep(data, out, save, report)
     show(data, out)
+    if names := data["provenance"]["ops_without_kernel"]:
+        out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")
     if averages_too:
         averages(data["rows"], out)
     out.result(data)
     require_identical(data)
+
+
+def checked(model: Path | None, preset: str | None, fixed: bool) -> Path:
+    """The target, if the options mean something together."""
+    if model is None:
+        raise UsageError("-m is missing: pass the target, a GGUF file")
+    if preset not in (None, MT_BENCH):
+        raise UsageError("--preset", expected=MT_BENCH, found=preset)
+    if preset and fixed:
+        raise UsageError("--preset fixes the prompts and temperature 0",
+                         fix="leave out --temp and --categories")  # fmt: skip
+    return model

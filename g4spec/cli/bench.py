@@ -9,11 +9,8 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _compare, _engine, _inputs, _measured, _options
+from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _synthetic
 from g4spec.cli.render import Json, Output, Quiet
-from g4spec.errors import UsageError
-
-MT_BENCH = "mt-bench"
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -30,8 +27,9 @@ Repeats = Annotated[int, typer.Option(help="How often each prompt is timed.")]
 LongTokens = Annotated[int | None, typer.Option(help="Length of long prompts. [at most 2048]")]
 Preset = Annotated[
     str | None,
-    typer.Option(metavar=MT_BENCH, help="80 questions, one stream, 2048 tokens, temperature 0."),
-]
+    typer.Option(metavar=_measured.MT_BENCH,
+                 help="80 questions, one stream, 2048 tokens, temperature 0."),
+]  # fmt: skip
 Dataset = Annotated[Path | None, typer.Option(help="The preset's questions: question.jsonl.")]
 Save = Annotated[Path | None, typer.Option("-o", "--out", help="Keep the result as JSON.")]
 Report = Annotated[Path | None, typer.Option(help="Write a page with charts (HTML).")]
@@ -62,18 +60,23 @@ def measure(
     cache_type: _options.CacheType = None,
     save: Save = None,
     report: Report = None,
+    synthetic: _synthetic.Size = None,
+    mix: _synthetic.Type = "q4_k_m",
+    accepted: _synthetic.Accepted = 6,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure draft lengths by kind of prompt and recommend one (`bench compare`: two results)."""
     if context.invoked_subcommand is not None:
         return
-    model = _checked(model, preset, bool(temp or categories))
-    from g4spec.runtime import bench, provenance, recommendation
+    out = Output(json, quiet)
+    if synthetic is not None:
+        return _synthetic.run(synthetic, mix, accepted, ctx_size, device, cache_type, out, save)
+    model = _measured.checked(model, preset, bool(temp or categories))
+    from g4spec.runtime import bench, provenance
     from g4spec.runtime import prompts as shipped
     from g4spec.runtime.sampling import Sampler
 
-    out = Output(json, quiet)
     protocol = bench.Protocol((0,), n_predict or (2048 if preset else 128), repeats,
                               Sampler(temp, top_k, top_p, min_p, seed), ignore_eos)  # fmt: skip
     wanted = draft_max or ("8" if preset else "sweep")
@@ -84,29 +87,15 @@ def measure(
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
                           device=device, cache_type=cache_type)  # fmt: skip
-    most = engine.draft.max_tokens if engine.draft else None
-    protocol = replace(protocol, lengths=bench.lengths_of(wanted, most))
-    names = categories.split(",") if categories else shipped.CATEGORIES
+    possible = bench.lengths_of(wanted, engine.draft.max_tokens if engine.draft else None)
+    protocol = replace(protocol, lengths=possible)
     room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
+    names = categories.split(",") if categories else shipped.CATEGORIES
     texts = questions or shipped.prompts(engine.tokenizer, names, prompts, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    _engine.tell(engine, out)
     origin = provenance.describe(model, draft_file, engine.target.ops, ["g4spec", *sys.argv[1:]])
-    data = result.json(origin, recommendation.recommend(result.rows).json())
-    _measured.finish(data, out, save, report, averages_too=preset is not None)
-
-
-def _checked(model: Path | None, preset: str | None, fixed: bool) -> Path:
-    """The target, if the options mean something together."""
-    if model is None:
-        raise UsageError("-m is missing: pass the target, a GGUF file")
-    if preset not in (None, MT_BENCH):
-        raise UsageError("--preset", expected=MT_BENCH, found=preset)
-    if preset and fixed:
-        raise UsageError("--preset fixes the prompts and temperature 0",
-                         fix="leave out --temp and --categories")  # fmt: skip
-    return model
+    _measured.finish(result, origin, out, save, report, averages_too=preset is not None)
 
 
 app.command()(_compare.compare)

@@ -58,6 +58,10 @@ class Recorded:
         self._sizes = sorted(sizes)
         self._made: dict[int, _Recording] = {}
 
+    def recording(self, rows: int) -> torch.cuda.CUDAGraph:
+        """What a call of so many rows plays; one must have been made."""
+        return self._made[next(s for s in self._sizes if s >= rows)].graph
+
     def __call__(
         self, ids: Sequence[int], start: int, *rows: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,180 @@
+"""Times steps and cycles of models with random weights on a GPU (`bench --synthetic`).
+
+A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
+not what Python adds. A cycle is timed by the clock with everything in it, and accepts as many
+drafts as it is told to: random weights predict nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from g4spec.errors import UsageError
+from g4spec.models.spec import MAX_DRAFT, Committed
+from g4spec.runtime import provenance, synthetic
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.sampling import Sampler
+
+SCHEMA = "g4spec.synthetic/1"
+ROWS = (1, 2, 4, 8, 16)
+CONTEXTS = (64, 4096)
+WARM = 3
+
+LABEL = "random weights, made on the GPU; acceptance forced: speed only, nothing about quality"
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """What is measured.
+
+    Attributes:
+        type, draft_type: of the matrices, as `--type` of `quantize`.
+        contexts: tokens in front of the steps that are timed.
+        accept_length: tokens a cycle commits, the target's own included.
+        times: repetitions whose median counts.
+    """
+
+    type: str = "q4_k_m"
+    draft_type: str = "q8_0"
+    contexts: tuple[int, ...] = CONTEXTS
+    accept_length: int = 6
+    times: int = 20
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.accept_length <= MAX_DRAFT + 1:
+            raise UsageError("--accept-length", expected=f"1 to {MAX_DRAFT + 1}, the target's own "
+                             "token included", found=self.accept_length)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Figures at one context: `steps` by rows in milliseconds; a draft's are None without one."""
+
+    context: int
+    prefill_tokens_per_second: float
+    steps: dict[int, float]
+    draft: float | None
+    cycle: float | None
+    tokens_per_second: float
+
+
+def measure(name: str, ops: CudaOps, protocol: Protocol) -> dict[str, Any]:
+    """Build a model of a size in `synthetic.TARGETS`, with its draft if there is one; the result
+    file's contents."""
+    check(name)
+    with torch.cuda.device(ops.device):
+        read = bandwidth()
+        torch.cuda.empty_cache()
+        target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + 64)
+        drafter = None
+        if name in synthetic.DRAFTS:
+            drafter = synthetic.draft(name, protocol.draft_type, ops, target)
+        rows = [_at(context, target, drafter, protocol) for context in protocol.contexts]
+    held = weight_bytes(target.model.w)
+    plain = rows[0].steps[1]
+    return {
+        "schema": SCHEMA, "label": LABEL, "model": name,
+        "type": protocol.type, "draft_type": protocol.draft_type if drafter else None,
+        "cache_type": ops.cache_type, "accept_length": protocol.accept_length if drafter else None,
+        "machine": provenance.machine(), "device": ops.title, "commit": provenance.commit(),
+        "torch": torch.__version__, "overridden_ops": provenance.overridden(ops),
+        "ops_without_kernel": sorted(ops.without_kernel),
+        "read_bytes_per_second": read, "weight_bytes": held,
+        "fraction_of_bandwidth": held / (plain * 1e-3) / read,
+        "rows": [_json(row) for row in rows],
+    }  # fmt: skip
+
+
+def check(name: str) -> None:
+    """Raise unless this is a size."""
+    if name not in synthetic.TARGETS:
+        raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
+
+
+def milliseconds(run: Callable[[], Any], times: int = 20) -> float:
+    """Median time on the GPU of what `run` launches."""
+    run()
+    out = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        out.append(begin.elapsed_time(end))
+    return float(round(median(out), 3))
+
+
+def bandwidth() -> float:
+    """Bytes a second that a sum over most of a GPU's free memory, at most 8 GiB, reads."""
+    count = min(1 << 31, torch.cuda.mem_get_info()[0] // 8)
+    x = torch.ones(count, dtype=torch.float32, device="cuda")
+    return float(x.nbytes / (milliseconds(x.sum, 5) * 1e-3))
+
+
+def weight_bytes(weights: Mapping[str, Any]) -> int:
+    """Bytes of the weights as they lie in memory, each counted once."""
+    seen = {}
+    for w in weights.values():
+        data = w if isinstance(w, torch.Tensor) else w.table
+        seen[data.data_ptr()] = data.nbytes
+    return sum(seen.values())
+
+
+def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
+    fill = _fill(target, drafter, context)
+    steps = {}
+    for rows in ROWS:
+        ids = torch.randint(10, 200_000, (rows,)).tolist()
+        logits = target.step(ids, context).logits
+        assert bool(logits.isfinite().all()), (context, rows)
+        steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times)
+    if drafter is None:
+        return Row(context, fill, steps, None, None, round(1e3 / steps[1], 1))
+    cycle = round(median(_cycles(target, drafter, context, protocol)), 3)
+    draft = milliseconds(drafter._block.recording(1).replay, protocol.times)
+    return Row(context, fill, steps, draft, cycle, round(protocol.accept_length / cycle * 1e3, 1))
+
+
+def _fill(target: Any, drafter: Any, tokens: int) -> float:
+    """Read random tokens so that caches are real; tokens a second."""
+    ids = torch.randint(10, 200_000, (tokens,)).tolist()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for read in target.prefill(ids):
+        if drafter is not None:
+            drafter.commit(read)
+    torch.cuda.synchronize()
+    return round(tokens / (time.perf_counter() - begin))
+
+
+def _cycles(target: Any, drafter: Any, at: int, protocol: Protocol) -> Iterator[float]:
+    """Milliseconds of cycles at one position: draft, step, choice, and the draft brought up to
+    date with what is said to be accepted."""
+    chooser, n = target.ops.chooser(Sampler()), min(protocol.accept_length, drafter.max_tokens + 1)
+    for i in range(protocol.times + WARM):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        drafted = drafter.propose(7, at, drafter.max_tokens, chooser)
+        out = target.step([7, *drafted], at)
+        list(chooser.choose_rows(out.logits, at + 1))
+        r = out.read
+        drafter.commit(Committed(r.ids[:n], r.start, r.hidden[:n], r.taps[:n]))
+        torch.cuda.synchronize()
+        if i >= WARM:
+            yield (time.perf_counter() - begin) * 1e3
+
+
+def _json(row: Row) -> dict[str, Any]:
+    return {
+        "context": row.context, "prefill_tokens_per_second": row.prefill_tokens_per_second,
+        **{f"step_{rows}_ms": ms for rows, ms in row.steps.items()},
+        "draft_ms": row.draft, "cycle_ms": row.cycle, "tokens_per_second": row.tokens_per_second,
+    }  # fmt: skip

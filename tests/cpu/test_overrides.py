@@ -1,0 +1,32 @@
+"""An operation that the GPU backend replaces has a parity case; nothing else has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.ops import Ops
+from tests.gpu.parity import CASES, ELSEWHERE
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def replaced() -> set[str]:
+    return {n for n in dir(Ops)
+            if n[0] != "_" and callable(getattr(Ops, n))
+            and getattr(CudaOps, n) is not getattr(Ops, n)}  # fmt: skip
+
+
+def test_every_override_has_a_parity_case() -> None:
+    assert replaced() == CASES.keys() | ELSEWHERE.keys()
+
+
+def test_what_is_judged_elsewhere_is() -> None:
+    for where in ELSEWHERE.values():
+        assert (ROOT / where.partition(":")[0]).is_file()
+
+
+def test_a_backend_has_no_operations_of_its_own() -> None:
+    """Models only use what the reference has."""
+    own = {n for n in vars(CudaOps) if n[0] != "_" and callable(getattr(CudaOps, n))}
+    assert own <= set(dir(Ops))

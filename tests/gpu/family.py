@@ -1,0 +1,98 @@
+"""Files that the GPU's engine is tested with: the trained family, and random ones of every kind in
+shapes that the kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from g4spec import convert
+from g4spec.runtime.engine import Engine, Options, Run
+from g4spec.runtime.sampling import Sampler
+from tests import tiny, tiny_drafts
+from tests.oracle import build
+
+TRAINED = Path(__file__).resolve().parents[2] / "examples" / "tiny"
+WINDOW, VOCAB, CTX = 64, 1024, 512
+
+SHAPE: dict[str, Any] = {
+    "hidden": 256, "inter": 512, "heads": 2, "kv": 1, "global_kv": 1, "head_dim": 256,
+    "global_head_dim": 512, "window": WINDOW, "vocab": VOCAB, "layers": 6, "period": 3,
+}  # fmt: skip
+TARGETS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "experts": {"experts": 16, "top_k": 3, "expert_inter": 128},
+    "per-layer": {"ple": 64, "shared": 2, "k_eq_v": False},
+}
+DRAFT: dict[str, Any] = {"heads": 4, "kv": 2, "head_dim": 64, "inter": 384}
+CHAIN: dict[str, Any] = {"heads_": 4, "kv": 2, "head_dim": 64, "inter": 384}
+
+Make = Callable[[Path, Path], Path]
+DRAFTS: dict[str, Make] = {
+    "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=3, **DRAFT),
+    "speculators": lambda at, on: tiny.speculators_dflash(at, on, block=8, window=WINDOW, **DRAFT),
+    "assistant": tiny.assistant,
+    "centroids": lambda at, on: tiny.assistant(at, on, centroids=16),
+    "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, **CHAIN),
+    "eagle3-window": lambda at, on: tiny_drafts.eagle3(at, on, window=WINDOW, layers=2, qwen=True,
+                                                       draft_vocab=None, **CHAIN),
+    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=5, **CHAIN),
+    "dspark": lambda at, on: tiny_drafts.speculators_dspark(at, on, **DRAFT),
+    "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
+    "deepspec": lambda at, on: tiny_drafts.deepspec_dspark(at, on, heads_=2, head_dim=512,
+                                                           inter=512),
+    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
+}  # fmt: skip
+
+
+def trained(folder: Path, type: str) -> dict[str, Path]:
+    """The trained target in a type, and its drafts."""
+    files = {"target": folder / "target.gguf"}
+    convert.convert(TRAINED / "target", files["target"], type=type)
+    for name in ("dflash", "dflash-speculators", "assistant", "dflash-other"):
+        files[name] = folder / f"{name}.gguf"
+        convert.convert(TRAINED / name, files[name], target=files["target"],
+                        type="q8_0" if type.startswith("q") else type)  # fmt: skip
+    return files
+
+
+def random(folder: Path, kind: str, type: str = "q8_0") -> Path:
+    """A random target, `TARGETS`; its checkpoint stays beside it. Errors grow in it as its layers
+    outweigh its embedding, so `<kind>-calm.gguf` is the same with layers that do not."""
+    at = tiny.target(folder / kind, **(SHAPE | TARGETS[kind]))
+    convert.convert(at, folder / f"{kind}-calm.gguf", type=type)
+    convert.convert(build.lively(at, 5.0), folder / f"{kind}.gguf", type=type)
+    return folder / f"{kind}.gguf"
+
+
+def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
+    """A random draft, `DRAFTS`, for a target made by `random` in the same folder."""
+    name = f"{kind}-{target}"
+    DRAFTS[kind](folder / name, folder / target)
+    convert.convert(folder / name, folder / f"{name}.gguf", target=folder / target, type=type)
+    return folder / f"{name}.gguf"
+
+
+def generate(
+    engine: Engine, prompt: list[int], length: int, n: int, sampler: Sampler | None = None
+) -> Run:
+    """A finished run that ignores stop tokens."""
+    run = engine.generate(prompt, Options(n, sampler or Sampler(), length, ignore_eos=True))
+    for _ in run:
+        pass
+    return run
+
+
+def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> None:
+    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`."""
+    made: Any = engine.draft
+    propose, turn = type(made).propose, iter(range(10**6))
+
+    def better(anchor: int, position: int, count: int, chooser: Any) -> list[int]:
+        own = propose(made, anchor, position, count, chooser)
+        own += [0] * (count - len(own))
+        true = truth[position + 1 : position + 1 + min(count, right(next(turn)))]
+        return [*true, *own[len(true) :]]
+
+    made.propose = better

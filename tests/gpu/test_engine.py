@@ -1,0 +1,198 @@
+"""The engine on a GPU: near the reference, exact in itself, with every kind of target and draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec.runtime import prompts, verify
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.sampling import Sampler
+from tests.gpu import family
+from tests.oracle import build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
+TOLERANCE = 0.05
+"""Of logits, which lie between -30 and 30; activations are rounded to half precision."""
+SAMPLERS = [Sampler(), Sampler(temperature=0.7, seed=1), Sampler(temperature=1.0, seed=2)]
+PROMPT = build.prompt(3 * family.WINDOW + 5, family.VOCAB, 7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random targets, and drafts for the dense one."""
+    at = tmp_path_factory.mktemp("random")
+    for kind in family.TARGETS:
+        family.random(at, kind)
+    for kind in family.DRAFTS:
+        family.draft(at, kind, "dense")
+    for kind in ("experts", "per-layer"):
+        family.draft(at, "zlab", kind)
+        family.draft(at, "assistant", kind)
+    return at
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def files(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The trained family in a type."""
+    return family.trained(tmp_path_factory.mktemp("trained"), request.param)
+
+
+def load(target: Path, draft: Path | str | None = None, **settings: Any) -> Engine:
+    return Engine.load(target, draft, **({"n_ctx": family.CTX, "device": "cuda"} | settings))
+
+
+def near(
+    cpu: Engine, gpu: Engine, ids: list[int], tolerance: float = TOLERANCE, share: float = 0.02
+) -> None:
+    """A prompt and 16 steps of one row: logits, hidden rows, taps."""
+    taps = (1, 3, len(cpu.config.layers))
+    cpu.target.taps = gpu.target.taps = taps
+    for a, b in zip(cpu.target.prefill(ids), gpu.target.prefill(ids), strict=True):
+        close(b.hidden, a.hidden, share)
+        close(b.taps, a.taps, share)
+        got, want = gpu.target.logits(b.hidden[-16:]).cpu(), cpu.target.logits(a.hidden[-16:])
+        small((got - want).abs().amax(-1), tolerance)
+    for i in range(16):
+        step = ids[i : i + 1]
+        want, got = (e.target.step(step, len(ids) + i) for e in (cpu, gpu))
+        close(got.read.hidden, want.read.hidden, share)
+        small((got.logits.cpu() - want.logits).abs().amax(-1), tolerance)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, share: float) -> None:
+    small((got.cpu() - want).abs().amax(-1) / want.abs().amax(-1), share)
+
+
+def small(errors: torch.Tensor, share: float) -> None:
+    """Of rows: half of them below `share`. A row whose attention is torn between two keys may be
+    further off, since that is where rounding decides."""
+    assert float(errors.median()) < share and float(errors.max()) < 5 * share, errors.max()
+
+
+def exact(engine: Engine, ids: list[int], more: list[int]) -> None:
+    """Logits of a token are the same bits in steps of 1 to 16 rows, at every place in them."""
+    list(engine.target.prefill(ids))
+    at = len(ids)
+    one = torch.stack([engine.target.step([t], at + i).logits[0].clone()
+                       for i, t in enumerate(more)])  # fmt: skip
+    assert torch.isfinite(one).all()
+    for count in range(1, 17):
+        got = engine.target.step(more[:count], at).logits
+        assert torch.equal(got, one[:count]), count
+    for begin in range(1, 16):
+        got = engine.target.step(more[begin:], at + begin).logits
+        assert torch.equal(got, one[begin:]), begin
+
+
+def test_trained_target_is_near_the_reference(files: dict[str, Path]) -> None:
+    cpu, gpu = load(files["target"], device="cpu"), load(files["target"])
+    text = prompts.prompts(gpu.tokenizer, long_tokens=300)[-1].encode(gpu.tokenizer)
+    near(cpu, gpu, text[:300])
+
+
+def test_trained_target_is_exact(files: dict[str, Path]) -> None:
+    engine = load(files["target"])
+    text = prompts.prompts(engine.tokenizer, long_tokens=300)[-1].encode(engine.tokenizer)
+    exact(engine, text[:200], text[200:216])
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash-speculators", "assistant", "dflash-other",
+                                  "ngram"])  # fmt: skip
+def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> None:
+    """Lengths 1 to 15 at three temperatures."""
+    engine = load(files["target"], files.get(name, "ngram"))
+    assert engine.draft is not None
+    texts = prompts.prompts(engine.tokenizer, long_tokens=200)
+    todo = [verify.Case(texts[(3 * length + i) % len(texts)], length, sampler)
+            for length in range(1, engine.draft.max_tokens + 1)
+            for i, sampler in enumerate(SAMPLERS)]  # fmt: skip
+    verdict = verify.verify(engine, todo, 24)
+    assert verdict.ok, verdict.mismatch
+    assert verdict.same_logits == verdict.tokens
+    if name != "dflash-other":
+        assert verdict.accepted > 0.05 * verdict.drafted
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", family.TARGETS)
+def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: str) -> None:
+    calm = folder / f"{kind}-calm.gguf"
+    near(load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, 1.0, 0.1)
+    exact(load(folder / f"{kind}.gguf", cache_type=cache_type), PROMPT,
+          build.prompt(16, family.VOCAB, 9))  # fmt: skip
+
+
+PAIRS = [(kind, "dense") for kind in family.DRAFTS] + [
+    (kind, target) for target in ("experts", "per-layer") for kind in ("zlab", "assistant")
+]
+
+
+@pytest.mark.parametrize("kind,target", PAIRS)
+def test_a_random_draft_changes_nothing(folder: Path, kind: str, target: str) -> None:
+    """Every number of accepted tokens, with the draft's own caches behind it."""
+    path = folder / f"{target}.gguf"
+    engine = load(path, folder / f"{kind}-{target}.gguf")
+    for sampler in SAMPLERS:
+        plain = family.generate(engine, PROMPT, 0, 48, sampler)
+        assert len(set(plain.ids)) > 5
+        for count in (1, 4, 7, 15):
+            for right in (lambda i: 0, lambda i: i % 16):
+                family.help_out(engine, PROMPT + plain.ids, right)
+                run = family.generate(engine, PROMPT, count, 48, sampler)
+                assert run.ids == plain.ids, (count, sampler)
+                assert run.stats.drafted and not run.notes
+
+
+@pytest.mark.parametrize("kind", family.DRAFTS)
+def test_a_draft_proposes_what_the_reference_proposes(folder: Path, kind: str) -> None:
+    """Texts and proposals, after rejections and over the ends of rings; near-ties may differ."""
+    texts = []
+    for device in ("cpu", "cuda"):
+        engine = load(folder / "dense.gguf", folder / f"{kind}-dense.gguf", device=device)
+        family.help_out(engine, PROMPT + (texts[0][0] if texts else []), lambda i: 0)
+        run = engine.generate(PROMPT, family.Options(40, draft_max=5, ignore_eos=True))
+        cycles = list(run)
+        texts.append((run.ids, [c.drafted for c in cycles]))
+    (ids, want), (other, got) = texts
+    assert ids == other
+    pairs = [(a, b) for one, two in zip(want, got, strict=True)
+             for a, b in zip(one, two, strict=True)]  # fmt: skip
+    same = sum(a == b for a, b in pairs)
+    assert len(pairs) > 20 and same > 0.9 * len(pairs), (same, len(pairs))
+
+
+def test_the_end_of_the_context(folder: Path) -> None:
+    """Padding rows of the last steps stand behind the end, not at the beginning."""
+    path, name = folder / "dense.gguf", folder / "zlab-dense.gguf"
+    long = family.generate(load(path), PROMPT, 0, 60).ids
+    for room in (0, 1, 3, 9, 16, 17):
+        n_ctx = len(PROMPT) + room
+        engine = load(path, name, n_ctx=n_ctx)
+        for right in (0, 4, 15):
+            family.help_out(engine, PROMPT + long, lambda i, n=right: n)
+            run = family.generate(engine, PROMPT, 15, 999)
+            assert (run.ids, run.stats.stop_reason) == (long[: room + 1], "context"), (room, right)
+
+
+@pytest.mark.parametrize("chunk", [16, 100, 4096])
+def test_prompts_longer_than_a_ring(folder: Path, chunk: int) -> None:
+    path = folder / "dense-calm.gguf"
+    ids = build.prompt(400, family.VOCAB, 3)
+    near(load(path, device="cpu", chunk=chunk), load(path, chunk=chunk), ids, 1.0, 0.1)
+
+
+def test_nothing_is_left_of_an_earlier_sequence(folder: Path) -> None:
+    second = build.prompt(family.WINDOW // 2, family.VOCAB, 8)
+    files = folder / "dense.gguf", folder / "zlab-dense.gguf"
+    used, fresh = load(*files), load(*files)
+    family.generate(used, PROMPT, 6, 40)
+    assert family.generate(used, second, 6, 40).ids == family.generate(fresh, second, 6, 40).ids
