@@ -71,9 +71,10 @@ class Recorded:
             return self._run(self._ops.ids(list(ids)), self._ops.positions(start, n), *rows)
         made = self._made.get(size)
         if made is None:
-            made = self._made[size] = self._recording(size, rows)
+            made = self._recording(size, rows)
             made.enter(ids, start, rows)
             self._record(made)
+            self._made[size] = made
         else:
             made.enter(ids, start, rows)
         made.graph.replay()
