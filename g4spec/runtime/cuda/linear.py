@@ -128,7 +128,8 @@ def _units() -> list[Unit]:
                 for type in packing.PARTS for unit in ((256,) if type.endswith("_k") else (64, 256))
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
-        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 224, max(names.values())))
+        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168,
+                        max(names.values()), 16))
     return out
 
 

@@ -34,7 +34,8 @@ class Unit:
         file: name in `kernels/`.
         names: name expressions, for instance "norm<2>".
         archs: what they are compiled for.
-        max_registers: a bound that a test holds each instance to, on every architecture.
+        max_registers, max_spill: bounds (of spills in bytes) that a test holds each instance to, on
+            every architecture.
         shared: most bytes of dynamic shared memory of a block; one number, or one for each arch.
     """
 
@@ -43,6 +44,7 @@ class Unit:
     archs: tuple[str, ...] = nvrtc.ARCHS
     max_registers: int = 255
     shared: int | Mapping[str, int] = 0
+    max_spill: int = 0
 
     def shared_on(self, arch: str) -> int:
         """Most bytes of dynamic shared memory of a block on this architecture."""
