@@ -26,7 +26,9 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int 
 #if ARCH >= 900
       bulk_copy(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full + s);
 #else
-      for (int b = lane * 16; b < F::UNIT_BYTES; b += 512) copy16(to + half * F::UNIT_BYTES + b, from + b);
+#pragma unroll 4
+      for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)
+        copy16(to + half * F::UNIT_BYTES + b, from + b);
 #endif
     }
   };
@@ -37,6 +39,7 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int 
 #if ARCH >= 900
     bulk_copy(to, from, S::ROWS_BYTES, full + s);
 #else
+#pragma unroll 4
     for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + b, from + b);
     barrier_arrive_copied(full + s);
 #endif
@@ -83,6 +86,7 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int 
     barrier_expect(full + s, LEFT<NT, ROWS>);
     bulk_copy(stages + s * S::BYTES, from, LEFT<NT, ROWS>, full + s);
 #else
+#pragma unroll 4
     for (int b = lane * 16; b < LEFT<NT, ROWS>; b += 512)
       copy16(stages + s * S::BYTES + b, (const u8*)from + b);
     barrier_arrive_copied(full + s);
