@@ -223,6 +223,8 @@ def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping
     if provenance.T2D_SHA256 in made:
         kv[provenance.T2D_SHA256] = string(str(made[provenance.T2D_SHA256]))
     kv |= pair.pairing if target else pair.sampling
+    if found.is_target and pair.weights:
+        kv[provenance.WEIGHTS] = string(pair.weights)
     with_target = f" --target {provenance.name(Path(target))}" if target else ""
     command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
     return kv | provenance.keys(found.source, command)

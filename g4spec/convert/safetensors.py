@@ -161,10 +161,10 @@ def read(path: Path) -> dict[str, Stored]:
         raise InputError(f"{path}: {e.strerror}") from e
     header.pop("__metadata__", None)
     data = data[8 + length :]
-    return {name: _stored(name, entry, data, path) for name, entry in header.items()}
+    return {n: _stored(n, entry, data, path, 8 + length) for n, entry in header.items()}
 
 
-def _stored(name: str, entry: Any, data: Any, path: Path) -> Stored:
+def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored:
     where = f"{path}: tensor {name}"
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -181,4 +181,4 @@ def _stored(name: str, entry: Any, data: Any, path: Path) -> Stored:
         raise InputError(f"{where}: size of {dtype} {shape}", expected=prod(shape) * item,
                          found=end - start)  # fmt: skip
     form = quant.get(format_name) if format_name else None
-    return Stored(name, tuple(shape), dtype, form, data[start:end])
+    return Stored(name, tuple(shape), dtype, form, data[start:end], (path, offset + start))

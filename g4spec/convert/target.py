@@ -21,6 +21,7 @@ class Target:
         config: its parsed configuration. `tokenizer`: its `tokenizer.*` keys and stop ids.
         pairing: keys by which a draft recognises it. `sampling`: settings that its makers
             recommend, which llama.cpp takes as defaults. `notes`: for the user.
+        weights: their digest, if this is a checkpoint that holds them.
     """
 
     config: Any
@@ -28,6 +29,7 @@ class Target:
     pairing: KV
     sampling: KV
     notes: list[str]
+    weights: str | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -35,14 +37,23 @@ class Target:
 
 
 def load(path: Path) -> Target:
-    """The target at `path`, a checkpoint folder or a GGUF."""
-    found = sources.detect(path, weights=False)
+    """The target at `path`, a checkpoint folder or a GGUF. A folder need not hold any weights."""
+    found = _detect(path)
     if not found.is_target:
         raise InputError(f"{path}: must be a target", found=found.kind.TITLE)
     if isinstance(found.source, GGUF):
         with found.source:
             return of(found)
     return of(found)
+
+
+def _detect(path: Path) -> Found:
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        try:
+            return sources.detect(path)
+        except InputError:  # half of a download is enough for a configuration and a tokenizer
+            pass
+    return sources.detect(path, weights=False)
 
 
 def of(found: Found) -> Target:
@@ -55,8 +66,12 @@ def of(found: Found) -> Target:
         generation = dict(source.generation)
         config = found.kind.parse_hf(source.checkpoint)
         kv = tokenizer.from_folder(source.path, source.config, source.generation)
+    weights = None
+    if not isinstance(source, GGUF):
+        weights = provenance.weights_digest(found.kind, config, source.tensors)
     pairing = provenance.pairing(kv, config.n_embd, len(config.layers))
-    return Target(config, kv, pairing, _sampling(generation), found.notes)
+    pairing |= provenance.target_origin(source, weights)
+    return Target(config, kv, pairing, _sampling(generation), found.notes, weights)
 
 
 def _sampling(generation: Mapping[str, Any]) -> KV:

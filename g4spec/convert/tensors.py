@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class Stored:
     Attributes:
         shape: PyTorch order. `dtype`: the source's name of its type, for messages.
         format: how to read it, or None if this version cannot.
-        raw: its bytes, mapped, flat.
+        raw: its bytes, mapped, flat. `place`: the file, and where in it they begin.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Stored:
     dtype: str
     format: Format | None
     raw: Bytes
+    place: tuple[Path, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -82,8 +84,8 @@ class Packed(Stored):
 
     def __init__(self, name: str, shape: tuple[int, ...], dtype: str, format: Format, read: Rows,
                  note: str, size: int) -> None:  # fmt: skip
-        fields = {"name": name, "shape": shape, "dtype": dtype, "format": format, "_read": read,
-                  "_note": note, "_size": size}  # fmt: skip
+        fields = {"name": name, "shape": shape, "dtype": dtype, "format": format, "place": None,
+                  "_read": read, "_note": note, "_size": size}  # fmt: skip
         for key, value in fields.items():
             object.__setattr__(self, key, value)
 

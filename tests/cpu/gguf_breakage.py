@@ -100,6 +100,14 @@ def in_target(change: Break) -> Break:
     return lambda f, t: change(t, t)
 
 
+def commits(mine: str, its: str) -> Break:
+    """Draft and target name the same repository and these commits of it."""
+    name = both(put(provenance.TARGET_SOURCE, T.STRING, "org/model"),
+                in_target(put(provenance.SOURCE, T.STRING, "org/model")))  # fmt: skip
+    return both(name, put(provenance.TARGET_REVISION, T.STRING, mine * 40),
+                in_target(put(provenance.REVISION, T.STRING, its * 40)))  # fmt: skip
+
+
 def ordering(change: Callable[[np.ndarray], np.ndarray]) -> Break:
     def apply(f: File, t: File) -> None:
         f.kv[ORDERING] = array(T.I32, change(np.array(f.kv[ORDERING].data)).tolist())
@@ -358,6 +366,8 @@ PAIRING: dict[str, tuple[str, Break]] = {
                                  in_target(put(STOP_IDS, T.ARRAY, [1, 106, 50], T.I32)))),
     "G4-PAIR-013": ("eagle3", number(provenance.TARGET_HIDDEN, 2816)),
     "G4-PAIR-014": ("speculators", table(lambda x: x[::-1])),
+    "G4-PAIR-015": ("zlab", put(provenance.TARGET_WEIGHTS, T.STRING, "rows-sha256:" + "6" * 64)),
+    "G4-PAIR-016": ("zlab", both(drop(provenance.TARGET_WEIGHTS), commits("a", "b"))),
     "G4-LAY-001": ("target", put("gemma4.attention.sliding_window_pattern", T.ARRAY,
                                  [True] * 5 + [False] + [True] * 6, T.BOOL)),
     "G4-LAY-002": ("target", drop("gemma4.final_logit_softcapping")),

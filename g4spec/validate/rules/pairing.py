@@ -91,6 +91,37 @@ def tokenizer(s: Subject) -> Findings:
             yield Finding(provenance.TARGET_TOKENIZER, said[:16], found[:16], FROM_TARGET)
 
 
+@rule("G4-PAIR-015", WARNING, "the target's weights are those of the conversion", on=DRAFTS,
+      needs=TARGET)  # fmt: skip
+def weights(s: Subject) -> Findings:
+    """The draft was converted beside another revision of the target, a fine-tune, or a checkpoint
+    that was quantized already. It runs, and accepts as much as the two targets agree. Judged by a
+    digest over two rows of every published tensor, which quantizing a GGUF does not change; files
+    by other tools do not carry it."""
+    said, found = s.text(provenance.TARGET_WEIGHTS), _target(s).text(provenance.WEIGHTS)
+    if said and found and said != found:
+        mine = s.text(provenance.TARGET_SOURCE), s.text(provenance.TARGET_REVISION)
+        its = _target(s).text(provenance.SOURCE), _target(s).text(provenance.REVISION)
+        yield Finding(provenance.TARGET_WEIGHTS, _origin(said, *mine), _origin(found, *its),
+                      OTHER + ", or if this is it, " + FROM_TARGET)  # fmt: skip
+
+
+@rule("G4-PAIR-016", NOTE, "the target's commit is that of the conversion", on=DRAFTS,
+      needs=TARGET)  # fmt: skip
+def commit(s: Subject) -> Findings:
+    """Asked where one of the two does not know its weights' digest: a draft converted with the id
+    of a target on the hub, of which only the small files are fetched. Two commits of a repository
+    may differ in weights, or in a README only."""
+    target = _target(s)
+    if s.text(provenance.TARGET_WEIGHTS) and target.text(provenance.WEIGHTS):
+        return
+    mine = s.text(provenance.TARGET_SOURCE), s.text(provenance.TARGET_REVISION)
+    its = target.text(provenance.SOURCE), target.text(provenance.REVISION)
+    if all(mine) and all(its) and mine[0] == its[0] and mine[1] != its[1]:
+        yield Finding(provenance.TARGET_REVISION, mine[1], its[1],
+                      "compare the two commits; if weights changed, " + FROM_TARGET)  # fmt: skip
+
+
 @rule("G4-PAIR-008", WARNING, "logits are capped alike", on=DFLASH, needs=TARGET)
 def softcap(s: Subject) -> Findings:
     """A draft that borrows the target's head caps its logits as the target does; a missing cap
@@ -127,6 +158,12 @@ def capped(s: Subject) -> Findings:
     if s.config.softcap <= 0:
         yield Finding("gemma4.final_logit_softcapping", "30", "nothing",
                       "take final_logit_softcapping from the checkpoint")  # fmt: skip
+
+
+def _origin(digest: str, name: str | None, revision: str | None) -> str:
+    """A checkpoint in words: its name, commit and digest, as far as they are known."""
+    commit = f"@{revision[:12]}" if revision else ""
+    return f"{name or 'a checkpoint'}{commit} ({digest[:20]})"
 
 
 def _target(s: Subject) -> Subject:

@@ -1,0 +1,127 @@
+"""A draft remembers exactly which target it was converted beside, and says when it is another."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from g4spec.convert import convert, provenance, quantize
+from g4spec.gguf import GGUF
+from g4spec.validate import validate
+from tests import tiny
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.target(tmp_path_factory.mktemp("revision") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path) -> Path:
+    return tiny.zlab_dflash(target.parent / "draft", target)
+
+
+def recorded(draft: Path, target: Path, out: Path) -> dict[str, Any]:
+    """What the draft says of its target."""
+    convert(draft, out, target=target)
+    with GGUF(out) as file:
+        return {k: file[k] for k in file if k.startswith("g4spec.target.")}
+
+
+def warned(draft: Path, target: Path) -> bool:
+    return "G4-PAIR-015" in {f.rule.id for f in validate(draft, target).failures}
+
+
+def changed(target: Path, folder: Path, row: int) -> Path:
+    """The same checkpoint, one row of one matrix trained a little further."""
+    shutil.copytree(target, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.endswith("layers.0.mlp.gate_proj.weight"))
+    tensors[name][row] = -tensors[name][row]
+    save_file(tensors, path, {"format": "pt"})
+    return folder
+
+
+def test_every_file_of_one_checkpoint_is_the_same_target(
+    target: Path, draft: Path, tmp_path: Path
+) -> None:
+    """The folder, its GGUF and a quantized one: no draft converted beside one of them warns beside
+    another."""
+    convert(target, tmp_path / "bf16.gguf", type="bf16")
+    quantize(tmp_path / "bf16.gguf", tmp_path / "q4.gguf", "q4_k_m")
+    sides = (target, tmp_path / "bf16.gguf", tmp_path / "q4.gguf")
+    said = [recorded(draft, side, tmp_path / f"{i}.gguf") for i, side in enumerate(sides)]
+    assert said[0] == said[1] == said[2]
+    assert said[0][provenance.TARGET_WEIGHTS].startswith("rows-sha256:")
+    assert said[0][provenance.TARGET_SOURCE] == "target"
+    for side in sides[1:]:
+        assert not any(warned(tmp_path / f"{i}.gguf", side) for i in range(3))
+
+
+def test_spelling_shards_and_small_files_do_not_count(
+    target: Path, draft: Path, tmp_path: Path
+) -> None:
+    want = recorded(draft, target, tmp_path / "a.gguf")[provenance.TARGET_WEIGHTS]
+    other = tiny.target(tmp_path / "target", nested=False, shards=3)
+    (other / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0].content }}")
+    assert recorded(draft, other, tmp_path / "b.gguf")[provenance.TARGET_WEIGHTS] == want
+
+
+def test_another_revision_is_said(target: Path, draft: Path, tmp_path: Path) -> None:
+    with GGUF(_gguf(target, tmp_path / "t.gguf")) as file:
+        height = file.shapes()["blk.0.ffn_gate.weight"][0]
+    other = changed(target, tmp_path / "other", height // 3)
+    recorded(draft, target, tmp_path / "d.gguf")
+    assert warned(tmp_path / "d.gguf", _gguf(other, tmp_path / "o.gguf"))
+    assert not warned(tmp_path / "d.gguf", tmp_path / "t.gguf")
+    report = validate(tmp_path / "d.gguf", tmp_path / "o.gguf")
+    finding = next(f.finding for f in report.failures if f.rule.id == "G4-PAIR-015")
+    assert "target (rows-sha256" in str(finding.expected)
+    assert "other (rows-sha256" in str(finding.found)
+
+
+def test_an_edit_between_the_samples_is_not_seen(target: Path, draft: Path, tmp_path: Path) -> None:
+    """What equal digests do not prove."""
+    other = changed(target, tmp_path / "other", 0)
+    mine = recorded(draft, target, tmp_path / "a.gguf")[provenance.TARGET_WEIGHTS]
+    assert recorded(draft, other, tmp_path / "b.gguf")[provenance.TARGET_WEIGHTS] == mine
+
+
+def test_silent_where_one_side_says_nothing(target: Path, draft: Path, tmp_path: Path) -> None:
+    """Files by other tools, and drafts converted beside a folder without weights."""
+    bare = tmp_path / "target"
+    shutil.copytree(target, bare, ignore=shutil.ignore_patterns("*.safetensors*"))
+    said = recorded(draft, bare, tmp_path / "bare.gguf")
+    assert provenance.TARGET_WEIGHTS not in said and said[provenance.TARGET_SOURCE] == "target"
+    other = changed(target, tmp_path / "other", 5)
+    assert not warned(tmp_path / "bare.gguf", _gguf(other, tmp_path / "o.gguf"))
+
+
+def test_half_of_a_download_is_enough_for_a_draft(
+    target: Path, draft: Path, tmp_path: Path
+) -> None:
+    half = tiny.target(tmp_path / "half", shards=3)
+    next(half.glob("*-00002-*.safetensors")).unlink()
+    assert provenance.TARGET_WEIGHTS not in recorded(draft, half, tmp_path / "d.gguf")
+
+
+def test_the_commit_in_a_hub_cache_is_recorded(target: Path, draft: Path, tmp_path: Path) -> None:
+    place = tmp_path / "models--org--model" / "snapshots" / SHA
+    shutil.copytree(target, place)
+    said = recorded(draft, place, tmp_path / "d.gguf")
+    assert said[provenance.TARGET_SOURCE] == "org/model"
+    assert said[provenance.TARGET_REVISION] == SHA
+    convert(place, tmp_path / "t.gguf")
+    assert recorded(draft, tmp_path / "t.gguf", tmp_path / "e.gguf") == said
+
+
+def _gguf(folder: Path, out: Path) -> Path:
+    convert(folder, out)
+    return out
