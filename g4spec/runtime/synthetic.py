@@ -78,7 +78,7 @@ def draft(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
         "block_size": 16, "dflash_config": {"mask_token_id": 4, "target_layer_ids": taps},
         "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
     }, {}), on.config)  # fmt: skip
-    kv = [ops.cache(s, on.n_ctx + MAX_STEP_ROWS, 2 * MAX_STEP_ROWS)
+    kv = [ops.cache(s, on.n_ctx + MAX_STEP_ROWS, max(ops.chunk, 2 * MAX_STEP_ROWS))
           for s in dflash.caches(config, None)]  # fmt: skip
     weights = _weights(dflash.tensors(config), type, ops)
     drafter = dflash.Drafter(config, weights, ops, on, None, kv, None)
