@@ -10,10 +10,7 @@ from g4spec import quant
 from g4spec.runtime.cuda import packing
 from g4spec.runtime.cuda.embedding import embed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 PLAIN = ("f16", "bf16", "f32")
 WIDTHS = (64, 192, 256, 5376)

@@ -14,10 +14,7 @@ from g4spec.runtime.sampling import Sampler
 from tests.gpu import family
 from tests.oracle import build
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
 TOLERANCE = 0.05

@@ -17,10 +17,7 @@ from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
 from g4spec.runtime.cuda.matrix import TILE
 from g4spec.runtime.ops import Ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 REF = Ops("cpu")

@@ -14,10 +14,7 @@ from g4spec.errors import EnvironmentProblem, KernelCompileError
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.units import Unit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SOURCE = """
 #include "ptx.cuh"

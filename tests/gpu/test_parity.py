@@ -8,10 +8,7 @@ import torch
 from g4spec.runtime.ops import Ops
 from tests.gpu.parity import CASES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("seed", [0, 1])

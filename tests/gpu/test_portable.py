@@ -10,10 +10,7 @@ from g4spec import quant
 from g4spec.runtime.cuda import portable
 from tests.quant_blocks import random_blocks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 SHAPES = [(128, 64), (7, 704), (641, 256), (2816, 2112), (300, 5376)]
 CASES = [(f, n, k) for f in portable.FORMATS for n, k in SHAPES if k % quant.get(f).block == 0]

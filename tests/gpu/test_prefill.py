@@ -23,10 +23,7 @@ from g4spec.runtime.cuda.prefill_model import LongModel
 from g4spec.runtime.target import Target
 from tests.gpu.prefill_models import Small, dense, small
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 PACKED = ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0")
 N_CTX = 320

@@ -10,10 +10,7 @@ from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.ops import Ops
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 REF = Ops("cpu")
