@@ -94,9 +94,11 @@ class Recorded:
         )
 
     def _record(self, made: _Recording) -> None:
-        """Once for real, which packs weights and compiles kernels; then into the graph."""
+        """Twice for real, then into the graph. The first run packs weights and compiles kernels;
+        a weight that it read before it packed it is read in another way from the second on."""
         ids, positions = made.numbers.unbind()
-        self._run(ids, positions, *made.rows)
+        for _ in range(2):
+            self._run(ids, positions, *made.rows)
         torch.cuda.synchronize()
         with torch.cuda.graph(made.graph, pool=self._pool):
             made.outputs = self._run(ids, positions, *made.rows)

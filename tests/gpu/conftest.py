@@ -1,11 +1,17 @@
-"""Tests of this folder run where there is a CUDA device, and are skipped elsewhere."""
+"""Kernels on the GPU; on a machine without one, those tests that are quick enough emulated."""
+
+from collections.abc import Iterator
 
 import pytest
-import torch
+
+from tests.emulator import kernels
+from tests.gpu.device import EMULATED
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+@pytest.fixture(autouse=True, scope="session")
+def _machine() -> Iterator[None]:
+    if EMULATED:
+        with kernels.installed("sm_90a"):
+            yield
+    else:
+        yield

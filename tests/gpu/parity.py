@@ -17,6 +17,7 @@ from g4spec.models.spec import Attention, CacheShape, ExpertLayer
 from g4spec.runtime.cuda import packing, products
 from g4spec.runtime.cuda.matrix import Matrix
 from g4spec.runtime.ops import Ops
+from tests.gpu.device import DEVICE
 
 Pair = tuple[Any, torch.Tensor, float]
 Case = Callable[[Any, Ops, torch.Generator], Iterator[Pair]]
@@ -41,14 +42,14 @@ def matrix(
     flat = values.view(count * rows, shape[-1])
     if not type:
         stored = flat.to(dtype)
-        return Matrix("", stored.cuda(), rows, shape[-1], count), stored.float().view(shape)
+        return Matrix("", stored.to(DEVICE), rows, shape[-1], count), stored.float().view(shape)
     raw = quant.get(type).quantize(flat.numpy())
     exact = torch.from_numpy(quant.get(type).dequantize(raw)).view(shape)
-    return Matrix(type, torch.from_numpy(raw).cuda(), rows, shape[-1], count), exact
+    return Matrix(type, torch.from_numpy(raw).to(DEVICE), rows, shape[-1], count), exact
 
 
 def there(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.cuda()
+    return None if x is None else x.to(DEVICE)
 
 
 def numbers(x: Any) -> torch.Tensor:
@@ -60,9 +61,9 @@ def embed(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for type in TYPES:
         table, values = matrix(g, type, 300, 256)
         want = ref.embed(values, ids, 16.0)
-        yield cuda.embed(table, ids.cuda(), 16.0), want, 1e-6
-        cuda.linear(randn(g, 1, 256).cuda(), table)  # packs it
-        yield cuda.embed(table, ids.cuda(), 16.0), want, 1e-6
+        yield cuda.embed(table, ids.to(DEVICE), 16.0), want, 1e-6
+        cuda.linear(randn(g, 1, 256).to(DEVICE), table)  # packs it
+        yield cuda.embed(table, ids.to(DEVICE), 16.0), want, 1e-6
 
 
 def linear(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
@@ -71,11 +72,11 @@ def linear(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             weight, values = matrix(g, type, n, k)
             for count in COUNTS:
                 x = randn(g, count, k, scale=float(np.exp(2 * count % 7)))
-                yield cuda.linear(x.cuda(), weight), ref.linear(x, values), HALF
+                yield cuda.linear(x.to(DEVICE), weight), ref.linear(x, values), HALF
     weight, values = matrix(g, "", 96, 192, dtype=torch.bfloat16)
     x = randn(g, 5, 192)
-    yield cuda.linear(x.cuda(), weight), ref.linear(x, values), HALF
-    yield cuda.linear(x.cuda(), values.cuda()), ref.linear(x, values), 1e-4
+    yield cuda.linear(x.to(DEVICE), weight), ref.linear(x, values), HALF
+    yield cuda.linear(x.to(DEVICE), values.to(DEVICE)), ref.linear(x, values), 1e-4
 
 
 def logits(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
@@ -83,21 +84,25 @@ def logits(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
         table, values = matrix(g, "q6_k", 1000, 256)
         x = randn(g, 5, 256, scale=20.0)
         want = ref.logits(x, values, cap, scale)
-        yield cuda.logits(x.cuda(), table, cap, scale), want, 2 * HALF
+        yield cuda.logits(x.to(DEVICE), table, cap, scale), want, 2 * HALF
 
 
 def rms_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for shape in ((3, 256), (1, 5376), (20, 2816), (4, 6, 64), (2, 49)):
         x, w = randn(g, *shape), randn(g, shape[-1])
-        yield cuda.rms_norm(x.cuda(), w.cuda(), 1e-6), ref.rms_norm(x, w, 1e-6), 1e-5
-        yield cuda.rms_norm(x.cuda(), None, 1e-6), ref.rms_norm(x, None, 1e-6), 1e-5
+        yield cuda.rms_norm(x.to(DEVICE), w.to(DEVICE), 1e-6), ref.rms_norm(x, w, 1e-6), 1e-5
+        yield cuda.rms_norm(x.to(DEVICE), None, 1e-6), ref.rms_norm(x, None, 1e-6), 1e-5
 
 
 def norm_rows(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for count in COUNTS:
         for width in (256, 2816, 5376):
             x, w = randn(g, count, width), randn(g, width)
-            yield numbers(cuda.norm_rows(x.cuda(), w.cuda(), 1e-6)), ref.norm_rows(x, w, 1e-6), HALF
+            yield (
+                numbers(cuda.norm_rows(x.to(DEVICE), w.to(DEVICE), 1e-6)),
+                ref.norm_rows(x, w, 1e-6),
+                HALF,
+            )
 
 
 def norm_residual_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
@@ -108,7 +113,7 @@ def norm_residual_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair
             there_ = [a if isinstance(a, float) else there(a) for a in args]
             for exact in (False, True):
                 want = ref.norm_residual_norm(h, x, *args)
-                got = cuda.norm_residual_norm(h.cuda(), x.cuda(), *there_, numbers=exact)
+                got = cuda.norm_residual_norm(h.to(DEVICE), x.to(DEVICE), *there_, numbers=exact)
                 yield got[0], want[0], 1e-5
                 if args[2] is not None:
                     yield numbers(got[1]), want[1], 1e-5 if exact else HALF
@@ -134,14 +139,16 @@ def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
         caches = cuda.cache(shape, 512, 16), ref.cache(shape, 512, 16)
         for start, count in ((0, 16), (16, 40), (56, 1), (57, 8), (65, 16)):
             x, at = randn(g, count, 256), torch.arange(start, start + count)
-            got = cuda.qkv(x.cuda(), projections(0, there), at.cuda(), caches[0])
+            got = cuda.qkv(x.to(DEVICE), projections(0, there), at.to(DEVICE), caches[0])
             want = ref.qkv(x, projections(1, lambda t: t), at, caches[1])
             yield got, want, 2 * HALF
             for a, b in zip(caches[0].read(start, start + count - 1),
                             caches[1].read(start, start + count - 1), strict=True):  # fmt: skip
                 yield a, b, 2 * HALF
         x, at = randn(g, 5, 256), torch.arange(81, 86)
-        none = cuda.qkv(x.cuda(), projections(0, there), at.cuda(), caches[0], queries=False)
+        none = cuda.qkv(
+            x.to(DEVICE), projections(0, there), at.to(DEVICE), caches[0], queries=False
+        )
         ref.qkv(x, projections(1, lambda t: t), at, caches[1], queries=False)
         assert none.shape[1] == 0
         for a, b in zip(caches[0].read(81, 85), caches[1].read(81, 85), strict=True):
@@ -155,7 +162,7 @@ def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
         for start in range(0, 640, 32):
             rows = randn(g, 2, 32, n_kv, dim).half().float()
             at = torch.arange(start, start + 32)
-            caches[0].append(at.cuda(), *rows.cuda())
+            caches[0].append(at.to(DEVICE), *rows.to(DEVICE))
             caches[1].append(at, *rows)
             if start in (0, 32, 160, 608):
                 for count in (1, 7, 16):
@@ -163,7 +170,9 @@ def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
                     last = torch.arange(start + 32 - count, start + 32)
                     first = last * 0 if window is None else (last - window + 1).clamp(min=0)
                     want = ref.attend(q.float(), caches[1], first, last, 1.0)
-                    got = cuda.attend(q.cuda(), caches[0], first.cuda(), last.cuda(), 1.0)
+                    got = cuda.attend(
+                        q.to(DEVICE), caches[0], first.to(DEVICE), last.to(DEVICE), 1.0
+                    )
                     yield numbers(got), want, 2 * HALF
 
 
@@ -175,7 +184,7 @@ def gated(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             for count in COUNTS:
                 x = randn(g, count, 256)
                 want = ref.gated(x, *(v for _, v in both), getattr(ref, activation))
-                got = cuda.gated(x.cuda(), *(m for m, _ in both), getattr(cuda, activation))
+                got = cuda.gated(x.to(DEVICE), *(m for m, _ in both), getattr(cuda, activation))
                 yield got, want, 4 * HALF
 
 
@@ -184,7 +193,7 @@ def modulated(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for count in COUNTS:
         x, by = randn(g, count, 512, scale=300.0), randn(g, count, 3, 256)
         want = ref.modulated(x, gate[1], by[:, 1], down[1], ref.gelu_tanh)
-        got = cuda.modulated(x.cuda(), gate[0], by.cuda()[:, 1], down[0], cuda.gelu_tanh)
+        got = cuda.modulated(x.to(DEVICE), gate[0], by.to(DEVICE)[:, 1], down[0], cuda.gelu_tanh)
         yield got, want, 4 * HALF
 
 
@@ -193,7 +202,9 @@ def per_layer_inputs(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for count in COUNTS:
         tokens, x = randn(g, count, 4 * 64), randn(g, count, 256)
         want = ref.per_layer_inputs(tokens, x, proj, norm, 1e-6)
-        got = cuda.per_layer_inputs(tokens.cuda(), x.cuda(), proj.cuda(), norm.cuda(), 1e-6)
+        got = cuda.per_layer_inputs(
+            tokens.to(DEVICE), x.to(DEVICE), proj.to(DEVICE), norm.to(DEVICE), 1e-6
+        )
         yield got.flatten(1), want.flatten(1), 1e-4
 
 
@@ -206,7 +217,7 @@ def experts(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             x, weights = randn(g, count, 256), torch.rand(count, 3, generator=g)
             ids = torch.stack([torch.randperm(8, generator=g)[:3] for _ in range(count)])
             want = ref.experts(x, ids, weights, gate[1], up[1], down[1], ref.gelu_tanh)
-            got = cuda.experts(x.cuda(), ids.cuda(), weights.cuda(), gate[0], up[0], down[0],
+            got = cuda.experts(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), gate[0], up[0], down[0],
                                cuda.gelu_tanh)  # fmt: skip
             yield got, want, 4 * HALF
 
@@ -229,14 +240,16 @@ def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     following, scale = 1 + randn(g, h, scale=0.1), torch.tensor([0.8])
     layers = [ExpertLayer(n_used=used, up_exps=None, eps=1e-6,
                           **{k: v[i] for k, v in both.items()},
-                          **{k: v if i else v.cuda() for k, v in numbers_.items()})
+                          **{k: v if i else v.to(DEVICE) for k, v in numbers_.items()})
               for i in (0, 1)]  # fmt: skip
-    scale_there = scale.cuda()
+    scale_there = scale.to(DEVICE)
     for count in (1, 2, 7, 8, 9, 16, 33):
         attended, x = randn(g, count, h), randn(g, count, h)
         for last in (None, following):
             want = ref.expert_layer(attended, x, layers[1], last, scale)
-            got = cuda.expert_layer(attended.cuda(), x.cuda(), layers[0], there(last), scale_there)
+            got = cuda.expert_layer(
+                attended.to(DEVICE), x.to(DEVICE), layers[0], there(last), scale_there
+            )
             yield got[0], want[0], 4 * HALF
             if last is not None:
                 yield numbers(got[1]), want[1], 4 * HALF
@@ -248,7 +261,7 @@ def cache(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     mine, its = cuda.cache(shape, 256, 16), ref.cache(shape, 256, 16)
     for start in range(0, 240, 12):
         rows, at = randn(g, 2, 12, 2, 64).half().float(), torch.arange(start, start + 12)
-        mine.append(at.cuda(), *rows.cuda())
+        mine.append(at.to(DEVICE), *rows.to(DEVICE))
         its.append(at, *rows)
         first = max(0, start + 12 - 24)
         for a, b in zip(mine.read(first, start + 11), its.read(first, start + 11), strict=True):
@@ -265,7 +278,7 @@ def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     kept = []
     for count in (1, 3, 4, 2, 8, 5, 1, 11):
         ids, x = list(range(count, 2 * count)), randn(g, count, 6)
-        got, want = made[0](ids, 5 + count, x.cuda()), made[1](ids, 5 + count, x)
+        got, want = made[0](ids, 5 + count, x.to(DEVICE)), made[1](ids, 5 + count, x)
         yield got[1], want[1], 0.0
         kept.append((got[0], want[0]))
     for a, b in kept:

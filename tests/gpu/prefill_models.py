@@ -21,6 +21,7 @@ from g4spec.runtime.cuda.prefill_experts import ExpertWeights
 from g4spec.runtime.ops import Ops
 from g4spec.runtime.target import Target
 from tests import memory_models as mm
+from tests.gpu.device import DEVICE
 
 
 @dataclass
@@ -42,18 +43,18 @@ class Small:
     def prefill(
         self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False
     ) -> Prefill:
-        caches = [CudaKV(c.n_kv, c.head_dim, n_ctx, c.window, 16, "cuda", kind)
+        caches = [CudaKV(c.n_kv, c.head_dim, n_ctx, c.window, 16, DEVICE, kind)
                   for c in gemma4.caches(self.config)]  # fmt: skip
         layers = [self._layer(s) for s in self.config.layers]
-        freqs = [f.cuda() for f in self.target(n_ctx, chunk).model._freqs]
+        freqs = [f.to(DEVICE) for f in self.target(n_ctx, chunk).model._freqs]
         return Prefill(self.config, layers, caches, freqs, chunk, n_ctx, portable)
 
     def matrices(self) -> dict[str, Any]:
         """What `CudaOps.load` gives for a file of these weights."""
-        out: dict[str, Any] = {name: x.cuda() for name, x in self.reference.items()}
+        out: dict[str, Any] = {name: x.to(DEVICE) for name, x in self.reference.items()}
         for name, raw in self.raw.items():
             fmt, shape = self.types[name.split(".")[-2]], self.reference[name].shape
-            data = raw.flatten(0, -2).cuda()
+            data = raw.flatten(0, -2).to(DEVICE)
             data = data.view(torch.float16) if fmt == "f16" else data
             stack = shape[0] if len(shape) == 3 else 1
             out[name] = Matrix("" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack)
@@ -61,7 +62,7 @@ class Small:
 
     def _vector(self, name: str) -> torch.Tensor | None:
         found = self.reference.get(name)
-        return None if found is None else found.cuda()
+        return None if found is None else found.to(DEVICE)
 
     def weight(self, *names: str, interleave: bool = False) -> Weight:
         """Matrices below each other, or in turns of 16 rows; they must be of one type."""
@@ -74,10 +75,10 @@ class Small:
         columns = self.reference[names[0]].shape[-1]
         stack = raw if raw.dim() == 3 else raw[None]
         if kind == "f16":
-            data = torch.from_numpy(raw.numpy().view(np.float16)).cuda()
+            data = torch.from_numpy(raw.numpy().view(np.float16)).to(DEVICE)
             return Weight("", data, stack.shape[1], columns, len(stack))
         packed = [packing.pack(kind, m.contiguous(), packing.unit_of(kind, columns)) for m in stack]
-        return Weight(kind, torch.cat(packed).cuda(), stack.shape[1], columns, len(stack))
+        return Weight(kind, torch.cat(packed).to(DEVICE), stack.shape[1], columns, len(stack))
 
     def _layer(self, s: LayerSpec) -> LayerWeights:
         b = f"blk.{s.index}."

@@ -11,6 +11,7 @@ from g4spec.runtime.cuda.attention import Attended, attend
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.ops import Ops
+from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = pytest.mark.gpu
 KINDS: tuple[Kind, ...] = ("f16", "q8_0")
@@ -35,7 +36,7 @@ def _compiled() -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
     torch.manual_seed(7)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         yield
 
 
@@ -43,7 +44,7 @@ def filled(
     n: int, n_kv: int, dim: int, kind: Kind, window: int | None = None, n_ctx: int = 0
 ) -> CudaKV:
     """A cache that has been given positions 0 .. n - 1; what was never written is NaN."""
-    kv = CudaKV(n_kv, dim, n_ctx or n + 64, window, 16, "cuda", kind)
+    kv = CudaKV(n_kv, dim, n_ctx or n + 64, window, 16, DEVICE, kind)
     for start in range(0, n, 16):
         at = torch.arange(start, min(n, start + 16))
         kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
@@ -132,7 +133,7 @@ def test_any_ranges(kind: Kind, dim: int) -> None:
     [(256, 16, 1024), (256, 8, 1024), (128, 2, 100), (64, 1, 64), (512, 2, 200)],
 )
 def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) -> None:
-    kv = CudaKV(n_kv, dim, 1 << 20, window, 16, "cuda", kind)
+    kv = CudaKV(n_kv, dim, 1 << 20, window, 16, DEVICE, kind)
     end, tokens = 0, 16
     while end < 3 * window + 100:
         at = torch.arange(end, end + tokens)
@@ -149,7 +150,7 @@ def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) 
 @pytest.mark.parametrize(("dim", "n_kv"), [(64, 1), (128, 8), (256, 4), (512, 4), (512, 2)])
 def test_long_contexts(kind: Kind, dim: int, n_kv: int) -> None:
     n = 20_000 if dim > 64 else 70_000
-    kv = CudaKV(n_kv, dim, n, None, 16, "cuda", kind)
+    kv = CudaKV(n_kv, dim, n, None, 16, DEVICE, kind)
     for start in range(0, n, 4000):
         at = torch.arange(start, min(n, start + 4000))
         kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
@@ -211,15 +212,16 @@ def test_a_broken_row_harms_no_other(kind: Kind, dim: int) -> None:
 def test_against_the_reference_backend(kind: Kind) -> None:
     kv = filled(150, 4, 256, kind, window=100)
     keys, values = kv.read(40, 149)
-    reference = LayerKV(4, 256, 200, None, 16, "cuda")
+    reference = LayerKV(4, 256, 200, None, 16, DEVICE)
     reference.append(torch.arange(40, 150), keys, values)
     q = torch.randn(6, 8, 256).half()
     last = torch.arange(144, 150)
     got = attend(q, kv, last - 99, last, 0.1).values
-    want = Ops("cuda").attend(q.float(), reference, last - 99, last, 0.1)
+    want = Ops(DEVICE).attend(q.float(), reference, last - 99, last, 0.1)
     assert torch.allclose(got, want, atol=2e-3)
 
 
+@needs_gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [None, 128])
 def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from g4spec.runtime.cuda.choose import Choice, CycleState
 from g4spec.runtime.sampling import NotFinite, Sampler, gumbel
+from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +32,7 @@ def logits(rows: int, columns: int, cap: float = 0.0) -> tuple[torch.Tensor, tor
     torch.manual_seed(columns + rows)
     raw = torch.randn(rows, columns) * 6.0
     raw[:, :: max(1, columns // 50)] += 12.0
-    return raw.cuda(), cap * torch.tanh(raw / cap) if cap else raw
+    return raw.to(DEVICE), cap * torch.tanh(raw / cap) if cap else raw
 
 
 def agrees(sampler: Sampler, row: torch.Tensor, position: int, token: int) -> bool:
@@ -50,9 +51,9 @@ def agrees(sampler: Sampler, row: torch.Tensor, position: int, token: int) -> bo
 def check(sampler: Sampler, rows: int, columns: int, cap: float) -> None:
     raw, capped = logits(rows, columns, cap)
     suppress = (0, 3, columns - 1, int(capped[0].argmax()))
-    choice = Choice(columns, "cuda", cap=cap, suppress=suppress)
+    choice = Choice(columns, DEVICE, cap=cap, suppress=suppress)
     choice.set(sampler)
-    positions = torch.arange(1000, 1000 + rows, device="cuda")
+    positions = torch.arange(1000, 1000 + rows, device=DEVICE)
     got = choice(raw, positions)
     assert not got.bad.any()
     sampler = replace(sampler, suppress=suppress)
@@ -71,10 +72,10 @@ def test_the_token_is_the_samplers(name: str, columns: int, cap: float) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "temperature", "gemma", "top-p"])
 def test_a_row_does_not_depend_on_its_company(name: str) -> None:
-    choice = Choice(262_144, "cuda", cap=30.0)
+    choice = Choice(262_144, DEVICE, cap=30.0)
     choice.set(SAMPLERS[name])
     raw, _ = logits(16, 262_144)
-    positions = torch.arange(5, 21, device="cuda")
+    positions = torch.arange(5, 21, device=DEVICE)
     whole = choice(raw, positions)
     for t in range(16):
         alone = choice(raw[t : t + 1], positions[t : t + 1])
@@ -83,24 +84,24 @@ def test_a_row_does_not_depend_on_its_company(name: str) -> None:
 
 
 def test_thousands_of_draws_have_the_right_frequencies() -> None:
-    z = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]).cuda()
-    choice = Choice(5, "cuda")
+    z = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]).to(DEVICE)
+    choice = Choice(5, DEVICE)
     choice.set(Sampler(temperature=1.0, seed=99))
     n = 20_000
-    ids = choice(z.expand(n, 5).contiguous(), torch.arange(n, device="cuda")).ids
+    ids = choice(z.expand(n, 5).contiguous(), torch.arange(n, device=DEVICE)).ids
     share = torch.bincount(ids, minlength=5).float() / n
     assert float((share - z.softmax(0)).abs().max()) < 0.012
 
 
 @pytest.mark.parametrize("name", ["greedy", "temperature", "gemma"])
 def test_ties_go_to_the_lowest_token(name: str) -> None:
-    raw = torch.zeros(2, 50_000).cuda()
+    raw = torch.zeros(2, 50_000).to(DEVICE)
     raw[0, [41_234, 17, 30_000]] = 5.0
     raw[1] = 400.0  # capped, all are equal
     raw[1, 20_000:] = 500.0
-    choice = Choice(50_000, "cuda", cap=30.0)
+    choice = Choice(50_000, DEVICE, cap=30.0)
     choice.set(replace(SAMPLERS[name], temperature=SAMPLERS[name].temperature * 1e-6))
-    positions = torch.zeros(2, dtype=torch.int64, device="cuda")
+    positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
     got = choice(raw, positions).ids.tolist()
     if name == "greedy":
         assert got == [17, 0]
@@ -116,9 +117,9 @@ def test_what_is_not_finite_is_reported(name: str) -> None:
     raw[0, 4321] = torch.nan
     raw[1] = -torch.inf
     raw[2, 77] = torch.inf
-    choice = Choice(5000, "cuda")
+    choice = Choice(5000, DEVICE)
     choice.set(SAMPLERS[name])
-    got = choice(raw, torch.arange(4, device="cuda"))
+    got = choice(raw, torch.arange(4, device=DEVICE))
     assert got.bad.tolist() == [1, 1, 1, 0]
     for t in range(3):
         with pytest.raises(NotFinite):
@@ -128,19 +129,20 @@ def test_what_is_not_finite_is_reported(name: str) -> None:
 @pytest.mark.parametrize("name", ["greedy", "temperature", "gemma"])
 def test_a_reduced_vocabulary(name: str) -> None:
     raw, _ = logits(3, 700)
-    tokens = (torch.arange(700) * 13 + 5).cuda()
+    tokens = (torch.arange(700) * 13 + 5).to(DEVICE)
     sampler = replace(SAMPLERS[name], suppress=(5, 18))
-    choice = Choice(700, "cuda", tokens=tokens, suppress=sampler.suppress)
+    choice = Choice(700, DEVICE, tokens=tokens, suppress=sampler.suppress)
     choice.set(sampler)
-    got = choice(raw, torch.arange(3, device="cuda"), ahead=0).ids.tolist()
+    got = choice(raw, torch.arange(3, device=DEVICE), ahead=0).ids.tolist()
     wide = torch.full((3, 10_000), -torch.inf)
     wide[:, tokens.cpu()] = raw.cpu()
     assert all(agrees(sampler, wide[t], t, got[t]) for t in range(3))
 
 
+@needs_gpu
 def test_a_graph_serves_other_seeds() -> None:
     raw, capped = logits(2, 9000)
-    choice, positions = Choice(9000, "cuda"), torch.tensor([4, 9], device="cuda")
+    choice, positions = Choice(9000, DEVICE), torch.tensor([4, 9], device=DEVICE)
     choice.set(Sampler(temperature=1.0, top_k=64, seed=1))
     choice(raw, positions)
     torch.cuda.synchronize()
@@ -159,13 +161,13 @@ def test_a_graph_serves_other_seeds() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 def test_accept(rows: int) -> None:
-    state = CycleState("cuda")
+    state = CycleState(DEVICE)
     for held in range(rows):
-        ids = torch.arange(100, 100 + rows, device="cuda")
+        ids = torch.arange(100, 100 + rows, device=DEVICE)
         chosen = ids + 1  # row t chooses what row t + 1 was given
         chosen[held] = 7
         state.set(50, 100, 16)
-        positions = torch.full((20,), -1, dtype=torch.int64, device="cuda")
+        positions = torch.full((20,), -1, dtype=torch.int64, device=DEVICE)
         state.accept(chosen, ids, next_ids=ids, next_positions=positions)
         assert state.values.tolist() == [50 + held + 1, 7, held, 16]
         assert int(ids[0]) == 7
@@ -173,12 +175,12 @@ def test_accept(rows: int) -> None:
 
 
 def test_rows_that_do_not_count_and_forced_lengths() -> None:
-    state = CycleState("cuda")
-    ids = torch.arange(8, device="cuda")
+    state = CycleState(DEVICE)
+    ids = torch.arange(8, device=DEVICE)
     state.set(0, 0, 3)  # two drafted tokens, padding behind them
     state.accept(ids + 1, ids)
     assert state.values.tolist() == [3, 3, 2, 3]
     for forced, want in ((0, 0), (5, 5), (7, 7), (12, 7)):
         state.set(0, 0, 16)
-        state.accept(ids * 0 + 9, ids, forced=torch.tensor([forced], device="cuda"))
+        state.accept(ids * 0 + 9, ids, forced=torch.tensor([forced], device=DEVICE))
         assert state.values.tolist() == [want + 1, 9, want, 16]

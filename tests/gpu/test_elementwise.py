@@ -9,6 +9,7 @@ import torch
 
 from g4spec.runtime.cuda import elementwise, rows
 from g4spec.runtime.ops import Ops
+from tests.gpu.device import DEVICE
 from tests.gpu.test_rows import check_rows, close
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +22,7 @@ REF = Ops("cpu")
 @pytest.mark.parametrize("width", [64, 704, 21504])
 def test_gated(activation: elementwise.Activation, count: int, width: int) -> None:
     torch.manual_seed(width + count)
-    both = torch.randn(count, 2 * width, device="cuda") * 8.0
+    both = torch.randn(count, 2 * width, device=DEVICE) * 8.0
     gate, up = both[:, :width], both[:, width:]
     act = REF.gelu_tanh if activation == "gelu_tanh" else REF.silu
     want = act(gate.double().cpu()) * up.double().cpu()
@@ -39,7 +40,9 @@ def test_per_layer_inputs(size: int) -> None:
     y, tokens, weight = torch.randn(5, 7 * size), torch.randn(5, 7 * size), torch.randn(size)
     context = REF.rms_norm((y / math.sqrt(1536)).view(5, 7, size), weight, 1e-6)
     want = (context + tokens.view(5, 7, size)) * math.sqrt(0.5)
-    got = elementwise.per_layer_inputs(y.cuda(), tokens.cuda(), weight.cuda(), 1536, 1e-6)
+    got = elementwise.per_layer_inputs(
+        y.to(DEVICE), tokens.to(DEVICE), weight.to(DEVICE), 1536, 1e-6
+    )
     close(got, want, 1e-6)
 
 
@@ -49,4 +52,4 @@ def test_softcap(cap: float) -> None:
     x = torch.randn(3, 1003) * 50.0
     want = 0.7 * x.double()
     want = cap * torch.tanh(want / cap) if cap else want
-    close(elementwise.softcap(x.cuda(), cap, 0.7), want, 1e-6)
+    close(elementwise.softcap(x.to(DEVICE), cap, 0.7), want, 1e-6)

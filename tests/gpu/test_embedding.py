@@ -9,6 +9,7 @@ import torch
 from g4spec import quant
 from g4spec.runtime.cuda import packing
 from g4spec.runtime.cuda.embedding import embed
+from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -32,16 +33,16 @@ def test_embed(name: str, width: int, packed: bool) -> None:
     raw, scale = table(name, 300, width), float(np.sqrt(width))
     ids = [0, 7, 8, 127, 128, 255, 256, 299, 31, 64, 64]
     want = quant.get(name).dequantize(raw)[ids] * np.float32(scale)
-    there = torch.from_numpy(raw).cuda()
+    there = torch.from_numpy(raw).to(DEVICE)
     if packed:
         there = packing.pack(name, there, packing.unit_of(name, width))
-    got = embed(there, name, torch.tensor(ids, device="cuda"), width, scale)
+    got = embed(there, name, torch.tensor(ids, device=DEVICE), width, scale)
     assert torch.equal(got.cpu(), torch.from_numpy(want))
 
 
 def test_many_rows() -> None:
-    raw = torch.from_numpy(table("q4_k", 256, 512)).cuda()
-    ids = torch.arange(2048, device="cuda") % 256
+    raw = torch.from_numpy(table("q4_k", 256, 512)).to(DEVICE)
+    ids = torch.arange(2048, device=DEVICE) % 256
     got = embed(packing.pack("q4_k", raw, 256), "q4_k", ids, 512, 1.0)
     assert torch.equal(got, embed(raw, "q4_k", ids, 512, 1.0))
     assert torch.equal(got[:256], got[256:512])

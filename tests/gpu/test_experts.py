@@ -16,6 +16,7 @@ from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
 from g4spec.runtime.cuda.matrix import TILE
 from g4spec.runtime.ops import Ops
+from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +75,7 @@ def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tenso
 def _packed(type: str, raw: torch.Tensor, columns: int) -> Weight:
     """Bytes [matrices, rows, bytes] -> packed, on the GPU."""
     unit = packing.unit_of(type, columns)
-    data = torch.cat([packing.pack(type, one, unit) for one in raw]).cuda()
+    data = torch.cat([packing.pack(type, one, unit) for one in raw]).to(DEVICE)
     return Weight(type, data, raw.shape[1], columns, len(raw))
 
 
@@ -105,7 +106,7 @@ def make(shape: Shape, types: tuple[str, str, str, str], seed: int = 0) -> Layer
         "norm_experts": vector(h), "norm": vector(h), "scale": vector(1),
     }  # fmt: skip
     names = ("router", "router_norm", "gains", "norm_dense", "norm_experts", "norm", "scale")
-    vectors = {name: cpu[name].cuda() for name in names}
+    vectors = {name: cpu[name].to(DEVICE) for name in names}
     gpu = Experts(
         shape=shape,
         dense_up=_packed(dense_up_type, _turns(dense_gate[0], dense_up[0]), h),
@@ -113,11 +114,11 @@ def make(shape: Shape, types: tuple[str, str, str, str], seed: int = 0) -> Layer
         up=_packed(up_type, _turns(gate[0], up[0]), h),
         down=_packed(down_type, down[0], shape.expert),
         eps=EPS,
-        buffers=Buffers(shape, torch.device("cuda")),
+        buffers=Buffers(shape, torch.device(DEVICE)),
         **vectors,
     )
     assert fits(shape, gpu.up, gpu.down, gpu.dense_up, gpu.dense_down)
-    return Layer(gpu, cpu, (vector(h).cuda(), vector(h).cuda()), vector(h).cuda())
+    return Layer(gpu, cpu, (vector(h).to(DEVICE), vector(h).to(DEVICE)), vector(h).to(DEVICE))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 def check(layer: Layer, x: torch.Tensor) -> None:
     """Everything a step leaves, against the reference."""
     want, n = layer.reference(x), len(x)
-    out, normed = layer.run(x.cuda())
+    out, normed = layer.run(x.to(DEVICE))
     b = layer.gpu.buffers
     assert torch.equal(b.chosen[:n].cpu().long(), want["ids"])
     assert torch.allclose(b.weights[:n].cpu(), want["weights"], rtol=2e-5)
@@ -201,11 +202,11 @@ def test_the_lowest_of_equals(layer: Layer) -> None:
     for router in (equal.cpu["router"][::4].repeat_interleave(4, dim=0),
                    equal.cpu["router"][:1].expand(128, -1)):  # fmt: skip
         equal.gpu.router.copy_(router)
-        equal.run(randn(16, MANY.width).cuda())
+        equal.run(randn(16, MANY.width).to(DEVICE))
         ids = equal.gpu.buffers.chosen.view(16, -1, 4)
-        assert torch.equal(ids, ids[:, :, :1] + torch.arange(4, device="cuda"))
+        assert torch.equal(ids, ids[:, :, :1] + torch.arange(4, device=DEVICE))
         if bool((router == router[0]).all()):
-            assert torch.equal(ids.flatten(1), torch.arange(8, device="cuda").expand(16, 8).int())
+            assert torch.equal(ids.flatten(1), torch.arange(8, device=DEVICE).expand(16, 8).int())
 
 
 def _same(layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.Rows],
@@ -219,7 +220,7 @@ def _same(layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.Rows],
 
 
 def test_a_row_does_not_depend_on_its_company(layer: Layer) -> None:
-    x = randn(16, MANY.width, 5).cuda()
+    x = randn(16, MANY.width, 5).to(DEVICE)
     x[10:] = x[3] + 0.03 * x[10:]  # many visitors of a few experts
     whole = layer.run(x)
     for count in range(1, 17):
@@ -231,9 +232,10 @@ def test_a_row_does_not_depend_on_its_company(layer: Layer) -> None:
         assert _same(layer, x, whole, order)
 
 
+@needs_gpu
 def test_in_a_graph(layer: Layer) -> None:
     """Recorded steps, one after the other, with other inputs each time."""
-    x = torch.zeros(6, MANY.width, device="cuda")
+    x = torch.zeros(6, MANY.width, device=DEVICE)
 
     def step() -> torch.Tensor:
         y = x

@@ -13,8 +13,9 @@ import torch
 from g4spec.errors import EnvironmentProblem, KernelCompileError
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.units import Unit
+from tests.gpu.device import needs_gpu
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 SOURCE = """
 #include "ptx.cuh"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from g4spec.runtime.ops import Ops
+from tests.gpu.device import DEVICE
 from tests.gpu.parity import CASES
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +18,7 @@ def test_parity(name: str, seed: int) -> None:
     from g4spec.runtime.cuda.ops import CudaOps
 
     cuda, checked = CudaOps(), 0
-    junk = torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device="cuda")
+    junk = torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device=DEVICE)
     del junk  # what a kernel leaves unwritten is NaN
     for got, want, tolerance in CASES[name](cuda, Ops(), torch.Generator().manual_seed(seed)):
         found = got.double().cpu()

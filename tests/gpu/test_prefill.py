@@ -21,6 +21,7 @@ from g4spec.runtime.cuda.prefill import Prefill, workspace
 from g4spec.runtime.cuda.prefill_attention import HeadWeights
 from g4spec.runtime.cuda.prefill_model import LongModel
 from g4spec.runtime.target import Target
+from tests.gpu.device import DEVICE
 from tests.gpu.prefill_models import Small, dense, small
 
 pytestmark = pytest.mark.gpu
@@ -45,8 +46,8 @@ def test_dequantized_values(type: str, dtype: torch.dtype, columns: int) -> None
     x = np.random.default_rng(0).standard_normal((matrices, rows, columns), np.float32)
     raw = torch.from_numpy(fmt.quantize(x))
     unit = packing.unit_of(type, columns)
-    data = torch.cat([packing.pack(type, m, unit) for m in raw]).cuda()
-    out = torch.full((matrices * rows + 1, columns), torch.nan, dtype=dtype, device="cuda")
+    data = torch.cat([packing.pack(type, m, unit) for m in raw]).to(DEVICE)
+    out = torch.full((matrices * rows + 1, columns), torch.nan, dtype=dtype, device=DEVICE)
     dequantize(Weight(type, data, rows, columns, matrices), out[:-1])
     want = torch.from_numpy(fmt.dequantize(raw.numpy())).view(-1, columns)
     error = (out[:-1].cpu().float() - want).abs().max()
@@ -70,14 +71,14 @@ def check(
     target.taps = tuple(taps)
     want = next(iter(target.prefill(ids))).taps.view(count, n + 1, -1)
     prefill = model.prefill(N_CTX, chunk, kind, portable)
-    got = torch.full_like(want, torch.nan, device="cuda")
+    got = torch.full_like(want, torch.nan, device=DEVICE)
     x, told = target.embed(torch.tensor(ids), scaled=True), None
     if model.config.n_ple:
         told = target.model._per_layer_inputs(torch.tensor(ids), x)
     for at in range(0, count, chunk):
         rows = slice(at, min(at + chunk, count))
-        prefill(x[rows].cuda(), at, {i: got[rows, i] for i in taps},
-                None if told is None else told[rows].cuda())  # fmt: skip
+        prefill(x[rows].to(DEVICE), at, {i: got[rows, i] for i in taps},
+                None if told is None else told[rows].to(DEVICE))  # fmt: skip
     error = (got.cpu() - want).norm(dim=-1) / want.norm(dim=-1)  # [T, n + 1]
     assert torch.equal(got[:, 0].cpu(), want[:, 0])
     worst = error.sort(dim=0).values[int(share * (count - 1))]
@@ -162,7 +163,7 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
     n_ctx, n_kv = 3400, 2
     spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=dim == 512)
     own = dim != 512
-    device, g = torch.device("cuda", 0), torch.Generator("cuda").manual_seed(0)
+    device, g = torch.device(DEVICE, 0), torch.Generator(DEVICE).manual_seed(0)
     way = prefill_attention.kind(spec, 64, launch.arch())
     ways = [prefill_attention.Scores(spec, n_ctx, n_ctx, device), way(spec, n_ctx, n_ctx, device)]
     caches = [CudaKV(n_kv, dim, n_ctx, window, 16) for _ in ways]
@@ -198,7 +199,7 @@ def test_model_of_a_file(types: dict[str, str], split: bool) -> None:
     want = next(iter(reference.prefill(ids)))
     target = Target(model.config, model.matrices(), CudaOps(), N_CTX, 64)
     long = LongModel(target.model, target.caches, 64, N_CTX, beside)
-    hidden, tapped = long.forward(torch.tensor(ids, device="cuda"), 0, (1, 3))
+    hidden, tapped = long.forward(torch.tensor(ids, device=DEVICE), 0, (1, 3))
     error = (hidden.cpu() - want.hidden).norm(dim=-1) / want.hidden.norm(dim=-1)
     assert error.max() < 3 * tolerance(3), error.max()
     got = torch.cat([tapped[1], tapped[3]], dim=1).cpu()
@@ -213,14 +214,14 @@ def test_workspace_is_known_before() -> None:
     target = model.prefill(N_CTX, 64)
     gc.collect()
     before = torch.cuda.memory_allocated()
-    caches, freqs = target.caches, [torch.ones(s.head_dim // 2, device="cuda") for s in layers]
+    caches, freqs = target.caches, [torch.ones(s.head_dim // 2, device=DEVICE) for s in layers]
     for s, f in zip(layers, freqs, strict=True):
         f[64:] *= s.window is not None
     kept = Prefill(model.config, target.layers, caches, freqs, 4096, 8192)
     took = torch.cuda.memory_allocated() - before
     want, passing = workspace(model.config, 4096, 8192, launch.arch())
     assert want <= took <= want + (8 << 20), (want, took)  # what the allocator rounds up
-    x = torch.randn(4096, model.config.n_embd, device="cuda")
+    x = torch.randn(4096, model.config.n_embd, device=DEVICE)
     kept(x[:100].clone(), 0)  # cuBLAS has its workspace
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -231,12 +232,12 @@ def test_workspace_is_known_before() -> None:
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 16, 4), (333, 128, 8), (4096, 128, 8)])
 def test_routing(tokens: int, experts: int, k: int) -> None:
-    g = torch.Generator("cuda").manual_seed(0)
-    scores = torch.randn(tokens, experts, device="cuda", generator=g)
+    g = torch.Generator(DEVICE).manual_seed(0)
+    scores = torch.randn(tokens, experts, device=DEVICE, generator=g)
     scores[:, 3] = scores[:, 5]  # the lower id wins
-    gains = torch.rand(experts, device="cuda", generator=g) + 0.5
-    ids = torch.full((tokens, k), -1, dtype=torch.int32, device="cuda")
-    weights = torch.full((tokens, k), torch.nan, device="cuda")
+    gains = torch.rand(experts, device=DEVICE, generator=g) + 0.5
+    ids = torch.full((tokens, k), -1, dtype=torch.int32, device=DEVICE)
+    weights = torch.full((tokens, k), torch.nan, device=DEVICE)
     name = f"route<{experts}, {k}>"
     launch.kernel("prefill_experts.cu", name)(
         -(-tokens // 4), 128, scores, gains, ids, weights, np.int32(tokens), pdl=False)  # fmt: skip
@@ -244,11 +245,11 @@ def test_routing(tokens: int, experts: int, k: int) -> None:
     assert torch.equal(ids.long(), want[:, :k])
     torch.testing.assert_close(weights, best[:, :k].softmax(-1) * gains[want[:, :k]])
     n = tokens * k
-    places, visits = (torch.full((n,), -1, dtype=torch.int32, device="cuda") for _ in range(2))
-    ends = torch.full((experts,), -1, dtype=torch.int32, device="cuda")
+    places, visits = (torch.full((n,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
+    ends = torch.full((experts,), -1, dtype=torch.int32, device=DEVICE)
     launch.kernel("prefill_experts.cu", "order")(
         experts, 1024, ids, places, visits, ends, np.int32(n), pdl=False)  # fmt: skip
     order = ids.flatten().long().sort(stable=True).indices
     assert torch.equal(visits.long(), order)
-    assert torch.equal(places[order].long(), torch.arange(n, device="cuda"))
+    assert torch.equal(places[order].long(), torch.arange(n, device=DEVICE))
     assert torch.equal(ends.long(), ids.flatten().long().bincount(minlength=experts).cumsum(0))

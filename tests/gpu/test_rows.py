@@ -9,6 +9,7 @@ from g4spec.runtime.cuda import rows
 from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.ops import Ops
+from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu
 
@@ -18,7 +19,7 @@ HALF = 2.0**-11  # relative error of a number in half precision
 
 
 def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda") * scale
+    return torch.randn(*shape, device=DEVICE) * scale
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def _poison() -> None:
     """What kernels leave unwritten is NaN: memory that torch hands out again was filled with it."""
-    junk = [torch.full((n,), 0xFF, dtype=torch.uint8, device="cuda") for n in (1 << 16, 1 << 22)]
+    junk = [torch.full((n,), 0xFF, dtype=torch.uint8, device=DEVICE) for n in (1 << 16, 1 << 22)]
     del junk
 
 
@@ -142,7 +143,7 @@ def residual(
 def test_residual(width: int, count: int, weighted: bool, scaled: bool) -> None:
     h, x = randn(count, width, scale=30.0), randn(count, width, scale=100.0)
     weight, following = randn(width) if weighted else None, [randn(width) for _ in range(3)]
-    scale = torch.tensor([0.73], device="cuda") if scaled else None
+    scale = torch.tensor([0.73], device=DEVICE) if scaled else None
     step = rows.Residual(weight, EPS, scale)
     want = residual(h, x, weight, scale)
     close(step(h, x), want, 3e-7)
@@ -164,7 +165,7 @@ def test_residual(width: int, count: int, weighted: bool, scaled: bool) -> None:
 def test_residual_of_partial_sums_tapped(slices: int, early: bool) -> None:
     h, x, weight = randn(slices, 6, 1536), randn(6, 1536), randn(1536)
     want = residual(h.sum(0), x, weight, None)
-    taps = torch.full((6, 3 * 1536), torch.nan, device="cuda")
+    taps = torch.full((6, 3 * 1536), torch.nan, device=DEVICE)
     out, (packed,) = rows.Residual(weight, EPS, early=early).rows(
         h, x, [None], tap=taps[:, 1536:3072]
     )
@@ -196,12 +197,12 @@ def test_a_row_does_not_depend_on_its_company(width: int) -> None:
 def test_heads(dim: int, pairs: bool, kind: str, form: str) -> None:
     n_q, n_kv = {"q": (6, 0), "kv": (0, 3)}.get(form, (6, 3))
     v_from_k, v_norm, normed = form == "v_from_k", form in ("target", "v_from_k"), form != "plain"
-    positions = torch.tensor([0, 5, 127, 129, 100_000, 262_142, 7], device="cuda")  # slots differ
+    positions = torch.tensor([0, 5, 127, 129, 100_000, 262_142, 7], device=DEVICE)  # slots differ
     y = randn(7, (n_q + n_kv * (1 if v_from_k else 2)) * dim, scale=3.0)
     q_norm, k_norm = (randn(dim), randn(dim)) if normed else (None, None)
-    freqs = REF.rope_freqs(1e4, dim).cuda()
+    freqs = REF.rope_freqs(1e4, dim).to(DEVICE)
     heads = Heads(n_q, n_kv, q_norm, k_norm, v_norm, v_from_k, freqs, EPS, pairs)
-    kv = CudaKV(n_kv, dim, 1 << 18, 64, 64, kind=kind) if n_kv else None  # type: ignore[arg-type]
+    kv = CudaKV(n_kv, dim, 1 << 18, 64, 64, DEVICE, kind) if n_kv else None  # type: ignore[arg-type]
     q = heads(y, positions, kv)
 
     rotate = REF.rope_pairs if pairs else REF.rope
@@ -217,9 +218,9 @@ def test_heads(dim: int, pairs: bool, kind: str, form: str) -> None:
         return
     k = wide[:, n_q : n_q + n_kv]
     v = k if v_from_k else wide[:, n_q + n_kv :]
-    want = CudaKV(n_kv, dim, 1 << 18, 64, 64, kind=kind)  # type: ignore[arg-type]
+    want = CudaKV(n_kv, dim, 1 << 18, 64, 64, DEVICE, kind)  # type: ignore[arg-type]
     v = REF.rms_norm(v, None, EPS) if v_norm else v
-    want.append(positions, turned(k, k_norm).cuda(), v.cuda())
+    want.append(positions, turned(k, k_norm).to(DEVICE), v.to(DEVICE))
     written = positions % kv.capacity
     for name in ("keys", "values", "key_scales", "value_scales"):
         ours, theirs = getattr(kv, name), getattr(want, name)
@@ -230,19 +231,21 @@ def test_heads(dim: int, pairs: bool, kind: str, form: str) -> None:
             assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 1e-3
         else:
             close(ours[:, written], theirs[:, written], 6e-4)
-        rest = torch.ones(kv.capacity, dtype=torch.bool, device="cuda")
+        rest = torch.ones(kv.capacity, dtype=torch.bool, device=DEVICE)
         rest[written] = False
         assert torch.equal(ours[:, rest].view(torch.uint8), theirs[:, rest].view(torch.uint8))
 
 
 def test_heads_do_not_depend_on_company() -> None:
-    heads = Heads(4, 2, randn(256), randn(256), True, False, REF.rope_freqs(1e4, 256).cuda(), EPS)
-    y, positions = randn(16, 8 * 256), torch.arange(1000, 1016, device="cuda")
-    whole = CudaKV(2, 256, 4096, None, 16)
+    heads = Heads(
+        4, 2, randn(256), randn(256), True, False, REF.rope_freqs(1e4, 256).to(DEVICE), EPS
+    )
+    y, positions = randn(16, 8 * 256), torch.arange(1000, 1016, device=DEVICE)
+    whole = CudaKV(2, 256, 4096, None, 16, DEVICE)
     q = heads(y, positions, whole)
     for count in (1, 5, 16):
         for first in {0, 16 - count}:
-            part, kv = slice(first, first + count), CudaKV(2, 256, 4096, None, 16)
+            part, kv = slice(first, first + count), CudaKV(2, 256, 4096, None, 16, DEVICE)
             assert torch.equal(heads(y[part].clone(), positions[part].clone(), kv), q[part])
             slots = positions[part]
             assert torch.equal(kv.keys[:, slots], whole.keys[:, slots])
@@ -250,7 +253,7 @@ def test_heads_do_not_depend_on_company() -> None:
 
 
 def test_heads_of_partial_sums() -> None:
-    heads = Heads(4, 0, randn(256), None, True, False, REF.rope_freqs(1e4, 256).cuda(), EPS)
-    y, positions = randn(4, 5, 4 * 256), torch.arange(5, device="cuda")
+    heads = Heads(4, 0, randn(256), None, True, False, REF.rope_freqs(1e4, 256).to(DEVICE), EPS)
+    y, positions = randn(4, 5, 4 * 256), torch.arange(5, device=DEVICE)
     got, want = heads(y, positions, None), heads(y.sum(0), positions, None)
     close(got, want, 2e-3)

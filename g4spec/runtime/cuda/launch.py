@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,15 @@ from g4spec.runtime.cuda import nvrtc
 from g4spec.runtime.cuda.units import Job, Unit, compile_all
 
 Grid = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """An argument that need not be contiguous: the kernel is told the distances."""
+
+    tensor: torch.Tensor
+
+
 SCALARS = (np.int32, np.int64, np.uint32, np.uint64, np.float32)
 
 
@@ -48,8 +58,9 @@ class Kernel:
 
         Args:
             grid, block: blocks and threads, up to three dimensions.
-            args: contiguous tensors on the kernel's device, None for a null pointer, and numpy
-                scalars of the kernel's exact types; never Python numbers, whose width is a guess.
+            args: contiguous (or `Strided`) tensors on the kernel's device, None for a null pointer,
+                and numpy scalars of the kernel's exact types; never Python numbers, whose width is
+                a guess.
             shared: bytes of dynamic shared memory of a block.
             pdl: lets the kernel start before its predecessor in the stream has ended (sm_90 and
                 later); it must call `grid_wait()` before it touches what others write or read.
@@ -70,11 +81,13 @@ class Kernel:
         """Arguments as cuda.core takes them: addresses as int, scalars as they are."""
         values: list[Any] = []
         sizes: list[int] = []
-        for i, arg in enumerate(args):
+        for i, given in enumerate(args):
+            strided = isinstance(given, Strided)
+            arg = given.tensor if strided else given
             if isinstance(arg, torch.Tensor):
                 if arg.device.type != "cuda" or arg.device.index != self.device:
                     raise self._wrong(i, f"a tensor on cuda:{self.device}", arg.device)
-                if not arg.is_contiguous():
+                if not (strided or arg.is_contiguous()):
                     raise self._wrong(i, "a contiguous tensor", f"strides {arg.stride()}")
                 values.append(arg.data_ptr())
                 sizes.append(8)

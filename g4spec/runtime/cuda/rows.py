@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -276,11 +275,11 @@ def _run(
     )  # fmt: skip
 
 
-def address(x: torch.Tensor) -> Any:
+def address(x: torch.Tensor) -> launch.Strided:
     """Of rows that may have a distance of their own, but start on 16 bytes each."""
     assert x.stride(-1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0, x.stride()
-    assert x.dtype is torch.float32 and x.is_cuda, (x.dtype, x.device)
-    return np.uint64(x.data_ptr())
+    assert x.dtype is torch.float32, x.dtype
+    return launch.Strided(x)
 
 
 # What the targets and drafts of Gemma 4 31B and 26B-A4B launch, and the widest rows there are.

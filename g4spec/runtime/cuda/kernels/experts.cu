@@ -159,8 +159,8 @@ struct ConsumerRole {
   Cursor<S> at;
   int warp, lane, turn = 0;
 
-  static DEVICE void sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * C::CONSUMERS) : "memory"); }
-  static DEVICE void team_sync() { asm volatile("bar.sync 2, %0;" ::"n"(32 * TEAM) : "memory"); }
+  static DEVICE void sync() { meet<1, 32 * C::CONSUMERS>(); }
+  static DEVICE void team_sync() { meet<2, 32 * TEAM>(); }
   DEVICE bool owner() const { return warp < TEAM; }
 
   template <class F>

@@ -11,11 +11,6 @@ DEVICE float quotient(float a, float b, float share) {
   const float q = a * share;
   return fmaf(fmaf(-q, b, a), share, q);
 }
-DEVICE float reciprocal(float x) {  // to 1 ulp
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
 
 // Cosine and sine of 0 to 2^20 radians, each within 1.2e-7: pi/2 in three parts, then polynomials
 // that interpolate both at Chebyshev nodes. The library's functions branch to a slow path beyond

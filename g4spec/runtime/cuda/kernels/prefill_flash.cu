@@ -133,13 +133,13 @@ flash(const u8* queries, const u8* keys, const u8* values, u16* out, int tokens,
   const int low = max(0, first / group + offset - window + 1) / 64;
   const int high = (min((first + 127) / group, tokens - 1) + offset) / 64;
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    fewer_registers<24>();
     const i64 head = (i64)blockIdx.y * key_rows * 512;
     if (threadIdx.x == 0)
       feed(sh, queries + ((i64)blockIdx.y * query_rows + first) * 512, keys + head, values + head,
            low, high);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    more_registers<240>();
     const int mine = threadIdx.x / 128 - 1, lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     const int row = first + mine * 64;
     Rows rows(row, group, lane, warp, offset, window);

@@ -73,7 +73,7 @@ struct Group {
         sh.shrink[mine][row(r)] = rows.shrink[r];
       }
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    shared_fence();
     release(&sh.weighed[j % 2], lane);
   }
 };
@@ -99,9 +99,9 @@ DEVICE void attend(float (&o)[128], Rows& rows, Group& g, int count, int high) {
     hold(s);
     rows.weigh(s, (high - j) * 64, g.lane);
     // All warps of the group have read the keys before one writes over them.
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + g.mine) : "memory");
+    meet(1 + g.mine, 128);
     g.publish(s, rows, j);
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + g.mine) : "memory");
+    meet(1 + g.mine, 128);
     if (j) make_smaller(o, rows.shrink);
     g.issue_values(o, j);
     products_wait<0>();
@@ -125,7 +125,7 @@ DEVICE void write(const float (&o)[128], const Rows& rows, const Group& g, u16* 
     sum += __shfl_xor_sync(FULL, sum, 2);
     if (g.lane % 4 == 0) g.sh.sums[g.mine][g.row(r)] = sum;
   }
-  asm volatile("bar.sync 3, 256;" ::: "memory");
+  meet<3, 256>();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int at = first + g.row(r), token = at / group;
@@ -171,12 +171,12 @@ flash_wide(const u8* queries, const u8* tiles, u16* out, int tokens, int group, 
   const int low = max(0, first / group + offset - window + 1) / 64;
   const int high = (min((first + 63) / group, tokens - 1) + offset) / 64, count = high - low + 1;
   if (threadIdx.x < 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    fewer_registers<24>();
     if (threadIdx.x == 0)
       feed(sh, queries + ((i64)blockIdx.y * query_rows + first) * 1024,
            tiles + (i64)blockIdx.y * (key_rows / 64) * TILE, count, high);
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    more_registers<240>();
     Group g{sh, (int)threadIdx.x / 128 - 1, (int)threadIdx.x % 32, (int)threadIdx.x / 32 % 4};
     Rows rows(first, group, g.lane, g.warp, offset, window);
     float o[128];

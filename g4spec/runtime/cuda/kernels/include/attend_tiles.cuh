@@ -8,19 +8,6 @@
 #pragma once
 #include "chunks.cuh"
 
-DEVICE u32 mul_half2(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-// Barrier `id` of some warps of a block: wait for `threads` to arrive, or only arrive.
-DEVICE void meet(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-DEVICE void arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // A kernel instance. NT: row tiles of 8. QW, PW: warps for scores and for sums. A tile of keys
 // (values) comes in KS (VS) parts: all keys and D / KS values of d (all d of 64 / VS keys); KR and
 // VR parts fit in shared memory. None of these but D changes any result.
@@ -61,15 +48,6 @@ DEVICE int swizzled(int row, int piece) {  // of 16 bytes
 }
 
 #if ARCH >= 800
-template <int SIZE>
-DEVICE void copy_piece(u32 to, const char* from) {
-  if (SIZE == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-  else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(SIZE)
-                 : "memory");
-}
-
 // COUNT rows of BYTES bytes, PITCH apart, to rows STRIDE apart.
 template <int COUNT, int BYTES, int PITCH, int STRIDE, int SWIZZLE, int THREADS>
 DEVICE void copy_rows(u32 to, const char* from, int thread) {
@@ -82,7 +60,7 @@ DEVICE void copy_rows(u32 to, const char* from, int thread) {
   from += row * PITCH + piece * SIZE;
 #pragma unroll 4
   for (int i = 0; i < COUNT; i += STEP)
-    copy_piece<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE, from + i * PITCH);
+    copy_async<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE, from + i * PITCH);
 }
 
 // Which part of which tile comes next, over all items of this block.

@@ -48,12 +48,6 @@ DEVICE Span span_of(const i64* first, const i64* last, int tokens) {
   return s;
 }
 
-DEVICE float exp2_fast(float x) {  // exp2(-inf) is 0
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // A part of the work: keys of one chunk (tiles tile .. end - 1), one KV head, some rows.
 struct __align__(8) Item {
   u16 tile, end;

@@ -12,7 +12,7 @@
 constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which share the K of a unit
 constexpr int THREADS = 32 * (CONSUMERS + 1);
 
-DEVICE void consumers_sync() { asm volatile("bar.sync 1, %0;" ::"n"(32 * CONSUMERS) : "memory"); }
+DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
 
 struct Work {
   const u8* weights;       // [groups of 128][units][F::UNIT_BYTES]

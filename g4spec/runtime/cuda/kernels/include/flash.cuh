@@ -6,11 +6,6 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr float LOG2E = 1.4426950408889634f;
 
-DEVICE float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 #define NEVER __int_as_float(0xff800000)  // minus infinity
 
 // The rows that a thread holds: two of its group's 64.

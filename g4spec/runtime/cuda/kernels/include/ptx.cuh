@@ -28,7 +28,18 @@ DEVICE float from_half(u16 h) {
   return x;
 }
 DEVICE u32 pack_halves(float low, float high) {
+#if ARCH >= 800
+  u32 d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+#else
   return (u32)to_half(low) | (u32)to_half(high) << 16;
+#endif
+}
+DEVICE u32 mul_half2(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
 }
 DEVICE u32 sub_half2(u32 a, u32 b) {
   u32 d;
@@ -41,6 +52,26 @@ DEVICE u32 fma_half2(u32 a, u32 b, u32 c) {
   return d;
 }
 DEVICE float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
+#if ARCH >= 800
+DEVICE u32 pack_bf16(float low, float high) {
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+#endif
+
+// ---- approximations in one instruction ----
+
+DEVICE float exp2_fast(float x) {  // within 2 ulp; exp2(-inf) is 0
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float reciprocal(float x) {  // within 1 ulp
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
 
 // ---- integers ----
 
@@ -59,6 +90,31 @@ DEVICE u32 bits_from(u32 low, u32 high, u32 shift) {
 }
 // An integer below 2^23 as float, in two instructions.
 DEVICE float small_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
+
+// ---- what the compiler is told ----
+
+// Has a number computed here, not where it is used: before a wait.
+DEVICE u32 now(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+DEVICE const float* now(const float* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+// ---- barriers of some warps of a block ----
+
+DEVICE void meet(int id, int threads) {  // waits until `threads` have come
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE void arrive(int id, int threads) {  // comes, and goes on
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+template <int ID, int THREADS>
+DEVICE void meet() {
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
 
 // ---- memory ----
 
@@ -99,17 +155,21 @@ template <int N>
 DEVICE void wait_copies() {  // all but the N newest groups of this thread have arrived
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-DEVICE void copy16(void* to_shared, const void* from_global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to_shared)),
-               "l"(from_global) : "memory");
+template <int BYTES>
+DEVICE void copy_async(u32 to_shared, const void* from_global) {  // 4, 8 or 16
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from_global)
+                 : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to_shared), "l"(from_global),
+                 "n"(BYTES) : "memory");
 }
 template <int BYTES>
 DEVICE void copy_async(void* to_shared, const void* from_global) {
-  if constexpr (BYTES == 16)
-    copy16(to_shared, from_global);
-  else  // 4 or 8
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to_shared)),
-                 "l"(from_global), "n"(BYTES) : "memory");
+  copy_async<BYTES>(shared_address(to_shared), from_global);
+}
+DEVICE void copy16(void* to_shared, const void* from_global) {
+  copy_async<16>(to_shared, from_global);
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -171,6 +231,9 @@ DEVICE void copy_engine_fence() {
 }
 
 #if ARCH >= 900
+// Between ordinary stores to shared memory and tensor cores that read it asynchronously.
+DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 DEVICE void barrier_expect(u64* bar, u32 bytes) {  // arrives once and awaits `bytes` more
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
                ::"r"(shared_address(bar)), "r"(bytes) : "memory");
@@ -206,3 +269,12 @@ DEVICE void grid_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// ---- registers of a warp group, taken from one and given to another ----
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+template <int N>
+DEVICE void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N>
+DEVICE void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+#endif

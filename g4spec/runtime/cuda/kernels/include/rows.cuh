@@ -17,17 +17,6 @@ DEVICE bool finite4(float4 v) {  // NaN - NaN and inf - inf are NaN
   return sum4({v.x - v.x, v.y - v.y, v.z - v.z, v.w - v.w}) == 0.0f;
 }
 
-// Has a number computed here, not where it is used: before a wait.
-DEVICE u32 now(u32 x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-DEVICE const float* now(const float* p) {
-  asm volatile("" : "+l"(p));
-  return p;
-}
-
 // Where values 4 i .. 4 i + 3 of row m go, in bytes.
 struct RowPlace {
   static constexpr u32 NOWHERE = ~0u;

@@ -4,15 +4,7 @@
 
 struct Half {
   static constexpr int BYTES = 2;
-  static DEVICE u32 pack(float low, float high) {
-    u32 d;
-#if ARCH >= 800
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-#else
-    d = pack_halves(low, high);
-#endif
-    return d;
-  }
+  static DEVICE u32 pack(float low, float high) { return pack_halves(low, high); }
   static DEVICE float low(u32 two) { return from_half((u16)two); }
   static DEVICE float high(u32 two) { return from_half((u16)(two >> 16)); }
 };
@@ -21,9 +13,7 @@ struct Bfloat {
   static constexpr int BYTES = 2;
   static DEVICE u32 pack(float low, float high) {
 #if ARCH >= 800
-    u32 d;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-    return d;
+    return pack_bf16(low, high);
 #else
     return round(low) | round(high) << 16;
 #endif

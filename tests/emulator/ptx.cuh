@@ -1,0 +1,197 @@
+// What kernels/include/ptx.cuh has, on the machine of machine.h.
+#pragma once
+#include "cuda.h"
+
+using u8 = unsigned char;
+using i8 = signed char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using i32 = int;
+using u64 = uint64_t;
+using i64 = int64_t;
+
+#define ARCH __CUDA_ARCH__
+#define DEVICE inline
+constexpr u32 FULL = 0xffffffffu;
+
+inline u16 to_half(float x) { return same_bits<u16>((_Float16)x); }
+inline float from_half(u16 h) { return (float)same_bits<_Float16>(h); }
+inline u32 pack_halves(float low, float high) { return (u32)to_half(low) | (u32)to_half(high) << 16; }
+template <class Op>
+u32 halves(u32 a, u32 b, u32 c, Op op) {
+  u32 out = 0;
+  for (int s = 0; s < 32; s += 16)
+    out |= (u32)to_half(op(from_half(u16(a >> s)), from_half(u16(b >> s)), from_half(u16(c >> s)))) << s;
+  return out;
+}
+inline u32 mul_half2(u32 a, u32 b) {
+  return halves(a, b, 0, [](float x, float y, float) { return x * y; });
+}
+inline u32 sub_half2(u32 a, u32 b) {
+  return halves(a, b, 0, [](float x, float y, float) { return x - y; });
+}
+// Half precision times half precision is exact in 32 bits; the sum is then rounded twice.
+inline u32 fma_half2(u32 a, u32 b, u32 c) {
+  return halves(a, b, c, [](double x, double y, double z) { return float(x * y + z); });
+}
+inline float from_bf16(u16 h) { return __uint_as_float((u32)h << 16); }
+inline u32 bf16_bits(float x) {
+  const u32 bits = __float_as_uint(x);
+  return x != x ? 0x7fffu : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack_bf16(float low, float high) { return bf16_bits(low) | bf16_bits(high) << 16; }
+inline float exp2_fast(float x) {
+  const float y = exp2f(x);
+  return y < 1.17549435e-38f ? 0.0f : y;
+}
+inline float reciprocal(float x) { return 1.0f / x; }
+
+template <int TABLE>
+u32 lop3(u32 a, u32 b, u32 c) {
+  u32 out = 0;
+  for (int i = 0; i < 8; ++i)
+    if (TABLE >> i & 1) out |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
+  return out;
+}
+inline u32 and_or(u32 a, u32 b, u32 c) { return (a & b) | c; }
+inline u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+inline u32 bits_from(u32 low, u32 high, u32 shift) {
+  return u32(((u64)high << 32 | low) >> shift);
+}
+inline float small_float(u32 v) { return (float)v; }
+
+inline u32 now(u32 x) { return x; }
+inline const float* now(const float* p) { return p; }
+inline void meet(int id, int threads) { machine::meet(id, threads, true); }
+inline void arrive(int id, int threads) { machine::meet(id, threads, false); }
+template <int ID, int THREADS>
+void meet() {
+  machine::meet(ID, THREADS, true);
+}
+
+inline u32 shared_address(const void* p) { return machine::address(p); }
+inline void aligned(const void* p, unsigned to) {
+  if ((uintptr_t)p % to) machine::fail("an address that is not a multiple of " + std::to_string(to));
+}
+inline uint4 load_stream(const void* p) {
+  aligned(p, 16);
+  return *(const uint4*)p;
+}
+inline u32 load_acquire(const u32* p) {
+  const u32 v = *p;
+  machine::leave();  // others go on
+  return v;
+}
+inline void add_release(u32* p, u32 v) { *p += v; }
+
+struct Product {
+  const u32* a;
+  u32 b[2];
+  const float* c;
+  float* d;
+};
+inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const float (&c)[4]) {
+  float sum[4];
+  Product mine{a, {b0, b1}, c, sum};
+  machine::together("mma", mine, [](Product** all) {
+    float A[16][16], B[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      for (int i = 0; i < 8; ++i)
+        A[g + i / 2 % 2 * 8][2 * t + i % 2 + i / 4 * 8] =
+            from_half(u16(all[lane]->a[i / 2] >> i % 2 * 16));
+      for (int i = 0; i < 4; ++i)
+        B[2 * t + i % 2 + i / 2 * 8][g] = from_half(u16(all[lane]->b[i / 2] >> i % 2 * 16));
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double x = all[lane]->c[i];
+        for (int k = 0; k < 16; ++k) x += (double)A[row][k] * B[k][column];
+        all[lane]->d[i] = (float)x;
+      }
+  });
+  std::copy(sum, sum + 4, d);
+}
+
+template <int N>
+void wait_copies() {
+  machine::wait_copies(N);
+}
+template <int BYTES>
+void copy_async(u32 to, const void* from) {
+  char* place = machine::at(to);
+  aligned(place, BYTES), aligned(from, BYTES);
+  machine::self->copies.push_back({place, from, BYTES});
+}
+template <int BYTES>
+void copy_async(void* to, const void* from) {
+  copy_async<BYTES>(shared_address(to), from);
+}
+inline void copy16(void* to, const void* from) { copy_async<16>(to, from); }
+inline void commit_copies() { machine::commit_copies(); }
+
+struct Matrices {
+  const void* row;
+  u32* out;
+};
+inline void load_matrices(u32 (&r)[4], const void* row, bool turned) {
+  aligned(row, 16);
+  machine::address(row);
+  Matrices mine{row, r};
+  const auto read = [](Matrices** all, int m, int row, int column) {
+    return (u32)((const u16*)all[m * 8 + row]->row)[column];
+  };
+  machine::together(turned ? "ldmatrix.trans" : "ldmatrix", mine, [=](Matrices** all) {
+    for (int lane = 0; lane < 32; ++lane)
+      for (int m = 0; m < 4; ++m) {
+        const int i = lane / 4, j = lane % 4 * 2;
+        all[lane]->out[m] = turned ? read(all, m, j, i) | read(all, m, j + 1, i) << 16
+                                   : read(all, m, i, j) | read(all, m, i, j + 1) << 16;
+      }
+  });
+}
+inline void load_matrix_x4(u32 (&r)[4], const void* row) { load_matrices(r, row, false); }
+inline void load_matrix_x4_transposed(u32 (&r)[4], const void* row) { load_matrices(r, row, true); }
+
+inline void barrier_init(u64* bar, u32 arrivals) {
+  shared_address(bar);
+  machine::self->block->barriers[bar] = {0, 0, (int)arrivals, (int)arrivals};
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(u64* bar) { machine::arrive(bar); }
+inline bool barrier_done(u64* bar, u32 parity) {
+  const bool done = (machine::phases(bar).phase & 1) != parity;
+  if (!done) machine::leave();  // asked again
+  return done;
+}
+inline void barrier_wait(u64* bar, u32 parity) {
+  for (;;) {
+    const machine::Phases& b = machine::phases(bar);
+    const u64 phase = b.phase;
+    if ((phase & 1) != parity) return;
+    machine::wait_while(b.phase, phase, "mbarrier");
+  }
+}
+inline void copy_engine_fence() {}
+inline void shared_fence() {}
+inline void barrier_expect(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
+inline void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
+  aligned(to, 16), aligned(from, 16);
+  if (bytes % 16) machine::fail("a bulk copy of " + std::to_string(bytes) + " bytes");
+  shared_address(to), machine::phases(bar);
+  machine::self->block->flying.push_back({{to, from, bytes}, bar});
+}
+inline void barrier_arrive_copied(u64* bar) {
+  auto all = machine::self->copies;
+  for (auto& group : machine::self->groups) all.insert(all.end(), group.begin(), group.end());
+  machine::self->copies.clear(), machine::self->groups.clear();
+  machine::phases(bar);
+  machine::self->block->arriving.push_back({all, bar});
+}
+inline void grid_wait() {}
+inline void grid_launch() {}
+template <int N>
+void fewer_registers() {}
+template <int N>
+void more_registers() {}

@@ -1,0 +1,109 @@
+"""What of `torch.cuda` and of graphs the runtime uses, for tensors on the CPU."""
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec.runtime import devices, graphs
+from g4spec.runtime.cuda import launch, ops
+
+PROCESSORS = 3
+"""Multiprocessors of the machine: few, so that blocks have several parts of the work."""
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: "Event") -> float:
+        return 1.0
+
+
+class Graph:
+    """Plays by doing the same again: into the same outputs, with the kernels it had."""
+
+    def __init__(self) -> None:
+        self.play: Any = None
+
+    def replay(self) -> None:
+        self.play()
+
+
+class Recorded(graphs.Recorded):
+    def _record(self, made: Any) -> None:
+        ids, positions = made.numbers.unbind()
+        for _ in range(2):
+            self._run(ids, positions, *made.rows)
+        with launched() as names:
+            made.outputs = self._run(ids, positions, *made.rows)
+
+        def play() -> None:
+            with launched() as again:
+                found = self._run(ids, positions, *made.rows)
+            assert again == names, "a recording launches the same kernels every time"
+            for mine, new in zip(made.outputs, found, strict=True):
+                mine.copy_(new)
+
+        made.graph.play = play
+
+
+@contextlib.contextmanager
+def launched() -> Iterator[list[str]]:
+    """Names of the kernels that are launched meanwhile."""
+    names: list[str] = []
+    before = launch.kernel
+
+    def kernel(file: str, name: str, device: int | None = None) -> Any:
+        names.append(f"{file}: {name}")
+        return before(file, name, device)
+
+    launch.kernel = kernel  # type: ignore[assignment]
+    try:
+        yield names
+    finally:
+        launch.kernel = before  # type: ignore[assignment]
+
+
+def select(device: str, cache_type: Any = None) -> tuple[Any, devices.Host]:
+    """As `devices.select`, with the emulated GPU in place of one."""
+    if device == "cpu":
+        return devices.Ops(), devices.Host()
+    return ops.CudaOps("cpu", cache_type or "f16"), devices.Host()
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = None) -> Any:
+    """As cuBLAS does it: exact products, sums in float32."""
+    return _mm(a.float(), b.float(), out=out) if out_dtype else _mm(a, b, out=out)
+
+
+_mm = torch.mm
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch, "mm", mm)
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    for name, value in {
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: "emulator",
+        "graph_pool_handle": lambda: None,
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "device": lambda device: contextlib.nullcontext(),
+        "mem_get_info": lambda device=None: (1 << 24, 1 << 24),
+        "Event": Event,
+        "CUDAGraph": Graph,
+    }.items():
+        patch.setattr(torch.cuda, name, value)
+    patch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    patch.setattr(graphs, "Recorded", Recorded)
+    patch.setattr(devices, "select", select)

@@ -1,0 +1,65 @@
+// What kernels/include/wgmma.cuh has. A product is done when it is issued: hardware may do so.
+#pragma once
+#include "ptx.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+inline u64 operand(const void* p, u32 block) {
+  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16;
+}
+inline void products_fence() {}
+inline void products_commit() {}
+template <int N>
+void products_wait() {
+  __syncwarp();
+}
+template <class T, int N>
+void hold(T (&)[N]) {}
+
+// Value of 16 bits in the 128-byte swizzle.
+inline float swizzled(u32 at) {
+  at ^= (at >> 7 & 7) << 4;
+  return from_half(*(const u16*)machine::at(at));
+}
+inline float by_row(u64 operand, int row, int column) {
+  return swizzled((u32)(operand & 0x3fff) * 16 + row * 128 + column * 2);
+}
+inline float by_column(u64 operand, int row, int column) {
+  const u32 block = (u32)(operand >> 16 & 0x3fff) * 16;
+  return swizzled((u32)(operand & 0x3fff) * 16 + column / 64 * block + row * 128 + column % 64 * 2);
+}
+
+// One warp's 16 rows of a sum; `a` and `b` give values of operands by (row, k) and (k, column).
+template <int N, class A, class B>
+void add_product(float (&d)[N], int add, A a, B b) {
+  const int lane = machine::self->lane, warp = threadIdx.x / 32 % 4;
+  for (int i = 0; i < N; ++i) {
+    const int row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    double x = add ? d[i] : 0.0;
+    for (int k = 0; k < 16; ++k) x += (double)a(warp * 16, row, k) * b(k, column);
+    d[i] = (float)x;
+  }
+}
+inline void product_64(float (&d)[32], u64 a, u64 b, int add) {
+  add_product(d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
+              [=](int k, int column) { return by_row(b, column, k); });
+}
+inline void product_256_weights(float (&d)[128], u64 a, u64 b, int add) {
+  add_product(d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
+              [=](int k, int column) { return by_column(b, k, column); });
+}
+inline void product_256_values(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
+  struct Fragment {
+    const u32* mine;
+    float all[16][16];
+  } f{a, {}};
+  machine::together("wgmma", f, [](Fragment** lanes) {
+    for (int to = 0; to < 32; ++to)
+      for (int lane = 0; lane < 32; ++lane)
+        for (int i = 0; i < 8; ++i)
+          lanes[to]->all[lane / 4 + i / 2 % 2 * 8][2 * (lane % 4) + i % 2 + i / 4 * 8] =
+              from_half(u16(lanes[lane]->mine[i / 2] >> i % 2 * 16));
+  });
+  add_product(d, add, [&](int, int row, int k) { return f.all[row][k]; },
+              [=](int k, int column) { return by_column(b, k, column); });
+}
+#endif
