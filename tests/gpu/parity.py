@@ -217,8 +217,8 @@ def experts(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             x, weights = randn(g, count, 256), torch.rand(count, 3, generator=g)
             ids = torch.stack([torch.randperm(8, generator=g)[:3] for _ in range(count)])
             want = ref.experts(x, ids, weights, gate[1], up[1], down[1], ref.gelu_tanh)
-            got = cuda.experts(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), gate[0], up[0], down[0],
-                               cuda.gelu_tanh)  # fmt: skip
+            there = [t.to(DEVICE) for t in (x, ids, weights)]
+            got = cuda.experts(*there, gate[0], up[0], down[0], cuda.gelu_tanh)
             yield got, want, 4 * HALF
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def test_parity(name: str, seed: int) -> None:
     from g4spec.runtime.cuda.ops import CudaOps
 
-    cuda, checked = CudaOps(), 0
+    cuda, checked = CudaOps(DEVICE), 0
     junk = torch.full((1 << 24,), 0xFF, dtype=torch.uint8, device=DEVICE)
     del junk  # what a kernel leaves unwritten is NaN
     for got, want, tolerance in CASES[name](cuda, Ops(), torch.Generator().manual_seed(seed)):

@@ -197,7 +197,7 @@ def test_model_of_a_file(types: dict[str, str], split: bool) -> None:
     reference = model.target(N_CTX, N_CTX)
     reference.taps = (1, 3)
     want = next(iter(reference.prefill(ids)))
-    target = Target(model.config, model.matrices(), CudaOps(), N_CTX, 64)
+    target = Target(model.config, model.matrices(), CudaOps(DEVICE), N_CTX, 64)
     long = LongModel(target.model, target.caches, 64, N_CTX, beside)
     hidden, tapped = long.forward(torch.tensor(ids, device=DEVICE), 0, (1, 3))
     error = (hidden.cpu() - want.hidden).norm(dim=-1) / want.hidden.norm(dim=-1)
