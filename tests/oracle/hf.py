@@ -1,8 +1,10 @@
-"""transformers' Gemma 4 models from tiny checkpoint folders, in float32."""
+"""transformers' Gemma 4 models from tiny checkpoint folders, in float32, or in float64."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,22 @@ def model(folder: Path) -> Any:
     made = getattr(transformers, config["architectures"][0]).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    return made.eval()
+    return made.eval().to(torch.get_default_dtype())
 
 
 target = assistant = model
+
+
+@contextlib.contextmanager
+def in_double() -> Iterator[None]:
+    """Models made and run here compute in float64, also where their code asks for float32."""
+    float_, softmax = torch.Tensor.float, torch.nn.functional.softmax
+    try:
+        torch.set_default_dtype(torch.float64)
+        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+        torch.nn.functional.softmax = lambda x, dim, dtype=None: softmax(x, dim)  # type: ignore
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.Tensor.float = float_  # type: ignore[method-assign]
+        torch.nn.functional.softmax = softmax
