@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pynvml
 import torch
 
 from g4spec.models.gemma4 import Config, caches
@@ -173,11 +172,6 @@ def measure(name: str, p: Prefill, count: int) -> dict[str, Any]:
             "tokens_per_second": round(count / best), "parts_ms": ms}  # fmt: skip
 
 
-def driver() -> str:
-    pynvml.nvmlInit()
-    return str(pynvml.nvmlSystemGetDriverVersion())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(SHAPES))
@@ -196,7 +190,7 @@ def main() -> None:
     if args.json:
         record = {
             "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-            "driver": driver(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "driver": provenance.driver(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "machine": provenance.machine(), "commit": provenance.commit(),
             "weights": "random, made on the GPU", "kv": args.kv, "chunk": args.chunk,
             "note": "parts overlap: products contain dequantize, experts their products",

@@ -1,147 +1,99 @@
-"""Steps and cycles on a GPU: random weights at the real shapes, forced acceptance.
+"""Steps and cycles at the published shapes on a GPU, against what an H200 has to reach.
 
-    python benchmarks/gpu_steps.py [31b 26b-a4b ...] [--contexts 64 4096 32768] [--json FILE]
+    python benchmarks/gpu_steps.py [31b 26b-a4b ...] [--contexts 64 4096 32768] [--cache-type q8_0]
 
-Times are of a recorded step played again and again (CUDA events, median), so they hold what the GPU
-does and not what Python adds; `cycle` is timed by the clock, with everything between.
+Measured as `g4spec bench --synthetic` does it (random weights, forced acceptance), with the kernels
+of one step at the last context by time. Writes `results/<date>-gpu-steps.json`. Exit code 1 if a
+required figure is missed; they were set for an H200 and mean nothing on another GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import functools
 import json
-import time
-from collections.abc import Callable
+import sys
+from collections import Counter
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_prefill import driver
-from g4spec.models.spec import Committed
-from g4spec.runtime import provenance, synthetic
-from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.sampling import Sampler
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT.parent))
 
-ROWS = (1, 2, 4, 8, 16)
+from g4spec.runtime import devices, steps  # noqa: E402
+
+# Model, context, figure: required and stretch, milliseconds.
+GOALS = {
+    ("31b", 64, "step_1_ms"): (5.6, 5.0),
+    ("31b", 64, "step_16_ms"): (6.2, 5.4),
+    ("31b", 64, "cycle_ms"): (7.0, 6.0),
+    ("31b", 32768, "step_1_ms"): (6.4, 5.6),
+    ("26b-a4b", 64, "step_1_ms"): (1.6, 1.1),
+    ("26b-a4b", 64, "step_16_ms"): (5.0, 3.8),
+}
 
 
-def milliseconds(run: Callable[[], Any], times: int = 20) -> float:
-    """Median time on the GPU of what `run` launches."""
-    run()
+def kernels(play: Any, times: int = 5) -> dict[str, float]:
+    """Milliseconds of each kernel in one playing of a recording, the longest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(times):
+            play()
+        torch.cuda.synchronize()
+    total = Counter[str]()
+    for event in seen.key_averages():
+        total[event.key.split("(")[0]] += event.device_time_total / 1e3 / times
+    return {name: round(ms, 4) for name, ms in total.most_common()}
+
+
+def keep(into: dict[str, dict[str, float]], rows: int, play: Any) -> None:
+    if rows in (1, 16):
+        into[f"{rows} rows"] = kernels(play)
+
+
+def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures that were asked for, with what was found."""
     out = []
-    for _ in range(times):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        out.append(begin.elapsed_time(end))
-    return round(median(out), 3)
-
-
-def bandwidth() -> float:
-    """Bytes a second of a sum over 8 GiB."""
-    x = torch.ones(1 << 31, dtype=torch.float32, device="cuda")
-    return x.nbytes / (milliseconds(x.sum, 5) * 1e-3)
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of the matrices as they lie in memory, each counted once."""
-    seen = {}
-    for w in model.values():
-        data = w if isinstance(w, torch.Tensor) else w.table
-        seen[data.data_ptr()] = data.nbytes
-    return sum(seen.values())
-
-
-def cycle(target: Any, draft: Any, at: int, accepted: int, times: int = 20) -> float:
-    """Median milliseconds of a cycle that accepts `accepted` - 1 drafted tokens, by the clock."""
-    chooser, out = target.ops.chooser(Sampler()), []
-    for i in range(times + 3):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        drafted = draft.propose(7, at, draft.max_tokens, chooser)
-        step = target.step([7, *drafted], at)
-        chosen = list(chooser.choose_rows(step.logits, at + 1))
-        assert len(chosen) == 1 + draft.max_tokens
-        n = accepted
-        r = step.read
-        draft.commit(Committed(r.ids[:n], r.start, r.hidden[:n], r.taps[:n]))
-        torch.cuda.synchronize()
-        if i >= 3:
-            out.append((time.perf_counter() - begin) * 1e3)
-    return round(median(out), 3)
-
-
-def fill(target: Any, draft: Any, tokens: int) -> float:
-    """Read random tokens so that caches are real; tokens a second."""
-    ids = torch.randint(10, 200_000, (tokens,)).tolist()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for read in target.prefill(ids):
-        if draft is not None:
-            draft.commit(read)
-    torch.cuda.synchronize()
-    return tokens / (time.perf_counter() - begin)
-
-
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    ops = CudaOps("cuda", args.cache_type)
-    target = synthetic.target(name, args.type, ops, max(args.contexts) + 64)
-    draft = None
-    if name in synthetic.DRAFTS and not args.no_draft:
-        draft = synthetic.draft(name, args.draft_type, ops, target)
-    out: dict[str, Any] = {"model": name, "type": args.type, "cache": args.cache_type, "at": {}}
-    for context in args.contexts:
-        found: dict[str, Any] = {"prefill_tokens_per_second": round(fill(target, draft, context))}
-        for rows in ROWS if context == min(args.contexts) else (1, 16):
-            ids = torch.randint(10, 200_000, (rows,)).tolist()
-            logits = target.step(ids, context).logits
-            assert bool(logits.isfinite().all()), (name, context, rows)
-            recording = target._step._made[rows]
-            found[f"step_{rows}_ms"] = milliseconds(recording.graph.replay)
-        if draft is not None:
-            found["cycle_ms"] = cycle(target, draft, context, args.accept_length)
-            found["draft_ms"] = milliseconds(next(iter(draft._block._made.values())).graph.replay)
-            found["tokens_per_second"] = round(args.accept_length / found["cycle_ms"] * 1e3, 1)
-        out["at"][context] = found
-        shown = "  ".join(f"{k} {v}" for k, v in found.items())
-        print(f"{name} at {context}: {shown}", flush=True)
-    out["weight_bytes"] = weight_bytes(target.model.w)
-    out["without_kernel"] = sorted(ops.without_kernel)
-    out["accept_length"] = args.accept_length
-    weights, missing = out["weight_bytes"] / 1e9, out["without_kernel"]
-    print(f"  weights {weights:.2f} GB; without a kernel: {missing}", flush=True)
+    for (model, context, figure), (required, stretch) in GOALS.items():
+        for row in result["rows"]:
+            if (model, context) == (result["model"], row["context"]):
+                out.append({"model": model, "context": context, "figure": figure,
+                            "found": row[figure], "required": required, "stretch": stretch,
+                            "met": row[figure] <= required})  # fmt: skip
     return out
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=["31b", "26b-a4b"])
-    parser.add_argument("--type", default="q4_k_m")
-    parser.add_argument("--draft-type", default="q8_0")
-    parser.add_argument("--cache-type", default="q8_0", choices=["f16", "q8_0"])
     parser.add_argument("--contexts", type=int, nargs="*", default=[64, 4096, 32768])
-    parser.add_argument("--accept-length", type=int, default=6)
-    parser.add_argument("--no-draft", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--type", default="q4_k_m")
+    parser.add_argument("--cache-type", default="q8_0", choices=["f16", "q8_0"])
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
-    record = {
-        "device": torch.cuda.get_device_name(), "driver": driver(), "torch": torch.__version__,
-        "machine": provenance.machine(), "commit": provenance.commit(),
-        "weights": "random, made on the GPU; acceptance forced",
-        "read_bytes_per_second": bandwidth(), "results": [],
-    }  # fmt: skip
-    torch.cuda.empty_cache()
+    protocol = steps.Protocol(type=args.type, contexts=tuple(args.contexts))
+    results, found = [], []
     for name in args.models:
-        record["results"].append(measure(name, args))
+        ops: Any = devices.select("cuda", args.cache_type)[0]
+        step: dict[str, dict[str, float]] = {}
+        result = steps.measure(name, ops, protocol, functools.partial(keep, step))
+        result["kernels_ms"] = step
+        results.append(result)
+        found += goals(result)
+        for row in result["rows"]:
+            print(name, *(f"{k} {v:g}" for k, v in row.items() if v is not None), flush=True)
         torch.cuda.empty_cache()
-        if args.json:
-            args.json.write_text(json.dumps(record, indent=1))
+    for goal in found:
+        print("met   " if goal["met"] else "MISSED", *(f"{k} {v}" for k, v in goal.items()))
+    path = args.out / f"{datetime.date.today()}-gpu-steps.json"
+    path.write_text(json.dumps({"results": results, "goals": found}, indent=1) + "\n")
+    print(f"wrote {path}")
+    return not all(goal["met"] for goal in found)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

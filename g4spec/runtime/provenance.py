@@ -78,6 +78,17 @@ def machine() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def driver() -> str | None:
+    """Version of NVIDIA's driver; None where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
 def _cpu() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -52,6 +52,9 @@ class Protocol:
                              "token included", found=self.accept_length)  # fmt: skip
 
 
+Watch = Callable[[int, Callable[[], Any]], Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Figures at one context: `steps` by rows in milliseconds; a draft's are None without one."""
@@ -64,25 +67,36 @@ class Row:
     tokens_per_second: float
 
 
-def measure(name: str, ops: CudaOps, protocol: Protocol) -> dict[str, Any]:
+def measure(
+    name: str, ops: CudaOps, protocol: Protocol, watch: Watch | None = None
+) -> dict[str, Any]:
     """Build a model of a size in `synthetic.TARGETS`, with its draft if there is one; the result
-    file's contents."""
+    file's contents.
+
+    Args:
+        watch: is given each number of rows, and what plays a step of so many, at the last context.
+    """
     check(name)
     with torch.cuda.device(ops.device):
-        read = bandwidth()
+        read = bandwidth(ops.device)
         torch.cuda.empty_cache()
         target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + 64)
         drafter = None
         if name in synthetic.DRAFTS:
             drafter = synthetic.draft(name, protocol.draft_type, ops, target)
         rows = [_at(context, target, drafter, protocol) for context in protocol.contexts]
+        if watch is not None:
+            for count in ROWS:
+                step: Any = target._step
+                watch(count, step.recording(count).replay)
     held = weight_bytes(target.model.w)
     plain = rows[0].steps[1]
     return {
         "schema": SCHEMA, "label": LABEL, "model": name,
         "type": protocol.type, "draft_type": protocol.draft_type if drafter else None,
         "cache_type": ops.cache_type, "accept_length": protocol.accept_length if drafter else None,
-        "machine": provenance.machine(), "device": ops.title, "commit": provenance.commit(),
+        "machine": provenance.machine(), "device": ops.title, "driver": provenance.driver(),
+        "commit": provenance.commit(),
         "torch": torch.__version__, "overridden_ops": provenance.overridden(ops),
         "ops_without_kernel": sorted(ops.without_kernel),
         "read_bytes_per_second": read, "weight_bytes": held,
@@ -112,10 +126,10 @@ def milliseconds(run: Callable[[], Any], times: int = 20) -> float:
     return float(round(median(out), 3))
 
 
-def bandwidth() -> float:
+def bandwidth(device: torch.device | str = "cuda") -> float:
     """Bytes a second that a sum over most of a GPU's free memory, at most 8 GiB, reads."""
     count = min(1 << 31, torch.cuda.mem_get_info()[0] // 8)
-    x = torch.ones(count, dtype=torch.float32, device="cuda")
+    x = torch.ones(count, dtype=torch.float32, device=device)
     return float(x.nbytes / (milliseconds(x.sum, 5) * 1e-3))
 
 
@@ -132,7 +146,7 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
     fill = _fill(target, drafter, context)
     steps = {}
     for rows in ROWS:
-        ids = torch.randint(10, 200_000, (rows,)).tolist()
+        ids = _tokens(target, rows)
         logits = target.step(ids, context).logits
         assert bool(logits.isfinite().all()), (context, rows)
         steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times)
@@ -143,9 +157,14 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
     return Row(context, fill, steps, draft, cycle, round(protocol.accept_length / cycle * 1e3, 1))
 
 
+def _tokens(target: Any, n: int) -> list[int]:
+    ids: list[int] = torch.randint(10, target.config.n_vocab, (n,)).tolist()
+    return ids
+
+
 def _fill(target: Any, drafter: Any, tokens: int) -> float:
     """Read random tokens so that caches are real; tokens a second."""
-    ids = torch.randint(10, 200_000, (tokens,)).tolist()
+    ids = _tokens(target, tokens)
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for read in target.prefill(ids):

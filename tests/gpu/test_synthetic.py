@@ -1,0 +1,49 @@
+"""`bench --synthetic`: models of random weights, in shapes small enough to be quick."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from g4spec.runtime import steps, synthetic
+from g4spec.runtime.cuda.ops import CudaOps
+from tests.gpu.device import DEVICE
+
+pytestmark = pytest.mark.gpu
+
+SMALL: dict[str, dict[str, Any]] = {
+    "31b": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "num_global_key_value_heads": 1, "intermediate_size": 512},
+    "26b-a4b": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
+                "num_key_value_heads": 2, "num_global_key_value_heads": 1,
+                "intermediate_size": 128, "num_experts": 16, "top_k_experts": 2,
+                "moe_intermediate_size": 64},
+    "e2b": {"hidden_size": 256, "num_hidden_layers": 10, "num_attention_heads": 2,
+            "num_key_value_heads": 1, "num_global_key_value_heads": 1, "intermediate_size": 256,
+            "hidden_size_per_layer_input": 64, "num_kv_shared_layers": 5},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in SMALL.items():
+        layers = synthetic.TARGETS[name]["layer_types"][: size["num_hidden_layers"]]
+        shape = synthetic.TARGETS[name] | size | {"layer_types": layers, "vocab_size": 2048}
+        if "vocab_size_per_layer_input" in shape:
+            shape["vocab_size_per_layer_input"] = 2048
+        monkeypatch.setitem(synthetic.TARGETS, name, shape)
+        if name in synthetic.DRAFTS:
+            monkeypatch.setitem(synthetic.DRAFTS, name, (8, 512))
+    monkeypatch.setattr(synthetic, "VOCAB", 2048)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_measures_steps_and_cycles(name: str) -> None:
+    protocol = steps.Protocol(contexts=(64,), times=2, accept_length=3)
+    result = steps.measure(name, CudaOps(DEVICE), protocol)
+    (row,) = result["rows"]
+    assert all(row[f"step_{n}_ms"] > 0 for n in steps.ROWS)
+    assert (row["cycle_ms"] is None) == (name not in synthetic.DRAFTS)
+    # The projection of the per-layer inputs stays float32.
+    assert result["ops_without_kernel"] == (["linear (float32)"] if name == "e2b" else [])
