@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 from g4spec import __version__, models
 from g4spec.errors import InputError, Unsupported
@@ -227,11 +226,6 @@ def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
 
 
 # ---- our own runtime
-
-
-def has_kernels() -> bool:
-    """Whether this version of g4spec has CUDA kernels."""
-    return find_spec("g4spec.runtime.cuda") is not None
 
 
 def own_drafts() -> set[str]:

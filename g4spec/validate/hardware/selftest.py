@@ -10,8 +10,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
-from g4spec.validate.hardware.engines import has_kernels
-
 TIMEOUT = 300
 
 CHILD = r"""
@@ -41,6 +39,16 @@ if torch.cuda.is_available():
     torch.cuda.synchronize()
     rate = 5 * n * 4 / (start.elapsed_time(stop) / 1e3) / 1e9
     out.append([None, f"read bandwidth measured here: {rate:.0f} GB/s ({torch.cuda.get_device_name()})"])
+try:
+    from g4spec.errors import EnvironmentProblem
+    from g4spec.runtime import devices
+
+    gpu = devices.select("cuda")[0]
+    from g4spec.runtime.cuda import selftest
+
+    out += selftest.checks(gpu)
+except EnvironmentProblem as missing:
+    out.append([None, f"CUDA kernels: not checked: {missing.what.removeprefix('--device cuda: ')}"])
 print("RESULT " + json.dumps(out))
 """  # noqa: E501
 
@@ -55,7 +63,6 @@ class Check:
 
 def run() -> list[Check]:
     """Every check there is."""
-    found = [kernels()]
     try:
         done = subprocess.run(
             [sys.executable, "-c", CHILD],
@@ -65,16 +72,9 @@ def run() -> list[Check]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return [*found, Check(False, f"reference runtime: no answer within {TIMEOUT} s")]
+        return [Check(False, f"no answer within {TIMEOUT} s")]
     line = next((s for s in done.stdout.splitlines() if s.startswith("RESULT ")), None)
     if done.returncode or line is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return [*found, Check(False, f"reference runtime: torch failed in a child process: {last}")]
-    return found + [Check(ok, text) for ok, text in json.loads(line.removeprefix("RESULT "))]
-
-
-def kernels() -> Check:
-    """CUDA kernels, where a version has them."""
-    if has_kernels():
-        return Check(None, "CUDA kernels: checked by the tests in tests/gpu")
-    return Check(None, "CUDA kernels: none in this version; g4spec computes on the CPU")
+        return [Check(False, f"failed in a child process: {last}")]
+    return [Check(ok, text) for ok, text in json.loads(line.removeprefix("RESULT "))]
