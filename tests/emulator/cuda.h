@@ -74,13 +74,24 @@ inline int dot4(int a, int b, int c) {
 }
 #define __dp4a dot4
 
+namespace machine {
+template <class T, class Op>
+T atomic(T* p, Op op) {
+  check::atomic(p, sizeof *p);
+  check::Quiet quiet;
+  const T old = *p;
+  *p = op(old);
+  return old;
+}
+}  // namespace machine
+
 template <class T> T __ldcg(const T* p) { return *p; }
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> void __stcg(T* p, T x) { *p = x; }
 template <class T> void __stcs(T* p, T x) { *p = x; }
-template <class T> T atomicAdd(T* p, T x) { T old = *p; *p = old + x; return old; }
-template <class T> T atomicOr(T* p, T x) { T old = *p; *p = old | x; return old; }
-template <class T> T atomicMax(T* p, T x) { T old = *p; *p = std::max(old, x); return old; }
+template <class T> T atomicAdd(T* p, T x) { return machine::atomic(p, [x](T old) { return old + x; }); }
+template <class T> T atomicOr(T* p, T x) { return machine::atomic(p, [x](T old) { return old | x; }); }
+template <class T> T atomicMax(T* p, T x) { return machine::atomic(p, [x](T old) { return std::max(old, x); }); }
 inline void __threadfence() {}
 
 inline void __syncthreads() { machine::meet(0, machine::self->block->live, true); }
@@ -115,8 +126,11 @@ T folded(const char* what, T value, Op op) {
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
   machine::whole(mask);
+  machine::Warp* warp = machine::self->warp;
+  check::come(warp);
   char none = 0;
-  machine::together("__syncwarp", none, [](char**) {});
+  machine::together("__syncwarp", none, [warp](char**) { check::open(warp); });
+  check::go(warp);
 }
 template <class T>
 T __shfl_sync(unsigned mask, T x, int from) {

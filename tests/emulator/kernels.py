@@ -4,7 +4,8 @@
         attend(q, kv, first, last, scale)  # tensors on the CPU
 
 Kernels are compiled from the same files by g++, with the two headers of instructions (ptx.cuh,
-wgmma.cuh) replaced by those beside this file.
+wgmma.cuh) replaced by those beside this file. `installed(arch, checked=True)` finds accesses
+outside of a launch's tensors and of shared memory, and data races (check.cpp), but is slower.
 """
 
 import contextlib
@@ -28,16 +29,23 @@ from g4spec.runtime.cuda import launch, nvrtc
 from tests.emulator import runtime
 
 HERE = Path(__file__).parent
-HEADERS = ("machine.h", "cuda.h", "ptx.cuh", "wgmma.cuh")
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-w", "-x", "c++"]
+HEADERS = ("check.h", "machine.h", "running.h", "cuda.h", "ptx.cuh", "wgmma.cuh")
+CHECKER = ("check.cpp", "check.h", "sanitizer.h")
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-ffp-contract=off", "-w"]
+CHECKED = ["-DCHECKED", "-g1", "-fsanitize=thread", "-fno-threadsafe-statics"]
 
 _MAIN = """
 #include "{file}"
+#include "running.h"
 static auto chosen = &{name};
 extern "C" const char* emulated(const unsigned* grid, const unsigned* block, size_t dynamic,
                                 unsigned seed, void** args) {{
   return machine::launch(chosen, grid, block, dynamic, seed, args);
 }}
+extern "C" void watch(const uint64_t* ranges, size_t n) {{
+  machine::watched = ranges, machine::watched_count = n;
+}}
+void stop_machine(const char* why) {{ machine::fail(why); }}
 extern "C" int parameters(int* out) {{ return machine::sizes(chosen, out); }}
 """
 
@@ -58,39 +66,86 @@ def adapted(text: str) -> str:
     return re.sub(r"__shared__ ([\w:]+(?:<[^;]*?>)?) ([^;]+);", declare, text)
 
 
-def _sources(file: str, name: str, arch: str) -> dict[str, str]:
-    sources = {k: adapted(v) for k, v in nvrtc.closure(file).items()}
+def _sources(file: str, name: str) -> dict[str, str]:
+    """What an instance is made from; `file` may be a path, in tests."""
+    sources = {Path(k).name: adapted(v) for k, v in nvrtc.closure(file).items()}
     sources |= {h: (HERE / h).read_text() for h in HEADERS}
-    return sources | {"main.cpp": _MAIN.format(file=file, name=name)}
+    return sources | {"main.cpp": _MAIN.format(file=Path(file).name, name=name)}
 
 
-def _flags(arch: str) -> list[str]:
+def _flags(arch: str, checked: bool) -> list[str]:
     number = re.sub(r"\D", "", arch)
     feature = ["-D__CUDA_ARCH_FEAT_SM90_ALL"] if arch == "sm_90a" else []
-    return [*FLAGS, f"-D__CUDA_ARCH__={number}0", *feature]
+    return [*FLAGS, *(CHECKED if checked else ()), f"-D__CUDA_ARCH__={number}0", *feature]
 
 
-@functools.cache
-def _library(file: str, name: str, arch: str) -> ctypes.CDLL:
-    """Compiled now or before; several processes may ask at once."""
-    sources, flags = _sources(file, name, arch), _flags(arch)
-    text = "\0".join([*flags, *(f"{k}\0{v}" for k, v in sorted(sources.items()))])
+def _made(sources: dict[str, str], flags: list[str], link: list[str], what: str) -> Path:
+    """The result of compiling main.cpp; made now or before, several processes may ask at once."""
+    text = "\0".join([*flags, *link, *(f"{k}\0{v}" for k, v in sorted(sources.items()))])
     folder = Path(tempfile.gettempdir()) / f"g4spec-emulator-{os.getuid()}"
     made = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
     made.mkdir(parents=True, exist_ok=True)
     with open(made / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (made / "kernel.so").exists():
+        if not (made / "made").exists():
             for other, content in sources.items():
                 (made / other).write_text(content)
-            command = ["g++", *flags, "main.cpp", "-o", "kernel.tmp"]
-            done = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{file}: {name}\n{done.stderr[:8000]}")
-            os.replace(made / "kernel.tmp", made / "kernel.so")
-    library = ctypes.CDLL(str(made / "kernel.so"))
+            commands = [["g++", *flags, "-c", "main.cpp", "-o", "main.o"]]
+            if link:
+                commands += [["g++", "-shared", "main.o", *link, "-o", "made.tmp"]]
+            else:
+                commands += [["mv", "main.o", "made.tmp"]]
+            for command in commands:
+                done = subprocess.run(
+                    command, cwd=made, check=False, capture_output=True, text=True
+                )
+                if done.returncode:
+                    raise RuntimeError(f"{what}\n{done.stderr[:8000]}")
+            os.replace(made / "made.tmp", made / "made")
+    return made / "made"
+
+
+@functools.cache
+def _checker() -> str:
+    sources = {name: (HERE / name).read_text() for name in CHECKER}
+    sources["main.cpp"] = sources.pop("check.cpp")
+    flags = ["-std=c++17", "-O3", "-fPIC", "-fno-gnu-unique", "-w"]
+    return str(_made(sources, flags, [], "check.cpp"))
+
+
+@functools.cache
+def _library(file: str, name: str, arch: str, checked: bool) -> ctypes.CDLL:
+    link = ["-Wl,--no-undefined", *([_checker()] if checked else ())]
+    made = _made(_sources(file, name), _flags(arch, checked), link, f"{file}: {name}")
+    library = ctypes.CDLL(str(made))
     library.emulated.restype = ctypes.c_char_p
     return library
+
+
+def located(text: str, library: str) -> str:
+    """A report with its paths of calls, `{@place @place ...}`, as functions and lines."""
+    places = sorted(set(re.findall(r"@([0-9a-f]+)", text)))
+    # A place is where a call returns to: the call is before. No more than an argument list holds.
+    before = [hex(max(int(place, 16) - 1, 0)) for place in places[:999]]
+    command = ["addr2line", "-aCsfie", library, *before]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    frames: dict[str, list[str]] = {}
+    for line in lines:
+        if line.startswith("0x"):
+            frames[f"{int(line, 16) + 1:x}"] = found = []
+            function = ""
+        elif not function:
+            function = re.sub(r"^(?:\w+ )?(\w+).*", r"\1", line) or "?"
+        else:
+            if line.split(":")[0] not in (*HEADERS, "main.cpp", "??"):
+                found.append(f"{function} {line.split(' ')[0]}")
+            function = ""
+
+    def told(path: re.Match[str]) -> str:
+        names = [f for place in re.findall(r"@([0-9a-f]+)", path[1]) for f in frames.get(place, [])]
+        return " < ".join(names[:4]) or "the machine"
+
+    return re.sub(r"\{(@.*?)\}", told, text)
 
 
 class Emulated:
@@ -100,9 +155,10 @@ class Emulated:
     device = 0
     resources = nvrtc.Resources(64, 0, 0, 0)
 
-    def __init__(self, file: str, name: str, arch: str) -> None:
+    def __init__(self, file: str, name: str, arch: str, checked: bool = False) -> None:
         self.name = f"{file}: {name}"
-        self._library = _library(file, name, arch)
+        self._library = _library(file, name, arch, checked)
+        self._checked = checked
         sizes = (ctypes.c_int * 64)()
         self._sizes = list(sizes[: self._library.parameters(sizes)])
         self._limit = nvrtc.SHARED_LIMIT[arch]
@@ -121,11 +177,26 @@ class Emulated:
         assert shared <= self._limit, (self.name, shared)
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         Emulated.seed += 1
+        ranges = self._ranges(args)
+        self._library.watch(ranges, ctypes.c_size_t(len(ranges) // 2))
         failed = self._library.emulated(
             _three(grid), _three(block), ctypes.c_size_t(shared), Emulated.seed, pointers
         )
         if failed:
-            raise RuntimeError(f"{self.name}: {failed.decode()}")
+            text = failed.decode()
+            if self._checked:
+                text = located(text, self._library._name)
+            raise RuntimeError(f"{self.name}: {text}")
+
+    def _ranges(self, args: tuple[Any, ...]) -> Any:
+        """Address and bytes of each tensor's storage, which checked launches may touch."""
+        pairs: list[int] = []
+        for arg in args:
+            x = arg.tensor if isinstance(arg, launch.Strided) else arg
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                pairs += [storage.data_ptr(), storage.nbytes()]
+        return (ctypes.c_uint64 * len(pairs))(*pairs)
 
     def _value(self, arg: Any) -> Any:
         if isinstance(arg, launch.Strided):
@@ -145,12 +216,12 @@ def _three(size: int | tuple[int, ...]) -> Any:
 
 
 @contextlib.contextmanager
-def installed(arch: str) -> Iterator[None]:
+def installed(arch: str, checked: bool = False) -> Iterator[None]:
     """Everything that launches kernels launches these."""
 
     @functools.cache
     def kernel(file: str, name: str) -> Emulated:
-        return Emulated(file, name, arch)
+        return Emulated(file, name, arch, checked)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "kernel", lambda file, name, device=None: kernel(file, name))

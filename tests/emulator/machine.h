@@ -13,6 +13,7 @@
 #include <string>
 #include <ucontext.h>
 #include <vector>
+#include "check.h"
 
 namespace machine {
 
@@ -42,6 +43,17 @@ struct Copy {
   void run() const { std::memcpy(to, from, bytes); }
 };
 
+struct Group {  // of copies; `time` of the last in a checked run
+  std::vector<Copy> copies;
+  uint32_t time = 0;
+};
+
+struct Arrival {  // of a thread's copies, at a barrier
+  Group group;
+  uint64_t* bar;
+  unsigned thread;
+};
+
 struct Block;
 
 struct Warp {
@@ -53,6 +65,7 @@ struct Warp {
 struct Thread {
   jmp_buf here;
   Index index;
+  unsigned number = 0;
   int lane = 0;
   bool done = false, started = false;
   const uint64_t* wait = nullptr;  // goes on once this is no longer `seen`
@@ -60,12 +73,13 @@ struct Thread {
   const char* what = "";
   Block* block = nullptr;
   Warp* warp = nullptr;
-  std::vector<Copy> copies;                // not yet of a group
-  std::vector<std::vector<Copy>> groups;
+  Group copies;  // not yet of a group
+  std::vector<Group> groups;
 };
 
 struct Block {
   Index index;
+  unsigned id = 0;
   int live = 0;
   std::vector<char> memory;  // shared: dynamic, then declared
   char* base = nullptr;
@@ -73,8 +87,13 @@ struct Block {
   size_t used = 0, dynamic = 0;
   Gate named[16];
   std::map<uint64_t*, Phases> barriers;
-  std::vector<std::pair<Copy, uint64_t*>> flying;  // on their way
-  std::vector<std::pair<std::vector<Copy>, uint64_t*>> arriving;  // copies, then an arrival
+  struct Flying {
+    Copy copy;
+    uint64_t* bar;
+    uint32_t time;
+  };
+  std::vector<Flying> flying;  // on their way
+  std::vector<Arrival> arriving;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
 };
@@ -85,12 +104,15 @@ struct Failure {
 
 inline Thread* self;
 inline Index block_size, grid_size;
+inline const uint64_t* watched;  // memory of a checked launch: pairs (address, bytes)
+inline size_t watched_count;
 inline jmp_buf scheduler;
 inline std::mt19937 chance;
 inline const std::function<void()>* body;
 inline std::string failed;
 
 [[noreturn]] inline void fail(const std::string& text) {
+  check::active = false;
   if (failed.empty())
     failed = text + " (block " + std::to_string(self->block->index.x) + ", thread " +
              std::to_string(self->index.x) + ")";
@@ -98,7 +120,10 @@ inline std::string failed;
 }
 
 inline void leave() {
+  const bool was = check::active;
+  check::active = false;
   if (_setjmp(self->here) == 0) _longjmp(scheduler, 1);
+  check::active = was;
 }
 
 inline void wait_while(const uint64_t& counter, uint64_t seen, const char* what) {
@@ -117,6 +142,7 @@ inline void open(Gate& gate) {
 // All lanes of a warp: the last to come runs `op` on what each brought.
 template <class T, class Op>
 void together(const char* what, T& mine, Op op) {
+  check::Quiet quiet;
   Warp& w = *self->warp;
   if (w.gate.count == 0) w.doing = what;
   if (w.doing != what) fail(std::string(what) + " meets " + w.doing + " in one warp");
@@ -130,13 +156,17 @@ void together(const char* what, T& mine, Op op) {
 }
 
 inline int meet(int id, int threads, bool stay, int add = 0) {
+  check::Quiet quiet;
   Gate& gate = self->block->named[id];
   gate.sum += add;
+  check::come(&gate);
   if (++gate.count == threads) {
     open(gate);
+    check::open(&gate);
   } else if (stay) {
     wait_while(gate.opened, gate.opened, "barrier");
   }
+  if (stay) check::go(&gate);
   return gate.last;
 }
 
@@ -148,37 +178,57 @@ inline Phases& phases(uint64_t* bar) {
   if (found == all.end()) fail("a barrier that was not initialised");
   return found->second;
 }
-inline void settle(Phases& b) {
+inline void settle(uint64_t* bar, Phases& b) {
   if (b.pending < 0) b.pending = 0, failed = "more arrivals than a barrier expects";
-  if (b.pending == 0 && b.bytes == 0) ++b.phase, b.pending = b.expected;
+  if (b.pending || b.bytes) return;
+  ++b.phase, b.pending = b.expected;
+  check::open(bar);
 }
 inline void arrive(uint64_t* bar, int64_t bytes = 0) {
+  check::atomic(bar, sizeof *bar);
+  check::Quiet quiet;
   Phases& b = phases(bar);
   b.bytes += bytes;
   --b.pending;
-  settle(b);
+  check::come(bar);
+  settle(bar, b);
+}
+// Whether the phase of this parity has ended.
+inline bool ended(uint64_t* bar, unsigned parity, bool wait) {
+  check::atomic(bar, sizeof *bar);
+  check::Quiet quiet;
+  const Phases& b = phases(bar);
+  while ((b.phase & 1) == parity) {
+    if (!wait) return leave(), false;  // asked again
+    wait_while(b.phase, b.phase, "mbarrier");
+  }
+  check::go(bar);
+  return true;
 }
 
 // One piece of what is on its way arrives.
 inline bool deliver(Block& block) {
+  check::current(block.id, 0);
   if (!block.flying.empty()) {
     size_t i = chance() % block.flying.size();
-    auto [copy, bar] = block.flying[i];
+    auto [copy, bar, time] = block.flying[i];
     block.flying.erase(block.flying.begin() + i);
     copy.run();
     Phases& b = block.barriers[bar];
     b.bytes -= copy.bytes;
-    settle(b);
+    check::arrived_bulk(block.id, bar, time);
+    settle(bar, b);
     return true;
   }
   if (!block.arriving.empty()) {
     size_t i = chance() % block.arriving.size();
     auto item = block.arriving[i];
     block.arriving.erase(block.arriving.begin() + i);
-    for (const Copy& copy : item.first) copy.run();
-    Phases& b = block.barriers[item.second];
+    for (const Copy& copy : item.group.copies) copy.run();
+    Phases& b = block.barriers[item.bar];
     --b.pending;
-    settle(b);
+    check::arrived_copies(block.id, item.bar, item.thread, item.group.time);
+    settle(item.bar, b);
     return true;
   }
   return false;
@@ -186,24 +236,53 @@ inline bool deliver(Block& block) {
 
 // ---- copies of a thread ----
 
+inline void copy(void* to, const void* from, unsigned bytes) {
+  check::Quiet quiet;
+  Group& group = self->copies;
+  group.copies.push_back({to, from, bytes});
+  group.time = check::copy(to, from, bytes);
+}
 inline void wait_copies(size_t newest) {
+  check::Quiet quiet;
   auto& groups = self->groups;
   while (groups.size() > newest) {
-    for (const Copy& copy : groups.front()) copy.run();
+    for (const Copy& copy : groups.front().copies) copy.run();
+    check::copied(groups.front().time);
     groups.erase(groups.begin());
   }
 }
 inline void commit_copies() {
-  self->groups.push_back(std::move(self->copies));
-  self->copies.clear();
+  check::Quiet quiet;
+  self->groups.push_back(self->copies);
+  self->copies.copies.clear();
   // Any of them may have arrived by now.
-  if (chance() % 4 == 0) for (const Copy& copy : self->groups.back()) copy.run();
+  if (chance() % 4 == 0) for (const Copy& copy : self->groups.back().copies) copy.run();
+}
+// An arrival at a barrier once all copies so far are complete.
+inline void arrive_copied(uint64_t* bar) {
+  check::atomic(bar, sizeof *bar);
+  check::Quiet quiet;
+  phases(bar);
+  Arrival item{{{}, self->copies.time}, bar, self->number};
+  auto& all = item.group.copies;
+  for (auto& group : self->groups) all.insert(all.end(), group.copies.begin(), group.copies.end());
+  all.insert(all.end(), self->copies.copies.begin(), self->copies.copies.end());
+  self->copies.copies.clear(), self->groups.clear();
+  self->block->arriving.push_back(std::move(item));
+}
+inline void bulk_copy(void* to, const void* from, unsigned bytes, uint64_t* bar) {
+  check::atomic(bar, sizeof *bar);
+  check::Quiet quiet;
+  phases(bar);
+  const uint32_t time = check::bulk(to, from, bytes, bar);
+  self->block->flying.push_back({{to, from, bytes}, bar, time});
 }
 
 // ---- shared memory ----
 
 inline char* at(unsigned address) { return self->block->base + address; }
 inline unsigned address(const void* p) {
+  check::Quiet quiet;
   const char* c = (const char*)p;
   Block& b = *self->block;
   if (c < b.base || c >= b.base + STATIC + b.dynamic) fail("an address outside shared memory");
@@ -212,6 +291,7 @@ inline unsigned address(const void* p) {
 inline char* dynamic() { return self->block->base; }
 template <class T>
 T& declared(int place) {
+  check::Quiet quiet;
   Block& b = *self->block;
   auto found = b.declared.find(place);
   if (found == b.declared.end()) {
@@ -219,122 +299,9 @@ T& declared(int place) {
     found = b.declared.emplace(place, b.used).first;
     b.used += sizeof(T);
     if (b.used > STATIC) fail("more declared shared memory than a block has");
+    check::declared(b.used);
   }
   return *(T*)(b.base + b.dynamic + found->second);
-}
-
-// ---- running ----
-
-inline void enter() {
-  (*body)();
-  Thread* me = self;
-  me->done = true;
-  Block& b = *me->block;
-  --b.live;
-  if (me->warp->gate.count) failed = std::string("a lane left before ") + me->warp->doing;
-  if (b.named[0].count && b.named[0].count == b.live) open(b.named[0]);
-  _longjmp(scheduler, 1);
-}
-
-inline void resume(Thread& t, char* stack) {
-  self = &t;
-  if (_setjmp(scheduler)) return;
-  if (t.started) _longjmp(t.here, 1);
-  t.started = true;
-  ucontext_t context;
-  getcontext(&context);
-  context.uc_stack = {stack, 0, STACK};
-  context.uc_link = nullptr;
-  makecontext(&context, enter, 0);
-  setcontext(&context);
-}
-
-inline void prepare(Block& b, Index index, size_t dynamic) {
-  const unsigned n = block_size.x * block_size.y * block_size.z;
-  b.index = index;
-  b.live = n;
-  b.dynamic = (dynamic + 1023) / 1024 * 1024;
-  b.memory.assign(STATIC + b.dynamic + 1024, char(0xff));
-  b.base = (char*)(((uintptr_t)b.memory.data() + 1023) / 1024 * 1024);
-  b.threads.resize(n);
-  b.warps.resize((n + 31) / 32);
-  for (unsigned i = 0; i < n; ++i) {
-    Thread& t = b.threads[i];
-    t.index = {i % block_size.x, i / block_size.x % block_size.y,
-               i / block_size.x / block_size.y};
-    t.lane = i % 32, t.block = &b, t.warp = &b.warps[i / 32];
-  }
-}
-
-// Runs blocks side by side to their end; false after a failure.
-inline bool finish(std::vector<Block>& blocks, std::vector<char>& stacks) {
-  const size_t n = block_size.x * block_size.y * block_size.z, warps = (n + 31) / 32;
-  std::vector<size_t> order(blocks.size() * warps);
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  for (;;) {
-    std::shuffle(order.begin(), order.end(), chance);
-    bool moved = false, left = false;
-    for (size_t w : order) {
-      Block& b = blocks[w / warps];
-      for (size_t i = w % warps * 32; i < n && i < (w % warps + 1) * 32; ++i) {
-        Thread& t = b.threads[i];
-        if (t.done) continue;
-        left = true;
-        if (t.wait && *t.wait == t.seen) continue;
-        moved = true;
-        resume(t, stacks.data() + (w / warps * n + i) * STACK);
-        if (!failed.empty()) return false;
-      }
-      if (chance() % 4 == 0) moved |= deliver(b);
-    }
-    if (!left) return true;
-    if (moved) continue;
-    for (Block& b : blocks) moved |= deliver(b);
-    if (moved) continue;
-    for (Block& b : blocks)
-      for (Thread& t : b.threads)
-        if (!t.done) {
-          failed = std::string("nothing goes on: thread ") + std::to_string(t.index.x) +
-                   " of block " + std::to_string(b.index.x) + " waits for " + t.what;
-          return false;
-        }
-  }
-}
-
-inline const char* run(Index grid, Index block, size_t dynamic, unsigned seed,
-                       const std::function<void()>& call) {
-  grid_size = grid, block_size = block, body = &call;
-  chance.seed(seed);
-  failed.clear();
-  const size_t n = block.x * block.y * block.z, all = size_t(grid.x) * grid.y * grid.z;
-  static std::vector<char> stacks;
-  stacks.resize(std::max(stacks.size(), n * std::min<size_t>(all, RESIDENT) * STACK));
-  for (size_t from = 0; from < all; from += RESIDENT) {
-    std::vector<Block> blocks(std::min<size_t>(RESIDENT, all - from));
-    for (size_t i = 0; i < blocks.size(); ++i) {
-      const unsigned b = unsigned(from + i);
-      prepare(blocks[i], {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y}, dynamic);
-    }
-    if (!finish(blocks, stacks)) return failed.c_str();
-  }
-  return nullptr;
-}
-
-template <class... A, size_t... I>
-void apply(void (*kernel)(A...), void** args, std::index_sequence<I...>) {
-  kernel(*(A*)args[I]...);
-}
-template <class... A>
-const char* launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block,
-                   size_t dynamic, unsigned seed, void** args) {
-  return run({grid[0], grid[1], grid[2]}, {block[0], block[1], block[2]}, dynamic, seed,
-             [&] { apply(kernel, args, std::index_sequence_for<A...>()); });
-}
-template <class... A>
-int sizes(void (*)(A...), int* out) {
-  int i = 0;
-  ((out[i++] = sizeof(A)), ...);
-  return i;
 }
 
 }  // namespace machine

@@ -78,11 +78,19 @@ inline uint4 load_stream(const void* p) {
   return *(const uint4*)p;
 }
 inline u32 load_acquire(const u32* p) {
+  check::atomic(p, sizeof *p);
+  check::Quiet quiet;
   const u32 v = *p;
+  check::acquire(p);
   machine::leave();  // others go on
   return v;
 }
-inline void add_release(u32* p, u32 v) { *p += v; }
+inline void add_release(u32* p, u32 v) {
+  check::atomic(p, sizeof *p);
+  check::Quiet quiet;
+  check::release(p);
+  *p += v;
+}
 
 struct Product {
   const u32* a;
@@ -122,7 +130,7 @@ template <int BYTES>
 void copy_async(u32 to, const void* from) {
   char* place = machine::at(to);
   aligned(place, BYTES), aligned(from, BYTES);
-  machine::self->copies.push_back({place, from, BYTES});
+  machine::copy(place, from, BYTES);
 }
 template <int BYTES>
 void copy_async(void* to, const void* from) {
@@ -138,6 +146,7 @@ struct Matrices {
 inline void load_matrices(u32 (&r)[4], const void* row, bool turned) {
   aligned(row, 16);
   machine::address(row);
+  check::read(row, 16);
   Matrices mine{row, r};
   const auto read = [](Matrices** all, int m, int row, int column) {
     return (u32)((const u16*)all[m * 8 + row]->row)[column];
@@ -156,39 +165,24 @@ inline void load_matrix_x4_transposed(u32 (&r)[4], const void* row) { load_matri
 
 inline void barrier_init(u64* bar, u32 arrivals) {
   shared_address(bar);
+  check::write(bar, sizeof *bar);
+  check::Quiet quiet;
   machine::self->block->barriers[bar] = {0, 0, (int)arrivals, (int)arrivals};
 }
 inline void barrier_init_fence() {}
 inline void barrier_arrive(u64* bar) { machine::arrive(bar); }
-inline bool barrier_done(u64* bar, u32 parity) {
-  const bool done = (machine::phases(bar).phase & 1) != parity;
-  if (!done) machine::leave();  // asked again
-  return done;
-}
-inline void barrier_wait(u64* bar, u32 parity) {
-  for (;;) {
-    const machine::Phases& b = machine::phases(bar);
-    const u64 phase = b.phase;
-    if ((phase & 1) != parity) return;
-    machine::wait_while(b.phase, phase, "mbarrier");
-  }
-}
+inline bool barrier_done(u64* bar, u32 parity) { return machine::ended(bar, parity, false); }
+inline void barrier_wait(u64* bar, u32 parity) { machine::ended(bar, parity, true); }
 inline void copy_engine_fence() {}
 inline void shared_fence() {}
 inline void barrier_expect(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
 inline void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
   aligned(to, 16), aligned(from, 16);
   if (bytes % 16) machine::fail("a bulk copy of " + std::to_string(bytes) + " bytes");
-  shared_address(to), machine::phases(bar);
-  machine::self->block->flying.push_back({{to, from, bytes}, bar});
+  shared_address(to);
+  machine::bulk_copy(to, from, bytes, bar);
 }
-inline void barrier_arrive_copied(u64* bar) {
-  auto all = machine::self->copies;
-  for (auto& group : machine::self->groups) all.insert(all.end(), group.begin(), group.end());
-  machine::self->copies.clear(), machine::self->groups.clear();
-  machine::phases(bar);
-  machine::self->block->arriving.push_back({all, bar});
-}
+inline void barrier_arrive_copied(u64* bar) { machine::arrive_copied(bar); }
 inline void grid_wait() {}
 inline void grid_launch() {}
 template <int N>

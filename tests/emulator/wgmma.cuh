@@ -7,10 +7,12 @@ inline u64 operand(const void* p, u32 block) {
   return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16;
 }
 inline void products_fence() {}
-inline void products_commit() {}
+inline void products_commit() { check::products_commit(); }
 template <int N>
 void products_wait() {
-  __syncwarp();
+  char none = 0;
+  machine::together("wgmma.wait", none, [](char**) {});
+  check::products_wait(N);
 }
 template <class T, int N>
 void hold(T (&)[N]) {}
@@ -39,15 +41,37 @@ void add_product(float (&d)[N], int add, A a, B b) {
     d[i] = (float)x;
   }
 }
+// What a product reads: 16 columns of 64 rows; 16 rows of 256 columns. Told by a lane of each warp,
+// for all four: which of them reads what is not defined.
+inline void read_by_row(u64 operand) {
+  if (machine::self->lane) return;
+  for (int row = 0; row < 64; ++row)
+    for (u32 i = 0; i < 2; ++i) {
+      const u32 at = (u32)(operand & 0x3fff) * 16 + row * 128 + i * 16;
+      check::product_reads(machine::at(at ^ (at >> 7 & 7) << 4), 16);
+    }
+}
+inline void read_by_column(u64 operand) {
+  if (machine::self->lane) return;
+  for (u32 i = 0; i < 4; ++i)
+    check::product_reads(machine::at((u32)(operand & 0x3fff) * 16 +
+                                     i * (u32)(operand >> 16 & 0x3fff) * 16), 16 * 128);
+}
 inline void product_64(float (&d)[32], u64 a, u64 b, int add) {
+  check::Quiet quiet;
+  read_by_row(a), read_by_row(b);
   add_product(d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
               [=](int k, int column) { return by_row(b, column, k); });
 }
 inline void product_256_weights(float (&d)[128], u64 a, u64 b, int add) {
+  check::Quiet quiet;
+  read_by_row(a), read_by_column(b);
   add_product(d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
               [=](int k, int column) { return by_column(b, k, column); });
 }
 inline void product_256_values(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
+  check::Quiet quiet;
+  read_by_column(b);
   struct Fragment {
     const u32* mine;
     float all[16][16];

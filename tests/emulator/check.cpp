@@ -1,0 +1,390 @@
+// Finds accesses outside of memory and data races in what the machine runs. Stands in for the
+// library of the compiler's thread sanitizer: loads and stores of kernels come as calls.
+//
+// Races by vector clocks. Every thread of a block has a clock, and so has each kind of asynchronous
+// work: a thread's copies, the bulk copies of a barrier, a warp's products. An access is (whose,
+// time); another one comes later if it knows that time. Knowledge passes where memory is made
+// visible: barriers, mbarriers, __syncwarp, flags in global memory, and waits for asynchronous work.
+// Shuffles and votes pass none. A word of 4 bytes remembers accesses that no later one replaces.
+#define CHECKED
+#include "check.h"
+#include <algorithm>
+#include <array>
+#include <elf.h>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+extern const Elf64_Ehdr __ehdr_start __attribute__((visibility("hidden")));
+[[noreturn]] void stop_machine(const char* why);
+
+namespace check {
+
+bool active = false;
+
+namespace {
+
+using u32 = uint32_t;
+const char* const image = (const char*)&__ehdr_start;
+const char* const image_end = [] {  // of this library, code and data
+  size_t end = 0;
+  const auto* parts = (const Elf64_Phdr*)(image + __ehdr_start.e_phoff);
+  for (int i = 0; i < __ehdr_start.e_phnum; ++i)
+    if (parts[i].p_type == PT_LOAD) end = std::max<size_t>(end, parts[i].p_vaddr + parts[i].p_memsz);
+  return image + end;
+}();
+constexpr unsigned MOST_READERS = 24;  // remembered of a word in global memory
+constexpr size_t MOST_REPORTS = 12, PAGE = 1024, DEPTH = 64;
+
+using Times = std::vector<u32>;  // by agent: thread or asynchronous work
+void raise(Times& all, u32 agent, u32 time) {
+  if (all.size() <= agent) all.resize(agent + 8);
+  all[agent] = std::max(all[agent], time);
+}
+void join(Times& all, const Times& more) {
+  if (all.size() < more.size()) all.resize(more.size());
+  u32* to = all.data();
+  const u32* from = more.data();
+  for (size_t i = 0, n = more.size(); i < n; ++i) to[i] = std::max(to[i], from[i]);
+}
+bool has(const Times& all, u32 agent, u32 time) { return agent < all.size() && all[agent] >= time; }
+
+struct Known {
+  Times own;                                                // of this block
+  std::map<unsigned, std::shared_ptr<const Times>> others;  // of other blocks
+  void take(unsigned block, const std::shared_ptr<const Times>& times) {
+    auto& mine = others[block];
+    if (!mine) mine = times;
+    if (mine == times) return;
+    auto both = std::make_shared<Times>(*mine);
+    join(*both, *times);
+    mine = both;
+  }
+  void take(const Known& more) {
+    join(own, more.own);
+    for (auto& [block, times] : more.others) take(block, times);
+  }
+};
+
+struct Place {  // where threads meet
+  Known come, opened;
+  u32 agent = 0, time = 0;  // of bulk copies
+};
+
+struct Actor {
+  Known known;
+  std::vector<u32> calls;  // of `call_paths`
+  size_t depth = 0;
+  u32 copies = 0, copy_time = 0;      // agent, time
+  u32 products = 0, product_time = 0;
+};
+
+enum Kind : uint8_t { READ, WRITE, ATOMIC };
+struct Access {
+  u32 time, block, agent, next, at, from;  // at: place in the code; from: its path of calls
+  Kind kind;
+  uint8_t bytes;  // of the word
+};
+std::vector<Access> pool;
+u32 free_list = 0;
+
+struct Block {
+  std::vector<Actor> actors;
+  std::vector<u32> owner;  // thread of each agent
+  std::vector<char> what;
+  std::unordered_map<const void*, Place> places;
+  const char *base = nullptr, *own_from = nullptr, *own_to = nullptr;
+  size_t dynamic = 0, rounded = 0, declared = 0;
+  std::vector<u32> words;
+
+  u32 agent(u32 thread, char kind) {
+    owner.push_back(thread), what.push_back(kind);
+    return u32(owner.size() - 1);
+  }
+};
+
+struct Range {
+  const char *from, *to;
+  std::vector<std::unique_ptr<std::array<u32, PAGE>>> pages;
+};
+
+std::vector<Range> ranges;
+std::map<unsigned, Block> blocks;
+std::map<const void*, Known> flags;
+std::vector<std::string> reports;
+std::vector<std::tuple<u32, u32, Kind, u32, u32, Kind>> seen;
+std::string text;
+const char *stacks, *stacks_end, *own_from, *own_to;  // the machine's
+Block* block_now;
+Actor* actor;
+unsigned block_id, thread_id;
+size_t last_range;
+
+struct By {  // who makes an access, knowing what
+  u32 agent, time;
+};
+
+std::string hex(u32 x) {
+  char out[16];
+  snprintf(out, sizeof out, "@%x", x);
+  return out;
+}
+std::string place_of(const void* p) {
+  const char* c = (const char*)p;
+  if (c >= block_now->base && c < block_now->base + block_now->rounded)
+    return "shared memory + " + std::to_string(c - block_now->base);
+  if (c >= block_now->base && c < block_now->base + block_now->rounded + block_now->declared)
+    return "declared shared memory + " + std::to_string(c - block_now->base - block_now->rounded);
+  for (const Range& r : ranges)
+    if (c >= r.from && c < r.to)
+      return "tensor " + std::to_string(&r - ranges.data()) + " + " + std::to_string(c - r.from);
+  return "no memory of this launch";
+}
+u32 place_in_code(const void* pc) { return u32((const char*)pc - image); }
+std::vector<std::pair<u32, u32>> call_paths{{0, 0}};  // (path before, place in the code)
+std::unordered_map<uint64_t, u32> path_numbers;
+u32 path(u32 before, u32 place) {
+  auto [found, added] = path_numbers.try_emplace((uint64_t)before << 32 | place, call_paths.size());
+  if (added) call_paths.emplace_back(before, place);
+  return found->second;
+}
+u32 caller() { return actor->depth ? actor->calls[std::min(actor->depth, DEPTH) - 1] : 0; }
+
+std::string story(unsigned block, u32 agent, Kind kind, u32 at, u32 from) {
+  static const char* const names[] = {"read", "write", "atomic"};
+  std::string who = "block " + std::to_string(block);
+  auto found = blocks.find(block);
+  if (found != blocks.end()) {
+    const char what = found->second.what[agent];
+    who += " thread " + std::to_string(found->second.owner[agent]);
+    if (what) who += what == 'c' ? ", its copy" : what == 'b' ? ", a bulk copy" : ", a product";
+  }
+  std::string way = hex(at);
+  for (; from; from = call_paths[from].first) way += " " + hex(call_paths[from].second);
+  return std::string(names[kind]) + " by " + who + " in {" + way + "}";
+}
+void report(const std::string& what) {
+  if (reports.size() < MOST_REPORTS) reports.push_back(what);
+}
+
+void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, bool limited) {
+  const Known& known = actor->known;
+  u32 readers = 0, *link = &head;
+  for (u32 i = head; i; i = *link) {
+    Access& a = pool[i];
+    if (!(a.bytes & mask)) {
+      link = &a.next;
+      continue;
+    }
+    bool later;
+    if (a.block == block_id) {
+      later = has(known.own, a.agent, a.time);
+    } else {
+      auto other = known.others.find(a.block);
+      later = other != known.others.end() && has(*other->second, a.agent, a.time);
+    }
+    if (!later && (a.kind != kind || kind == WRITE)) {
+      const auto key = std::make_tuple(a.at, a.from, a.kind, at, caller(), kind);
+      if (std::find(seen.begin(), seen.end(), key) == seen.end()) {
+        seen.push_back(key);
+        report("race in " + place_of(word) + ": " + story(block_id, by.agent, kind, at, caller()) +
+               ", not after " + story(a.block, a.agent, a.kind, a.at, a.from));
+      }
+    }
+    const bool replaced = (a.bytes & ~mask) == 0 &&
+        (kind == WRITE || (a.kind == kind && (later || (a.agent == by.agent && a.block == block_id))));
+    if (replaced) {
+      *link = a.next;
+      a.next = free_list, free_list = i;
+      continue;
+    }
+    readers += a.kind == READ;
+    link = &a.next;
+  }
+  if (limited && kind == READ && readers >= MOST_READERS) return;
+  u32 i = free_list;
+  if (i) {
+    free_list = pool[i].next;
+  } else {
+    i = u32(pool.size());
+    pool.emplace_back();
+  }
+  pool[i] = {by.time, block_id, by.agent, head, at, caller(), kind, mask};
+  head = i;
+}
+
+template <class Head>
+void each_word(const char* p, size_t bytes, Head head) {
+  while (bytes) {
+    const size_t skip = (uintptr_t)p % 4, n = std::min(bytes, 4 - skip);
+    head(p - skip, uint8_t(((1 << n) - 1) << skip));
+    p += n, bytes -= n;
+  }
+}
+
+[[noreturn]] void outside(const char* p, size_t bytes, Kind kind, By by, u32 at) {
+  report("out of bounds, " + std::to_string(bytes) + " bytes, " + place_of(p) + ": " +
+         story(block_id, by.agent, kind, at, caller()));
+  stop_machine("stopped");
+}
+
+bool in_range(size_t i, const char* p) { return p >= ranges[i].from && p < ranges[i].to; }
+
+void access(const void* address, size_t bytes, Kind kind, By by, u32 at) {
+  const char* p = (const char*)address;
+  if (!bytes || (p >= stacks && p < stacks_end) || (p >= image && p < image_end) ||
+      (p >= own_from && p < own_to))
+    return;
+  Block& b = *block_now;
+  if (p >= b.own_from && p < b.own_to) return;
+  if (p >= b.base && p < b.base + b.rounded + b.declared) {
+    const size_t from = p - b.base, to = from + bytes;
+    if (to > b.rounded + b.declared || (from < b.rounded && to > b.dynamic))
+      outside(p, bytes, kind, by, at);
+    each_word(p, bytes, [&](const char* word, uint8_t mask) {
+      touch(b.words[(word - b.base) / 4], by, kind, mask, word, at, false);
+    });
+    return;
+  }
+  if (last_range >= ranges.size() || !in_range(last_range, p)) {
+    for (last_range = 0; last_range < ranges.size() && !in_range(last_range, p); ++last_range) {
+    }
+    if (last_range == ranges.size()) outside(p, bytes, kind, by, at);
+  }
+  Range& r = ranges[last_range];
+  if (p + bytes > r.to) outside(p, bytes, kind, by, at);
+  const char* start = r.from - (uintptr_t)r.from % 4;
+  each_word(p, bytes, [&](const char* word, uint8_t mask) {
+    const size_t i = (word - start) / 4;
+    auto& page = r.pages[i / PAGE];
+    if (!page) page = std::make_unique<std::array<u32, PAGE>>(), page->fill(0);
+    touch((*page)[i % PAGE], by, kind, mask, word, at, true);
+  });
+}
+
+By me() { return {thread_id, actor->known.own[thread_id]}; }
+void tick() { ++actor->known.own[thread_id]; }
+
+}  // namespace
+
+void start(const uint64_t* given, size_t n, const char* from, size_t bytes) {
+  ranges.clear(), blocks.clear(), flags.clear(), reports.clear(), seen.clear();
+  pool.assign(1, {}), free_list = 0, last_range = 0;
+  stacks = from, stacks_end = from + bytes, own_from = own_to = nullptr;
+  for (size_t i = 0; i < n; ++i) {
+    const char* p = (const char*)given[2 * i];
+    bool known = false;
+    for (Range& r : ranges) known |= r.from == p;
+    if (known) continue;
+    ranges.push_back({p, p + given[2 * i + 1], {}});
+    ranges.back().pages.resize((given[2 * i + 1] + 4) / 4 / PAGE + 1);
+  }
+}
+const char* finish() {
+  std::vector<Access>().swap(pool);
+  ranges.clear(), blocks.clear(), flags.clear();
+  text.clear();
+  for (const std::string& one : reports) text += (text.empty() ? "" : "\n  ") + one;
+  return text.empty() ? nullptr : text.c_str();
+}
+void block(unsigned id, unsigned threads, const char* base, size_t dynamic, size_t rounded,
+           const void* from, const void* to) {
+  Block& b = blocks[id];
+  b.own_from = (const char*)from, b.own_to = (const char*)to;
+  b.base = base, b.dynamic = dynamic, b.rounded = rounded;
+  b.words.assign((rounded + (64 << 10)) / 4, 0);
+  b.actors.resize(threads);
+  for (u32 t = 0; t < threads; ++t) {
+    b.agent(t, 0);
+    b.actors[t].calls.resize(DEPTH);
+  }
+  for (u32 t = 0; t < threads; ++t) raise(b.actors[t].known.own, t, 1);
+}
+void own(const void* from, const void* to) { own_from = (const char*)from, own_to = (const char*)to; }
+void declared(size_t used) { block_now->declared = std::max(block_now->declared, used); }
+void leave_block(unsigned id) {  // its accesses stay, and who made them
+  Block& b = blocks[id];
+  b.places.clear(), b.actors.clear(), b.words.clear();
+}
+void current(unsigned id, unsigned thread) {
+  block_id = id, thread_id = thread;
+  block_now = &blocks[id];
+  actor = &block_now->actors[thread];
+}
+
+#define HERE place_in_code(__builtin_return_address(0))
+void read(const void* p, size_t n) { if (active) access(p, n, READ, me(), HERE); }
+void write(const void* p, size_t n) { if (active) access(p, n, WRITE, me(), HERE); }
+void atomic(const void* p, size_t n) { if (active) access(p, n, ATOMIC, me(), HERE); }
+
+void come(const void* place) {
+  block_now->places[place].come.take(actor->known);
+  tick();
+}
+void open(const void* place) {
+  Place& p = block_now->places[place];
+  p.opened = std::move(p.come);
+  p.come = {};
+}
+void go(const void* place) { actor->known.take(block_now->places[place].opened); }
+
+void release(const void* flag) {
+  Known& f = flags[flag];
+  f.take(block_id, std::make_shared<const Times>(actor->known.own));
+  for (auto& [other, times] : actor->known.others) f.take(other, times);
+  tick();
+}
+void acquire(const void* flag) {
+  auto found = flags.find(flag);
+  if (found == flags.end()) return;
+  for (auto& [other, times] : found->second.others) {
+    if (other == block_id) join(actor->known.own, *times);
+    else actor->known.take(other, times);
+  }
+}
+
+uint32_t copy(const void* to, const void* from, size_t bytes) {
+  if (!actor->copies) actor->copies = block_now->agent(thread_id, 'c');
+  const By by = {actor->copies, ++actor->copy_time};
+  access(from, bytes, READ, by, HERE);
+  access(to, bytes, WRITE, by, HERE);
+  return by.time;
+}
+void copied(uint32_t until) {
+  if (until) raise(actor->known.own, actor->copies, until);
+}
+uint32_t bulk(const void* to, const void* from, size_t bytes, const void* barrier) {
+  Place& p = block_now->places[barrier];
+  if (!p.agent) p.agent = block_now->agent(thread_id, 'b');
+  const By by = {p.agent, ++p.time};
+  access(from, bytes, READ, by, HERE);
+  access(to, bytes, WRITE, by, HERE);
+  return by.time;
+}
+void arrived_bulk(unsigned id, const void* barrier, uint32_t until) {
+  Place& p = blocks[id].places[barrier];
+  raise(p.come.own, p.agent, until);
+}
+void arrived_copies(unsigned id, const void* barrier, unsigned thread, uint32_t until) {
+  Block& b = blocks[id];
+  if (until) raise(b.places[barrier].come.own, b.actors[thread].copies, until);
+}
+
+void product_reads(const void* p, size_t bytes) {
+  Actor& first = block_now->actors[thread_id / 32 * 32];
+  if (!first.products) first.products = block_now->agent(thread_id / 32 * 32, 'p');
+  access(p, bytes, READ, {first.products, actor->product_time + 1}, HERE);
+}
+void products_commit() { ++actor->product_time; }
+void products_wait(unsigned newest) {
+  const Actor& first = block_now->actors[thread_id / 32 * 32];
+  if (first.products && actor->product_time > newest)
+    raise(actor->known.own, first.products, actor->product_time - newest);
+}
+
+}  // namespace check
+
+#include "sanitizer.h"

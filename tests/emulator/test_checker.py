@@ -1,0 +1,235 @@
+"""The checker of the emulator finds what is wrong in small kernels, and nothing in right ones."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.emulator import kernels
+
+# Of each: its body with `GOOD` 1 or 0, and what is said of the latter. One block of 64 threads;
+# x and y hold 256 numbers.
+CASES = {
+    "barrier": (
+        """
+        __shared__ float s[64];
+        s[t] = x[t];
+        if (GOOD) __syncthreads();
+        y[t] = s[63 - t];
+        """,
+        "race in declared shared memory",
+    ),
+    "within a warp": (
+        """
+        __shared__ float s[64];
+        s[t] = x[t];
+        const float other = __shfl_xor_sync(FULL, x[t], 1);
+        if (GOOD) __syncwarp();
+        y[t] = s[t ^ 1] + other;
+        """,
+        "race in declared shared memory",
+    ),
+    "some warps": (
+        """
+        __shared__ float s[64];
+        if (t < 32) {
+          s[t] = x[t];
+          if (GOOD) arrive(2, 64);
+          else arrive(3, 64);
+        } else {
+          if (GOOD) meet(2, 64);
+          else meet(3, 32);
+          y[t] = s[t - 32];
+        }
+        if (!GOOD && t >= 32) meet(3, 64);
+        """,
+        "race in declared shared memory",
+    ),
+    "a copy's end": (
+        """
+        __shared__ float4 s[64];
+        copy16(s + t, x + t * 4);
+        commit_copies();
+        if (GOOD) wait_copies<0>();
+        y[t] = s[t].x;
+        """,
+        "not after write by block 0 thread 0, its copy",
+    ),
+    "copies of others": (
+        """
+        __shared__ float4 s[2][64];
+        copy16(s[0] + t, x + t * 4);
+        commit_copies();
+        copy16(s[1] + t, x + t * 4);
+        commit_copies();
+        if (GOOD) wait_copies<0>();
+        else wait_copies<1>();
+        __syncthreads();
+        y[t] = s[1][63 - t].x;
+        """,
+        "its copy",
+    ),
+    "a ring": (
+        """
+        __shared__ float4 s[2][16];
+        __shared__ u64 full[2], empty[2];
+        if (t == 0) {
+          for (int i = 0; i < 2; ++i) barrier_init(full + i, 1), barrier_init(empty + i, 1);
+          barrier_init_fence();
+        }
+        __syncthreads();
+        if (t == 32)
+          for (int i = 0; i < 4; ++i) {
+            if (GOOD) barrier_wait(empty + i % 2, (i / 2 + 1) % 2);
+            barrier_expect(full + i % 2, 256);
+            bulk_copy(s[i % 2], x + i * 64, 256, full + i % 2);
+            if (!GOOD) barrier_wait(full + i % 2, i / 2 % 2);
+          }
+        if (t < 32)
+          for (int i = 0; i < 4; ++i) {
+            barrier_wait(full + i % 2, i / 2 % 2);
+            if (t < 16) y[i * 16 + t] = s[i % 2][t].x;
+            __syncwarp();
+            if (t == 0) barrier_arrive(empty + i % 2);
+            if (!GOOD) break;
+          }
+        """,
+        "a bulk copy",
+    ),
+    "a release by one lane": (
+        """
+        __shared__ float s[32];
+        __shared__ u64 ready;
+        if (t == 0) barrier_init(&ready, 1);
+        __syncthreads();
+        if (t < 32) {
+          s[t] = x[t];
+          if (GOOD) __syncwarp();
+          if (t == 0) barrier_arrive(&ready);
+        } else {
+          barrier_wait(&ready, 0);
+          y[t] = s[t - 32];
+        }
+        """,
+        "race in declared shared memory",
+    ),
+    "copies that arrive": (
+        """
+        __shared__ float4 s[32];
+        __shared__ u64 ready;
+        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
+        __syncthreads();
+        if (t < 32) {
+          copy16(s + t, x + t * 4);
+          if (GOOD || t == 0) barrier_arrive_copied(&ready);
+        } else {
+          barrier_wait(&ready, 0);
+          y[t] = s[t - 32].x;
+        }
+        """,
+        "its copy",
+    ),
+    "a barrier's beginning": (
+        """
+        __shared__ u64 ready;
+        if (t == 0) barrier_init(&ready, 1);
+        if (GOOD) __syncthreads();
+        else __syncwarp();
+        if (t == 0) barrier_arrive(&ready);
+        if (!GOOD && t >= 32) for (int i = 0; i < 50; ++i) load_acquire((const u32*)y);
+        barrier_wait(&ready, 0);
+        """,
+        "race in declared shared memory",
+    ),
+    "two blocks": (
+        """
+        u32* flag = (u32*)y + 255;
+        if (blockIdx.x == 0) {
+          y[t] = x[t];
+          __syncthreads();
+          if (t == 0 && GOOD) add_release(flag, 1);
+          if (t == 1 && !GOOD) atomicAdd(flag, 1u);
+        } else {
+          if (t == 0) while (load_acquire(flag) != 1) {}
+          __syncthreads();
+          y[64 + t] = y[t];
+        }
+        """,
+        "race in tensor 1",
+    ),
+    "stores": (
+        """
+        y[t + (GOOD ? 0 : 193)] = x[t];
+        """,
+        "out of bounds, 4 bytes, no memory of this launch",
+    ),
+    "loads of shared memory": (
+        """
+        extern __shared__ __align__(16) float all[];
+        all[t] = x[t];
+        __syncthreads();
+        if (GOOD || t) y[t] = all[t];
+        else y[t] = all[80];
+        """,
+        "out of bounds, 4 bytes, shared memory + 320",
+    ),
+    "copies' ends": (
+        """
+        __shared__ u64 full;
+        extern __shared__ __align__(16) float all[];
+        if (t == 0) {
+          barrier_init(&full, 1);
+          barrier_expect(&full, 64);
+          bulk_copy(all, x + (GOOD ? 240 : 244), 64, &full);
+          barrier_wait(&full, 0);
+        }
+        """,
+        "out of bounds, 64 bytes, tensor 0 + 976",
+    ),
+    "products": (
+        """
+        extern __shared__ __align__(1024) u8 tile[];
+        for (int i = threadIdx.x; i < 2048; i += blockDim.x) ((u32*)tile)[i] = 0;
+        shared_fence();
+        __syncthreads();
+        float d[32] = {};
+        products_fence();
+        product_64(d, operand(tile, 0), operand(tile, 0), 0);
+        products_commit();
+        if (GOOD) products_wait<0>();
+        __syncthreads();
+        ((u32*)tile)[t] = 1;
+        if (!GOOD) products_wait<0>();
+        y[t] = d[0];
+        """,
+        "a product",
+    ),
+}
+
+
+def launched(folder: Path, name: str, good: bool) -> None:
+    file = folder / "case.cu"
+    file.write_text(
+        f'#include "wgmma.cuh"\n#define GOOD {int(good)}\n'
+        "__global__ void run(const float* x, float* y) {\n"
+        f"  const int t = threadIdx.x;\n{CASES[name][0]}}}\n"
+    )
+    x, y = torch.rand(256), torch.zeros(256)
+    kernel = kernels.Emulated(str(file), "run", "sm_90a", checked=True)
+    blocks = 2 if name == "two blocks" else 1
+    threads = 128 if name == "products" else 64
+    kernel(blocks, threads, x, y, shared={"products": 8192}.get(name, 320))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_right_passes(name: str, tmp_path: Path) -> None:
+    launched(tmp_path, name, True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_wrong_is_told(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"case\.cu: run: ") as error:
+        launched(tmp_path, name, False)
+    assert CASES[name][1] in str(error.value)
+    if "race" in CASES[name][1]:
+        assert "case.cu:" in str(error.value).split("run: ", 1)[1], "the line is named"
