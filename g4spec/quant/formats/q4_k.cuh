@@ -18,15 +18,21 @@ struct Affine {
     // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it.
     DEVICE void load(const u8* unit, int warp, int lane, int part) {
       const uint4 h = *(const uint4*)(unit + HEADER + (warp * 32 + lane) * 16);
-      const float d = from_half(h.x) * (lane & 8 ? 0.0625f : 1.0f);
-      const u32 scale_end = h.w & 0xffff, min_end = h.w >> 16;
+      const float d = from_half(h.x) * (lane & 8 ? 0.0625f : 1.0f), bias = -8388608.0f * d;
+      u32 scale = h.y, scale_end = h.w & 0xffff, min = h.z, min_end = h.w >> 16;
+      if (PARTS > 1 && part) {
+        scale = bits_from(scale, scale_end, 24);
+        min = bits_from(min, min_end, 24);
+      }
       dmin = from_half(h.x >> 16);
 #pragma unroll
-      for (int i = 0; i < 8 / PARTS; ++i)
-        scales[i] = d * small_float(bits_from(h.y, scale_end, 48 / PARTS * part + 6 * i) & 63);
+      for (int i = 0; i < 8 / PARTS; ++i) {  // d * (2^23 + scale) - d * 2^23, which is exact
+        const u32 bits = and_or(bits_from(scale, scale_end, 6 * i), 63, 0x4b000000u);
+        scales[i] = fmaf(d, __uint_as_float(bits), bias);
+      }
 #pragma unroll
       for (int i = 0; i < 4 / PARTS; ++i) {
-        const u32 two = bits_from(h.z, min_end, 48 / PARTS * part + 12 * i);
+        const u32 two = bits_from(min, min_end, 12 * i);
         mins[i] = sub_half2(and_or(two << 10, 0x3f0000u, and_or(two, 0x3fu, MAGIC)), MAGIC);
       }
     }

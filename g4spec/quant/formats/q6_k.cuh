@@ -14,13 +14,14 @@ struct Q6K {
       const int row = warp * 32 + lane;
       const float d =
           from_half(*(const u16*)(header + 2048 + row * 2)) * (lane & 8 ? 0.0625f : 1.0f);
+      const float bias = -32896.0f * d;
 #pragma unroll
-      for (int i = 0; i < 4 / PARTS; ++i) {
+      for (int i = 0; i < 4 / PARTS; ++i) {  // d * (2^15 + 128 + scale) - d * (2^15 + 128): exact
         const u32 four = *(const u32*)(header + row * 16 + (part * (4 / PARTS) + i) * 4);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const u32 bits = permute(four ^ 0x80808080u, 0x4b000000u, 0x7540 + j);
-          scales[i * 4 + j] = d * (__uint_as_float(bits) - 8388736.0f);  // 2^23 + 128
+          const u32 bits = permute(four ^ 0x80808080u, 0x47000000u, 0x7604 + j * 16);
+          scales[i * 4 + j] = fmaf(d, __uint_as_float(bits), bias);
         }
       }
     }
@@ -76,10 +77,11 @@ struct Q6K {
     a[1] = and_or(h, 0x03000300u, a[1]);
     a[2] = and_or(h >> 2, 0x00300030u, a[2]);
     a[3] = and_or(h >> 2, 0x03000300u, a[3]);
-    b[0] = and_or(h >> 8, 0x00300030u, b[0]);
-    b[1] = and_or(h << 8, 0x03000300u, b[1]);
-    b[2] = and_or(h >> 10, 0x00300030u, b[2]);
-    b[3] = and_or(h << 6, 0x03000300u, b[3]);
+    h = permute(h, 0, 0x2301);  // bytes of each half swapped: the second step's bits come here
+    b[0] = and_or(h, 0x00300030u, b[0]);
+    b[1] = and_or(h, 0x03000300u, b[1]);
+    b[2] = and_or(h >> 2, 0x00300030u, b[2]);
+    b[3] = and_or(h >> 2, 0x03000300u, b[3]);
   }
 
   static DEVICE void add(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[2], float2 n,

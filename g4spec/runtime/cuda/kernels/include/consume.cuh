@@ -152,8 +152,8 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
                     u8* mine, float* pairs, int cta) {
   using S = Stage<F, NT, ROWS>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, team = warp / WARPS;
-  const int part = warp % WARPS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const int begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
   for (int u = begin; u < end;) {
     const int group = u / w.units, first = u % w.units;
