@@ -26,6 +26,7 @@ from g4spec.models.spec import (
     Chooser,
     Committed,
     LayerSpec,
+    Pick,
     TensorSpec,
 )
 from g4spec.models.upstream import Limit
@@ -190,6 +191,8 @@ class Drafter(WeightedDrafter):
 
     name = ARCH
     config: Config
+    recordable = True
+    at_once = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -203,6 +206,7 @@ class Drafter(WeightedDrafter):
             ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)
             for s in c.layers
         ]
+        self._newest = self._freqs[0].new_zeros(1, c.backbone)
         self._next = ops.graph(self._forward, (1,))
         self.reset()
 
@@ -212,7 +216,8 @@ class Drafter(WeightedDrafter):
 
     def commit(self, step: Committed) -> None:
         """Keep the target's final-norm output of the newest verified position."""
-        self._hidden = step.hidden[-1:]
+        self._newest.copy_(step.hidden[-1:])
+        self._hidden = self._newest
 
     def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
         """Up to `count` tokens for positions `position + 1 ...`."""
@@ -223,6 +228,28 @@ class Drafter(WeightedDrafter):
             token = chooser.choose(logits[0], position + 1 + j)
             out.append(token)
         return out
+
+    def fill(
+        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+    ) -> torch.Tensor:
+        """See `g4spec.models.spec.Recordable`."""
+        token, hidden, out = anchor, self._newest, []
+        for j in range(count):
+            logits, hidden = self._forward(token, positions[:1], hidden)
+            token = pick(logits, j)
+            out.append(token)
+        return self.ops.join(out)
+
+    def take(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """See `g4spec.models.spec.Recordable`."""
+        self._newest.copy_(hidden[accepted])
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor

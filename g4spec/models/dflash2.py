@@ -20,7 +20,7 @@ from g4spec.models import dflash, dflash_drafter
 from g4spec.models import dflash_backbone as backbone
 from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches
 from g4spec.models.fields import Fields
-from g4spec.models.spec import Checkpoint, Chooser, TensorSpec
+from g4spec.models.spec import Checkpoint, Pick, TensorSpec
 from g4spec.models.upstream import Limit, architecture
 
 if TYPE_CHECKING:
@@ -154,29 +154,25 @@ class Drafter(dflash_drafter.Drafter):
     name = NAME
     config: Config
     numbers = True
+    at_once = False
 
     def choose(
-        self,
-        rows: torch.Tensor,
-        logits: torch.Tensor,
-        anchor: int,
-        position: int,
-        chooser: Chooser,
-    ) -> list[int]:
+        self, rows: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick: Pick
+    ) -> torch.Tensor:
         """Tokens read from the block's rows [B, H]: of each row's best candidates the one that
         fits its hidden row and the token before it."""
         ops, w = self.ops, self.w
         gates = ops.linear(self.drafting(rows, len(logits)), w["selector_hidden.weight"])
-        previous, out = anchor, list[int]()
+        previous, out = anchor, [anchor[:0]]
         for j, z in enumerate(logits):
             candidates = z.topk(self.config.top_k).indices
-            before = ops.embed(w["selector_predecessor.weight"], ops.ids([previous]), 1.0)
+            before = ops.embed(w["selector_predecessor.weight"], previous, 1.0)
             after = ops.embed(w["selector_successor.weight"], candidates, 1.0)
             scores = (after * (before * gates[j])).sum(-1)
-            row = ops.scatter((z[candidates] + scores)[None], candidates, len(z))[0]
-            previous = chooser.choose(row, position + 1 + j)
+            row = ops.scatter((z[candidates] + scores)[None], candidates, len(z))
+            previous = pick(row, j)
             out.append(previous)
-        return out
+        return ops.join(out)
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Rows [T, H] -> logits [T, V], scaled, then capped."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from g4spec.models import gemma4
 from g4spec.models.drafter import WeightedDrafter
-from g4spec.models.spec import MAX_STEP_ROWS, Attention, Chooser, Committed, LayerSpec
+from g4spec.models.spec import MAX_STEP_ROWS, Attention, Chooser, Committed, LayerSpec, Pick
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,8 @@ class Drafter(WeightedDrafter):
     name = "dflash"
     config: Config
     numbers = False
+    recordable = True
+    at_once = True
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -37,6 +39,7 @@ class Drafter(WeightedDrafter):
         layer = c.layers[0]
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim,
                                      self.w.get("rope_freqs.weight"))  # fmt: skip
+        self._masks = ops.ids([c.mask_token] * (c.block_size - 1))
         self._context = ops.graph(self._read_context, (1, 2, 4, 8, MAX_STEP_ROWS))
         self._block = ops.graph(self._fill_block, (c.block_size,))
 
@@ -50,7 +53,30 @@ class Drafter(WeightedDrafter):
     def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
         """Up to `count` tokens for positions `position + 1 ...`."""
         rows, logits = self.block(anchor, position)
-        return self.choose(rows, logits[:count], anchor, position, chooser)
+        pick = self.picking(chooser, position)
+        drafted = self.choose(rows, logits[:count], self.ops.ids([anchor]), pick)
+        ids: list[int] = drafted.tolist()
+        return ids
+
+    def fill(
+        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+    ) -> torch.Tensor:
+        """See `g4spec.models.spec.Recordable`."""
+        c = self.config
+        ids = self.ops.join([anchor, self._masks])
+        rows, logits = self._fill_block(ids, positions[: c.block_size])
+        return self.choose(rows, logits[0 if c.from_anchor else 1 :][:count], anchor, pick)
+
+    def take(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """See `g4spec.models.spec.Recordable`."""
+        self._read_context(ids, positions, taps)
 
     def block(self, anchor: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The block that starts at `position`: its rows after the final norm [B, H], and `logits`
@@ -61,15 +87,11 @@ class Drafter(WeightedDrafter):
         return rows, logits[0 if c.from_anchor else 1 :]
 
     def choose(
-        self,
-        rows: torch.Tensor,
-        logits: torch.Tensor,
-        anchor: int,
-        position: int,
-        chooser: Chooser,
-    ) -> list[int]:
-        """Tokens read from the block's rows [B, H] and its drafting rows' logits [count, D]."""
-        return list(chooser.choose_rows(self.widen(logits), position + 1))
+        self, rows: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick: Pick
+    ) -> torch.Tensor:
+        """Tokens [count] read from the block's rows [B, H] and its drafting rows' logits
+        [count, D]; `anchor` [1]."""
+        return pick(self.widen(logits), 0)
 
     def drafting(self, rows: torch.Tensor, count: int) -> torch.Tensor:
         """The `count` rows [count, H] of a block [B, H] that draft a token each."""

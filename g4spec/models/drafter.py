@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from g4spec.models.spec import MAX_DRAFT, TargetView
+from g4spec.models.spec import MAX_DRAFT, Chooser, Pick, TargetView
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,7 @@ class WeightedDrafter:
 
     taps: tuple[int, ...] = ()
     max_tokens = MAX_DRAFT
+    recordable = False
 
     def __init__(
         self,
@@ -42,6 +43,14 @@ class WeightedDrafter:
         self.config, self.w, self.ops, self.target, self.kv = config, weights, ops, target, kv
         self.window = window
         self.taps = getattr(config, "target_layers", ())
+
+    def picking(self, chooser: Chooser, position: int) -> Pick:
+        """`chooser` for what is drafted after the token at `position`."""
+
+        def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
+            return self.ops.ids(list(chooser.choose_rows(logits, position + 1 + at)))
+
+        return pick
 
     def gated(self, b: str, h: Any) -> torch.Tensor:
         """The feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") of rows `h` -> [T, H]."""

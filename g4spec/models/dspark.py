@@ -26,7 +26,7 @@ from g4spec.models import dflash, dflash_drafter, gemma4
 from g4spec.models import dflash_backbone as backbone
 from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches, check_pair
 from g4spec.models.fields import Fields
-from g4spec.models.spec import Checkpoint, Chooser, TensorSpec
+from g4spec.models.spec import Checkpoint, Pick, TensorSpec
 from g4spec.models.upstream import Limit, architecture
 
 if TYPE_CHECKING:
@@ -202,42 +202,47 @@ class Drafter(dflash_drafter.Drafter):
 
     name = NAME
     config: Config
+    at_once = False
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.recordable = not self._cuts
 
     def choose(
-        self,
-        rows: torch.Tensor,
-        logits: torch.Tensor,
-        anchor: int,
-        position: int,
-        chooser: Chooser,
-    ) -> list[int]:
+        self, rows: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick: Pick
+    ) -> torch.Tensor:
         """Tokens read from the block's rows [B, H], each biased by the one before it."""
         c, ops = self.config, self.ops
         hidden = self.drafting(rows, len(logits))
-        state, previous, out = self._state(rows, anchor), anchor, list[int]()
+        state, previous, out = self._state(rows, anchor), anchor, [anchor[:0]]
         for j in range(len(hidden)):
             h, row, e = hidden[j : j + 1], logits[j : j + 1], rows[:1, :0]
             if c.rank:
-                e = ops.embed(self.w["markov_w1.weight"], ops.ids([previous]), 1.0)
+                e = ops.embed(self.w["markov_w1.weight"], previous, 1.0)
                 inner, state = self._inner(e, h, state)
                 row = row + ops.linear(inner, self.w["markov_w2.weight"])
-            if c.cut and c.confidence != "none" and self.confidence(h, e) < c.cut:
+            if self._cuts and self.confidence(h, e) < c.cut:
                 break
-            previous = chooser.choose(self.widen(row)[0], position + 1 + j)
+            previous = pick(self.widen(row), j)
             out.append(previous)
-        return out
+        return ops.join(out)
+
+    @property
+    def _cuts(self) -> bool:
+        """Whether a proposal ends where confidence does."""
+        return bool(self.config.cut) and self.config.confidence != "none"
 
     def confidence(self, h: torch.Tensor, e: torch.Tensor) -> float:
         """How likely the token of a row [1, H] is to be accepted; `e` [1, r]: the table's row."""
         x = self.ops.concat([h, e]) if self.config.confidence == "both" else h
         return float(self.ops.sigmoid(self._projected(x, "conf_proj")))
 
-    def _state(self, rows: torch.Tensor, anchor: int) -> torch.Tensor:
+    def _state(self, rows: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         """The recurrence [1, r] before the first drafting row. It starts at the anchor's row, also
         when that row drafts nothing."""
         state = rows.new_zeros(1, self.config.rank)
         if self.config.head == "rnn" and not self.config.from_anchor:
-            e = self.ops.embed(self.w["markov_w1.weight"], self.ops.ids([anchor]), 1.0)
+            e = self.ops.embed(self.w["markov_w1.weight"], anchor, 1.0)
             _, state = self._inner(e, rows[:1], state)
         return state
 

@@ -8,9 +8,9 @@ so that converting, inspecting and `--help` stay light.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from g4spec.errors import InputError
 
@@ -244,6 +244,46 @@ class Draft(Protocol):
 
     def commit(self, step: Committed) -> None:
         """The target has read `step.ids`; called in order, without gaps."""
+        ...
+
+
+Pick = Callable[["torch.Tensor", int], "torch.Tensor"]
+"""(logits [T, V], i) -> ids [T] of the drafted tokens i, i + 1, ..."""
+
+
+@runtime_checkable
+class Recordable(Draft, Protocol):
+    """A draft that can do without the host: what it computes depends on shapes, never on values.
+
+    Attributes:
+        recordable: whether it can, with the file it was made from.
+        at_once: whether a proposal costs the same for any number of tokens.
+    """
+
+    recordable: bool
+    at_once: bool
+
+    def fill(
+        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+    ) -> torch.Tensor:
+        """`propose`: the drafted tokens [count].
+
+        Args:
+            anchor: [1]. `positions`: of the anchor and the 15 tokens after it.
+            pick: the chooser.
+        """
+        ...
+
+    def take(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """`commit` of a step's rows [T], of which the first 1 + `accepted` [1] are verified. What
+        is appended for others is overwritten before it counts."""
         ...
 
 

@@ -17,7 +17,7 @@ from g4spec.runtime import devices, memory
 from g4spec.runtime.length import Auto, Fixed, Length
 from g4spec.runtime.ops import Ops
 from g4spec.runtime.sampling import Sampler
-from g4spec.runtime.speculate import Backlog, Cycle, Speculation
+from g4spec.runtime.speculate import Backlog, Cycle, Player, Speculation
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import Tokenizer
 
@@ -159,6 +159,7 @@ class Engine:
         self.notes: list[str] = []
         self._auto: Auto | None = None
         target.taps = draft.taps if draft else ()
+        self.player = target.ops.player(target, draft)
 
     @classmethod
     def load(
@@ -206,7 +207,9 @@ class Engine:
         """
         self._check_prompt(prompt)
         stats = Stats(prompt_tokens=len(prompt))
-        length = self._length(options)
+        sampler = replace(options.sampler, suppress=self.tokenizer.suppress_ids)
+        player = self.player if self.player and self.player.ready(sampler) else None
+        length = self._length(options, player)
         started = time.perf_counter()
         if self.draft:
             self.draft.reset()
@@ -216,10 +219,9 @@ class Engine:
         logits = self.target.logits(read.hidden[-1:])[0]
         stats.prefill_seconds = time.perf_counter() - started
         draft = None if options.draft_max == 0 else self.draft
-        sampler = replace(options.sampler, suppress=self.tokenizer.suppress_ids)
         chooser = self.target.ops.chooser(sampler)
         cycles = Speculation(self.target, Backlog(draft), chooser, length, logits,
-                             len(prompt), options.n_predict)  # fmt: skip
+                             len(prompt), options.n_predict, player)  # fmt: skip
         return Run(self, cycles, options, stats)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
@@ -233,30 +235,37 @@ class Engine:
                              expected=f"at most {self.n_ctx} tokens", found=len(prompt),
                              fix=f"use -c {len(prompt) + 256} or more")  # fmt: skip
 
-    def _length(self, options: Options) -> Length:
+    def _length(self, options: Options, player: Player | None) -> Length:
         if options.draft_max != "auto":
             return Fixed(options.draft_max)
         if self.draft is None:
             return Fixed(0)
         if self._auto is None:
-            self._auto = Auto(self._measure())
+            self._auto = Auto(self._measure(player))
         return self._auto
 
-    def _measure(self) -> dict[int, float]:
+    def _measure(self, player: Player | None) -> dict[int, float]:
         """Seconds of a cycle without a draft, with 1 and with the most drafted tokens; bringing the
         draft up to date is part of a cycle with one."""
         assert self.draft is not None
-        start = [2] * MAX_STEP_ROWS
-        read = self.target.read(start, 0)
+        read = self.target.read([2] * MAX_STEP_ROWS, 0)
+        at = len(read.ids)
         costs: dict[int, float] = {}
-        counts = [0, 1, min(self.draft.max_tokens, self.n_ctx - len(start) - 1)]
+        counts = [0, 1, min(self.draft.max_tokens, self.n_ctx - at - 1)]
         for count in [c for c in counts if c >= 0] * 3:
             self.draft.reset()
-            began = time.perf_counter()
-            if count:
+            if player:  # its cycles end with a commit, those in parts begin with one
                 self.draft.commit(read)
-                self.draft.propose(2, len(start), count, Sampler())
-            self.target.step([2] * (1 + count), len(start))
+            began = time.perf_counter()
+            if count and player:
+                player.begin(2, at)
+                player.start(count)
+                player.result()
+            else:
+                if count:
+                    self.draft.commit(read)
+                    self.draft.propose(2, at, count, Sampler())
+                self.target.step([2] * (1 + count), at).logits[0, 0].item()  # waits for a GPU
             costs[count] = min(costs.get(count, 1e9), time.perf_counter() - began)
         return costs
 

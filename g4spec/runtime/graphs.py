@@ -8,13 +8,33 @@ before anything looks there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from g4spec.runtime.ops import Ops, Run
+
+
+class Capture:
+    """What `run` launches, as one CUDA graph. Nothing is done until it is played.
+
+    Args:
+        run: has run for real before. pool: memory that the graph shares with others.
+
+    Attributes:
+        outputs: what `run` returned; each replay writes it anew.
+    """
+
+    def __init__(self, run: Callable[[], tuple[torch.Tensor, ...]], pool: Any) -> None:
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.outputs = run()
+
+    def replay(self) -> None:
+        self.graph.replay()
 
 
 @dataclass(slots=True)
@@ -31,8 +51,7 @@ class _Recording:
     copied: torch.cuda.Event
     numbers: torch.Tensor
     rows: list[torch.Tensor]
-    graph: torch.cuda.CUDAGraph
-    outputs: tuple[torch.Tensor, ...] = ()
+    graph: Capture | None = None
 
     def enter(self, ids: Sequence[int], start: int, rows: Sequence[torch.Tensor]) -> None:
         self.copied.synchronize()
@@ -58,9 +77,11 @@ class Recorded:
         self._sizes = sorted(sizes)
         self._made: dict[int, _Recording] = {}
 
-    def recording(self, rows: int) -> torch.cuda.CUDAGraph:
+    def recording(self, rows: int) -> Capture:
         """What a call of so many rows plays; one must have been made."""
-        return self._made[next(s for s in self._sizes if s >= rows)].graph
+        graph = self._made[next(s for s in self._sizes if s >= rows)].graph
+        assert graph is not None
+        return graph
 
     def __call__(
         self, ids: Sequence[int], start: int, *rows: torch.Tensor
@@ -73,12 +94,13 @@ class Recorded:
         if made is None:
             made = self._recording(size, rows)
             made.enter(ids, start, rows)
-            self._record(made)
+            made.graph = self._record(made)
             self._made[size] = made
         else:
             made.enter(ids, start, rows)
-        made.graph.replay()
-        outputs = [out[:n] for out in made.outputs]
+        graph = self.recording(size)
+        graph.replay()
+        outputs = [out[:n] for out in graph.outputs]
         return (*(out.clone() for out in outputs[: self._keep]), *outputs[self._keep :])
 
     def _recording(self, size: int, rows: Sequence[torch.Tensor]) -> _Recording:
@@ -90,15 +112,12 @@ class Recorded:
             event,
             torch.zeros(2, size, dtype=torch.int64, device=device),
             [x.new_zeros(size, *x.shape[1:]) for x in rows],
-            torch.cuda.CUDAGraph(),
         )
 
-    def _record(self, made: _Recording) -> None:
+    def _record(self, made: _Recording) -> Capture:
         """Twice for real, then into the graph. The first run packs weights and compiles kernels;
         a weight that it read before it packed it is read in another way from the second on."""
         ids, positions = made.numbers.unbind()
         for _ in range(2):
             self._run(ids, positions, *made.rows)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(made.graph, pool=self._pool):
-            made.outputs = self._run(ids, positions, *made.rows)
+        return Capture(lambda: self._run(ids, positions, *made.rows), self._pool)

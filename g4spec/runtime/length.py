@@ -29,7 +29,13 @@ PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 
 
 class Length(Protocol):
-    """A policy for the number of drafted tokens."""
+    """A policy for the number of drafted tokens.
+
+    Attributes:
+        steady: whether `next` depends on `most` alone.
+    """
+
+    steady: bool
 
     def next(self, most: int) -> int:
         """Tokens to draft now, at most `most`."""
@@ -46,6 +52,8 @@ class Length(Protocol):
 
 class Fixed:
     """Always the same number."""
+
+    steady = True
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -125,6 +133,8 @@ class Auto:
         measured: seconds of a cycle by number of drafted tokens, 0 (plain) included.
         memory: cycles after which an observation's weight has halved.
     """
+
+    steady = False
 
     def __init__(self, measured: dict[int, float], memory: int = 12) -> None:
         self.costs = Costs(measured)

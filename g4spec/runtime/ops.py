@@ -26,8 +26,10 @@ from g4spec.runtime.simple_ops import TILE, SimpleOps, in_order, pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, Chooser, ExpertLayer
+    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer
     from g4spec.runtime.sampling import Sampler
+    from g4spec.runtime.speculate import Player
+    from g4spec.runtime.target import Target
 
 __all__ = ["BLOCK", "TILE", "Ops"]
 
@@ -82,6 +84,16 @@ class Ops(SimpleOps):
             return run(self.ids(list(ids)), self.positions(start, len(ids)), *rows)
 
         return direct
+
+    def player(
+        self, target: Target, draft: Draft | None, forced: int | None = None
+    ) -> Player | None:
+        """What plays cycles of the two as a whole, where a backend can; else the loop does it.
+
+        Args:
+            forced: accept so many drafted tokens, whatever they are (for measurements).
+        """
+        return None
 
     def reader(self, model: Any, caches: Sequence[Any], n_ctx: int, chunk: int) -> Reader:
         """How chunks of a prompt are read: `model.forward` over its caches.

@@ -28,6 +28,11 @@ _LOW = np.uint64(0xFFFFFFFF)
 class NotFinite(InputError):
     """Logits contain NaN, or nothing but -inf: the weights or a kernel are broken."""
 
+    @classmethod
+    def of_logits(cls) -> NotFinite:
+        """Where it was found on the GPU."""
+        return cls("logits are not finite", fix="run `g4spec validate` on the file")
+
 
 def philox(counters: Words, key: tuple[int, int]) -> Words:
     """Philox4x32-10 of Salmon et al. (2011): counters [n, 4] of 32-bit words -> words [n, 4]."""

@@ -1,16 +1,23 @@
-"""The loop: propose, step, accept, commit. It knows no kind of draft."""
+"""The loop: propose, step, accept, commit. It knows no kind of draft.
+
+A backend may play such cycles as a whole (`Player`), and where nothing about the next cycle depends
+on what this one finds but numbers that it passes on, the next one is started before this one is
+read. A cycle that turns out not to be wanted (a text has ended) is dropped: what it appended to
+caches stands behind the last verified position, where it is overwritten before anything looks.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from g4spec.models.spec import MAX_STEP_ROWS, Chooser, Committed, Draft
 from g4spec.runtime.length import Length
-from g4spec.runtime.sampling import NotFinite
+from g4spec.runtime.sampling import NotFinite, Sampler
 from g4spec.runtime.target import Target
 
 
@@ -32,6 +39,42 @@ class Cycle:
     accepted: int = 0
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Played:
+    """A cycle that a `Player` played.
+
+    Attributes:
+        cycle: its times are the backend's own, without what the host took.
+        refused: whether the draft's logits were not finite. bad: the same of the target's.
+    """
+
+    cycle: Cycle
+    refused: bool
+    bad: bool
+
+
+class Player(Protocol):
+    """Plays cycles of one target and one draft, with the draft brought up to date in each."""
+
+    def ready(self, sampler: Sampler) -> bool:
+        """Take another sampler; False where it cannot."""
+        ...
+
+    def begin(self, token: int, position: int) -> None:
+        """The next cycle starts at `position`, where the newest token stands; cycles that have been
+        started and not been asked for are dropped."""
+        ...
+
+    def start(self, count: int) -> None:
+        """Start a cycle of `count` drafted tokens where the one before it will have ended. Two may
+        be started and not yet asked for."""
+        ...
+
+    def result(self) -> Played:
+        """Wait for the oldest one."""
+        ...
 
 
 class Backlog:
@@ -87,6 +130,7 @@ class Speculation:
         backlog: holds the prompt as the target has read it, and the draft if there is one.
         logits: of the prompt's last row, [V]. `position`: where the first new token goes.
         limit: most tokens to choose.
+        player: plays cycles with a draft, if given; it has been told the sampler.
     """
 
     def __init__(
@@ -98,11 +142,13 @@ class Speculation:
         logits: torch.Tensor,
         position: int,
         limit: int,
+        player: Player | None = None,
     ) -> None:
         self.target, self.backlog = target, backlog
         self.chooser, self.length = chooser, length
         self.failed: str | None = None
         self._logits, self._position, self._limit = logits, position, limit
+        self._player, self._ahead = player, False
 
     def __iter__(self) -> Iterator[Cycle]:
         position, left = self._position, self._limit
@@ -110,31 +156,67 @@ class Speculation:
         yield Cycle([token], [float(self._logits[token])])
         left -= 1
         while left > 0 and position < self.target.n_ctx:
-            started = time.perf_counter()
             room = min(left - 1, self.target.n_ctx - 1 - position)
-            drafted = self._propose(token, position, room)
-            proposed = time.perf_counter()
-            out = self.target.step([token, *drafted], position)
-            chosen = accept(out.logits, drafted, position, self.chooser)
-            n = len(chosen)
-            read = out.read
-            self.backlog.add(Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n]))
-            ended = time.perf_counter()
-            self.length.observe(len(drafted), n - 1, ended - started)
-            values = out.logits[range(n), chosen].tolist()
-            yield Cycle(chosen, values, drafted, n - 1, proposed - started, ended - proposed)
-            position, token, left = position + n, chosen[-1], left - n
+            count = self._count(room)
+            if count and self._player:
+                cycle = self._play(self._player, token, position, count, room)
+            else:
+                cycle = self._step(token, position, count)
+            n = len(cycle.tokens)
+            seconds = cycle.draft_seconds + cycle.step_seconds
+            self.length.observe(len(cycle.drafted), cycle.accepted, seconds)
+            position, token, left = position + n, cycle.tokens[-1], left - n
+            yield cycle
 
-    def _propose(self, token: int, position: int, room: int) -> list[int]:
+    def _count(self, room: int) -> int:
+        """Tokens to draft now."""
         draft = self.backlog.draft
         if draft is None or room <= 0 or self.failed:
-            return []
-        count = self.length.next(min(room, draft.max_tokens))
-        if count == 0:
-            return []
+            return 0
+        return self.length.next(min(room, draft.max_tokens))
+
+    def _step(self, token: int, position: int, count: int) -> Cycle:
+        """A cycle in parts."""
+        started = time.perf_counter()
+        drafted = self._propose(token, position, count) if count else []
+        proposed = time.perf_counter()
+        out = self.target.step([token, *drafted], position)
+        chosen = accept(out.logits, drafted, position, self.chooser)
+        n, read = len(chosen), out.read
+        self.backlog.add(Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n]))
+        values = out.logits[range(n), chosen].tolist()
+        ended = time.perf_counter()
+        return Cycle(chosen, values, drafted, n - 1, proposed - started, ended - proposed)
+
+    def _propose(self, token: int, position: int, count: int) -> list[int]:
+        assert self.backlog.draft is not None
         try:
             self.backlog.flush()
-            return draft.propose(token, position, count, self.chooser)[:count]
+            return self.backlog.draft.propose(token, position, count, self.chooser)[:count]
         except NotFinite as error:
-            self.failed = f"the draft cannot be used, going on without it: {error}"
+            self._fail(error)
             return []
+
+    def _play(self, player: Player, token: int, position: int, count: int, room: int) -> Cycle:
+        """A cycle as a whole; the next one is started too, if it is certain to be of the same
+        length, even where all of this one is accepted."""
+        started = time.perf_counter()
+        if not self._ahead:
+            self.backlog.flush()
+            player.begin(token, position)
+            player.start(count)
+        self._ahead = self.length.steady and room - (count + 1) >= count
+        if self._ahead:
+            player.start(count)
+        played = player.result()
+        cycle, waited = played.cycle, time.perf_counter() - started
+        if played.bad:
+            raise NotFinite.of_logits()
+        if played.refused:
+            self._fail(NotFinite.of_logits())
+        # The longer of both: cycles may have run while nobody waited, or waited for the host.
+        cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
+        return cycle
+
+    def _fail(self, error: NotFinite) -> None:
+        self.failed = f"the draft cannot be used, going on without it: {error}"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from g4spec.errors import UsageError
-from g4spec.models.spec import MAX_DRAFT, Committed
+from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS
 from g4spec.runtime import provenance, synthetic
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.sampling import Sampler
@@ -45,6 +45,11 @@ class Protocol:
     contexts: tuple[int, ...] = CONTEXTS
     accept_length: int = 6
     times: int = 20
+
+    @property
+    def room(self) -> int:
+        """Positions that cycles reach behind a context."""
+        return (self.times + WARM + 1) * self.accept_length + 2 * MAX_STEP_ROWS
 
     def __post_init__(self) -> None:
         if not 1 <= self.accept_length <= MAX_DRAFT + 1:
@@ -80,7 +85,7 @@ def measure(
     with torch.cuda.device(ops.device):
         read = bandwidth(ops.device)
         torch.cuda.empty_cache()
-        target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + 64)
+        target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + protocol.room)
         drafter = None
         if name in synthetic.DRAFTS:
             drafter = synthetic.draft(name, protocol.draft_type, ops, target)
@@ -153,6 +158,7 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
     if drafter is None:
         return Row(context, fill, steps, None, None, round(1e3 / steps[1], 1))
     cycle = round(median(_cycles(target, drafter, context, protocol)), 3)
+    drafter.block(7, context)  # records it
     draft = milliseconds(drafter._block.recording(1).replay, protocol.times)
     return Row(context, fill, steps, draft, cycle, round(protocol.accept_length / cycle * 1e3, 1))
 
@@ -175,20 +181,20 @@ def _fill(target: Any, drafter: Any, tokens: int) -> float:
 
 
 def _cycles(target: Any, drafter: Any, at: int, protocol: Protocol) -> Iterator[float]:
-    """Milliseconds of cycles at one position: draft, step, choice, and the draft brought up to
-    date with what is said to be accepted."""
-    chooser, n = target.ops.chooser(Sampler()), min(protocol.accept_length, drafter.max_tokens + 1)
+    """Milliseconds of cycles from one position on: draft, step, choice, and the draft brought up to
+    date with what is said to be accepted, each started before the one before it is read."""
+    most = drafter.max_tokens
+    player = target.ops.player(target, drafter, min(protocol.accept_length - 1, most))
+    player.ready(Sampler())
+    player.begin(7, at)
+    player.start(most)
     for i in range(protocol.times + WARM):
-        torch.cuda.synchronize()
         begin = time.perf_counter()
-        drafted = drafter.propose(7, at, drafter.max_tokens, chooser)
-        out = target.step([7, *drafted], at)
-        list(chooser.choose_rows(out.logits, at + 1))
-        r = out.read
-        drafter.commit(Committed(r.ids[:n], r.start, r.hidden[:n], r.taps[:n]))
-        torch.cuda.synchronize()
+        player.start(most)
+        player.result()
         if i >= WARM:
             yield (time.perf_counter() - begin) * 1e3
+    player.result()
 
 
 def _json(row: Row) -> dict[str, Any]:

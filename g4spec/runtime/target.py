@@ -56,7 +56,7 @@ class Target:
     @taps.setter
     def taps(self, layers: tuple[int, ...]) -> None:
         self._taps = layers
-        self._step = self.ops.graph(self._run, STEPS, keep=2)
+        self._step = self.ops.graph(self.run, STEPS, keep=2)
 
     def embed(self, ids: torch.Tensor, *, scaled: bool) -> torch.Tensor:
         """Token rows [T] -> [T, H], times sqrt(H) if `scaled`."""
@@ -82,7 +82,9 @@ class Target:
         taps = [tapped[i] for i in self.taps]
         return self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """A step of ids [T] at consecutive positions [T], as it may be recorded: rows after the
+        final norm [T, H], taps, logits [T, V]."""
         hidden, tapped = self.model.forward(ids, positions, self.caches, self.taps)
         return hidden, self._beside(hidden, tapped), self.logits(hidden)
 

@@ -85,8 +85,10 @@ def generate(
 
 
 def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> None:
-    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`."""
+    """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`. Cycles
+    are then done in parts."""
     made: Any = engine.draft
+    engine.player = None
     propose, turn = type(made).propose, iter(range(10**6))
 
     def better(anchor: int, position: int, count: int, chooser: Any) -> list[int]:

@@ -186,8 +186,9 @@ class CycleState:
             how many drafted tokens held in the last cycle; rows of the step that count.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
-        self.values = torch.zeros(4, dtype=torch.int64, device=device)
+    def __init__(self, device: torch.device | str, values: torch.Tensor | None = None) -> None:
+        fresh = torch.zeros(4, dtype=torch.int64, device=device) if values is None else values
+        self.values = fresh
 
     def set(self, position: int, anchor: int, rows: int) -> None:
         """Begin at `position` with token `anchor`, steps of `rows` rows."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from g4spec.models.spec import Recordable
 from g4spec.runtime import graphs
 from g4spec.runtime.cuda import (
     attention,
@@ -23,6 +24,7 @@ from g4spec.runtime.cuda import (
     rows,
     torch_attention,
 )
+from g4spec.runtime.cuda.cycle import Cycles
 from g4spec.runtime.cuda.dequant import Weight, dequantize
 from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
 from g4spec.runtime.cuda.heads import Heads
@@ -37,8 +39,10 @@ from g4spec.runtime.simple_ops import pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, Chooser, ExpertLayer
+    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer
     from g4spec.runtime.sampling import Sampler
+    from g4spec.runtime.speculate import Player
+    from g4spec.runtime.target import Target
 
 HEAD_DIMS = (64, 128, 256, 512)
 PADDING = rows.MOST
@@ -107,6 +111,13 @@ class CudaOps(Ops):
 
     def graph(self, run: Run, sizes: Sequence[int], keep: int = 0) -> Graph:
         return graphs.Recorded(self, run, sizes, keep, self._pool)
+
+    def player(
+        self, target: Target, draft: Draft | None, forced: int | None = None
+    ) -> Player | None:
+        if not isinstance(draft, Recordable) or not draft.recordable:
+            return None
+        return Cycles(target, draft, self._pool, forced)
 
     def chooser(self, sampler: Sampler) -> Chooser:
         return CudaSampler(sampler, self.device)

@@ -33,6 +33,5 @@ class CudaSampler:
         chosen = choice(logits.contiguous(), positions, ahead=0)
         for token, bad in torch.stack([chosen.ids, chosen.bad.long()], dim=1).tolist():
             if bad:
-                raise NotFinite("logits are not finite",
-                                fix="run `g4spec validate` on the file")  # fmt: skip
+                raise NotFinite.of_logits()
             yield token

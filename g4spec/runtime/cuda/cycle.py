@@ -1,0 +1,198 @@
+"""Whole cycles on the GPU: proposal, step, choice, acceptance and the draft's commit follow each
+other without the host, which may start a cycle before it has read what the one before it did.
+
+A cycle is two CUDA graphs, one behind the other, so that events between them tell what each takes.
+Where the sequence stands, and how many drafted tokens count, are numbers in device memory: a
+proposal of any length and position is the same graph, and so is a step of the same number of rows.
+Rows behind those that count are padding, see `g4spec.runtime.graphs`. Rows of rejected tokens are
+appended to the draft's caches like those of the target: the next cycle overwrites them before
+anything looks there, and rings have room for more than one step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from g4spec.models.spec import MAX_STEP_ROWS, Recordable
+from g4spec.runtime import graphs
+from g4spec.runtime.cuda.choose import Choice, Chosen, CycleState
+from g4spec.runtime.speculate import Cycle, Played
+from g4spec.runtime.target import STEPS, Target
+
+if TYPE_CHECKING:
+    from g4spec.runtime.sampling import Sampler
+
+AHEAD = 2
+"""Cycles that may have been started and not yet read."""
+
+FIELDS = 6
+"""Lines of `_Numbers` after the state."""
+
+
+class _Numbers:
+    """All that a cycle reads and leaves behind, int64 in one piece, so that one copy shows it.
+
+    Attributes:
+        state: position, anchor, accepted, rows that count (`CycleState`).
+        ids, positions: [16] of the step's rows: the anchor, then what was drafted.
+        unfit: [16], not 0 where the draft's logits were no numbers.
+        chosen, bad, logits: [16] of the step's rows: choice, whether there was none, and the
+            choice's logit (float64, as bits).
+    """
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole, self.state = whole, whole[:4]
+        lines = whole[4:].view(FIELDS, MAX_STEP_ROWS).unbind()
+        self.ids, self.positions, self.unfit, self.chosen, self.bad, logits = lines
+        self.logits = logits.view(torch.float64)
+
+    @classmethod
+    def empty(cls, device: torch.device | str) -> _Numbers:
+        size = 4 + FIELDS * MAX_STEP_ROWS
+        return cls(torch.zeros(size, dtype=torch.int64, device=device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A started cycle: `seen` its numbers in pinned memory, once `ended` has been reached; in front
+    of it `begun` and `proposed`."""
+
+    seen: _Numbers
+    begun: torch.cuda.Event
+    proposed: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    @classmethod
+    def empty(cls) -> _Slot:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        return cls(_Numbers(_Numbers.empty("cpu").whole.pin_memory()), *events)
+
+
+class Cycles:
+    """Cycles of a target and a draft (`g4spec.runtime.speculate.Player`).
+
+    Args:
+        pool: memory that all recordings share.
+        forced: accept so many drafted tokens, whatever they are (for measurements).
+    """
+
+    def __init__(
+        self, target: Target, draft: Recordable, pool: Any, forced: int | None = None
+    ) -> None:
+        self._target, self._draft, self._pool = target, draft, pool
+        device = target.ops.device
+        self._on = _Numbers.empty(device)
+        self._state = CycleState(device, self._on.state)
+        self._forced = None if forced is None else torch.tensor([forced], device=device)
+        self._rows = torch.arange(MAX_STEP_ROWS, device=device)
+        self._choice: Choice | None = None
+        self._suppress: tuple[int, ...] = ()
+        self._made: dict[tuple[str, int, tuple[str, ...]], graphs.Capture] = {}
+        self._slots = deque(_Slot.empty() for _ in range(AHEAD))
+        self._waiting: deque[tuple[_Slot, int]] = deque()
+        self._stands: tuple[int, int] | None = None
+        self._count = 0
+
+    def ready(self, sampler: Sampler) -> bool:
+        """Take another sampler, if its choices can be recorded; one that sorts could, but every
+        setting of it would be a recording of its own."""
+        if self._choice is None or self._suppress != sampler.suppress:
+            self._suppress = sampler.suppress
+            torch.cuda.synchronize()
+            self._made.clear()
+            self._choice = Choice(self._target.config.n_vocab, self._target.ops.device,
+                                  suppress=sampler.suppress)  # fmt: skip
+        self._choice.set(sampler)
+        return self._choice.mode[0] != "sorted"
+
+    def begin(self, token: int, position: int) -> None:
+        """The next cycle starts here, whatever was started before: `token` is the newest one."""
+        if self._waiting or self._stands != (token, position):
+            self._state.set(position, token, 1 + self._count)
+        self._waiting.clear()
+
+    def start(self, count: int) -> None:
+        """Start a cycle of `count` drafted tokens where the one before it ends."""
+        assert 1 <= count <= self._draft.max_tokens and len(self._waiting) < AHEAD
+        if count != self._count:
+            self._on.state[3:].fill_(1 + count)
+            self._count = count
+        slot = self._slots[0]
+        self._slots.rotate()
+        drafts = self._draft.max_tokens if self._draft.at_once else count
+        rows = next(size for size in STEPS if size > count)
+        slot.begun.record()
+        self._recorded("proposal", drafts, self._propose).replay()
+        slot.proposed.record()
+        self._recorded("step", rows, self._verify).replay()
+        slot.seen.whole.copy_(self._on.whole, non_blocking=True)
+        slot.ended.record()
+        self._waiting.append((slot, count))
+
+    def result(self) -> Played:
+        """Wait for the oldest cycle that was started."""
+        slot, count = self._waiting.popleft()
+        slot.ended.synchronize()
+        position, anchor, accepted, _ = slot.seen.state.tolist()
+        self._stands = anchor, position
+        used = slice(accepted + 1)
+        cycle = Cycle(
+            slot.seen.chosen[used].tolist(),
+            slot.seen.logits[used].tolist(),
+            slot.seen.ids[1 : 1 + count].tolist(),
+            accepted,
+            slot.begun.elapsed_time(slot.proposed) * 1e-3,
+            slot.proposed.elapsed_time(slot.ended) * 1e-3,
+        )
+        refused = bool(slot.seen.unfit[:count].any())
+        return Played(cycle, refused, bool(slot.seen.bad[used].any()))
+
+    def _recorded(self, name: str, size: int, run: Callable[[int], tuple[()]]) -> graphs.Capture:
+        """A half as a graph. It runs twice before, see `graphs.Recorded`, from the numbers that the
+        first replay finds."""
+        assert self._choice is not None
+        key = name, size, self._choice.mode
+        if key not in self._made:
+            before = self._on.whole.clone()
+            for _ in range(2):
+                run(size)
+                self._on.whole.copy_(before)
+            self._made[key] = graphs.Capture(lambda: run(size), self._pool)
+        return self._made[key]
+
+    def _propose(self, count: int) -> tuple[()]:
+        """The first half: where the step stands, and what it reads."""
+        on = self._on
+        on.ids[:1].copy_(on.state[1:2])
+        torch.add(on.state[:1], self._rows, out=on.positions)
+
+        def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
+            chosen = self._chosen(logits, on.positions[at : at + len(logits)])
+            on.unfit[at : at + len(logits)].copy_(chosen.bad)
+            return chosen.ids
+
+        drafted = self._draft.fill(on.ids[:1], on.positions, count, pick)
+        on.ids[1 : 1 + count].copy_(drafted)
+        return ()
+
+    def _verify(self, size: int) -> tuple[()]:
+        """The second half: a step of `size` rows, and what follows from it."""
+        on = self._on
+        ids, positions = on.ids[:size], on.positions[:size]
+        hidden, taps, logits = self._target.run(ids, positions)
+        chosen = self._chosen(logits, positions)
+        self._state.accept(chosen.ids, ids, forced=self._forced)
+        self._draft.take(ids, positions, hidden, taps, on.state[2:3])
+        on.chosen[:size].copy_(chosen.ids)
+        on.bad[:size].copy_(chosen.bad)
+        on.logits[:size].copy_(chosen.values)
+        return ()
+
+    def _chosen(self, logits: torch.Tensor, positions: torch.Tensor) -> Chosen:
+        assert self._choice is not None
+        return self._choice(logits.contiguous(), positions)

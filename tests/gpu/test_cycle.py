@@ -1,0 +1,225 @@
+"""Cycles that wait for nobody: the same cycles as the loop's, read at most once, and one late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec import convert
+from g4spec.runtime.cuda import cycle
+from g4spec.runtime.engine import Engine, Options, Run
+from g4spec.runtime.sampling import Sampler
+from tests import tiny, tiny_drafts
+from tests.emulator import unseen
+from tests.gpu.device import DEVICE
+from tests.oracle import build
+
+pytestmark = pytest.mark.gpu
+
+WINDOW, VOCAB, CTX = 16, 512, 384
+SHAPE: dict[str, Any] = {
+    "hidden": 128, "inter": 128, "heads": 2, "kv": 1, "global_kv": 1, "head_dim": 64,
+    "global_head_dim": 128, "window": WINDOW, "vocab": VOCAB, "layers": 2, "period": 2,
+}  # fmt: skip
+DRAFT: dict[str, Any] = {"heads": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1,)}
+MAKE: dict[str, Any] = {
+    "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=1, **DRAFT),
+    "speculators": lambda at, on: tiny.speculators_dflash(at, on, block=8, window=WINDOW, **DRAFT),
+    "assistant": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64),
+    "centroids": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64,
+                                               centroids=16),
+    "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
+    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
+}  # fmt: skip
+GREEDY, HOT = Sampler(), Sampler(temperature=1.0, seed=3)
+NARROW = Sampler(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, seed=4)
+PROMPT = build.prompt(118, VOCAB, 7)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("cycles")
+    on = tiny.target(at / "target", **SHAPE)
+    convert.convert(build.lively(on, 5.0), at / "target.gguf", type="q8_0")
+    for name, make in MAKE.items():
+        make(at / name, on)
+        convert.convert(at / name, at / f"{name}.gguf", target=on, type="q8_0")
+    return at
+
+
+def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
+    return Engine.load(folder / "target.gguf", folder / f"{draft}.gguf",
+                       **({"n_ctx": CTX, "device": "cuda", "chunk": 64} | settings))  # fmt: skip
+
+
+def cycles(
+    engine: Engine, options: Options, *, parts: bool = False, prompt: list[int] = PROMPT
+) -> tuple[Run, list[tuple[Any, ...]]]:
+    """A finished run, and what its cycles did; with `parts` by the loop alone."""
+    player = engine.player
+    engine.player = None if parts else player
+    run = engine.generate(prompt, options)
+    did = [(c.tokens, c.logits, c.drafted, c.accepted) for c in run]
+    engine.player = player
+    return run, did
+
+
+def options(count: Any, n: int = 24, sampler: Sampler = GREEDY, **more: Any) -> Options:
+    return Options(n, sampler, count, **{"ignore_eos": True, **more})
+
+
+def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
+    """Proposals begin with some of the `truth`: position * `every` % 16 of its tokens."""
+    draft: Any = engine.draft
+    propose, fill = type(draft).propose, type(draft).fill
+    text = torch.tensor(truth + [0] * 64, device=DEVICE)
+    index = torch.arange(16, device=DEVICE)
+
+    def proposed(anchor: int, position: int, count: int, chooser: Any) -> list[int]:
+        own = propose(draft, anchor, position, count, chooser)
+        true = text[position + 1 : position + 1 + min(count, position * every % 16)].tolist()
+        return [*true, *own[len(true) :]]
+
+    def filled(anchor: Any, positions: Any, count: int, pick: Any) -> torch.Tensor:
+        own = fill(draft, anchor, positions, count, pick)
+        right = index[:count] < positions[:1] * every % 16
+        return torch.where(right, text[positions[:1] + 1 + index[:count]], own)
+
+    draft.propose, draft.fill = proposed, filled
+
+
+@pytest.mark.parametrize("sampler,counts", [
+    (GREEDY, tuple(range(1, 16))), (HOT, (4, 15)), (NARROW, (7,)),
+], ids=["greedy", "hot", "narrow"])  # fmt: skip
+def test_every_length_does_what_the_loop_does(
+    folder: Path, sampler: Sampler, counts: tuple[int, ...]
+) -> None:
+    """Texts, logits, proposals and acceptance, over the ends of all rings."""
+    engine = load(folder)
+    plain, _ = cycles(engine, options(0, 16, sampler))
+    assert len(set(plain.ids)) > 3 and len(PROMPT) < 128 < len(PROMPT) + len(plain.ids)
+    help_out(engine, PROMPT + plain.ids)
+    for count in counts:
+        run, did = cycles(engine, options(count, 16, sampler))
+        assert run.ids == plain.ids, count
+    assert did == cycles(engine, options(count, 16, sampler), parts=True)[1]
+    assert run.stats.accepted > 5
+
+
+@pytest.mark.parametrize("name", [n for n in MAKE if n != "zlab"])
+def test_every_kind_does_what_the_loop_does(folder: Path, name: str) -> None:
+    engine = load(folder, name)
+    assert engine.player is not None
+    plain, _ = cycles(engine, options(0, 14, HOT))
+    help_out(engine, PROMPT + plain.ids, 5)
+    run, did = cycles(engine, options(5, 14, HOT))
+    assert run.ids == plain.ids and run.stats.accepted
+    assert did == cycles(engine, options(5, 14, HOT), parts=True)[1]
+
+
+def test_the_host_reads_once_a_cycle_and_one_late(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, done, waits = load(folder), list[str](), 0
+    for name in ("start", "result"):
+        monkeypatch.setattr(cycle.Cycles, name, noted(getattr(cycle.Cycles, name), name, done))
+    event: Any = torch.cuda.Event
+    wait = event.synchronize
+
+    def synchronize(self: Any) -> None:
+        nonlocal waits
+        waits += 1
+        wait(self)
+
+    cycles(engine, options(3, 12))  # records
+    done.clear()
+    run = engine.generate(PROMPT, options(3, 12))
+    for number, _ in enumerate(run):
+        if number == 0:  # after the prompt
+            monkeypatch.setattr(event, "synchronize", synchronize)
+    last = 1  # token, which no draft precedes: a step of the loop
+    assert done.count("result") == run.stats.cycles - last and waits == run.stats.cycles
+    assert done[:6] == ["start", "start", "result", "start", "result", "start"]
+
+
+def noted(call: Any, name: str, done: list[str]) -> Any:
+    """`call`, written down."""
+
+    def noting(self: Any, *args: Any) -> Any:
+        done.append(name)
+        return call(self, *args)
+
+    return noting
+
+
+def test_a_stop_is_found_late_and_leaves_nothing_behind(folder: Path) -> None:
+    engine = load(folder)
+    plain, _ = cycles(engine, options(0))
+    help_out(engine, PROMPT + plain.ids)
+    for at in (6, 13):
+        engine.stop_ids = frozenset({plain.ids[at]})
+        first = plain.ids.index(plain.ids[at])
+        run, did = cycles(engine, options(5, ignore_eos=False))
+        assert run.ids == plain.ids[:first] and run.stats.stop_reason.startswith("stop token")
+        assert did == cycles(engine, options(5, ignore_eos=False), parts=True)[1]
+        engine.stop_ids = frozenset()
+        run, _ = cycles(engine, options(5), prompt=PROMPT[:9])
+        fresh, _ = cycles(load(folder), options(0), prompt=PROMPT[:9])
+        assert run.ids == fresh.ids
+
+
+def test_the_end_of_the_context(folder: Path) -> None:
+    plain, _ = cycles(load(folder), options(0))
+    for room in (1, 6, 17):
+        engine = load(folder, n_ctx=len(PROMPT) + room)
+        help_out(engine, PROMPT + plain.ids)
+        for count in (2, 15):
+            run, _ = cycles(engine, options(count, 999))
+            assert run.ids == plain.ids[: room + 1] and run.stats.stop_reason == "context"
+
+
+def test_auto_plays_cycles_one_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, done = load(folder), list[str]()
+    plain, _ = cycles(engine, options(0))
+    help_out(engine, PROMPT + plain.ids, 15)
+    monkeypatch.setattr(engine, "_measure", lambda player: {0: 1.0, 1: 1.0, 15: 1.0})
+    for name in ("start", "result"):
+        monkeypatch.setattr(cycle.Cycles, name, noted(getattr(cycle.Cycles, name), name, done))
+    run, _ = cycles(engine, options("auto"))
+    assert run.ids == plain.ids and run.stats.drafted
+    assert done == ["start", "result"] * (len(done) // 2)
+
+
+def test_a_draft_that_is_no_use_is_left_out(folder: Path) -> None:
+    engine = load(folder)
+    plain, _ = cycles(engine, options(0, 12))
+    draft: Any = engine.draft
+    draft.w["output_norm.weight"].fill_(torch.nan)
+    run, _ = cycles(engine, options(4, 12))
+    assert run.ids == plain.ids and "cannot be used" in run.notes[0]
+    assert run.stats.drafted == 4
+
+
+def test_what_cannot_be_recorded_is_done_in_parts(folder: Path) -> None:
+    engine = load(folder)
+    assert engine.player is not None
+    assert not engine.player.ready(Sampler(temperature=1.0, top_p=0.9))
+    assert engine.player.ready(GREEDY)
+    assert load(folder, device="cpu").player is None
+    assert Engine.load(folder / "target.gguf", "ngram", n_ctx=CTX, device="cuda").player is None
+
+
+@pytest.mark.parametrize("read", [
+    lambda x: x[0].item(), lambda x: int(x[1]), lambda x: bool(x[0] > 1), lambda x: x.tolist(),
+    lambda x: x.cpu(), lambda x: x[x > 1], lambda x: x.nonzero(), lambda x: torch.tensor([1.0]),
+    lambda x: x.index_put_((x > 1,), x[:1]),
+])  # fmt: skip
+def test_a_recording_that_looks_at_values_fails(read: Any) -> None:
+    x = torch.arange(4, device=DEVICE)
+    with pytest.raises(unseen.NotCapturable), unseen.capturing():
+        read(x)
+    with unseen.capturing():
+        torch.where(x > 1, x[x], x * 2).masked_fill(x > 2, 0)
