@@ -48,7 +48,8 @@ Device = Annotated[
     str,
     typer.Option(
         metavar="auto|cpu|cuda",
-        help="Where to run; `cuda:1` is the second GPU. By default the first one if there is any.",
+        help="Where to run; `cuda:1` is the second GPU. By default the first one if there is any. "
+        "`cuda:portable` takes the kernels for GPUs before sm_80, to compare or to work around.",
     ),
 ]
 CacheType = Annotated[

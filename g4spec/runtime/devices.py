@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -57,6 +58,8 @@ def select(
 
     Args:
         device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it can be used.
+            "cuda:portable" or "cuda:1:portable": with the kernels for GPUs before sm_80, which run
+            on every other too.
         cache_type: see `CACHE_TYPES`; None: F16 on a GPU.
 
     Raises UsageError or EnvironmentProblem where the device cannot be used.
@@ -69,20 +72,27 @@ def select(
         if cache_type is not None:
             raise UsageError("--cache-type is for GPUs", fix="leave it out, or use --device cuda")
         return Ops(), Host()
-    kind, _, index = device.partition(":")
-    if kind != "cuda" or (index and not index.isdigit()):
-        raise UsageError("--device", expected="cpu, cuda or auto", found=device)
+    index, portable = _gpu(device)
     if (missing := _missing()) is not None:
         raise missing
     from g4spec.runtime.cuda.memory import Card
     from g4spec.runtime.cuda.ops import CudaOps
 
-    place = torch.device("cuda", int(index or 0))
+    place = torch.device("cuda", index)
     if place.index >= torch.cuda.device_count():
         raise UsageError("--device", expected=f"at most cuda:{torch.cuda.device_count() - 1}",
                          found=device)  # fmt: skip
     chosen: Any = cache_type or "f16"
-    return CudaOps(str(place), chosen), Card(place, chosen)
+    return CudaOps(str(place), chosen, portable), Card(place, chosen, portable)
+
+
+def _gpu(device: str) -> tuple[int, bool]:
+    """Number of the GPU, and whether with portable kernels only."""
+    found = re.fullmatch(r"cuda(?::(\d+))?(:portable)?", device)
+    if found is None:
+        raise UsageError("--device", expected="cpu, cuda, cuda:1, cuda:portable or auto",
+                         found=device)  # fmt: skip
+    return int(found[1] or 0), found[2] is not None
 
 
 def unused() -> str | None:

@@ -116,7 +116,7 @@ def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
     for at, value in _FACTORS[form.name]:
         bits = torch.tensor([value * columns**-0.5], dtype=torch.float16).view(torch.uint8)
         halves[..., at : at + 2] = bits.to(ops.device)
-    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2])
+    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], keeps=ops.portable)
 
 
 _FACTORS = {

@@ -77,11 +77,23 @@ def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = No
     return _mm(a.float(), b.float(), out=out) if out_dtype else _mm(a, b, out=out)
 
 
-_mm = torch.mm
+def bmm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = None) -> Any:
+    return _bmm(a.float(), b.float(), out=out) if out_dtype else _bmm(a, b, out=out)
+
+
+def baddbmm(
+    c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = None
+) -> Any:
+    return _baddbmm(c.float(), a.float(), b.float(), out=out) if out_dtype else _baddbmm(
+        c, a, b, out=out)  # fmt: skip
+
+
+_mm, _bmm, _baddbmm = torch.mm, torch.bmm, torch.baddbmm
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(torch, "mm", mm)
+    for product in (mm, bmm, baddbmm):
+        patch.setattr(torch, product.__name__, product)
     properties = SimpleNamespace(multi_processor_count=PROCESSORS)
     for name, value in {
         "get_device_properties": lambda device=None: properties,

@@ -21,6 +21,9 @@ from g4spec.runtime.cuda.units import Unit
 _NAMES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K", "q8_0": "Q80", "q4_0": "Q40",
           "q4_1": "Q41", "q5_0": "Q50", "q5_1": "Q51"}  # fmt: skip
 
+FILE_TYPES = tuple(_NAMES)
+"""Quantized types whose file order has kernels (portable.cu)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -28,8 +31,9 @@ class Weight:
 
     Attributes:
         type: of a packed matrix, e.g. "q4_k"; "" for plain numbers.
-        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; or plain
-            float16, bfloat16 or float32 [matrices * rows, columns].
+        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; the file's
+            bytes, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
+            [matrices * rows, columns].
     """
 
     type: str
@@ -39,19 +43,37 @@ class Weight:
     matrices: int = 1
 
 
+def in_file_order(weight: Weight) -> bool:
+    """Whether a quantized matrix is as the file holds it."""
+    return weight.data.dim() == 2
+
+
 def instance(type: str, unit: int, dtype: torch.dtype) -> str:
     """Name of a kernel of dequant.cu."""
     name, to = _NAMES[type], "Half" if dtype == torch.float16 else "Bfloat"
     return f"dequant<{name}, {to}>" if type.endswith("_k") else f"dequant<{name}<{unit}>, {to}>"
 
 
+def file_instance(type: str) -> str:
+    """Name of a kernel of portable.cu that reads a matrix as the file holds it."""
+    return f"portable_halves<{_NAMES[type]}>"
+
+
 def dequantize(weight: Weight, out: torch.Tensor) -> None:
     """All matrices of `weight` as `out` [matrices * rows, columns], contiguous, float16 or
-    bfloat16."""
+    bfloat16; from the file's bytes only float16."""
     assert out.dtype in (torch.float16, torch.bfloat16) and out.is_contiguous()
     assert out.shape == (weight.matrices * weight.rows, weight.columns), (out.shape, weight)
     if not weight.type:
         out.copy_(weight.data.view(out.shape))
+        return
+    if in_file_order(weight):
+        assert out.dtype is torch.float16 and weight.columns % 8 == 0, (out.dtype, weight.columns)
+        count = out.numel() // 8
+        launch.kernel("portable.cu", file_instance(weight.type))(
+            -(-count // 256), 256, weight.data, out, np.uint32(count), np.int32(weight.columns),
+            pdl=False,
+        )  # fmt: skip
         return
     groups = -(-weight.rows // GROUP)
     count, units = weight.data.shape[:2]
@@ -101,4 +123,5 @@ UNITS = [
                              for unit in ((256,) if type.endswith("_k") else (64, 256))
                              for dtype in (torch.float16, torch.bfloat16)),
          max_registers=80),
+    Unit("portable.cu", tuple(file_instance(type) for type in FILE_TYPES), max_registers=48),
 ]  # fmt: skip

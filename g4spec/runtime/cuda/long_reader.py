@@ -35,7 +35,9 @@ class LongReader:
             return self._in_steps(ids, start, taps)
         if self._long is None:
             self._long = LongModel(self._model, self._caches, self._chunk, self._n_ctx,
-                                   self._ops.pairs)  # fmt: skip
+                                   self._ops.pairs, self._ops.portable)  # fmt: skip
+            if self._ops.portable and self._model.config.layers[0].n_expert:
+                self._ops.without_kernel.add("experts of long chunks, one by one")
         return self._long.forward(self._ops.ids(list(ids)), start, taps)
 
     def _in_steps(

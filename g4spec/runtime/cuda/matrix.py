@@ -1,7 +1,8 @@
 """Weight matrices on the GPU, packed for the product that reads them.
 
 A matrix arrives as the file's bytes and is packed when it is first used, alone or together with
-those that are multiplied with the same rows; the bytes go then.
+those that are multiplied with the same rows; the bytes go then. For kernels that read the file's
+bytes (portable.cu) matrices are laid behind each other and nothing else.
 """
 
 from __future__ import annotations
@@ -24,11 +25,23 @@ class Matrix:
         type: quant type, e.g. "q4_k"; "" for plain numbers.
         raw: the file's bytes, uint8 [matrices * rows, bytes of a row], or float16 or bfloat16
             [matrices * rows, columns].
+        keeps: rows stay as in the file: bytes are not packed, gates and ups do not take turns.
+
+    Attributes:
+        grouped: whether it is packed in groups of rows.
     """
 
     def __init__(
-        self, type: str, raw: torch.Tensor, rows: int, columns: int, matrices: int = 1
+        self,
+        type: str,
+        raw: torch.Tensor,
+        rows: int,
+        columns: int,
+        matrices: int = 1,
+        *,
+        keeps: bool = False,
     ) -> None:
+        self.keeps, self.grouped = keeps, bool(type) and not keeps
         self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
@@ -51,8 +64,8 @@ class Matrix:
 
     @property
     def groups(self) -> int:
-        """Entries of the packed tensor, or rows of a plain one."""
-        if not self.type:
+        """Entries of the packed tensor, or rows of one that is not packed."""
+        if not self.grouped:
             return self.matrices * self.rows
         return self.matrices * -(-self.rows // packing.GROUP)
 
@@ -60,7 +73,7 @@ class Matrix:
     def alone(self) -> Weight:
         """This matrix by itself."""
         if not self.packed:
-            self.put(_pack(self.type, self.take(), self.rows, self.columns), 0)
+            self.put(_pack(self, self.take(), self.rows), 0)
         data = self._whole[self._first : self._first + self.groups]
         return Weight(self.type, data, self.rows, self.columns, self.matrices)
 
@@ -80,7 +93,7 @@ class Matrix:
         return (
             self._whole is other._whole
             and self._first + self.groups == other._first
-            and (not self.type or self.rows % packing.GROUP == 0)
+            and (not self.grouped or self.rows % packing.GROUP == 0)
         )
 
     def through(self, last: Matrix, rows: int) -> Weight:
@@ -93,14 +106,15 @@ def join(matrices: Sequence[Matrix]) -> None:
     """Pack matrices with the same columns, those of one type behind each other."""
     if any(m.packed for m in matrices):
         return
-    for type in dict.fromkeys(m.type for m in matrices):
-        same = [m for m in matrices if m.type == type]
-        if type and any(m.rows % packing.GROUP for m in same[:-1]):
+    kinds = [(m.type, m.table.dtype) for m in matrices]
+    for kind in dict.fromkeys(kinds):
+        same = [m for m, other in zip(matrices, kinds, strict=True) if other == kind]
+        if any(m.grouped and m.rows % packing.GROUP for m in same[:-1]):
             continue
         groups = [m.groups for m in same]
         raw = [m.take() for m in same]
-        whole = _pack(type, torch.cat(raw) if len(raw) > 1 else raw[0],
-                      sum(m.rows for m in same), same[0].columns)  # fmt: skip
+        whole = _pack(same[0], torch.cat(raw) if len(raw) > 1 else raw[0],
+                      sum(m.rows for m in same))  # fmt: skip
         for i, m in enumerate(same):
             m.put(whole, sum(groups[:i]))
 
@@ -129,17 +143,21 @@ def beside(gate: Matrix, up: Matrix) -> list[Weight]:
     del raws
     for m in (gate, up):
         m.put(pair[:0], 0)  # the pair is the caller's
-    data = _pack(gate.type, pair.view(2 * gate.rows, -1), gate.rows * 2, gate.columns)
+    data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
     return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
 
 
 class Pairs:
-    """Gates and ups as steps read them: one matrix in turns of 16 rows, or two."""
+    """Gates and ups as steps read them: one matrix in turns of 16 rows, or two (those that stay in
+    the file's order one behind the other)."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[Matrix, Matrix], list[Weight]] = {}
 
     def __call__(self, gate: Matrix, up: Matrix) -> list[Weight]:
+        if gate.keeps and up.keeps:
+            join([gate, up])
+            return [gate.alone, up.alone]
         if (gate, up) not in self._made:
             self._made[gate, up] = beside(gate, up)
         return self._made[gate, up]
@@ -147,7 +165,7 @@ class Pairs:
 
 def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
     """Gates and ups of experts, each matrix in turns of 16 rows; None if their rows do not allow
-    it, or they are packed already in another way.
+    it, they stay in the file's order, or are packed already in another way.
 
     Args:
         up: None: `gate` holds both, each matrix its gates first. It then is in turns from now on.
@@ -156,23 +174,27 @@ def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
         return gate.alone
     channels = gate.rows // 2 if up is None else gate.rows
     both = [m for m in (gate, up) if m is not None]
-    if channels % TILE or any(m.packed for m in both) or len({m.type for m in both}) > 1:
+    if channels % TILE or len({m.type for m in both}) > 1:
+        return None
+    if any(m.packed or m.keeps for m in both):
         return None
     raw = torch.cat([m.take().view(m.matrices, m.rows, -1) for m in both], dim=1)
     turned = raw.view(gate.matrices, 2, -1, TILE, raw.shape[2]).transpose(1, 2)
     rows = 2 * channels
-    data = _pack(gate.type, turned.reshape(gate.matrices * rows, -1), rows, gate.columns)
+    data = _pack(gate, turned.reshape(gate.matrices * rows, -1), rows)
     for m in both:
         m.put(data, 0)
     gate.turned, gate.rows = True, rows
     return gate.alone
 
 
-def _pack(type: str, raw: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """File bytes [matrices * rows, bytes] in packed order, each matrix in groups of its own."""
-    if not type:
+def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
+    """File bytes [matrices * rows, bytes] of matrices like this one in the order that products
+    read; packed ones each in groups of its own."""
+    if not like.grouped:
         return raw
-    unit = packing.unit_of(type, columns)
+    type = like.type
+    unit = packing.unit_of(type, like.columns)
     count = len(raw) // rows
     if count == 1 or rows % packing.GROUP == 0:
         return packing.pack(type, raw, unit)

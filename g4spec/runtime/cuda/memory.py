@@ -22,10 +22,10 @@ FIXED = 512 << 20
 
 
 class Card:
-    """A GPU (`g4spec.runtime.devices.Budget`)."""
+    """A GPU (`g4spec.runtime.devices.Budget`). `portable`: as `CudaOps` is told."""
 
-    def __init__(self, device: torch.device, cache_type: Kind) -> None:
-        self.device, self.cache_type = device, cache_type
+    def __init__(self, device: torch.device, cache_type: Kind, portable: bool = False) -> None:
+        self.device, self.cache_type, self.portable = device, cache_type, portable
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
         """As in the file, but for rows that packing adds to whole groups; integers as 64 bits."""
@@ -46,7 +46,8 @@ class Card:
         chunk = min(chunk, n_ctx)
         logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
         rows = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
-        long = sum(prefill.workspace(config, chunk, n_ctx, launch.arch(self.device.index)))
+        arch = "" if self.portable else launch.arch(self.device.index)
+        long = sum(prefill.workspace(config, chunk, n_ctx, arch))
         return int(logits + rows + long + PACKING + FIXED)
 
     def available(self) -> int:

@@ -3,6 +3,10 @@
 Rows are `g4spec.runtime.cuda.rows.Rows` for steps of at most 16 rows, float32 numbers for longer
 chunks and for widths that kernels do not take. What has no kernel runs as torch on the GPU and is
 named in `CudaOps.without_kernel`.
+
+GPUs before sm_80 have not what most kernels of products and attention are made of. There, and where
+it is asked for, rows are float32 throughout and meet matrices as their file holds them
+(`g4spec.runtime.cuda.portable`).
 """
 
 from __future__ import annotations
@@ -20,22 +24,24 @@ from g4spec.runtime.cuda import (
     embedding,
     launch,
     linear,
+    portable,
     products,
     rows,
     torch_attention,
+    torch_experts,
 )
 from g4spec.runtime.cuda.cycle import Cycles
-from g4spec.runtime.cuda.dequant import Weight, dequantize
+from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
 from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.loading import Uploader
 from g4spec.runtime.cuda.long_reader import LongReader
-from g4spec.runtime.cuda.matrix import TILE, Matrix, Pairs, below, in_turns, join
+from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
 from g4spec.runtime.cuda.rows import Residual, Rows
 from g4spec.runtime.cuda.sampler import CudaSampler
 from g4spec.runtime.ops import Graph, Ops, Reader, Run
-from g4spec.runtime.simple_ops import pad_rows
+from g4spec.runtime.simple_ops import in_order
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
@@ -57,20 +63,25 @@ class CudaOps(Ops):
 
     Args:
         cache_type: how keys and values are stored.
+        portable: do with what every GPU has, also on those that could do better.
 
     Attributes:
-        title: the GPU's name.
+        title: the GPU's name, and whether it runs the portable kernels.
+        portable: whether it does.
         without_kernel: what ran as torch so far.
         pairs: how gates and ups are packed.
     """
 
     name = "cuda"
 
-    def __init__(self, device: str = "cuda", cache_type: Kind = "f16") -> None:
+    def __init__(
+        self, device: str = "cuda", cache_type: Kind = "f16", portable: bool = False
+    ) -> None:
         super().__init__(device)
         self.cache_type = cache_type
         self.title = torch.cuda.get_device_name(self.device)
-        self._tensor_cores = launch.arch(self.device.index) in attention.TENSOR_ARCHS
+        self.portable = portable or launch.arch(self.device.index) not in attention.TENSOR_ARCHS
+        self.title += ", portable kernels" if self.portable else ""
         self._exchange = linear.Exchange(self.device)
         self.pairs = Pairs()
         self._layers: dict[int, Experts | None] = {}
@@ -88,14 +99,15 @@ class CudaOps(Ops):
             return self.array(file.array(name))
         plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
         columns, rows_ = info.shape[-1], info.shape[-2]
-        if plain is None and columns % rows.BLOCK:
+        if plain is None and columns % rows.BLOCK and not self.portable:
             self.without_kernel.add(f"{form.name} matrices of {columns} columns")
             return self.array(file.array(name))
         self._upload = self._upload or Uploader(self.device)
         raw = self._upload(file.raw(name))
         raw = raw.view(-1, columns * 2).view(plain) if plain else raw.view(
             -1, form.row_bytes(columns))  # fmt: skip
-        return Matrix("" if plain else form.name, raw, rows_, columns, len(raw) // rows_)
+        return Matrix("" if plain else form.name, raw, rows_, columns, len(raw) // rows_,
+                      keeps=self.portable)  # fmt: skip
 
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> Any:
         return CudaKV(shape.n_kv, shape.head_dim, n_ctx + PADDING, shape.window, slack,
@@ -134,6 +146,8 @@ class CudaOps(Ops):
         return embedding.embed(data, name, ids, table.columns, scale)
 
     def linear(self, x: Any, weight: Any) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor) and self.portable:
+            return self._product(x, Weight("", weight, *weight.shape))
         if isinstance(weight, torch.Tensor):
             if len(x) <= rows.MOST:
                 self.without_kernel.add("linear (float32)")
@@ -148,7 +162,7 @@ class CudaOps(Ops):
     # ---- fused operations
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
-        if not _as_rows(x):
+        if not self._as_rows(x):
             return self.rms_norm(x, weight, eps)
         return rows.rms_norm_rows(x, weight, eps)
 
@@ -168,7 +182,7 @@ class CudaOps(Ops):
         end = Residual(weight, eps, scale)
         if following is None:
             return end(h, x), None
-        if numbers or not _as_rows(x):
+        if numbers or not self._as_rows(x):
             return end.numbers(h, x, following)
         y, (normed,) = end.rows(h, x, [following])
         return y, normed
@@ -202,8 +216,10 @@ class CudaOps(Ops):
     def attend(
         self, q: torch.Tensor, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float
     ) -> Any:
-        if q.dtype is torch.float16 and len(q) <= rows.MOST and self._tensor_cores:
-            out = attention.attend(q, kv, first, last, scale)
+        if q.dtype is torch.float16 and len(q) <= rows.MOST:
+            out = attention.attend(q, kv, first, last, scale, plain=self.portable)
+            if self.portable:
+                return out.values
             return Rows(out.rows, len(q), q.shape[1] * q.shape[2])
         if len(q) <= rows.MOST:
             self.without_kernel.add("attend")
@@ -212,11 +228,11 @@ class CudaOps(Ops):
     def gated(self, x: Any, gate: Any, up: Any, down: Any, activation: Activation) -> torch.Tensor:
         if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
             return super().gated(x, gate, up, down, activation)
-        if activation == self.gelu_tanh:
+        if activation == self.gelu_tanh and not self.portable:
             pair = self.pairs(gate, up)
             y = self._rows(x)
             fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
-            if fits and isinstance(y, Rows) and self._has_kernel(pair[0]):
+            if fits and isinstance(y, Rows) and pair[0].type:
                 return self.linear(linear.gate_up(y, pair[0], self._exchange), down)
             if len(pair) == 1:
                 both = self._product(y, pair[0])
@@ -258,8 +274,11 @@ class CudaOps(Ops):
         activation: Activation,
     ) -> torch.Tensor:
         if len(x) <= rows.MOST:
+            stacks = [_stack(w) for w in (gate, up, down) if w is not None]
+            if self.portable and all(portable.takes(w) for w in stacks):
+                return self._visits(x, ids, weights, stacks, activation)
             self.without_kernel.add("experts")
-        return _experts(products.numbers(x), ids, weights, gate, up, down, activation)
+        return torch_experts.experts(products.numbers(x), ids, weights, gate, up, down, activation)
 
     def expert_layer(
         self,
@@ -269,10 +288,12 @@ class CudaOps(Ops):
         following: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
-        layer = self._layers.get(id(e.gate_exps)) if _as_rows(x) and self._tensor_cores else None
-        if layer is None and _as_rows(x) and self._tensor_cores:
+        layer = self._layers.get(id(e.gate_exps)) if self._as_rows(x) else None
+        if layer is None and self._as_rows(x):
             layer = self._layers[id(e.gate_exps)] = self._expert_layer(e, scale)
         if layer is None:
+            if len(x) <= rows.MOST:
+                self.without_kernel.add("choice of experts")
             return super().expert_layer(h, x, e, following, scale)
         x, (dense, routed) = Residual(e.post_attention, e.eps).rows(
             h, x, [e.ffn_norm, e.expert_norm]
@@ -298,18 +319,34 @@ class CudaOps(Ops):
         return Experts(shape, e.router, e.router_norm, e.gains, dense[0], e.down.alone, up, down,
                        e.post_dense, e.post_experts, e.post, scale, e.eps, buffers)  # fmt: skip
 
+    def _visits(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        stacks: list[Weight],
+        activation: Activation,
+    ) -> torch.Tensor:
+        """See `Ops.experts`, with its matrices in the file's order."""
+        flat = ids.flatten()
+        parts = [portable.visits(x, flat, w) for w in stacks[:-1]]
+        gates, ups = parts if len(parts) == 2 else parts[0].chunk(2, dim=1)
+        inner = self._activated(gates, ups, activation)
+        y = portable.visits(products.numbers(inner), flat, stacks[-1])
+        return in_order(y.view(*ids.shape, -1) * weights[..., None])
+
     def _activated(self, gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Value:
         """activation(gate) * by [T, I] for the next product."""
         name: elementwise.Activation = "gelu_tanh" if activation == self.gelu_tanh else "silu"
         assert name == "gelu_tanh" or activation == self.silu, activation
         if gate.shape[1] % 4 or by.data_ptr() % 16:
             return activation(gate) * by
-        form = elementwise.gated_rows if _as_rows(gate) else elementwise.gated
+        form = elementwise.gated_rows if self._as_rows(gate) else elementwise.gated
         return form(gate, by, name)
 
     def _rows(self, x: Value) -> Value:
         """Numbers of a step as rows, where their width allows."""
-        if isinstance(x, Rows) or not _as_rows(x):
+        if isinstance(x, Rows) or not self._as_rows(x):
             return x
         return rows.pack_rows(x)
 
@@ -322,62 +359,23 @@ class CudaOps(Ops):
         parts = [self._product(x, w) for w in below(wanted)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _has_kernel(self, weight: Weight) -> bool:
-        return self._tensor_cores and weight.type != ""
+    def _as_rows(self, x: torch.Tensor) -> bool:
+        """Whether x [T, K] becomes rows for products."""
+        return not self.portable and len(x) <= rows.MOST and x.shape[1] % rows.BLOCK == 0
 
     def _product(self, x: Value, weight: Weight) -> torch.Tensor:
         """x [T, K] times a matrix as it lies in memory -> [T, N]."""
-        if isinstance(x, Rows) and self._has_kernel(weight):
+        if isinstance(x, Rows) and weight.type:
             return linear.linear(x, weight, self._exchange)
         if len(x) <= rows.MOST:
+            if self.portable and portable.takes(weight):
+                return portable.linear(products.numbers(x), weight)
             self.without_kernel.add(f"linear ({weight.type or str(weight.data.dtype)[6:]})")
-        return products.product(x, weight)
+        return products.product(x, weight, split=not self.portable)
 
 
-def _as_rows(x: torch.Tensor) -> bool:
-    return len(x) <= rows.MOST and x.shape[1] % rows.BLOCK == 0
-
-
-def _experts(
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    gate: Any,
-    up: Any,
-    down: Any,
-    activation: Activation,
-) -> torch.Tensor:
-    """See `Ops.experts`: every expert for every row, in tiles of 16."""
-    turned = isinstance(gate, Matrix) and gate.turned
-    stacks = [_stack(w) for w in (gate, None if turned else up, down) if w is not None]
-    if turned:
-        both = stacks[0].view(len(stacks[0]), -1, 2, TILE, stacks[0].shape[2])
-        stacks[:1] = [both[:, :, i].flatten(1, 2) for i in (0, 1)]
-    elif up is None:
-        stacks[:1] = stacks[0].chunk(2, dim=1)
-    out = []
-    for start in range(0, len(x), rows.MOST):
-        tile = x[start : start + rows.MOST]
-        n = len(tile)
-        tile = pad_rows(tile)
-        inner = [torch.matmul(tile.to(w.dtype), w.transpose(1, 2)).float() for w in stacks[:2]]
-        h = (activation(inner[0]) * inner[1] * 2.0**-6).to(stacks[2].dtype)
-        y = torch.matmul(h, stacks[2].transpose(1, 2)).float() * 2.0**6  # [E, 16, H]
-        chosen = y.transpose(0, 1)[:n].gather(
-            1, ids[start : start + n, :, None].expand(-1, -1, y.shape[2])
-        )
-        out.append((chosen * weights[start : start + n, :, None]).sum(1))
-    return torch.cat(out)
-
-
-def _stack(weight: Any) -> torch.Tensor:
-    """All experts' matrices as numbers [E, rows, columns]."""
-    if isinstance(weight, torch.Tensor):
-        return weight
-    w: Weight = weight.alone
-    if not w.type:
-        return w.data.view(weight.shape)
-    out = torch.empty(weight.matrices * weight.rows, weight.columns, dtype=torch.float16,
-                      device=w.data.device)  # fmt: skip
-    dequantize(w, out)
-    return out.view(weight.shape)
+def _stack(w: Any) -> Weight:
+    """Matrices of experts, of numbers or not."""
+    if isinstance(w, Matrix):
+        return w.alone
+    return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))

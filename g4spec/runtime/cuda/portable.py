@@ -3,20 +3,22 @@
 sm_70 and sm_75 have no `mma` with 16 columns of half precision and no asynchronous copies, which
 the fast path is made of. This path needs neither, nor any packing. It runs on every GPU, so it can
 be tested, and compared with the fast one, on any of them.
+
+Rows that share a launch with others get the bits that they get alone.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from g4spec import quant
 from g4spec.runtime.cuda import launch
+from g4spec.runtime.cuda.dequant import FILE_TYPES, Weight, in_file_order
 from g4spec.runtime.cuda.units import Unit
 
-FORMATS = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k")
+PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+FORMATS = (*PLAIN.values(), *FILE_TYPES)
 ROWS = {1: 2, 4: 4, 8: 4}
 """Rows of x that an instance computes -> rows of the matrix a warp takes. More than 8 rows of x
 take several launches."""
@@ -24,55 +26,80 @@ WARPS = 4
 """Of a block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """W [N, K] on a GPU.
+def format_of(weight: Weight) -> str:
+    """Name of its values' type, one of :data:`FORMATS`."""
+    return weight.type or PLAIN[weight.data.dtype]
 
-    Attributes:
-        format: name of its type, one of :data:`FORMATS`.
-        data: the file's bytes, uint8 [N, bytes of a row].
-    """
 
-    format: str
-    data: torch.Tensor
-
-    def __post_init__(self) -> None:
-        assert self.format in FORMATS, self.format
-        assert self.data.dtype is torch.uint8 and self.data.dim() == 2, self.data.shape
-        assert self.data.shape[1] % quant.get(self.format).block_bytes == 0, self.data.shape
-        assert self.columns % 8 == 0 and self.data.data_ptr() % 16 == 0, self.columns
-
-    @property
-    def columns(self) -> int:
-        """K."""
-        kind = quant.get(self.format)
-        return self.data.shape[1] // kind.block_bytes * kind.block
+def takes(weight: Weight) -> bool:
+    """Whether there is a kernel for it: it is as in a file, its rows are a multiple of 8 values
+    and start where a warp can read them."""
+    data = weight.data
+    if weight.type and not in_file_order(weight):
+        return False
+    size = quant.get(format_of(weight)).block_bytes if weight.type else 16
+    align = next(n for n in (16, 8, 4, 2) if size % n == 0)
+    return weight.columns % 8 == 0 and data.is_contiguous() and data.data_ptr() % align == 0
 
 
 def instance(name: str, tokens: int) -> str:
     """The kernel for a type and this number of rows of x."""
-    return f"portable<{name.upper().replace('_', '')}, {tokens}, {ROWS[tokens]}>"
+    return f"portable<{_spelt(name)}, {tokens}, {ROWS[tokens]}>"
 
 
-def linear(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
+def instance_of_visits(name: str) -> str:
+    """The kernel for a type where each row has a matrix of its own."""
+    return f"portable_visits<{_spelt(name)}, {ROWS[1]}>"
+
+
+def _spelt(name: str) -> str:
+    return name.upper().replace("_", "")
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """x [T, K] times W [N, K] transposed -> [T, N], all float32.
 
     A row's result depends on that row alone, not on T nor on its place.
     """
+    assert takes(weight) and weight.matrices == 1, weight
     count, columns = x.shape
     assert x.dtype is torch.float32 and columns == weight.columns, (x.dtype, x.shape)
-    n = len(weight.data)
+    x, n = x.contiguous(), weight.rows
     y = x.new_empty(count, n)
     for at in range(0, count, max(ROWS)):
         rows = x[at : at + max(ROWS)]
         tokens = next(t for t in ROWS if t >= len(rows))
-        launch.kernel("portable.cu", instance(weight.format, tokens))(
+        launch.kernel("portable.cu", instance(format_of(weight), tokens))(
             -(-n // (ROWS[tokens] * WARPS)), 32 * WARPS, weight.data, rows, y[at : at + len(rows)],
             np.int32(n), np.int32(columns), np.int32(len(rows)),
         )  # fmt: skip
     return y
 
 
+def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
+    """Rows of x times the matrices they chose, all float32.
+
+    Args:
+        x: [T, K], each row for `len(ids) / T` visits that follow each other.
+        ids: int64 [V], the matrix of each visit.
+        stack: matrices [N, K].
+
+    Returns:
+        [V, N]; a row's result depends on that row and its matrix alone.
+    """
+    assert takes(stack) and ids.dtype is torch.int64 and ids.is_contiguous(), (stack, ids.dtype)
+    count, n = len(ids), stack.rows
+    assert x.dtype is torch.float32 and count % len(x) == 0, (x.shape, ids.shape)
+    assert x.shape[1] == stack.columns, (x.shape, stack.columns)
+    y = x.new_empty(count, n)
+    launch.kernel("portable.cu", instance_of_visits(format_of(stack)))(
+        (-(-n // (ROWS[1] * WARPS)), count), 32 * WARPS, stack.data, x.contiguous(), ids, y,
+        np.int32(n), np.int32(stack.columns), np.int32(count // len(x)),
+    )  # fmt: skip
+    return y
+
+
 UNITS = [
-    Unit("portable.cu", tuple(instance(f, t) for f in FORMATS for t in ROWS), max_registers=168)
-]
+    Unit("portable.cu", (*(instance(f, t) for f in FORMATS for t in ROWS),
+                         *(instance_of_visits(f) for f in FORMATS)), max_registers=168)
+]  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 from g4spec.models.gemma4_config import Config
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch, prefill_attention
+from g4spec.runtime.cuda.attention import TENSOR_ARCHS
 from g4spec.runtime.cuda.buffers import Shapes, allocate, nbytes
 from g4spec.runtime.cuda.dequant import Products, Weight
 from g4spec.runtime.cuda.kv import CudaKV
@@ -78,7 +79,11 @@ class Prefill:
         freqs: radians a position [D / 2] of each layer; those of pairs that do not turn are 0.
         chunk: most rows of a call.
         n_ctx: positions the sequence may have.
-        portable: only what every GPU can do, for tests.
+        portable: only what every GPU can do.
+
+    Attributes:
+        halves: whether experts are multiplied in half precision, one by one: GPUs before sm_80
+            have no fast product in bfloat16, nor torch's grouped one.
     """
 
     _rows: torch.Tensor  # [T, H] float16: what the next product reads
@@ -103,9 +108,12 @@ class Prefill:
                        for s, f in zip(config.layers, freqs, strict=True)}  # fmt: skip
         pairs = {full: len(f) for full, f in self._freqs.items()}
         arch = "" if portable else launch.arch(device.index)
+        self.halves = arch not in TENSOR_ARCHS
         self._attention = {kind: way(spec, chunk, n_ctx, device)
                            for kind, (spec, way) in _ways(config, pairs, arch).items()}  # fmt: skip
-        self._experts = Experts(first, config.n_embd, chunk, device) if first.n_expert else None
+        self._experts = None
+        if first.n_expert:
+            self._experts = Experts(first, config.n_embd, chunk, device, self.halves)
         for name, buffer in allocate(_buffers(config, chunk), device).items():
             setattr(self, name, buffer)
         self.products = Products(self._scratch)
@@ -293,7 +301,7 @@ def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, i
     passing = chunk * 4 * (first.n_ple + sum(2 * count for count in pairs.values()))
     if first.n_expert:
         kept += nbytes(Experts.buffers(first, config.n_embd, chunk))
-        passing += Experts.passing(first, config.n_embd, chunk)
+        passing += Experts.passing(first, config.n_embd, chunk, arch not in TENSOR_ARCHS)
     return kept, passing
 
 

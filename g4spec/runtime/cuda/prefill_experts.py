@@ -1,5 +1,6 @@
 """Experts of many rows: rows are put in the order of their experts, whose matrices are
-dequantized all together, and multiplied group by group. In bf16, see `dequant`."""
+dequantized all together, and multiplied group by group. In bf16, see `dequant`; where a GPU has no
+fast product in bf16, in half precision, expert by expert."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.buffers import Shapes, allocate
 from g4spec.runtime.cuda.dequant import Products, Weight
+
+SHRUNK = 2.0**-6
+"""What rows are multiplied with to fit half precision, where bfloat16 is not used."""
 
 _INT = np.int32
 
@@ -43,6 +47,10 @@ class ExpertWeights:
 class Experts:
     """Buffers for the experts of a chunk.
 
+    Args:
+        halves: multiply in half precision, one expert after another; the host waits for their
+            sizes before each product.
+
     Attributes:
         rows: [T, H] bfloat16, what they read. `routed`: [T, H] float32, what the router reads.
         places, weights: [T * k], where the results of each row stand, and their weights.
@@ -59,8 +67,15 @@ class Experts:
     sorted: torch.Tensor
     hidden: torch.Tensor
 
-    def __init__(self, spec: LayerSpec, n_embd: int, chunk: int, device: torch.device) -> None:
-        self.spec, self.n_embd, self.k = spec, n_embd, spec.n_expert_used
+    def __init__(
+        self,
+        spec: LayerSpec,
+        n_embd: int,
+        chunk: int,
+        device: torch.device,
+        halves: bool = False,
+    ) -> None:
+        self.spec, self.n_embd, self.k, self.halves = spec, n_embd, spec.n_expert_used, halves
         for name, buffer in allocate(self.buffers(spec, n_embd, chunk), device).items():
             setattr(self, name, buffer)
 
@@ -78,10 +93,14 @@ class Experts:
         }  # fmt: skip
 
     @staticmethod
-    def passing(spec: LayerSpec, n_embd: int, chunk: int) -> int:
-        """Bytes of the results of grouped products, which torch makes."""
+    def passing(spec: LayerSpec, n_embd: int, chunk: int, halves: bool = False) -> int:
+        """Bytes of the results of grouped products, which torch makes; with `halves` also of their
+        rows in half precision and of one expert's results in float32, which may be all."""
         gate_up = 2 * spec.n_ff_expert * (2 if spec.split_experts else 1)
-        return 2 * chunk * spec.n_expert_used * max(gate_up, 2 * spec.n_ff_expert + n_embd)
+        widths = max(gate_up, 2 * spec.n_ff_expert + n_embd)
+        if halves:
+            widths += n_embd + 2 * max(2 * spec.n_ff_expert, n_embd)
+        return 2 * chunk * spec.n_expert_used * widths
 
     def __call__(self, w: ExpertWeights, products: Products, count: int) -> torch.Tensor:
         """What `count` rows get from each of their experts, [count * k, H] bfloat16 in the order
@@ -112,6 +131,20 @@ class Experts:
 
     def _grouped(self, x: torch.Tensor, weight: Weight, products: Products) -> torch.Tensor:
         """Rows in the order of their experts times their expert's matrix."""
+        if self.halves:
+            return self._in_turn(x, weight, products)
         stack = products.matrix([weight], torch.bfloat16)
         stack = stack.view(weight.matrices, weight.rows, weight.columns)
         return torch._grouped_mm(x, stack.transpose(1, 2), offs=self.ends)
+
+    def _in_turn(self, x: torch.Tensor, weight: Weight, products: Products) -> torch.Tensor:
+        """The same in half precision, expert by expert."""
+        stack = products.matrix([weight]).view(weight.matrices, weight.rows, weight.columns)
+        out = x.new_empty(len(x), weight.rows)
+        rows, begin = (x * SHRUNK).to(torch.float16), 0
+        for matrix, end in zip(stack, self.ends.tolist(), strict=True):
+            if end > begin:
+                y = torch.mm(rows[begin:end], matrix.t(), out_dtype=torch.float32)
+                out[begin:end] = y / SHRUNK
+            begin = end
+        return out

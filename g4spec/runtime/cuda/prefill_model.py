@@ -28,14 +28,21 @@ class LongModel:
         model: its weights are `Matrix`, or numbers.
         caches, chunk, n_ctx: see `Prefill`.
         pair: how steps have packed gates and ups.
+        portable: see `Prefill`.
     """
 
     def __init__(
-        self, model: Model, caches: Sequence[CudaKV], chunk: int, n_ctx: int, pair: Pair
+        self,
+        model: Model,
+        caches: Sequence[CudaKV],
+        chunk: int,
+        n_ctx: int,
+        pair: Pair,
+        portable: bool = False,
     ) -> None:
         self._model = model
         layers = [layer_weights(model.w, spec, pair) for spec in model.config.layers]
-        self._prefill = Prefill(model.config, layers, caches, model._freqs, chunk, n_ctx)
+        self._prefill = Prefill(model.config, layers, caches, model._freqs, chunk, n_ctx, portable)
 
     def forward(
         self, ids: torch.Tensor, start: int, taps: tuple[int, ...] = ()

@@ -33,12 +33,19 @@ def dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(pad_rows(x), weight)[: len(x)]
 
 
-def product(x: torch.Tensor | Rows, weight: Weight) -> torch.Tensor:
-    """x [T, K] times a weight [N, K] -> float32 [T, N], in torch."""
-    if not weight.type and weight.data.dtype is torch.bfloat16:
+def product(x: torch.Tensor | Rows, weight: Weight, split: bool = True) -> torch.Tensor:
+    """x [T, K] times a weight [N, K] -> float32 [T, N], in torch.
+
+    Args:
+        split: multiply bfloat16 as it is, in two parts. GPUs before sm_80 have no such product;
+            there it becomes half precision.
+    """
+    if weight.data.dtype is torch.float32:
+        return dense(numbers(x), weight.data)
+    if weight.data.dtype is torch.bfloat16 and split:
         return _split(numbers(x), weight.data)
     half, scale = _halves(x)
-    matrix = weight.data
+    matrix = weight.data.to(torch.float16) if not weight.type else weight.data
     if weight.type:
         matrix = torch.empty(weight.rows, weight.columns, dtype=torch.float16, device=half.device)
         dequantize(weight, matrix)

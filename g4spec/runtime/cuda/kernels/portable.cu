@@ -4,7 +4,9 @@
 // A warp takes ROWS rows of W; in each step, lane l takes values 8 l .. 8 l + 7 of the next 256
 // columns, turns them into float32 once and multiplies them with every row of x. The order of
 // additions depends on the number of columns alone. Reads W once, and x once a block.
-#include "ptx.cuh"
+//
+// Beside it, experts (a row times the matrix that it chose), and matrices as halves for cuBLAS.
+#include "sixteen.cuh"
 
 // Bytes of 8 codes: where the file's blocks are only aligned to 2 or 4 bytes, in such pieces.
 template <int ALIGN>
@@ -131,24 +133,45 @@ struct Halves {
 using F16 = Halves<false>;
 using BF16 = Halves<true>;
 
+template <class F>
+DEVICE i64 row_bytes(int k) {
+  return (i64)(k / F::VALUES) * F::BYTES;
+}
+
+// Sums over the lanes of a warp of ROWS * T values a lane: the lane's share of the sums, each added in
+// the same order whatever their number.
+template <int T, int ROWS>
+DEVICE float over_lanes(float (&v)[ROWS][T], int lane) {
+  float* flat = &v[0][0];
+  int step = 16;
+#pragma unroll
+  for (int n = ROWS * T / 2; n; n /= 2, step /= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float other = __shfl_xor_sync(FULL, upper ? flat[i] : flat[i + n], step);
+      flat[i] = (upper ? flat[i + n] : flat[i]) + other;
+    }
+  }
+#pragma unroll
+  for (; step; step /= 2) flat[0] += __shfl_xor_sync(FULL, flat[0], step);
+  return flat[0];
+}
+
 // weights: [n_rows][k / F::VALUES * F::BYTES], x: [tokens, k], y: [tokens, n_rows]; tokens <= T,
-// k a multiple of 8 and of F::VALUES. Any grid and block of whole warps with enough of them.
+// k a multiple of 8 and of F::VALUES. Warps of the x dimension take ROWS rows each.
 template <class F, int T, int ROWS>
-__global__ __launch_bounds__(128, 3) void portable(const u8* weights, const float* x, float* y,
-                                                int n_rows, int k, int tokens) {
+DEVICE void multiply(const u8* weights, const float* x, float* y, int n_rows, int k, int tokens) {
   const int lane = threadIdx.x % 32;
   const int first = (blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * ROWS;
-  grid_launch();
-  grid_wait();
   if (first >= n_rows) return;
-  const i64 row_bytes = (i64)(k / F::VALUES) * F::BYTES;
   float acc[ROWS][T] = {};
 #pragma unroll(T == 1 ? 2 : 1)
   for (int at = lane * 8; at < k; at += 256) {
     float w[ROWS][8];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
-      F::values(w[r], weights + min(first + r, n_rows - 1) * row_bytes, at);
+      F::values(w[r], weights + min(first + r, n_rows - 1) * row_bytes<F>(k), at);
 #pragma unroll
     for (int m = 0; m < T; ++m) {
       const float4* p = (const float4*)(x + (i64)min(m, tokens - 1) * k + at);
@@ -160,13 +183,42 @@ __global__ __launch_bounds__(128, 3) void portable(const u8* weights, const floa
         for (int i = 0; i < 8; ++i) acc[r][m] = fmaf(w[r][i], v[i], acc[r][m]);
     }
   }
-#pragma unroll
-  for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-    for (int m = 0; m < T; ++m) {
-      float sum = acc[r][m];
-#pragma unroll
-      for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(FULL, sum, step);
-      if (lane == 0 && m < tokens && first + r < n_rows) y[(i64)m * n_rows + first + r] = sum;
-    }
+  constexpr int SHARE = 32 / (ROWS * T);  // lanes that end with the same sum
+  const int i = lane / SHARE, r = i / T, m = i % T;
+  const float sum = over_lanes(acc, lane);
+  if (lane % SHARE == 0 && m < tokens && first + r < n_rows) y[(i64)m * n_rows + first + r] = sum;
+}
+
+template <class F, int T, int ROWS>
+__global__ __launch_bounds__(128, 3) void portable(const u8* weights, const float* x, float* y,
+                                                int n_rows, int k, int tokens) {
+  grid_launch();
+  grid_wait();
+  multiply<F, T, ROWS>(weights, x, y, n_rows, k, tokens);
+}
+
+// Row v of y [visits, n_rows]: row v / share of x times matrix ids[v] of the stack `weights`. The y
+// dimension of the grid takes the visits.
+template <class F, int ROWS>
+__global__ __launch_bounds__(128, 3) void portable_visits(const u8* weights, const float* x,
+                                                       const i64* ids, float* y, int n_rows,
+                                                       int k, int share) {
+  grid_launch();
+  grid_wait();
+  const i64 visit = blockIdx.y;
+  multiply<F, 1, ROWS>(weights + ids[visit] * n_rows * row_bytes<F>(k), x + visit / share * k,
+                       y + visit * n_rows, n_rows, k, 1);
+}
+
+// `count` times 8 values, of rows of k values, as halves.
+template <class F>
+__global__ __launch_bounds__(256) void portable_halves(const u8* weights, u16* out, u32 count,
+                                                    int k) {
+  grid_launch();
+  grid_wait();
+  const u32 i = blockIdx.x * 256 + threadIdx.x, row = i / (k / 8);
+  if (i >= count) return;
+  float w[8];
+  F::values(w, weights + row * row_bytes<F>(k), (i - row * (k / 8)) * 8);
+  pack_row(out + (i64)i * 8, w);
 }
