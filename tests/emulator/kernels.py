@@ -69,7 +69,7 @@ def adapted(text: str) -> str:
 def _sources(file: str, name: str) -> dict[str, str]:
     """What an instance is made from; `file` may be a path, in tests."""
     sources = {Path(k).name: adapted(v) for k, v in nvrtc.closure(file).items()}
-    sources |= {h: (HERE / h).read_text() for h in HEADERS}
+    sources = {k: v for k, v in sources.items() if k not in HEADERS}
     return sources | {"main.cpp": _MAIN.format(file=Path(file).name, name=name)}
 
 
@@ -79,9 +79,10 @@ def _flags(arch: str, checked: bool) -> list[str]:
     return [*FLAGS, *(CHECKED if checked else ()), f"-D__CUDA_ARCH__={number}0", *feature]
 
 
-def _made(sources: dict[str, str], flags: list[str], link: list[str], what: str) -> Path:
-    """The result of compiling main.cpp; made now or before, several processes may ask at once."""
-    text = "\0".join([*flags, *link, *(f"{k}\0{v}" for k, v in sorted(sources.items()))])
+def _made(sources: dict[str, str], commands: Sequence[Sequence[str]], what: str) -> Path:
+    """A folder of these files in which these commands have run; now or before, several processes
+    may ask at once."""
+    text = repr((sorted(sources.items()), commands))
     folder = Path(tempfile.gettempdir()) / f"g4spec-emulator-{os.getuid()}"
     made = folder / hashlib.sha256(text.encode()).hexdigest()[:32]
     made.mkdir(parents=True, exist_ok=True)
@@ -90,33 +91,39 @@ def _made(sources: dict[str, str], flags: list[str], link: list[str], what: str)
         if not (made / "made").exists():
             for other, content in sources.items():
                 (made / other).write_text(content)
-            commands = [["g++", *flags, "-c", "main.cpp", "-o", "main.o"]]
-            if link:
-                commands += [["g++", "-shared", "main.o", *link, "-o", "made.tmp"]]
-            else:
-                commands += [["mv", "main.o", "made.tmp"]]
             for command in commands:
                 done = subprocess.run(
                     command, cwd=made, check=False, capture_output=True, text=True
                 )
                 if done.returncode:
                     raise RuntimeError(f"{what}\n{done.stderr[:8000]}")
-            os.replace(made / "made.tmp", made / "made")
-    return made / "made"
+            (made / "made").touch()
+    return made
 
 
 @functools.cache
 def _checker() -> str:
     sources = {name: (HERE / name).read_text() for name in CHECKER}
-    sources["main.cpp"] = sources.pop("check.cpp")
     flags = ["-std=c++17", "-O3", "-fPIC", "-fno-gnu-unique", "-w"]
-    return str(_made(sources, flags, [], "check.cpp"))
+    command = ["g++", *flags, "-c", "check.cpp", "-o", "check.o"]
+    return str(_made(sources, [command], "check.cpp") / "check.o")
+
+
+@functools.cache
+def _headers(flags: tuple[str, ...]) -> str:
+    """The folder of the headers, with most of them compiled: they take longer than a kernel."""
+    sources = {h: (HERE / h).read_text() for h in HEADERS}
+    command = ["g++", *flags, "-x", "c++-header", "cuda.h", "-o", "cuda.h.gch"]
+    return str(_made(sources, [command], "cuda.h"))
 
 
 @functools.cache
 def _library(file: str, name: str, arch: str, checked: bool) -> ctypes.CDLL:
-    link = ["-Wl,--no-undefined", *([_checker()] if checked else ())]
-    made = _made(_sources(file, name), _flags(arch, checked), link, f"{file}: {name}")
+    flags = _flags(arch, checked)
+    compile = ["g++", *flags, "-I", _headers(tuple(flags)), "-include", "cuda.h", "-c", "main.cpp"]
+    link = ["g++", "-shared", "-Wl,--no-undefined", "main.o", *([_checker()] if checked else ())]
+    commands = [compile, [*link, "-o", "kernel.so"]]
+    made = _made(_sources(file, name), commands, f"{file}: {name}") / "kernel.so"
     library = ctypes.CDLL(str(made))
     library.emulated.restype = ctypes.c_char_p
     return library
