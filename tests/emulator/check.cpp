@@ -23,7 +23,7 @@ extern const Elf64_Ehdr __ehdr_start __attribute__((visibility("hidden")));
 
 namespace check {
 
-bool active = false;
+volatile bool active = false;
 
 namespace {
 

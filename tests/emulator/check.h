@@ -7,7 +7,8 @@
 namespace check {
 
 #ifdef CHECKED
-extern bool active;  // loads and stores are those of a kernel
+// Loads and stores are those of a kernel. Volatile: the compiler does not know who asks.
+extern volatile bool active;
 
 // Memory that a launch may touch beside shared memory: `ranges` are pairs (address, bytes).
 void start(const uint64_t* ranges, size_t n, const char* stacks, size_t bytes);

@@ -1,0 +1,63 @@
+"""One launch or a few of the kernels with the most synchronisation, in a checked emulator."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from g4spec.models.spec import LayerSpec
+from g4spec.runtime.cuda import launch, prefill_attention
+from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.prefill_attention import HeadWeights
+from g4spec.runtime.ops import Ops
+from tests.emulator import kernels
+from tests.gpu import parity, test_attention, test_experts
+from tests.gpu.device import EMULATED
+
+pytestmark = pytest.mark.skipif(not EMULATED, reason="the emulator replaces a missing GPU")
+
+
+@pytest.fixture(autouse=True)
+def _checked() -> Iterator[None]:
+    torch.manual_seed(3)
+    with kernels.installed("sm_90a", checked=True):
+        yield
+
+
+@pytest.mark.parametrize(("kind", "dim", "n_kv"), [("f16", 512, 1), ("q8_0", 256, 2)])
+def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int) -> None:
+    n = 420
+    kv = test_attention.filled(n, n_kv, dim, kind)
+    test_attention.check(torch.randn(1, 8, dim).half(), kv, [0], [n - 1])
+
+
+def test_experts_of_a_layer() -> None:
+    shape = test_experts.Shape(experts=16, k=4, width=768, dense=256, expert=320)
+    layer = test_experts.make(shape, ("q4_k", "q5_0", "q4_k", "q8_0"))
+    test_experts.check(layer, test_experts.randn(16, 768))
+
+
+def test_a_product() -> None:
+    pairs = parity.linear(CudaOps("cpu"), Ops(), torch.Generator().manual_seed(0))
+    got, want, _ = next(pairs)
+    assert got.shape == want.shape
+
+
+@pytest.mark.parametrize(("dim", "group", "window"), [(256, 2, 100), (512, 2, None)])
+def test_attention_of_many_rows(dim: int, group: int, window: int | None) -> None:
+    n_ctx, n_kv, own, device = 256, 2, dim != 512, torch.device("cpu")
+    spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=not own)
+    way = prefill_attention.kind(spec, 64, launch.arch())(spec, n_ctx, n_ctx, device)
+    cache = CudaKV(n_kv, dim, n_ctx, window, 16, "cpu")
+    norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim) for _ in "qk"))
+    start = 0
+    for count in (70, 186):
+        angle = torch.rand(count, 64)
+        qkv = torch.randn(count, dim * n_kv * (group + 1 + own)).half()
+        out = torch.full((count, n_kv * group * dim), torch.nan).half()
+        turns = torch.stack((angle.cos(), angle.sin()), -1)
+        way.prepare(qkv, norms, turns, start, cache, own, 1e-6)
+        way.attend(out, start)
+        start += count
+        assert out.isfinite().all()
