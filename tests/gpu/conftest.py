@@ -1,11 +1,35 @@
-"""Kernels on the GPU; on a machine without one, those tests that are quick enough emulated."""
+"""Kernels on the GPU; on a machine without one in the emulator, which is slow: there a few of each
+test's cases run, or all with G4SPEC_EMULATE=all."""
 
+import os
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.emulator import kernels
 from tests.gpu.device import EMULATED
+
+CASES = 2
+"""Of each test, the first and the last."""
+LONG = {"test_engine.py", "test_portable_engine.py", "test_prefill.py", "test_synthetic.py"}
+SKIP = pytest.mark.skip(reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not EMULATED or os.environ.get("G4SPEC_EMULATE") == "all":
+        return
+    tests = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if Path(item.path).parent == Path(__file__).parent:
+            tests[item.nodeid.split("[")[0]].append(item)
+    for cases in tests.values():
+        last = len(cases) - 1
+        kept = {round(i * last / (CASES - 1)) for i in range(CASES)}
+        for i, item in enumerate(cases):
+            if i not in kept or Path(item.path).name in LONG:
+                item.add_marker(SKIP)
 
 
 @pytest.fixture(autouse=True, scope="session")

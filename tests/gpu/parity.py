@@ -294,6 +294,7 @@ CASES: dict[str, Case] = {
 ELSEWHERE = {
     "chooser": "tests/gpu/test_choose.py: against the CPU's sampler",
     "load": "tests/gpu/test_engine.py: logits of files of every kind",
+    "player": "tests/gpu/test_cycle.py: text and counts of every draft that has one",
     "reader": "tests/gpu/test_engine.py: the same, and tests/gpu/test_prefill.py",
     "slack": "tests/gpu/test_engine.py: prompts longer than a ring",
 }

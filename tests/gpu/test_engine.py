@@ -12,9 +12,10 @@ from g4spec.runtime import prompts, verify
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.sampling import Sampler
 from tests.gpu import family
+from tests.gpu.device import needs_gpu
 from tests.oracle import build
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, needs_gpu]
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
 TOLERANCE = 0.05
