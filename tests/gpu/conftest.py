@@ -32,8 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(SKIP)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _machine() -> Iterator[None]:
+    """No longer than a file: a worker that ran these may go on with others."""
     if EMULATED:
         with kernels.installed("sm_90a"):
             yield

@@ -11,7 +11,7 @@ from g4spec.runtime.cuda.attention import Attended, attend
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.ops import Ops
-from tests.gpu.device import DEVICE, needs_gpu
+from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 
 pytestmark = pytest.mark.gpu
 KINDS: tuple[Kind, ...] = ("f16", "q8_0")
@@ -154,7 +154,8 @@ def test_long_contexts(kind: Kind, dim: int, n_kv: int) -> None:
     for start in range(0, n, 4000):
         at = torch.arange(start, min(n, start + 4000))
         kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
-    for tokens, end in ((1, n), (16, n), (3, 4097), (16, 8200), (8, 16384)):
+    steps = ((3, 4097), (16, 8200), (8, 16384), (1, n), (16, n))
+    for tokens, end in steps[: 2 if EMULATED else None]:
         check(
             4 * torch.randn(tokens, 8 * n_kv, dim).half(),
             kv,
