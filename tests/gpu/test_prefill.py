@@ -21,7 +21,7 @@ from g4spec.runtime.cuda.prefill import Prefill, workspace
 from g4spec.runtime.cuda.prefill_attention import HeadWeights
 from g4spec.runtime.cuda.prefill_model import LongModel
 from g4spec.runtime.target import Target
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.prefill_models import Small, dense, small
 
 pytestmark = pytest.mark.gpu
@@ -157,16 +157,18 @@ def test_experts() -> None:
 @pytest.mark.parametrize(
     ("dim", "group", "window"), [(256, 2, 1024), (256, 8, None), (512, 8, None)]
 )
-@pytest.mark.parametrize(("first", "second"), [(2500, 801), (1, 3300), (64, 2048)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(100, 30), (2500, 801), (1, 3300), (64, 2048), (1, 130)]
+)
 def test_long_attention(dim: int, group: int, window: int | None, first: int, second: int) -> None:
-    """Thousands of keys in two chunks: what sm_90 has against two products."""
+    """Up to thousands of keys in two chunks: what sm_90 has against two products."""
     n_ctx, n_kv = 3400, 2
     spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=dim == 512)
     own = dim != 512
     device, g = torch.device(DEVICE, 0), torch.Generator(DEVICE).manual_seed(0)
     way = prefill_attention.kind(spec, 64, launch.arch())
     ways = [prefill_attention.Scores(spec, n_ctx, n_ctx, device), way(spec, n_ctx, n_ctx, device)]
-    caches = [CudaKV(n_kv, dim, n_ctx, window, 16) for _ in ways]
+    caches = [CudaKV(n_kv, dim, n_ctx, window, 16, DEVICE) for _ in ways]
     norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim, device=device, generator=g) for _ in "qk"))
     for w in ways:
         w.queries.fill_(torch.nan), w.keys.fill_(torch.nan), w.values.fill_(torch.nan)
@@ -206,6 +208,7 @@ def test_model_of_a_file(types: dict[str, str], split: bool) -> None:
     assert (got - want.taps).norm() < 1e-2 * want.taps.norm()
 
 
+@needs_gpu
 def test_workspace_is_known_before() -> None:
     layers = dense(3, n_expert=16, n_expert_used=4, n_ff_expert=192)
     layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=8,

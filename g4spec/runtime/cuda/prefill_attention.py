@@ -15,11 +15,15 @@ import torch
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.buffers import Shapes, allocate
-from g4spec.runtime.cuda.kv import TILE, CudaKV
+from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.cuda.units import Unit
 
 EVERYTHING = 1 << 30
 """The window of a layer without one."""
+
+TILE = 64
+"""Rows of keys and values that belong together; see kernels/include/keys.cuh. Values are zero to
+the end of the last one."""
 
 KEYS = 2048
 """Keys whose scores are computed at a time."""
