@@ -14,7 +14,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -347,7 +346,7 @@ class GGUF(Mapping[str, Any]):
         number, at = self._take("i", at, f"tensor {name!r}")
         offset, at = self._take("Q", at, f"tensor {name!r}")
         shape = tuple(reversed(dims))
-        if min(shape, default=0) < 0 or prod(shape) > 1 << 62:
+        if not quant.possible(shape):
             raise self._bad(f"tensor {name!r}: impossible shape {shape}")
         where = f"{self.path}: tensor {name!r}"
         clashing = number >= quant.FIRST_CLASHING_TYPE  # measured when all offsets are known

@@ -8,10 +8,11 @@ from functools import cache
 
 from g4spec.errors import Unsupported, UsageError
 from g4spec.quant import formats
-from g4spec.quant.format import Format, Unrepresentable
+from g4spec.quant.format import Format, Unrepresentable, possible
 from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS
 
-__all__ = ["FIRST_CLASHING_TYPE", "Format", "Unrepresentable", "by_type", "get", "known", "names"]
+__all__ = ["FIRST_CLASHING_TYPE", "Format", "Unrepresentable", "by_type", "get", "known", "names",
+           "possible"]  # fmt: skip
 
 
 @cache

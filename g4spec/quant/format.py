@@ -16,6 +16,10 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
+MAX_DIMS = 32
+"""What every numpy can hold."""
+
+
 class Unrepresentable(ValueError):
     """A value that a format cannot hold.
 
@@ -99,6 +103,13 @@ class Format:
         if self.stored is not None and (self.integer or self.stored == "<f8"):
             return raw.view(self.stored).reshape(shape)
         return self.dequantize(raw.reshape(-1)).reshape(shape)
+
+
+def possible(shape: Sequence[int]) -> bool:
+    """Whether there can be an array of this shape, of up to 8 bytes a value; of an empty one the
+    other dimensions count too."""
+    return (len(shape) <= MAX_DIMS and min(shape, default=0) >= 0
+            and prod(n or 1 for n in shape) < 1 << 60)  # fmt: skip
 
 
 def first_bad(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:

@@ -121,9 +121,9 @@ HOSTILE = {
 def test_hostile_logs(content: bytes, tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_bytes(content)
-    started = time.perf_counter()
+    started = time.process_time()
     logs.scan(FACTS, log)
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 def test_an_error_is_found_between_garbage(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_patterns_are_quick_on_long_lines() -> None:
     """No pattern may backtrack: each sees its own key many times in one long line."""
     for e in FACTS.all(logs.Error):
         line = (e.key + " ") * (logs.MAX_LINE // (len(e.key) + 1))
-        started = time.perf_counter()
+        started = time.process_time()
         logs.match(FACTS, line)
-        assert time.perf_counter() - started < 2, e.id
+        assert time.process_time() - started < 2, e.id
 
 
 def test_from_standard_input(monkeypatch: pytest.MonkeyPatch,

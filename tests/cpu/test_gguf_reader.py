@@ -151,6 +151,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "five dimensions": ({"tensors": (tensor(b"t", (1,) * 5),), "data": bytes(64)}, "at most 4"),
     "long name": ({"tensors": (tensor(b"t" * 64, (1,)),), "data": bytes(64)}, "63"),
     "negative dimension": ({"tensors": (tensor(b"t", (-1,)),)}, "impossible shape"),
+    "overflow of an empty one": ({"tensors": (tensor(b"t", (0, 1 << 61)),)}, "impossible shape"),
     "overflow": ({"tensors": (tensor(b"t", (1 << 40, 1 << 40)),)}, "impossible shape"),
     "partial block": ({"tensors": (tensor(b"t", (33, 2), 8),), "data": bytes(99)}, "multiple"),
     "unknown type": ({"tensors": (tensor(b"t", (32,), 99),), "data": bytes(99)}, "forks"),
@@ -237,9 +238,9 @@ def test_a_tokenizer_as_large_as_gemmas_opens_at_once(tmp_path: Path) -> None:
     merges = [f"left{i} right" for i in range(514906)]
     write(tmp_path / "a.gguf", {"t": array(T.STRING, tokens), "m": array(T.STRING, merges)}, [])
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()  # whatever else the machine does
     with GGUF(tmp_path / "a.gguf") as g:
-        opened = time.perf_counter() - start
+        opened = time.process_time() - start
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert g["t"] == tokens and g["m"][-1] == merges[-1]
