@@ -171,7 +171,7 @@ def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored
         numbers = [*shape, start, end]
     except (TypeError, KeyError, ValueError) as e:
         raise InputError(f"{where}: its entry needs dtype, shape and data_offsets") from e
-    fine = isinstance(dtype, str) and all(isinstance(n, int) and n >= 0 for n in numbers)
+    fine = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
     if not fine or not quant.possible(shape):
         raise InputError(f"{where}: malformed entry", found=f"{entry!r:.120}")
     format_name, item = DTYPES.get(dtype, (None, None))

@@ -91,6 +91,7 @@ FAST = settings(max_examples=150, deadline=None,
     "data_offsets": st.lists(st.integers(-1, 64), min_size=2, max_size=2) | JSON,
 }), data=st.binary(max_size=64))  # fmt: skip
 @example(entry={"dtype": "F32", "shape": [0, 1 << 61], "data_offsets": [0, 0]}, data=b"")
+@example(entry={"dtype": "I8", "shape": [True], "data_offsets": [0, 1]}, data=b"1")
 @example(entry={"dtype": "I8", "shape": [1] * 65, "data_offsets": [0, 1]}, data=b"1")
 def test_any_safetensors_entry(entry: Any, data: bytes, tmp_path: Path) -> None:
     import json
