@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from g4spec.models.drafter import WeightedDrafter
-from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, Attention, Chooser, Committed, LayerSpec
+from g4spec.models.spec import (
+    MAX_DRAFT,
+    MAX_STEP_ROWS,
+    Attention,
+    Chooser,
+    Committed,
+    LayerSpec,
+    Pick,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -22,12 +31,16 @@ class Drafter(WeightedDrafter):
 
     name = "eagle3"
     config: Config
+    recordable = True
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        ops, layer = self.ops, self.config.layers[0]
-        self.max_tokens = min(self.config.depths or MAX_DRAFT, MAX_DRAFT)
+        c, ops, layer = self.config, self.ops, self.config.layers[0]
+        self.max_tokens = min(c.depths or MAX_DRAFT, MAX_DRAFT)
+        self.at_once = c.depths > 0
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim)
+        self._masks = ops.ids([c.mask_token] * (self.max_tokens - 1))
+        self._waiting = self._freqs.new_zeros(1, c.n_embd)
         sizes = (1, 2, 4, 8, MAX_STEP_ROWS)
         self._features = ops.graph(self._fused, sizes, keep=1)
         self._context = ops.graph(self._read_context, sizes)
@@ -36,22 +49,23 @@ class Drafter(WeightedDrafter):
 
     def reset(self) -> None:
         """Forget the sequence; cache rows are addressed by position and overwritten."""
-        self._waiting: torch.Tensor | None = None
+        self._begun = False
 
     def commit(self, step: Committed) -> None:
         """Read verified tokens beside the features before them."""
         (g,), ids, start = self._features(step.ids, step.start, step.taps), step.ids, step.start
-        if self._waiting is None:
-            ids, features = ids[1:], g[:-1]
-        else:
+        if self._begun:
             features, start = self.ops.join([self._waiting, g[:-1]]), start - 1
+        else:
+            ids, features = ids[1:], g[:-1]
         if ids:
             self._context(ids, start, features)
-        self._waiting = g[-1:]
+        self._waiting.copy_(g[-1:])
+        self._begun = True
 
     def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
         """Up to `count` tokens for positions `position + 1 ...`."""
-        assert self._waiting is not None, "propose before commit"
+        assert self._begun, "propose before commit"
         if self.config.depths:
             return self._block(anchor, position, count, chooser)
         token, feature, out = anchor, self._waiting, list[int]()
@@ -64,13 +78,51 @@ class Drafter(WeightedDrafter):
         return out
 
     def _block(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        assert self._waiting is not None
-        (mask,) = self._features([0], 0, self.w["mask_hidden.weight"][0])
-        features = self.ops.join([self._waiting, *[mask] * (count - 1)])
         ids = [anchor, *[self.config.mask_token] * (count - 1)]
-        logits, _ = self._draft(ids, position - 1, features,
+        logits, _ = self._draft(ids, position - 1, self._block_features(count),
                                 self.ops.positions(position - 1, count))  # fmt: skip
         return [chooser.choose(row, position + 1 + j) for j, row in enumerate(logits)]
+
+    def _block_features(self, count: int) -> torch.Tensor:
+        """What stands beside the tokens of P-EAGLE's block: [count, E]."""
+        return self.ops.join([self._waiting, self._unknown.expand(count - 1, -1)])
+
+    @cached_property
+    def _unknown(self) -> torch.Tensor:
+        """P-EAGLE's feature of positions that nobody has read, [1, E]."""
+        ids, taps = self.ops.ids([0]), self.w["mask_hidden.weight"][0]
+        return self._fused(ids, ids, taps)[0]
+
+    def fill(
+        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+    ) -> torch.Tensor:
+        """See `g4spec.models.spec.Recordable`."""
+        rows = positions[:count] - 1
+        if self.config.depths:
+            ids = self.ops.join([anchor, self._masks[: count - 1]])
+            logits, _ = self._read_and_head(ids, rows, self._block_features(count), rows)
+            return pick(logits, 0)
+        token, feature, out = anchor, self._waiting, []
+        for j in range(count):
+            logits, feature = self._read_and_head(token, rows[j : j + 1], feature, rows[:1])
+            token = pick(logits, j)
+            out.append(token)
+        return self.ops.join(out)
+
+    def take(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        taps: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """See `g4spec.models.spec.Recordable`. `fill` has left the row in front of the step's: the
+        anchor beside the feature that waited for it. So this reads nothing that it writes, and may
+        be done again."""
+        (g,) = self._fused(ids, positions, taps)
+        self._read_context(ids[1:], positions[:-1], g[:-1])
+        self._waiting.copy_(g[accepted])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows [T, H] -> logits over the target's vocabulary [T, V], -inf where undraftable."""

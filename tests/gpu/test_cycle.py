@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from g4spec import convert
 from g4spec.runtime.cuda import cycle
 from g4spec.runtime.engine import Engine, Options, Run
+from g4spec.runtime.length import Fixed
 from g4spec.runtime.sampling import Sampler
 from tests import tiny, tiny_drafts
 from tests.emulator import unseen
@@ -25,6 +27,7 @@ SHAPE: dict[str, Any] = {
     "global_head_dim": 128, "window": WINDOW, "vocab": VOCAB, "layers": 2, "period": 2,
 }  # fmt: skip
 DRAFT: dict[str, Any] = {"heads": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1,)}
+CHAIN: dict[str, Any] = {"heads_": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1, 2)}
 MAKE: dict[str, Any] = {
     "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=1, **DRAFT),
     "speculators": lambda at, on: tiny.speculators_dflash(at, on, block=8, window=WINDOW, **DRAFT),
@@ -33,6 +36,12 @@ MAKE: dict[str, Any] = {
                                                centroids=16),
     "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
     "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
+    "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, **CHAIN),
+    "eagle3-two": lambda at, on: tiny_drafts.eagle3(
+        at, on, layers=2, window=WINDOW, draft_vocab=None, before_residual=False, norm_output=True,
+        qwen=True, **CHAIN),
+    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=6, window=WINDOW, before_fc=True,
+                                                 **CHAIN),
 }  # fmt: skip
 GREEDY, HOT = Sampler(), Sampler(temperature=1.0, seed=3)
 NARROW = Sampler(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, seed=4)
@@ -118,6 +127,52 @@ def test_every_kind_does_what_the_loop_does(folder: Path, name: str) -> None:
     run, did = cycles(engine, options(5, 14, HOT))
     assert run.ids == plain.ids and run.stats.accepted
     assert did == cycles(engine, options(5, 14, HOT), parts=True)[1]
+
+
+class Turns(Fixed):
+    """One number of tokens after the other; 0 is a step in parts."""
+
+    steady = False
+
+    def __init__(self, *counts: int) -> None:
+        self._counts = itertools.cycle(counts)
+
+    def next(self, most: int) -> int:
+        return min(next(self._counts), most)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-two", "p-eagle"])
+def test_what_a_chain_keeps_is_what_the_loop_keeps(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of its caches and the feature that waits, when cycles and plain steps take turns."""
+    engine, found = load(folder, name), []
+    draft: Any = engine.draft
+    plain, _ = cycles(engine, options(0, 24))
+    help_out(engine, PROMPT + plain.ids, 3)
+    monkeypatch.setattr(engine, "_length", lambda options, player: Turns(3, 0, 5, 1, 0, 0, 2))
+    for parts in (False, True):
+        run, did = cycles(engine, options(5, 24), parts=parts)
+        assert run.ids == plain.ids and 0 < run.stats.accepted < run.stats.drafted
+        run._cycles.backlog.flush()
+        last = len(PROMPT) + len(run.ids) - 3  # token `last` + 1 is the newest that was read
+        seen = [kv.read(last + 1 - (kv.window or last + 1), last) for kv in draft.kv]
+        found.append((did, torch.cat([x.flatten() for kv in seen for x in kv]).tolist(),
+                      draft._waiting.tolist()))  # fmt: skip
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["zlab", "eagle3"])
+def test_acceptance_may_be_forced(folder: Path, name: str) -> None:
+    engine = load(folder, name)
+    assert engine.draft is not None
+    engine.draft.commit(engine.target.read(PROMPT[:20], 0))
+    player = engine.target.ops.player(engine.target, engine.draft, forced=2)
+    assert player is not None and player.ready(GREEDY)
+    player.begin(7, 20)
+    for _ in range(2):
+        player.start(4)
+    assert [player.result().cycle.accepted for _ in range(2)] == [2, 2]
 
 
 def test_the_host_reads_once_a_cycle_and_one_late(
