@@ -177,14 +177,8 @@ def test_a_row_has_the_same_bits_beside_any_others(
     first = [max(0, p - (window or n) + 1) for p in last]
     together = run(q, kv, first, last, 1.0)
     halves = unpacked(together, 16)
-    for begin, count in [(i, 1) for i in range(16)] + [
-        (3, 2),
-        (0, 3),
-        (9, 5),
-        (0, 8),
-        (7, 9),
-        (2, 12),
-    ]:
+    cuts = [(2, 12), (7, 9), (0, 8), (9, 5), (0, 3), (3, 2), *((i, 1) for i in range(16))]
+    for begin, count in cuts[:: 5 if EMULATED else 1]:
         rows = slice(begin, begin + count)
         some = run(q[rows], kv, first[rows], last[rows], 1.0)
         assert torch.equal(some.values, together.values[rows]), (begin, count)
