@@ -1,16 +1,20 @@
 """The GPU's cache: its rows, its ring and its two ways to store a row (on any device)."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from g4spec.errors import InputError
 from g4spec.models import gemma4
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, LayerSpec
 from g4spec.quant.formats import q8_0
 from g4spec.runtime.cuda import kv, memory
 from g4spec.runtime.cuda.kv import CudaKV
+from g4spec.runtime.cuda.long_reader import LongReader
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-5, 1.0, 300.0])
@@ -80,6 +84,18 @@ def test_global_layers_of_the_large_models_store_640_columns() -> None:
     own = replace(spec, v_from_k=False)
     config = gemma4.Config(160, 64, 4096, 1e-6, 30.0, (spec, own))
     assert [s.turning for s in gemma4.caches(config)] == [64, 0]
+
+
+def test_a_file_whose_heads_turn_further_is_refused() -> None:
+    spec = LayerSpec(0, None, 4, 1, 512, 64, 1e6, rope_partial=0.25, v_from_k=True)
+    freqs = torch.tensor([1.0] * 64 + [1e-30] * 192)
+    model = SimpleNamespace(config=SimpleNamespace(layers=(spec,)), _freqs=[freqs])
+    caches = [CudaKV(1, 512, 256, None, 16, "cpu", turning=spec.turning)]
+    ops: Any = None
+    LongReader(ops, model, caches, 256, 64)
+    freqs[70] = 0.5
+    with pytest.raises(InputError, match="the first 64 pairs"):
+        LongReader(ops, model, caches, 256, 64)
 
 
 def test_capacity_is_whole_tiles_and_at_most_the_context() -> None:
