@@ -88,7 +88,8 @@ def layer(s: LayerSpec, h: int) -> LayerWeights:
 
 def build(name: str, n_ctx: int, chunk: int, kind: Any) -> Prefill:
     c, ops = config(**SHAPES[name]), Ops()
-    kv = [CudaKV(x.n_kv, x.head_dim, n_ctx, x.window, 16, DEVICE, kind) for x in caches(c)]
+    kv = [CudaKV(x.n_kv, x.head_dim, n_ctx, x.window, 16, DEVICE, kind, x.turning)
+          for x in caches(c)]  # fmt: skip
     still = torch.tensor([1.0] * 64 + [1e30] * 192)
     freqs = [ops.rope_freqs(s.rope_base, s.head_dim, still if s.window is None else None).cuda()
              for s in c.layers]  # fmt: skip

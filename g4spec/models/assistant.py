@@ -264,7 +264,7 @@ class Drafter(WeightedDrafter):
         for spec, freqs, following in zip(layers, self._freqs, [*norms[1:], None], strict=True):
             b = f"blk.{spec.index}."
             cache = self.target.kv(self.target.config.donor(spec.window is not None))
-            q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), positions, None)
+            q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), positions, cache)
             first, _ = ops.span(positions, spec.window)
             h = ops.linear(ops.attend(q, cache, first, positions - 1, 1.0),
                            w[b + "attn_output.weight"])  # fmt: skip

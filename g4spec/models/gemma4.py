@@ -147,4 +147,5 @@ def tensors(config: Config) -> list[TensorSpec]:
 def caches(config: Config) -> list[CacheShape]:
     """What the layers keep that have keys and values of their own. They come first, so that a
     cache has its layer's index."""
-    return [CacheShape(s.n_kv, s.head_dim, s.window) for s in config.layers if s.kv_from is None]
+    return [CacheShape(s.n_kv, s.head_dim, s.window, s.turning if s.v_from_k else 0)
+            for s in config.layers if s.kv_from is None]  # fmt: skip

@@ -98,6 +98,11 @@ class LayerSpec:
     n_ff_expert: int = 0
     split_experts: bool = False
 
+    @property
+    def turning(self) -> int:
+        """Pairs of a head that rotate, the first ones."""
+        return int(self.rope_partial * self.head_dim / 2)
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -147,11 +152,17 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Keys and values one layer keeps: rows [n_kv, head_dim] for a window, or for all positions."""
+    """Keys and values one layer keeps: rows [n_kv, head_dim] for a window, or for all positions.
+
+    Attributes:
+        turning: keys are the values times a weight for each column, and then only this many pairs
+            (i, i + head_dim / 2) turn, the first ones; 0: they are other vectors, or all turns.
+    """
 
     n_kv: int
     head_dim: int
     window: int | None
+    turning: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class Ops(SimpleOps):
         """Project rows h [T, H], norm and rotate heads, append keys and values to `kv`.
 
         Args:
-            kv: needed if `a` has keys.
+            kv: where keys and values go, or without keys what the queries will meet.
             queries: whether they are wanted; rows of a draft's context have none.
 
         Returns:

@@ -1,12 +1,20 @@
 """The GPU's cache: its rows, its ring and its two ways to store a row (on any device)."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from g4spec.errors import InputError
+from g4spec.models import gemma4
+from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, LayerSpec
 from g4spec.quant.formats import q8_0
-from g4spec.runtime.cuda import kv
+from g4spec.runtime.cuda import kv, memory
 from g4spec.runtime.cuda.kv import CudaKV
+from g4spec.runtime.cuda.long_reader import LongReader
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-5, 1.0, 300.0])
@@ -36,6 +44,58 @@ def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind)
         keys, values = cache.read(first, start + 19)
         assert torch.allclose(keys, rows[first : start + 20], atol=0.02)
         assert torch.equal(values, -keys)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
+    g = torch.Generator().manual_seed(3)
+    values, weight = torch.randn(9, 2, 512, generator=g), 1 + torch.rand(512, generator=g)
+    keys = values * weight
+    keys.view(9, 2, 2, 256)[..., :64] = torch.randn(9, 2, 2, 64, generator=g)
+    cache = CudaKV(2, 512, 256, None, 16, "cpu", kind, turning=64)
+    cache.append(torch.arange(100, 109), keys, values)
+    read, stored = cache.read(100, 108)  # a cache that nobody told the weight
+    assert torch.equal(read.view(9, 2, 2, 256)[..., 64:], stored.view(9, 2, 2, 256)[..., 64:])
+    cache.weight = weight
+    error = 2e-3 if kind == "f16" else 5e-2
+    for got, want in zip(cache.read(100, 108), (keys, values), strict=True):
+        assert (got - want).abs().max() < error
+    assert all(bool(x.isnan().all()) for x in cache.read(0, 99))
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize(
+    "shape", [CacheShape(4, 512, None, 64), CacheShape(4, 512, None), CacheShape(2, 512, 200, 32),
+              CacheShape(2, 256, None, 64), CacheShape(1, 512, None, 256)]
+)  # fmt: skip
+def test_estimated_bytes_are_those_of_the_planes(shape: CacheShape, kind: kv.Kind) -> None:
+    got = memory.Card(torch.device("cpu"), kind).cache([shape], 1000, 64)
+    made = CudaKV(shape.n_kv, shape.head_dim, 1000 + MAX_STEP_ROWS, shape.window, MAX_STEP_ROWS,
+                  "cpu", kind, shape.turning)  # fmt: skip
+    planes = (made.keys, made.values, made.key_scales, made.value_scales)
+    assert got == sum(p.nbytes for p in planes)
+
+
+def test_global_layers_of_the_large_models_store_640_columns() -> None:
+    assert kv.row_bytes(4, 512, "f16") == 4 * 1024 * 2
+    assert kv.row_bytes(4, 512, "f16", turning=64) == 4 * 640 * 2
+    assert kv.row_bytes(4, 512, "q8_0", turning=64) == 4 * (640 + 40)
+    spec = LayerSpec(0, None, 32, 4, 512, 64, 1e6, rope_partial=0.25, v_from_k=True)
+    own = replace(spec, v_from_k=False)
+    config = gemma4.Config(160, 64, 4096, 1e-6, 30.0, (spec, own))
+    assert [s.turning for s in gemma4.caches(config)] == [64, 0]
+
+
+def test_a_file_whose_heads_turn_further_is_refused() -> None:
+    spec = LayerSpec(0, None, 4, 1, 512, 64, 1e6, rope_partial=0.25, v_from_k=True)
+    freqs = torch.tensor([1.0] * 64 + [1e-30] * 192)
+    model = SimpleNamespace(config=SimpleNamespace(layers=(spec,)), _freqs=[freqs])
+    caches = [CudaKV(1, 512, 256, None, 16, "cpu", turning=spec.turning)]
+    ops: Any = None
+    LongReader(ops, model, caches, 256, 64)
+    freqs[70] = 0.5
+    with pytest.raises(InputError, match="the first 64 pairs"):
+        LongReader(ops, model, caches, 256, 64)
 
 
 def test_capacity_is_whole_tiles_and_at_most_the_context() -> None:

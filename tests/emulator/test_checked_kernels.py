@@ -25,10 +25,13 @@ def _checked() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("kind", "dim", "n_kv"), [("f16", 512, 1), ("q8_0", 256, 2)])
-def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dim", "n_kv", "turning"),
+    [("f16", 512, 1, 0), ("q8_0", 256, 2, 0), ("f16", 512, 1, 64), ("q8_0", 512, 1, 64)],
+)
+def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, turning: int) -> None:
     n = 420
-    kv = test_attention.filled(n, n_kv, dim, kind)
+    kv = test_attention.filled(n, n_kv, dim, kind, turning=turning)
     test_attention.check(torch.randn(1, 8, dim).half(), kv, [0], [n - 1])
 
 
@@ -49,7 +52,7 @@ def test_attention_of_many_rows(dim: int, group: int, window: int | None) -> Non
     n_ctx, n_kv, own, device = 256, 2, dim != 512, torch.device("cpu")
     spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=not own)
     way = prefill_attention.kind(spec, 64, launch.arch())(spec, n_ctx, n_ctx, device)
-    cache = CudaKV(n_kv, dim, n_ctx, window, 16, "cpu")
+    cache = CudaKV(n_kv, dim, n_ctx, window, 16, "cpu", turning=0 if own else 64)
     norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim) for _ in "qk"))
     start = 0
     for count in (70, 186):

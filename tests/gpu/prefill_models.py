@@ -43,7 +43,7 @@ class Small:
     def prefill(
         self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False
     ) -> Prefill:
-        caches = [CudaKV(c.n_kv, c.head_dim, n_ctx, c.window, 16, DEVICE, kind)
+        caches = [CudaKV(c.n_kv, c.head_dim, n_ctx, c.window, 16, DEVICE, kind, c.turning)
                   for c in gemma4.caches(self.config)]  # fmt: skip
         layers = [self._layer(s) for s in self.config.layers]
         freqs = [f.to(DEVICE) for f in self.target(n_ctx, chunk).model._freqs]

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.runtime.cuda import attention, launch
+from g4spec.runtime.cuda import attention, launch, torch_attention
 from g4spec.runtime.cuda.attention import Attended, attend
+from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.ops import Ops
@@ -26,6 +27,10 @@ LAYERS = [
     (128, (32, 8), 300),
     (64, (16, 1), None),
 ]
+TURNING = 64
+"""Pairs that keys have columns of, in caches whose keys are their values in the others."""
+DIMS = [(64, 0), (128, 0), (256, 0), (512, 0), (512, TURNING)]
+"""Of heads, and what turns of them in such caches."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,10 +46,16 @@ def _seed() -> Iterator[None]:
 
 
 def filled(
-    n: int, n_kv: int, dim: int, kind: Kind, window: int | None = None, n_ctx: int = 0
+    n: int,
+    n_kv: int,
+    dim: int,
+    kind: Kind,
+    window: int | None = None,
+    n_ctx: int = 0,
+    turning: int = 0,
 ) -> CudaKV:
     """A cache that has been given positions 0 .. n - 1; what was never written is NaN."""
-    kv = CudaKV(n_kv, dim, n_ctx or n + 64, window, 16, DEVICE, kind)
+    kv = CudaKV(n_kv, dim, n_ctx or n + 64, window, 16, DEVICE, kind, turning)
     for start in range(0, n, 16):
         at = torch.arange(start, min(n, start + 16))
         kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
@@ -104,12 +115,12 @@ def unpacked(got: Attended, tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [64, 128, 256, 512])
+@pytest.mark.parametrize(("dim", "turning"), DIMS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_causal_rows(kind: Kind, dim: int, heads: tuple[int, int]) -> None:
+def test_causal_rows(kind: Kind, dim: int, turning: int, heads: tuple[int, int]) -> None:
     n_head, n_kv = heads
     for n in (1, 2, 16, 17, 63, 64, 65, 70, 128, 129, 300):
-        kv = filled(n, n_kv, dim, kind)
+        kv = filled(n, n_kv, dim, kind, turning=turning)
         for tokens in (1, 2, 3, 5, 8, 9, 16):
             if tokens <= n:
                 q = torch.randn(tokens, n_head, dim).half()
@@ -117,9 +128,9 @@ def test_causal_rows(kind: Kind, dim: int, heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [64, 256, 512])
-def test_any_ranges(kind: Kind, dim: int) -> None:
-    kv = filled(700, 2, dim, kind)
+@pytest.mark.parametrize(("dim", "turning"), [DIMS[0], *DIMS[2:]])
+def test_any_ranges(kind: Kind, dim: int, turning: int) -> None:
+    kv = filled(700, 2, dim, kind, turning=turning)
     for tokens in (1, 4, 16):
         for _ in range(6):
             ends = torch.randint(0, 700, (2, tokens)).sort(0).values.tolist()
@@ -147,10 +158,13 @@ def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "n_kv"), [(64, 1), (128, 8), (256, 4), (512, 4), (512, 2)])
-def test_long_contexts(kind: Kind, dim: int, n_kv: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "n_kv", "turning"),
+    [(64, 1, 0), (128, 8, 0), (256, 4, 0), (512, 4, 0), (512, 2, 0), (512, 2, TURNING)],
+)
+def test_long_contexts(kind: Kind, dim: int, n_kv: int, turning: int) -> None:
     n = 20_000 if dim > 64 else 70_000
-    kv = CudaKV(n_kv, dim, n, None, 16, DEVICE, kind)
+    kv = CudaKV(n_kv, dim, n, None, 16, DEVICE, kind, turning)
     for start in range(0, n, 4000):
         at = torch.arange(start, min(n, start + 4000))
         kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
@@ -165,13 +179,18 @@ def test_long_contexts(kind: Kind, dim: int, n_kv: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dim", "heads", "window"), LAYERS)
+@pytest.mark.parametrize(
+    ("dim", "heads", "window", "turning"),
+    [(*layer, 0) for layer in LAYERS[:3]]
+    + [(512, heads, None, TURNING) for heads in ((32, 4), (16, 2))]
+    + [(*layer, 0) for layer in LAYERS[3:]],
+)
 def test_a_row_has_the_same_bits_beside_any_others(
-    kind: Kind, dim: int, heads: tuple[int, int], window: int | None
+    kind: Kind, dim: int, heads: tuple[int, int], window: int | None, turning: int
 ) -> None:
     n_head, n_kv = heads
     n = 5000
-    kv = filled(n, n_kv, dim, kind, window)
+    kv = filled(n, n_kv, dim, kind, window, turning=turning)
     q = torch.randn(16, n_head, dim).half()
     last = list(range(n - 16, n))
     first = [max(0, p - (window or n) + 1) for p in last]
@@ -189,9 +208,9 @@ def test_a_row_has_the_same_bits_beside_any_others(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [128, 256, 512])
-def test_a_broken_row_harms_no_other(kind: Kind, dim: int) -> None:
-    kv = filled(200, 2, dim, kind)
+@pytest.mark.parametrize(("dim", "turning"), DIMS[1:])
+def test_a_broken_row_harms_no_other(kind: Kind, dim: int, turning: int) -> None:
+    kv = filled(200, 2, dim, kind, turning=turning)
     q = torch.randn(4, 4, dim).half()
     first, last = [0] * 4, [196, 197, 198, 199]
     good = run(q, kv, first, last, 1.0).values
@@ -214,6 +233,39 @@ def test_against_the_reference_backend(kind: Kind) -> None:
     got = attend(q, kv, last - 99, last, 0.1).values
     want = Ops(DEVICE).attend(q.float(), reference, last - 99, last, 0.1)
     assert torch.allclose(got, want, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("plain", [False, True])
+def test_keys_that_are_values_against_the_reference_backend(kind: Kind, plain: bool) -> None:
+    """From the product to what rows saw, through what each backend stores; once by a layer that
+    appends, once by one that only reads. And the same in torch, for more than 16 rows."""
+    n, n_kv, n_q, dim, ref = 150, 2, 4, 512, Ops("cpu")
+    divisors = torch.tensor([1.0] * TURNING + [1e30] * (dim // 2 - TURNING), device="cpu")
+    freqs = ref.rope_freqs(1e4, dim, divisors)
+    q_norm, k_norm = (dim**-0.25 * (0.5 + torch.rand(dim, device="cpu")) for _ in "qk")
+    kv = CudaKV(n_kv, dim, n, None, 16, DEVICE, kind, TURNING)
+    reference = LayerKV(n_kv, dim, n, None, n)
+    y, at = torch.randn(n, n_q + n_kv, dim, device="cpu"), torch.arange(n, device="cpu")
+    wide = ref.rms_norm(y[:, n_q:], None, 1e-6)
+    reference.append(at, ref.rope(wide * k_norm, at, freqs), wide)
+    q = ref.rope(ref.rms_norm(y[:, :n_q], q_norm, 1e-6), at, freqs)
+    there = [x.to(DEVICE) for x in (q_norm, k_norm, freqs)]
+    owner = Heads(n_q, n_kv, there[0], there[1], True, True, there[2], 1e-6)
+    reader = Heads(n_q, 0, there[0], None, True, False, there[2], 1e-6)
+    queries = owner(y.flatten(1).to(DEVICE), at.to(DEVICE), kv)
+    only = reader(y[:, :n_q].flatten(1).contiguous().to(DEVICE), at.to(DEVICE), kv)
+    assert torch.equal(queries, only)
+    tolerance = 2e-3 if kind == "f16" else 2e-2
+    for a, b in zip(kv.read(0, n - 1), reference.read(0, n - 1), strict=True):
+        assert (a.cpu() - b).abs().max() < tolerance
+    rows = slice(n - 16, n)
+    want = ref.attend(q[rows], reference, at[rows] * 0, at[rows], 1.0)
+    last = at[rows].to(DEVICE)
+    got = attend(queries[rows], kv, last * 0, last, 1.0, plain=plain).values
+    assert (got.cpu() - want).abs().max() < 2 * tolerance
+    torch_ = torch_attention.attend(queries[rows], kv, last * 0, last, 1.0)
+    assert (torch_.cpu() - want).abs().max() < 2 * tolerance
 
 
 @needs_gpu
@@ -255,10 +307,10 @@ def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dim", [64, 128, 256, 512])
-def test_without_tensor_cores(kind: Kind, dim: int) -> None:
+@pytest.mark.parametrize(("dim", "turning"), DIMS)
+def test_without_tensor_cores(kind: Kind, dim: int, turning: int) -> None:
     window = 200 if dim == 256 else None
-    kv = filled(500, 2, dim, kind, window)
+    kv = filled(500, 2, dim, kind, window, turning=turning)
     q = torch.randn(16, 6, dim).half()
     last = list(range(484, 500))
     first = [max(0, p - (window or 500) + 1) for p in last]

@@ -133,6 +133,13 @@ def test_published_head_sizes(chunk: int, window: int, group: int, portable: boo
     check(small(layers, {"": "q4_k"}), chunk, 203, portable=portable)
 
 
+@pytest.mark.parametrize("portable", [False, True])
+def test_bytes_of_keys_that_are_values(portable: bool) -> None:
+    layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1)
+                   for s in dense(3))  # fmt: skip
+    check(small(layers, {"": "q8_0"}), 70, 150, "q8_0", loose=4, portable=portable)
+
+
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_heads_of_256_without_a_window(kind: Kind) -> None:
     layers = tuple(replace(s, head_dim=256, n_head=8, n_kv=2) for s in dense(3))
@@ -168,7 +175,8 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
     device, g = torch.device(DEVICE, 0), torch.Generator(DEVICE).manual_seed(0)
     way = prefill_attention.kind(spec, 64, launch.arch())
     ways = [prefill_attention.Scores(spec, n_ctx, n_ctx, device), way(spec, n_ctx, n_ctx, device)]
-    caches = [CudaKV(n_kv, dim, n_ctx, window, 16, DEVICE) for _ in ways]
+    turning = 0 if own else 64
+    caches = [CudaKV(n_kv, dim, n_ctx, window, 16, DEVICE, turning=turning) for _ in ways]
     norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim, device=device, generator=g) for _ in "qk"))
     for w in ways:
         w.queries.fill_(torch.nan), w.keys.fill_(torch.nan), w.values.fill_(torch.nan)

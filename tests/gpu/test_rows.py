@@ -236,16 +236,51 @@ def test_heads(dim: int, pairs: bool, kind: str, form: str) -> None:
         assert torch.equal(ours[:, rest].view(torch.uint8), theirs[:, rest].view(torch.uint8))
 
 
-def test_heads_do_not_depend_on_company() -> None:
-    heads = Heads(
-        4, 2, randn(256), randn(256), True, False, REF.rope_freqs(1e4, 256).to(DEVICE), EPS
-    )
-    y, positions = randn(16, 8 * 256), torch.arange(1000, 1016, device=DEVICE)
-    whole = CudaKV(2, 256, 4096, None, 16, DEVICE)
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_heads_of_keys_that_are_values(kind: str) -> None:
+    """Only the columns that turn are stored; queries take the norm's weight over in the others."""
+    n_q, n_kv, dim, turning = 3, 2, 512, 64
+    positions = torch.tensor([0, 5, 127, 129, 100_000, 262_142, 7], device=DEVICE)
+    y, q_norm, k_norm = randn(7, (n_q + n_kv) * dim, scale=3.0), randn(dim), randn(dim)
+    divisors = torch.tensor([1.0] * turning + [1e30] * (dim // 2 - turning))
+    freqs = REF.rope_freqs(1e4, dim, divisors)
+    heads = Heads(n_q, n_kv, q_norm, k_norm, True, True, freqs.to(DEVICE), EPS)
+    kv, want = (CudaKV(n_kv, dim, 1 << 18, 64, 64, DEVICE, kind, turning)  # type: ignore[arg-type]
+                for _ in range(2))  # fmt: skip
+    q, wide = heads(y, positions, kv), y.cpu().view(7, -1, dim)
+
+    def turned(part: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return REF.rope(REF.rms_norm(part, weight.cpu(), EPS), positions.cpu(), freqs)
+
+    taken = k_norm.cpu().clone().view(2, -1)
+    taken[:, :turning] = 1
+    close(q, turned(wide[:, :n_q], q_norm) * taken.flatten(), 6e-4)
+    k = wide[:, n_q:]
+    want.append(positions, turned(k, k_norm).to(DEVICE), REF.rms_norm(k, None, EPS).to(DEVICE))
+    slots = positions % kv.capacity
+    assert kv.keys.shape[-1] == 2 * turning and kv.weight is k_norm
+    for ours, theirs in zip(kv.numbers(slots), want.numbers(slots), strict=True):
+        close(ours, theirs, 6e-4 if kind == "f16" else 1.5e-2)
+    rest = torch.ones(kv.capacity, dtype=torch.bool, device=DEVICE)
+    rest[slots] = False
+    for mine in kv.numbers(rest) if kind == "f16" else (kv.key_scales[:, rest],):
+        assert bool(mine.isnan().all())
+
+
+@pytest.mark.parametrize(("dim", "turning"), [(256, 0), (512, 64)])
+def test_heads_do_not_depend_on_company(dim: int, turning: int) -> None:
+    freqs = REF.rope_freqs(1e4, dim).to(DEVICE)
+    heads = Heads(4, 2, randn(dim), randn(dim), True, turning > 0, freqs, EPS)
+    y, positions = randn(16, (6 if turning else 8) * dim), torch.arange(1000, 1016, device=DEVICE)
+
+    def cache() -> CudaKV:
+        return CudaKV(2, dim, 4096, None, 16, DEVICE, turning=turning)
+
+    whole = cache()
     q = heads(y, positions, whole)
     for count in (1, 5, 16):
         for first in {0, 16 - count}:
-            part, kv = slice(first, first + count), CudaKV(2, 256, 4096, None, 16, DEVICE)
+            part, kv = slice(first, first + count), cache()
             assert torch.equal(heads(y[part].clone(), positions[part].clone(), kv), q[part])
             slots = positions[part]
             assert torch.equal(kv.keys[:, slots], whole.keys[:, slots])

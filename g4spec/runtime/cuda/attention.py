@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from g4spec.runtime.cuda import launch, nvrtc
-from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.kv import TURNING, CudaKV, Kind, shares
 from g4spec.runtime.cuda.units import Unit
 
 MAX_ROWS = 16
@@ -43,6 +43,7 @@ class Shape:
     value_parts: int = 1
     key_ring: int = 2
     value_ring: int = 2
+    turning: int = 0
 
     @property
     def warps(self) -> tuple[int, int]:
@@ -56,7 +57,7 @@ class Shape:
 
     @property
     def name(self) -> str:
-        parts = (self.key_parts, self.value_parts, self.key_ring, self.value_ring)
+        parts = (self.key_parts, self.value_parts, self.key_ring, self.value_ring, self.turning)
         numbers = (self.head_dim, int(self.kind != "f16"), self.row_tiles, *self.warps, *parts)
         return f"attend_chunks<{', '.join(map(str, numbers))}>"
 
@@ -88,10 +89,11 @@ def tile_keys(head_dim: int) -> int:
 
 
 @functools.cache
-def choose(head_dim: int, kind: Kind, rows: int, arch: str) -> tuple[Shape, int]:
+def choose(head_dim: int, kind: Kind, rows: int, arch: str, turning: int = 0) -> tuple[Shape, int]:
     """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
 
-    As few blocks as fit, then tiles in as few parts as leave two of each in flight.
+    As few blocks as fit, then tiles in as few parts as leave two of each in flight. `turning`: of
+    the cache.
     """
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
@@ -99,7 +101,7 @@ def choose(head_dim: int, kind: Kind, rows: int, arch: str) -> tuple[Shape, int]
         tiles = next(n for n in options if 8 * n * blocks >= rows)
         shape = _with_parts(head_dim, kind, tiles, arch)
         if shape is not None:
-            return shape, blocks
+            return replace(shape, turning=turning), blocks
     raise AssertionError((head_dim, kind, rows, arch))
 
 
@@ -178,7 +180,8 @@ def attend(
     """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t].
 
     Args:
-        q: [T, n_head, D] float16, T at most 16; head h reads KV head h // (n_head / n_kv).
+        q: [T, n_head, D] float16, T at most 16; head h reads KV head h // (n_head / n_kv). They
+            have taken over `kv.weight`.
         first, last: [T] int64, both ends included, first <= last; at most `kv.capacity`
             positions from the smallest `first` to the largest `last`.
         settled: int64, its first element: positions from there on are written in this step. With
@@ -202,12 +205,13 @@ def attend(
     sizes = (tokens, kv.n_kv, group, kv.capacity, chunks.shift, chunks.growing)
     numbers = (*map(np.int32, sizes), np.float32(scale))
     if plain:
-        name = f"attend_plain<{head_dim}, {int(kv.kind != 'f16')}>"
+        name = plain_instance(head_dim, kv.kind, kv.turning)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
         grid = min(count * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
         kernel(grid, 128, q, *cache, first, last, sums, tops, *numbers)
     else:
-        shape, blocks = choose(head_dim, kv.kind, tokens * group, launch.arch(q.device.index))
+        arch = launch.arch(q.device.index)
+        shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
             _grid(kernel, shape, kv, chunks, blocks, tokens), 32 * sum(shape.warps),
@@ -259,18 +263,23 @@ def _combine(
     return Attended(out, packed)
 
 
+def plain_instance(head_dim: int, kind: Kind, turning: int) -> str:
+    return f"attend_plain<{head_dim}, {int(kind != 'f16')}, {turning}>"
+
+
 def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
     kinds: tuple[Kind, ...] = ("f16", "q8_0")
     combine = tuple(f"combine_chunks<{d}, {t}, {w}>"
                     for d in _HEAD_DIMS for t in (1, 2) for w in (1, 8))  # fmt: skip
-    plain = tuple(f"attend_plain<{d}, {q}>" for d in _HEAD_DIMS for q in (0, 1))
+    ways = [(d, t) for d in _HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
+    plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in kinds)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
-        for head_dim, kind in itertools.product(_HEAD_DIMS, kinds):
+        for (head_dim, turning), kind in itertools.product(ways, kinds):
             rows = range(1, MAX_ROWS * 16 + 1)
-            shapes = sorted({choose(head_dim, kind, r, arch)[0] for r in rows}, key=str)
+            shapes = sorted({choose(head_dim, kind, r, arch, turning)[0] for r in rows}, key=str)
             most = max(shape.shared for shape in shapes)
             units.append(Unit("attention.cu", tuple(s.name for s in shapes), (arch,), 255, most))
     return units

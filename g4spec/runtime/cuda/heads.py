@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from g4spec.runtime.cuda import launch
-from g4spec.runtime.cuda.kv import CudaKV
+from g4spec.runtime.cuda.kv import TURNING, CudaKV
 from g4spec.runtime.cuda.units import Unit
 
 HEADS = 4
@@ -53,10 +53,10 @@ class Heads:
             y: float32 [T, (n_q + 2 n_kv) * head_dim] (n_kv if `v_from_k`): queries, keys, values;
                 or partial sums [S, T, ...], added in order. Any T.
             positions: int64 [T].
-            kv: needed if there are keys.
+            kv: where rows are appended, or else what the queries will meet.
 
         Returns:
-            Queries, half [T, n_q, head_dim].
+            Queries, half [T, n_q, head_dim]; they have taken over `kv.weight`.
         """
         dim, heads = self.head_dim, self.n_q + 2 * self.n_kv
         slices, (count, width) = y.shape[0] if y.dim() == 3 else 1, y.shape[-2:]
@@ -65,32 +65,51 @@ class Heads:
         assert positions.shape == (count,) and positions.dtype is torch.int64, positions.shape
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
         planes: tuple[torch.Tensor | None, ...] = (None,) * 4
-        capacity, q8 = 1, False
+        capacity, q8, turning, k_norm = 1, False, 0, self.k_norm
+        if kv is not None and kv.turning:
+            turning, k_norm = kv.turning, self._weight(kv)
         if self.n_kv:
             assert kv is not None and (kv.n_kv, kv.head_dim) == (self.n_kv, dim), kv
             capacity, q8 = kv.capacity, kv.kind == "q8_0"
             planes = kv.keys, kv.values, kv.key_scales, kv.value_scales
-        name = instance(dim, slices, pairs=self.pairs, q8=q8, early=self.early)
+        name = instance(dim, slices, pairs=self.pairs, q8=q8, early=self.early, turning=turning)
         launch.kernel("heads.cu", name)(
             (-(-heads // HEADS), count), 32 * HEADS,
-            y, self.q_norm, self.k_norm, self.freqs, positions, q, *planes,
+            y, self.q_norm, k_norm, self.freqs, positions, q, *planes,
             np.int32(count), np.int32(self.n_q), np.int32(self.n_kv),
             np.int32(NORM_V * self.v_norm + V_FROM_K * self.v_from_k), np.int32(capacity),
             np.float32(self.eps),
         )  # fmt: skip
         return q
 
+    def _weight(self, kv: CudaKV) -> torch.Tensor:
+        """What queries take over; rows that are appended bring it along."""
+        if self.n_kv:
+            assert self.v_from_k and self.v_norm and not self.pairs, self
+            kv.weight = self.k_norm
+        assert kv.head_dim == self.head_dim and kv.weight is not None, kv
+        return kv.weight
+
 
 def instance(
-    head_dim: int, slices: int = 1, *, pairs: bool = False, q8: bool = False, early: bool = False
+    head_dim: int,
+    slices: int = 1,
+    *,
+    pairs: bool = False,
+    q8: bool = False,
+    early: bool = False,
+    turning: int = 0,
 ) -> str:
     """Name of a kernel of heads.cu."""
-    return f"finish_heads<{head_dim}, {int(pairs)}, {slices}, {int(q8)}, {int(early)}>"
+    flags = (int(pairs), slices, int(q8), int(early), turning)
+    return f"finish_heads<{head_dim}, {', '.join(map(str, flags))}>"
 
 
 UNITS = [
     Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in (64, 128, 256, 512)
                            for pairs in (False, True) for q8 in (False, True)),
          max_registers=80),
-    Unit("heads.cu", (instance(256, 4), instance(512, early=True)), max_registers=80),
+    Unit("heads.cu", (instance(256, 4), instance(512, early=True),
+                      *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
+         max_registers=80),
 ]  # fmt: skip

@@ -10,6 +10,10 @@ half-precision scale a block, the numbers that `g4spec.quant.formats.q8_0` would
 kept in one plane and scales in another, and a byte is q + 128, without sign, because that is the
 cheaper form to turn into half precision.
 
+Where keys are the values times a weight for each column, and then turned in few columns, the plane
+of keys holds only the columns that turn. In the others the queries take over the weight and meet
+the values.
+
 Slots that were never written are NaN (`q8_0`: their scales are): whatever reads one shows it.
 """
 
@@ -28,6 +32,10 @@ TILE = 128
 BLOCK = 32
 """Values that share a scale."""
 
+TURNING = 64
+"""Pairs of a head that may turn where keys are kept as what differs from the values: columns 0 ..
+63 of both its halves."""
+
 MIN_SLACK = 16
 """Rows a ring holds beyond its window: a step's rows never overwrite one that is still visible."""
 
@@ -43,10 +51,14 @@ class CudaKV:
         n_ctx: positions the sequence may have.
         window: sliding window, or None to keep all positions.
         slack: most rows appended in one call (a step or a prefill chunk).
+        turning: see `CacheShape`.
 
     Attributes:
-        keys, values: [n_kv, capacity, head_dim], float16 or uint8 (q + 128).
-        key_scales, value_scales: [n_kv, capacity, head_dim / 32] float16; `f16`: no elements.
+        turning: pairs whose columns the keys have, or 0: keys have all columns.
+        keys, values: [n_kv, capacity, columns], float16 or uint8 (q + 128).
+        key_scales, value_scales: [n_kv, capacity, columns / 32] float16; `f16`: no elements.
+        weight: [head_dim] of the norm of keys, which queries take over in the columns that keys
+            have not. Set by whoever writes rows; None: 1.
     """
 
     def __init__(
@@ -58,20 +70,16 @@ class CudaKV:
         slack: int,
         device: torch.device | str = "cuda",
         kind: Kind = "f16",
+        turning: int = 0,
     ) -> None:
         assert head_dim % BLOCK == 0, head_dim
         self.n_kv, self.head_dim, self.window, self.kind = n_kv, head_dim, window, kind
         self.capacity = capacity(n_ctx, window, slack)
-        rows = (n_kv, self.capacity)
-        half = torch.float16
-        if kind == "f16":
-            self.keys = torch.full((*rows, head_dim), math.nan, dtype=half, device=device)
-            self.key_scales = torch.empty(0, dtype=half, device=device)
-        else:
-            self.keys = torch.full((*rows, head_dim), 128, dtype=torch.uint8, device=device)
-            steps = (*rows, head_dim // BLOCK)
-            self.key_scales = torch.full(steps, math.nan, dtype=half, device=device)
-        self.values, self.value_scales = self.keys.clone(), self.key_scales.clone()
+        self.turning = TURNING if shares(head_dim, turning) else 0
+        self.weight: torch.Tensor | None = None
+        columns = _key_columns(head_dim, turning)
+        self.keys, self.key_scales = _plane(n_kv, self.capacity, columns, kind, device)
+        self.values, self.value_scales = _plane(n_kv, self.capacity, head_dim, kind, device)
         # A divisor in device memory: torch divides by a Python number through its reciprocal.
         self._levels = torch.full((), 127.0, device=device)
 
@@ -82,6 +90,8 @@ class CudaKV:
         """
         assert len(positions) <= self.capacity, (len(positions), self.capacity)
         slots = positions % self.capacity
+        if self.turning:
+            keys = self._turned(keys).flatten(-2)
         planes = ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values))
         for plane, scales, rows in planes:
             if self.kind == "f16":
@@ -95,11 +105,33 @@ class CudaKV:
         """Keys and values of positions first .. last as stored, float32 [n, n_kv, head_dim]."""
         assert 0 <= first <= last < first + self.capacity, (first, last, self.capacity)
         slots = (torch.arange(last - first + 1, device=self.keys.device) + first) % self.capacity
+        keys, values = self.numbers(slots)
+        if self.turning and self.weight is not None:
+            keys = keys * self.taken_over(self.weight)
+        return keys.transpose(0, 1), values.transpose(0, 1)
+
+    def numbers(self, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in `slots`, float32 [n_kv, n, head_dim]; keys without the weight that
+        queries take over."""
         out = []
         for plane, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
             rows = plane[:, slots]
             out.append(rows.float() if self.kind == "f16" else dequantize(rows, scales[:, slots]))
-        return out[0].transpose(0, 1), out[1].transpose(0, 1)
+        keys, values = out
+        if self.turning:
+            turned, keys = keys, values.clone()
+            self._turned(keys).copy_(turned.view(*turned.shape[:-1], 2, self.turning))
+        return keys, values
+
+    def taken_over(self, weight: torch.Tensor) -> torch.Tensor:
+        """`weight` [head_dim] in the columns where queries take it over, 1 in the others."""
+        weight = weight.clone()
+        self._turned(weight).fill_(1)
+        return weight
+
+    def _turned(self, rows: torch.Tensor) -> torch.Tensor:
+        """The columns [..., 2, turning] of rows [..., head_dim] that keys have, as a view."""
+        return rows.view(*rows.shape[:-1], 2, -1)[..., : self.turning]
 
 
 def quantize(x: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,6 +161,28 @@ def capacity(n_ctx: int, window: int | None, slack: int) -> int:
     return -(-rows // TILE) * TILE
 
 
-def row_bytes(n_kv: int, head_dim: int, kind: Kind) -> int:
+def row_bytes(n_kv: int, head_dim: int, kind: Kind, turning: int = 0) -> int:
     """Bytes of one position, keys and values."""
-    return 2 * n_kv * (head_dim * 2 if kind == "f16" else head_dim + head_dim // BLOCK * 2)
+    columns = n_kv * (_key_columns(head_dim, turning) + head_dim)
+    return columns * 2 if kind == "f16" else columns + columns // BLOCK * 2
+
+
+def shares(head_dim: int, turning: int) -> bool:
+    """Whether keys are kept as what differs from the values. `turning`: see `CacheShape`."""
+    return head_dim == 512 and 0 < turning <= TURNING
+
+
+def _key_columns(head_dim: int, turning: int) -> int:
+    return 2 * TURNING if shares(head_dim, turning) else head_dim
+
+
+def _plane(
+    n_kv: int, capacity: int, columns: int, kind: Kind, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that were never written, and their scales."""
+    rows, half = (n_kv, capacity), torch.float16
+    if kind == "f16":
+        plane = torch.full((*rows, columns), math.nan, dtype=half, device=device)
+        return plane, torch.empty(0, dtype=half, device=device)
+    steps = torch.full((*rows, columns // BLOCK), math.nan, dtype=half, device=device)
+    return torch.full((*rows, columns), 128, dtype=torch.uint8, device=device), steps

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from g4spec.errors import InputError
 from g4spec.runtime.cuda.prefill_model import LongModel
 from g4spec.runtime.cuda.rows import MOST
 
@@ -26,6 +27,9 @@ class LongReader:
         self._n_ctx, self._chunk = n_ctx, min(chunk, n_ctx)
         self._long: LongModel | None = None
         self._fits = all(s.head_dim in HEAD_DIMS for s in model.config.layers)
+        for spec, freqs in zip(model.config.layers, model._freqs, strict=True):
+            if spec.kv_from is None and caches[spec.index].turning:
+                _check_turning(spec.index, freqs, caches[spec.index].turning)
 
     def __call__(
         self, ids: Sequence[int], start: int, taps: tuple[int, ...]
@@ -55,3 +59,15 @@ class LongReader:
             for i in taps:
                 tapped[i].append(t[i])
         return torch.cat(hidden), {i: torch.cat(parts) for i, parts in tapped.items()}
+
+
+def _check_turning(layer: int, freqs: torch.Tensor, most: int) -> None:
+    """Raise where more of a head turns than the layer's cache was made for."""
+    beyond = int((freqs[most:] > 1e-20).sum())
+    if beyond:
+        raise InputError(
+            f"rope_freqs.weight, layer {layer}",
+            expected=f"at most the first {most} pairs of a head turn",
+            found=f"{beyond} pairs behind them",
+            fix="convert the file again (g4spec convert)",
+        )

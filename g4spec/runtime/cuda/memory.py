@@ -38,8 +38,11 @@ class Card:
         """Chunks go around a target's rings; a draft's take them whole."""
         slack = max(chunk, 2 * MAX_STEP_ROWS) if draft else MAX_STEP_ROWS
         n_ctx += MAX_STEP_ROWS * (2 if draft else 1)
-        return sum(capacity(n_ctx, s.window, slack) * row_bytes(s.n_kv, s.head_dim, self.cache_type)
-                   for s in shapes)  # fmt: skip
+        return sum(
+            capacity(n_ctx, s.window, slack)
+            * row_bytes(s.n_kv, s.head_dim, self.cache_type, s.turning)
+            for s in shapes
+        )
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         """Logits of the largest steps, what reading a chunk takes, and what is fixed."""

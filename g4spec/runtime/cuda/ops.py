@@ -111,7 +111,7 @@ class CudaOps(Ops):
 
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> Any:
         return CudaKV(shape.n_kv, shape.head_dim, n_ctx + PADDING, shape.window, slack,
-                      self.device, self.cache_type)  # fmt: skip
+                      self.device, self.cache_type, shape.turning)  # fmt: skip
 
     chunk = 4096
 
@@ -211,7 +211,7 @@ class CudaOps(Ops):
             freqs=a.freqs,
             eps=a.eps,
             pairs=a.pairs,
-        )(y, positions, None if a.k is None else kv)
+        )(y, positions, kv)
 
     def attend(
         self, q: torch.Tensor, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float

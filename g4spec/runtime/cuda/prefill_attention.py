@@ -15,7 +15,7 @@ import torch
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.buffers import Shapes, allocate
-from g4spec.runtime.cuda.kv import CudaKV
+from g4spec.runtime.cuda.kv import TURNING, CudaKV, shares
 from g4spec.runtime.cuda.units import Unit
 
 EVERYTHING = 1 << 30
@@ -42,9 +42,6 @@ WIDE = 64
 
 WIDE_SHARED = 64 * 512 * 2 + 2 * 64 * 640 * 2 + 2048
 """Bytes of its shared memory: queries, two tiles, a few numbers of each row, barriers."""
-
-TURNING = 64
-"""Most pairs of a head that may turn there."""
 
 _INT = np.int32
 _CACHES = {"f16": "HalfCache", "q8_0": "ByteCache"}
@@ -122,13 +119,15 @@ class Attention:
             eps: of the norms, for projections as they are scaled here.
         """
         count, n = len(qkv), qkv.shape[1] // self.dim
-        first, kind = self.first(start), (*self.layouts, _CACHES[cache.kind])
+        first, kind = self.first(start), (*self.layouts, _CACHES[cache.kind], cache.turning)
         fold = weights.k_norm if self.fold else None
+        cache.weight = weights.k_norm
         planes = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
         if start > first and n > self.n_head:
             launch.kernel("prefill_heads.cu", earlier(self.dim, *kind))(
                 (start - first, -(-self.n_kv // 8)), 256, *planes, _INT(cache.capacity),
-                _INT(first), self.keys, self.values, _INT(self.rows), _INT(self.n_kv), pdl=False,
+                _INT(first), self.keys, self.values, _INT(self.rows), _INT(self.n_kv),
+                weights.k_norm, pdl=False,
             )  # fmt: skip
         launch.kernel("prefill_heads.cu", heads(self.dim, *kind))(
             (count, 1 if n <= 32 else 2), 256, qkv, _INT(qkv.shape[1]), _INT(self.n_head),
@@ -232,7 +231,7 @@ def kind(spec: LayerSpec, pairs: int, arch: str) -> type[Attention]:
     """The fastest way for this layer; `pairs`: of a head that turn."""
     if arch == "sm_90a" and spec.head_dim == 256:
         return Flash
-    if arch == "sm_90a" and spec.head_dim == 512 and spec.v_from_k and pairs <= TURNING:
+    if arch == "sm_90a" and spec.v_from_k and shares(spec.head_dim, pairs):
         return Wide
     return Scores
 
@@ -242,12 +241,12 @@ def padded(rows: int, tile: int = TILE) -> int:
     return -(-rows // tile) * tile
 
 
-def heads(dim: int, queries: str, keys: str, cache: str) -> str:
-    return f"heads<{dim}, {queries}<{dim}>, {keys}<{dim}>, {cache}>"
+def heads(dim: int, queries: str, keys: str, cache: str, turning: int) -> str:
+    return f"heads<{dim}, {queries}<{dim}>, {keys}<{dim}>, {cache}, {turning}>"
 
 
-def earlier(dim: int, _: str, keys: str, cache: str) -> str:
-    return f"earlier<{dim}, {keys}<{dim}>, {cache}>"
+def earlier(dim: int, _: str, keys: str, cache: str, turning: int) -> str:
+    return f"earlier<{dim}, {keys}<{dim}>, {cache}, {turning}>"
 
 
 def softmax(dim: int) -> str:
@@ -256,9 +255,11 @@ def softmax(dim: int) -> str:
 
 UNITS = [
     Unit("prefill_heads.cu", tuple(
-        name(dim, *layouts, cache) for name in (heads, earlier) for cache in _CACHES.values()
-        for dim, layouts in ((256, Scores.layouts), (512, Scores.layouts), (256, Flash.layouts),
-                             (512, Wide.layouts))), max_registers=128),
+        name(dim, *layouts, cache, turning) for name in (heads, earlier)
+        for cache in _CACHES.values()
+        for dim, layouts, turning in (
+            (256, Scores.layouts, 0), (512, Scores.layouts, 0), (512, Scores.layouts, TURNING),
+            (256, Flash.layouts, 0), (512, Wide.layouts, TURNING))), max_registers=128),
     Unit("prefill_softmax.cu", tuple(name for dim in (256, 512)
                                      for name in (softmax(dim), f"normalize<{dim}>")),
          max_registers=64),

@@ -10,6 +10,7 @@ import torch
 from g4spec import quant
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
 from g4spec.runtime.cuda import packing, products
+from g4spec.runtime.cuda.kv import TURNING
 from g4spec.runtime.cuda.matrix import Matrix
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.ops import Ops
@@ -51,11 +52,15 @@ def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, floa
 def _attention(
     ops: CudaOps, head_dim: int, window: int | None, seed: torch.Generator
 ) -> tuple[bool, float]:
-    shape = CacheShape(2, head_dim, window)
+    turning = 0 if window else TURNING  # as in the models: global layers' keys are their values
+    shape = CacheShape(2, head_dim, window, turning)
     ours, reference = ops.cache(shape, POSITIONS, 16), Ops().cache(shape, POSITIONS, 64)
     for start in range(0, POSITIONS, 16):
         at = torch.arange(start, start + 16)
         rows = torch.randn(2, 16, 2, head_dim, generator=seed).half().float()
+        if turning:
+            halves = rows.view(2, 16, 2, 2, -1)
+            halves[0, ..., turning:] = halves[1, ..., turning:]
         ours.append(at.to(ops.device), *rows.to(ops.device))
         reference.append(at, *rows)
     q = (torch.randn(16, 4, head_dim, generator=seed) * head_dim**-0.5).half()

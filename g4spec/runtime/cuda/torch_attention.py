@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from g4spec.runtime.cuda.kv import CudaKV, dequantize
+from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.simple_ops import TILE, pad_rows
 
 
@@ -19,18 +19,13 @@ def attend(
     q: torch.Tensor, kv: CudaKV, first: torch.Tensor, last: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """See `Ops.attend`; q [T, n_head, D] of any float type -> float32 [T, n_head * D]."""
-    keys, values = _numbers(kv.keys, kv.key_scales), _numbers(kv.values, kv.value_scales)
+    # Slots that were never written are zero.
+    keys, values = (x.nan_to_num_(0.0) for x in kv.numbers(slice(None)))
     out = []
     for start in range(0, len(q), TILE):
         at = slice(start, start + TILE)
         out.append(_tile(q[at], keys, values, first[at], last[at], scale))
     return torch.cat(out)
-
-
-def _numbers(plane: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """A plane as float32; slots that were never written are zero."""
-    x = plane.float() if scales.numel() == 0 else dequantize(plane, scales)
-    return x.nan_to_num_(0.0)
 
 
 def _tile(

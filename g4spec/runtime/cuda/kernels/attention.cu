@@ -204,7 +204,7 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
   constexpr int ALL = 32 * (S::QW + S::PW);
   const u32 stages = shared_address(shared + S::K_AT);
   auto load = [&](int stage, const Cursor<S, S::KS>& at) {
-    load_keys<S>(stages + stage * S::K_STAGE, args.k, at, args.capacity, thread);
+    load_keys<S>(stages + stage * S::K_STAGE, args.k, args.v, at, args.capacity, thread);
   };
   auto ahead = fill<S::KS, S::KR, S>(work, args, settled, load, [&] {
     if (work.count) load_rows<S>(shared, args, work.items[0], warp);
@@ -336,14 +336,14 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
 
 // `settled`: null, or the first position whose keys and values this step writes; then first, last,
 // settled and everything before it were written before the kernel in front of this one started.
-template <int D, int Q8, int NT, int QW, int PW, int KS, int VS, int KR, int VR>
+template <int D, int Q8, int NT, int QW, int PW, int KS, int VS, int KR, int VR, int TURN>
 __global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
     const u16* q, const char* keys, const char* values, const char* key_scales,
     const char* value_scales, const i64* first, const i64* last, const i64* settled, float* sums,
     float* tops, int tokens, int n_kv, int group, int capacity, int shift, int growing,
     float scale) {
 #if ARCH >= 800
-  using S = Shape<D, Q8, NT, QW, PW, KS, VS, KR, VR>;
+  using S = Shape<D, Q8, NT, QW, PW, KS, VS, KR, VR, TURN>;
   extern __shared__ __align__(128) char shared[];
   __shared__ Work<S::KEYS> work;
   grid_launch();

@@ -16,18 +16,28 @@ struct Plane {  // of keys or of values: [n_kv, capacity, D], scales [n_kv, capa
   }
 };
 
+// TURN: see attend_tiles.cuh.
+template <int D, int Q8, int TURN>
+DEVICE float key_at(const Plane& k, const Plane& v, i64 row, int d) {
+  if (!TURN) return k.at<D, Q8>(row, d);
+  const int half = d / (D / 2), inside = d % (D / 2);
+  return inside < TURN ? k.at<TURN ? 2 * TURN : D, Q8>(row, half * TURN + inside)
+                       : v.at<D, Q8>(row, d);
+}
+
 struct Shared {
   float scores[ROWS][KEYS], top[ROWS], sum[ROWS], fade[ROWS];
   int first[ROWS], last[ROWS], offset[ROWS];  // offset of a row's query, -1: no such row
 };
 
 // Scores of four rows with one key: thread -> key thread % 64, rows thread / 64 * 4 ...
-template <int D, int Q8>
-DEVICE void score(Shared& s, const u16* q, const Plane& k, i64 slot, int position, float scale) {
+template <int D, int Q8, int TURN>
+DEVICE void score(Shared& s, const u16* q, const Plane& k, const Plane& v, i64 slot, int position,
+                  float scale) {
   const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
   float dot[4] = {0, 0, 0, 0};
   for (int d = 0; d < D; ++d) {
-    const float x = k.at<D, Q8>(slot + key, d);
+    const float x = key_at<D, Q8, TURN>(k, v, slot + key, d);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (s.offset[row + i] >= 0) dot[i] = fmaf(x, from_half(q[s.offset[row + i] + d]), dot[i]);
@@ -73,7 +83,7 @@ DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int begin, i
   s.top[r] = NEVER, s.sum[r] = 0;
 }
 
-template <int D, int Q8>
+template <int D, int Q8, int TURN>
 __global__ __launch_bounds__(THREADS, 4) void attend_plain(
     const u16* q, const char* keys, const char* values, const u16* key_scales,
     const u16* value_scales, const i64* first, const i64* last, float* sums, float2* tops,
@@ -98,7 +108,7 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
     const int to = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS;
     for (int tile = from; tile <= to; ++tile) {
       const i64 slot = (i64)head * capacity + tile * KEYS % capacity;
-      score<D, Q8>(s, q, k, slot, tile * KEYS, scale * 1.44269504f);
+      score<D, Q8, TURN>(s, q, k, v, slot, tile * KEYS, scale * 1.44269504f);
       __syncthreads();
       weigh(s);
       __syncthreads();

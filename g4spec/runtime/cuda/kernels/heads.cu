@@ -80,11 +80,13 @@ struct Head {
 #pragma unroll
       for (int e = 0; e < W; ++e) v[j][e] *= r;
   }
+  template <int TURN>  // but for the first TURN columns of both halves
   DEVICE void scale(const Head& w) {
 #pragma unroll
     for (int j = 0; j < J; ++j)
 #pragma unroll
-      for (int e = 0; e < W; ++e) v[j][e] *= w.v[j][e];
+      for (int e = 0; e < W; ++e)
+        if (at(j) % (D / 2) >= TURN) v[j][e] *= w.v[j][e];
   }
   static DEVICE void turn(float& a, float& b, float2 by) {  // by cosine and sine
     const float x = a * by.x - b * by.y;
@@ -104,18 +106,29 @@ struct Head {
         for (int e = 0; e < W; ++e) turn(v[j][e], v[j + J / 2][e], angles[at(j) + e]);
     }
   }
+  // Columns that are stored: all, or with TURN the first TURN of both halves.
+  template <int TURN>
+  static DEVICE bool stored(int j) { return !TURN || at(j) % (D / 2) < TURN; }
+  template <int TURN>
+  static DEVICE int column(int j) {
+    return TURN ? at(j) % (D / 2) + (at(j) < D / 2 ? 0 : TURN) : at(j);
+  }
+  template <int TURN>
   DEVICE void store(u16* p) const {
 #pragma unroll
     for (int j = 0; j < J; ++j) {
+      if (!stored<TURN>(j)) continue;
+      u16* to = p + column<TURN>(j);
       if constexpr (W == 4)
-        *(uint2*)(p + at(j)) = {pack_halves(v[j][0], v[j][1]), pack_halves(v[j][2], v[j][3])};
+        *(uint2*)to = {pack_halves(v[j][0], v[j][1]), pack_halves(v[j][2], v[j][3])};
       else if constexpr (W == 2)
-        *(u32*)(p + at(j)) = pack_halves(v[j][0], v[j][1]);
+        *(u32*)to = pack_halves(v[j][0], v[j][1]);
       else
-        p[at(j)] = to_half(v[j][0]);
+        *to = to_half(v[j][0]);
     }
   }
   // Q8_0: bytes q + 128, and a scale for 32 values; rounded as `roundf` does.
+  template <int TURN>
   DEVICE void store(u8* p, u16* scales) const {
 #pragma unroll
     for (int j = 0; j < J; ++j) {
@@ -136,28 +149,35 @@ struct Head {
         const int q = __float2int_rz(__fadd_rn(x, copysignf(0.49999997f, x)));
         bytes |= (u32)(q + 128 & 255) << 8 * e;
       }
-      if constexpr (W == 4) *(u32*)(p + at(j)) = bytes;
-      else if constexpr (W == 2) *(u16*)(p + at(j)) = (u16)bytes;
-      else p[at(j)] = (u8)bytes;
-      if (at(j) % 32 == 0) scales[at(j) / 32] = to_half(d);
+      if (!stored<TURN>(j)) continue;
+      u8* to = p + column<TURN>(j);
+      if constexpr (W == 4) *(u32*)to = bytes;
+      else if constexpr (W == 2) *(u16*)to = (u16)bytes;
+      else *to = (u8)bytes;
+      if (at(j) % 32 == 0) scales[column<TURN>(j) / 32] = to_half(d);
     }
   }
 };
 
-struct Plane {  // of keys or of values: [n_kv, capacity, D], scales [n_kv, capacity, D / 32]
+struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., columns / 32]
   void* rows;
   u16* scales;
 
-  template <int D, int Q8, int PAIRS>
+  template <int Q8, int TURN, int D, int PAIRS>
   DEVICE void append(const Head<D, PAIRS>& x, i64 at) const {
-    if constexpr (Q8) x.store((u8*)rows + at * D, scales + at * (D / 32));
-    else x.store((u16*)rows + at * D);
+    constexpr int COLUMNS = TURN ? 2 * TURN : D;
+    if constexpr (Q8)
+      x.template store<TURN>((u8*)rows + at * COLUMNS, scales + at * (COLUMNS / 32));
+    else
+      x.template store<TURN>((u16*)rows + at * COLUMNS);
   }
 };
 
 // y [SLICES][rows][n_q + n_kv + n_kv heads][D], without values if V_FROM_K. A head without a norm's
-// weight is not normed, but for `flags`. q [rows, n_q, D] half.
-template <int D, int PAIRS, int SLICES, int Q8, int EARLY>
+// weight is not normed, but for `flags`. q [rows, n_q, D] half. TURN: columns of each half of a head
+// that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
+// holds all.
+template <int D, int PAIRS, int SLICES, int Q8, int EARLY, int TURN>
 __global__ __launch_bounds__(32 * HEADS) void finish_heads(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, u16* q, void* keys, void* values, u16* key_scales, u16* value_scales,
@@ -177,8 +197,10 @@ __global__ __launch_bounds__(32 * HEADS) void finish_heads(
     const int at = i * 32 * HEADS + threadIdx.x;
     freq[i] = at < D / 2 ? freqs[at] : 0.0f;
   }
-  H weight, x;
+  const bool is_q = head < n_q;
+  H weight, taken, x;
   if (norm) weight.load(norm);
+  if (TURN && is_q) taken.load(k_norm);
   if (!EARLY) {
     grid_wait();
     if (head < n) x.template load<SLICES>(y, row, rows, n_read, source);
@@ -197,12 +219,17 @@ __global__ __launch_bounds__(32 * HEADS) void finish_heads(
   if (head >= n) return;
   const Plane k_plane{keys, key_scales}, v_plane{values, value_scales};
   const i64 slot = (u32)position % (u32)capacity;
-  const bool is_q = head < n_q;
   if (norm || (is_v && flags & NORM_V)) {
     x.scale(x.inverse(eps));
-    if (norm) x.scale(weight);
+    if (norm) x.template scale<0>(weight);
   }
   if (!is_v) x.rotate(angles);
-  if (is_q) x.store(q + ((i64)row * n_q + head) * D);
-  else (is_v ? v_plane : k_plane).append<D, Q8>(x, (i64)((head - n_q) % n_kv) * capacity + slot);
+  if (is_q) {
+    if (TURN) x.template scale<TURN>(taken);
+    x.template store<0>(q + ((i64)row * n_q + head) * D);
+    return;
+  }
+  const i64 at = (i64)((head - n_q) % n_kv) * capacity + slot;
+  if (is_v) v_plane.append<Q8, 0>(x, at);
+  else k_plane.append<Q8, TURN>(x, at);
 }

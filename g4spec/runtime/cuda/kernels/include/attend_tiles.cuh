@@ -10,10 +10,12 @@
 
 // A kernel instance. NT: row tiles of 8. QW, PW: warps for scores and for sums. A tile of keys
 // (values) comes in KS (VS) parts: all keys and D / KS values of d (all d of 64 / VS keys); KR and
-// VR parts fit in shared memory. None of these but D changes any result.
-template <int D_, int Q8_, int NT_, int QW_, int PW_, int KS_, int VS_, int KR_, int VR_>
+// VR parts fit in shared memory. None of these but D changes any result. TURN: columns of each half
+// of a head in which keys differ from values, which then are all that the plane of keys holds (see
+// kv.py); 0: it holds all columns.
+template <int D_, int Q8_, int NT_, int QW_, int PW_, int KS_, int VS_, int KR_, int VR_, int TURN_>
 struct Shape {
-  static constexpr int D = D_, Q8 = Q8_, NT = NT_, QW = QW_, PW = PW_;
+  static constexpr int D = D_, Q8 = Q8_, NT = NT_, QW = QW_, PW = PW_, TURN = TURN_;
   static constexpr int KS = KS_, VS = VS_, KR = KR_, VR = VR_;
   static constexpr int KEYS = D >= 256 ? 128 : 64;  // of a tile
   static constexpr int KT = KEYS / 16, WT = KT / QW;  // 16-key tiles; of one warp
@@ -24,6 +26,7 @@ struct Shape {
   static constexpr int K_STAGE = KEYS * K_ROW + (Q8 ? KEYS * DK / 16 : 0);
   static constexpr int V_STAGE = VKEYS * V_ROW + (Q8 ? VKEYS * D / 16 : 0);
   static_assert(KT % QW == 0 && DK % 64 == 0 && VKEYS % 16 == 0 && DP % 32 == 0, "");
+  static_assert(TURN % 64 == 0, "");
   // Shared memory, in bytes. Buffers of weights and tops are double.
   static constexpr int K_AT = 0, V_AT = KR * K_STAGE, Q_AT = V_AT + VR * V_STAGE;
   static constexpr int P_AT = Q_AT + NT * D * 16, P_SIZE = KEYS * ROWS * 2;
@@ -33,7 +36,7 @@ struct Shape {
   static constexpr int SEES_AT = SUM_AT + PW * ROWS * 4, SHARED = SEES_AT + ROWS * 8;
 };
 
-struct Planes {  // of keys or of values: [n_kv, capacity, D], scales [n_kv, capacity, D / 32]
+struct Planes {  // of keys or of values: [n_kv, capacity, columns], scales [.., columns / 32]
   const char* rows;
   const char* scales;
 };
@@ -48,19 +51,27 @@ DEVICE int swizzled(int row, int piece) {  // of 16 bytes
 }
 
 #if ARCH >= 800
-// COUNT rows of BYTES bytes, PITCH apart, to rows STRIDE apart.
-template <int COUNT, int BYTES, int PITCH, int STRIDE, int SWIZZLE, int THREADS>
-DEVICE void copy_rows(u32 to, const char* from, int thread) {
-  constexpr int SIZE = BYTES < 16 ? BYTES : 16, PIECES = BYTES / SIZE;
+struct Rows {  // in bytes
+  const char* plane;
+  int first, pitch;
+};
+
+// COUNT rows of BYTES bytes, MOST at a time, to rows STRIDE apart; `source(at)`: where byte `at` of
+// them comes from.
+template <int COUNT, int BYTES, int MOST, int STRIDE, int SWIZZLE, int THREADS, class Source>
+DEVICE void copy_rows(u32 to, Source source, int thread) {
+  constexpr int SIZE = BYTES < MOST ? BYTES : MOST, PIECES = BYTES / SIZE;
   constexpr int STEP = THREADS / PIECES;  // rows at a time
   static_assert(THREADS % PIECES == 0 && (COUNT % STEP == 0 || STEP > COUNT), "");
   const int row = thread / PIECES, piece = thread % PIECES;
   if (STEP > COUNT && row >= COUNT) return;
   to += row * STRIDE;
-  from += row * PITCH + piece * SIZE;
+  const Rows rows = source(piece * SIZE);
+  const char* from = rows.plane + (row * rows.pitch + rows.first);
 #pragma unroll 4
   for (int i = 0; i < COUNT; i += STEP)
-    copy_async<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE, from + i * PITCH);
+    copy_async<SIZE>(to + swizzled<SWIZZLE>(i + row, piece) * SIZE + i * STRIDE,
+                     from + i * rows.pitch);
 }
 
 // Which part of which tile comes next, over all items of this block.
@@ -91,29 +102,43 @@ struct Cursor {
   }
 };
 
+// Where byte `at` of part `part` of keys comes from. UNIT: bytes of 32 columns in the planes.
+template <class S, int UNIT>
+DEVICE Rows keys_from(const char* keys, const char* values, i64 row, int part, int at) {
+  constexpr int ALL = S::D / 32 * UNIT, HALF = ALL / 2, PART = S::DK / 32 * UNIT;
+  constexpr int OWN = S::TURN / 32 * UNIT;
+  if (!S::TURN) return {keys + row * ALL + part * PART, at, ALL};
+  at += part * PART;
+  const int half = at / HALF, inside = at % HALF;
+  if (inside < OWN) return {keys + row * (2 * OWN), half * OWN + inside, 2 * OWN};
+  return {values + row * ALL, at, ALL};
+}
+
 // A tile is consecutive in memory: capacity is a multiple of 128, tiles are aligned.
 template <class S>
-DEVICE void load_keys(u32 stage, const Planes& k, const Cursor<S, S::KS>& at, int capacity,
-                      int thread) {
-  constexpr int PITCH = S::D * S::BYTES, SCALES = S::D / 16, OWN = S::DK / 16;  // bytes
+DEVICE void load_keys(u32 stage, const Planes& k, const Planes& v, const Cursor<S, S::KS>& at,
+                      int capacity, int thread) {
+  constexpr int BYTES = S::BYTES * 32, SCALES = 2, MOST = S::TURN ? 4 : 16;  // of 32 columns
   const i64 row = (i64)at.head * capacity + at.slot;
-  copy_rows<S::KEYS, S::DK * S::BYTES, PITCH, S::K_ROW, S::Q8 ? NONE : OF_KEYS, 32 * S::QW>(
-      stage, k.rows + row * PITCH + at.part * S::DK * S::BYTES, thread);
+  copy_rows<S::KEYS, S::DK / 32 * BYTES, 16, S::K_ROW, S::Q8 ? NONE : OF_KEYS, 32 * S::QW>(
+      stage, [&](int i) { return keys_from<S, BYTES>(k.rows, v.rows, row, at.part, i); }, thread);
   if constexpr (S::Q8)
-    copy_rows<S::KEYS, OWN, SCALES, OWN, NONE, 32 * S::QW>(
-        stage + S::KEYS * S::K_ROW, k.scales + row * SCALES + at.part * OWN, thread);
+    copy_rows<S::KEYS, S::DK / 32 * SCALES, MOST, S::DK / 16, NONE, 32 * S::QW>(
+        stage + S::KEYS * S::K_ROW,
+        [&](int i) { return keys_from<S, SCALES>(k.scales, v.scales, row, at.part, i); }, thread);
 }
 
 template <class S>
 DEVICE void load_values(u32 stage, const Planes& v, const Cursor<S, S::VS>& at, int capacity,
                         int thread) {
-  constexpr int PITCH = S::D * S::BYTES, SCALES = S::D / 16;  // bytes
+  constexpr int BYTES = S::D * S::BYTES, SCALES = S::D / 16;
   const i64 row = (i64)at.head * capacity + at.slot + at.part * S::VKEYS;
-  copy_rows<S::VKEYS, PITCH, PITCH, S::V_ROW, S::Q8 ? NONE : OF_VALUES, 32 * S::PW>(
-      stage, v.rows + row * PITCH, thread);
+  copy_rows<S::VKEYS, BYTES, 16, S::V_ROW, S::Q8 ? NONE : OF_VALUES, 32 * S::PW>(
+      stage, [&](int i) { return Rows{v.rows + row * BYTES, i, BYTES}; }, thread);
   if constexpr (S::Q8)
-    copy_rows<S::VKEYS, SCALES, SCALES, SCALES, NONE, 32 * S::PW>(
-        stage + S::VKEYS * S::V_ROW, v.scales + row * SCALES, thread);
+    copy_rows<S::VKEYS, SCALES, 16, SCALES, NONE, 32 * S::PW>(
+        stage + S::VKEYS * S::V_ROW,
+        [&](int i) { return Rows{v.scales + row * SCALES, i, SCALES}; }, thread);
 }
 
 // Values that some row must not see count zero times; zero times infinity or NaN would be NaN.

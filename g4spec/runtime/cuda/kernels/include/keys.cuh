@@ -58,6 +58,13 @@ struct HeadRow {
   static DEVICE bool active() { return D >= 64 || lane() * V < D / 2; }
   static DEVICE int at(int half) { return half * (D / 2) + lane() * V; }
 
+  // What a plane of the cache holds of a row: all columns, or with TURN the first TURN of both
+  // halves.
+  template <int TURN>
+  static DEVICE bool stored() { return active() && (!TURN || lane() * V < TURN); }
+  template <int TURN>
+  static DEVICE int column(int half) { return TURN ? half * TURN + lane() * V : at(half); }
+
   DEVICE void load(const u16* row) {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
