@@ -24,10 +24,8 @@ def rope_freqs(config: Any) -> NDArray[np.float32]:
     full = [s for s in config.layers if s.window is None]
     if len({(s.head_dim, s.rope_partial) for s in full}) != 1:
         raise Unsupported("full-attention layers with different rotations in one model")
-    half, partial = full[0].head_dim // 2, full[0].rope_partial
-    rotated = int(full[0].head_dim * partial / 2)
-    out = np.full(half, UNROTATED, np.float32)
-    out[:rotated] = 1
+    out = np.full(full[0].head_dim // 2, UNROTATED, np.float32)
+    out[: full[0].turning] = 1
     return out
 
 

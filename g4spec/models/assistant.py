@@ -28,6 +28,7 @@ from g4spec.models.spec import (
     LayerSpec,
     Pick,
     TensorSpec,
+    Unseen,
 )
 from g4spec.models.upstream import Limit
 
@@ -191,7 +192,6 @@ class Drafter(WeightedDrafter):
 
     name = ARCH
     config: Config
-    recordable = True
     at_once = False
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -212,17 +212,17 @@ class Drafter(WeightedDrafter):
 
     def reset(self) -> None:
         """Forget the sequence."""
-        self._hidden: torch.Tensor | None = None
+        self._begun = False
 
     def commit(self, step: Committed) -> None:
         """Keep the target's final-norm output of the newest verified position."""
         self._newest.copy_(step.hidden[-1:])
-        self._hidden = self._newest
+        self._begun = True
 
     def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
         """Up to `count` tokens for positions `position + 1 ...`."""
-        assert self._hidden is not None, "propose before commit"
-        token, hidden, out = anchor, self._hidden, list[int]()
+        assert self._begun, "propose before commit"
+        token, hidden, out = anchor, self._newest, list[int]()
         for j in range(count):
             logits, hidden = self._next([token], position, hidden)
             token = chooser.choose(logits[0], position + 1 + j)
@@ -240,16 +240,9 @@ class Drafter(WeightedDrafter):
             out.append(token)
         return self.ops.join(out)
 
-    def take(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        taps: torch.Tensor,
-        accepted: torch.Tensor,
-    ) -> None:
+    def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
         """See `g4spec.models.spec.Recordable`."""
-        self._newest.copy_(hidden[accepted])
+        self._newest.copy_(rows.hidden[accepted])
 
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor

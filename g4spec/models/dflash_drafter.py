@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from g4spec.models import gemma4
 from g4spec.models.drafter import WeightedDrafter
-from g4spec.models.spec import MAX_STEP_ROWS, Attention, Chooser, Committed, LayerSpec, Pick
+from g4spec.models.spec import (
+    MAX_STEP_ROWS,
+    Attention,
+    Chooser,
+    Committed,
+    LayerSpec,
+    Pick,
+    Unseen,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +37,6 @@ class Drafter(WeightedDrafter):
     name = "dflash"
     config: Config
     numbers = False
-    recordable = True
     at_once = True
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -67,16 +74,9 @@ class Drafter(WeightedDrafter):
         rows, logits = self._fill_block(ids, positions[: c.block_size])
         return self.choose(rows, logits[0 if c.from_anchor else 1 :][:count], anchor, pick)
 
-    def take(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        taps: torch.Tensor,
-        accepted: torch.Tensor,
-    ) -> None:
+    def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
         """See `g4spec.models.spec.Recordable`."""
-        self._read_context(ids, positions, taps)
+        self._read_context(rows.ids, rows.positions, rows.taps)
 
     def block(self, anchor: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The block that starts at `position`: its rows after the final norm [B, H], and `logits`

@@ -28,7 +28,7 @@ class WeightedDrafter:
 
     taps: tuple[int, ...] = ()
     max_tokens = MAX_DRAFT
-    recordable = False
+    recordable = True
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from g4spec.models.spec import (
     Committed,
     LayerSpec,
     Pick,
+    Unseen,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ class Drafter(WeightedDrafter):
 
     name = "eagle3"
     config: Config
-    recordable = True
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
@@ -109,19 +109,12 @@ class Drafter(WeightedDrafter):
             out.append(token)
         return self.ops.join(out)
 
-    def take(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        taps: torch.Tensor,
-        accepted: torch.Tensor,
-    ) -> None:
+    def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
         """See `g4spec.models.spec.Recordable`. `fill` has left the row in front of the step's: the
         anchor beside the feature that waited for it. So this reads nothing that it writes, and may
         be done again."""
-        (g,) = self._fused(ids, positions, taps)
-        self._read_context(ids[1:], positions[:-1], g[:-1])
+        (g,) = self._fused(rows.ids, rows.positions, rows.taps)
+        self._read_context(rows.ids[1:], rows.positions[:-1], g[:-1])
         self._waiting.copy_(g[accepted])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

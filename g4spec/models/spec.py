@@ -151,6 +151,20 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unseen:
+    """A step's rows as they lie on a device, which of them are verified included.
+
+    Attributes:
+        ids, positions: of each row, [T]. hidden, taps: see `Committed`.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    hidden: torch.Tensor
+    taps: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class CacheShape:
     """Keys and values one layer keeps: rows [n_kv, head_dim] for a window, or for all positions.
 
@@ -285,16 +299,9 @@ class Recordable(Draft, Protocol):
         """
         ...
 
-    def take(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        taps: torch.Tensor,
-        accepted: torch.Tensor,
-    ) -> None:
-        """`commit` of a step's rows [T], of which the first 1 + `accepted` [1] are verified. What
-        is appended for others is overwritten before it counts."""
+    def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
+        """`commit` of a step's rows, of which the first 1 + `accepted` [1] are verified. What is
+        appended for others is overwritten before it counts."""
         ...
 
 

@@ -15,7 +15,7 @@ verified: 0, 1, 2, ... tokens of it in turn. What is compared are the assistant'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +41,16 @@ class Round:
     read: list[int]
     logits: torch.Tensor
     clean: bool
+    hidden: list[torch.Tensor]
     """`read`: what the target verified. `clean`: no row of a rejected token was among the keys and
-    values."""
+    values. `hidden`: what each proposal read beside a token, [1, B]."""
 
 
 class Spy(Generator):
     """The candidate generator, writing down what it proposed."""
 
     rounds: list[Round]
+    hidden: list[torch.Tensor]
     truth: list[int]
     tidy = False
     _drafted = 0
@@ -78,7 +80,14 @@ class Spy(Generator):
             right = len(self.rounds) % (len(own) + 1)
             ids[0, n : n + right] = torch.tensor(self.truth[n : n + right])
             self.rounds.append(
-                Round(n - 1, own, ids[0, n:].tolist(), logits[0], self.tidy or not rejected)
+                Round(
+                    n - 1,
+                    own,
+                    ids[0, n:].tolist(),
+                    logits[0],
+                    self.tidy or not rejected,
+                    self.hidden[-self._drafted :],
+                )
             )
         return ids, logits
 
@@ -95,10 +104,15 @@ def oracle(
     assistant.generation_config.num_assistant_tokens = count
     assistant.config.get_text_config().sliding_window = WINDOW - shift
     rounds: list[Round] = []
+    hidden: list[torch.Tensor] = []
+    assistant.register_forward_pre_hook(
+        lambda _, args, given: hidden.append(given["inputs_embeds"][0].chunk(2, dim=1)[1]),
+        with_kwargs=True,
+    )
     settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
     with torch.no_grad():
         truth = target.generate(torch.tensor([ids]), **settings)[0].tolist()
-    here = type("Here", (spy,), {"rounds": rounds, "truth": truth + [0] * 16})
+    here = type("Here", (spy,), {"rounds": rounds, "hidden": hidden, "truth": truth + [0] * 16})
     target._get_candidate_generator = lambda **kw: here(
         assistant_model=assistant,
         target_model_input_embeddings=target.get_input_embeddings(),
@@ -111,11 +125,26 @@ def oracle(
     return out[len(ids) :], rounds
 
 
+def chain(draft: Any, anchor: int, r: Round, chooser: Any) -> list[int]:
+    found: list[int] = draft.propose(anchor, r.position, len(r.drafted), chooser)
+    return found
+
+
+def one_by_one(draft: Any, anchor: int, r: Round, chooser: Any) -> list[int]:
+    """Each token from what transformers' assistant read for it."""
+    out: list[int] = []
+    for token, hidden in zip([anchor, *r.drafted[:-1]], r.hidden, strict=True):
+        draft._newest.copy_(hidden)
+        out += draft.propose(token, r.position, 1, chooser)
+    return out
+
+
 def differences(
     rounds: list[Round],
     folders: tuple[Path, Path],
     every: list[int],
     change: Callable[[Any], None] = lambda draft: None,
+    propose: Callable[[Any, int, Round, Any], list[int]] = chain,
 ) -> list[tuple[bool, float]]:
     """Replay the oracle's rounds over its text `every`.
 
@@ -129,7 +158,7 @@ def differences(
     out = []
     for i, r in enumerate(rounds):
         seen = build.Recorder()
-        drafted = draft.propose(every[r.position], r.position, len(r.drafted), seen)
+        drafted = propose(draft, every[r.position], r, seen)
         worst = 0.0
         for mine, its, a, b in zip(seen.rows, r.logits, drafted, r.drafted, strict=True):
             worst = max(worst, float((mine - its)[torch.isfinite(mine)].abs().max()))
@@ -160,6 +189,16 @@ def test_every_round(folders: tuple[Path, Path], length: int) -> None:
         found = differences(rounds, folders, ids + text)
         assert len(found) >= 3 and all(same for same, _ in found), (count, found)
         assert max(worst for _, worst in found) < tolerance, (count, found)
+
+
+@pytest.mark.parametrize("length", [WINDOW // 2, 3 * WINDOW + 5])
+def test_every_depth_by_itself(folders: tuple[Path, Path], length: int) -> None:
+    ids = build.prompt(length, VOCAB, length)
+    text, rounds = oracle(folders, ids, 15, Clean)
+    found = differences(rounds, folders, ids + text, propose=one_by_one)
+    assert len(found) >= 3 and all(same for same, _ in found), found
+    assert max(len(r.drafted) for r in rounds) == 15
+    assert max(worst for _, worst in found) < 1e-4, found
 
 
 def test_the_end_of_a_chain_is_as_near_as_float32_allows(folders: tuple[Path, Path]) -> None:
@@ -201,7 +240,8 @@ def swapped(draft: Any) -> None:
 
 
 def first_row(draft: Any) -> None:
-    draft.commit = lambda step: setattr(draft, "_hidden", step.hidden[:1])
+    commit = draft.commit
+    draft.commit = lambda step: commit(replace(step, hidden=step.hidden[:1]))
 
 
 def no_scalar(draft: Any) -> None:

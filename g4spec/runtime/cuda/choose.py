@@ -187,8 +187,9 @@ class CycleState:
     """
 
     def __init__(self, device: torch.device | str, values: torch.Tensor | None = None) -> None:
-        fresh = torch.zeros(4, dtype=torch.int64, device=device) if values is None else values
-        self.values = fresh
+        if values is None:
+            values = torch.zeros(4, dtype=torch.int64, device=device)
+        self.values = values
 
     def set(self, position: int, anchor: int, rows: int) -> None:
         """Begin at `position` with token `anchor`, steps of `rows` rows."""

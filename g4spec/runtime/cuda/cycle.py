@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.models.spec import MAX_STEP_ROWS, Recordable
+from g4spec.models.spec import MAX_STEP_ROWS, Recordable, Unseen
 from g4spec.runtime import graphs
 from g4spec.runtime.cuda.choose import Choice, Chosen, CycleState
 from g4spec.runtime.speculate import Cycle, Played
@@ -91,7 +91,6 @@ class Cycles:
         self._forced = None if forced is None else torch.tensor([forced], device=device)
         self._rows = torch.arange(MAX_STEP_ROWS, device=device)
         self._choice: Choice | None = None
-        self._suppress: tuple[int, ...] = ()
         self._made: dict[tuple[str, int, tuple[str, ...]], graphs.Capture] = {}
         self._slots = deque(_Slot.empty() for _ in range(AHEAD))
         self._waiting: deque[tuple[_Slot, int]] = deque()
@@ -101,8 +100,7 @@ class Cycles:
     def ready(self, sampler: Sampler) -> bool:
         """Take another sampler, if its choices can be recorded; one that sorts could, but every
         setting of it would be a recording of its own."""
-        if self._choice is None or self._suppress != sampler.suppress:
-            self._suppress = sampler.suppress
+        if self._choice is None or self._choice.sampler.suppress != sampler.suppress:
             torch.cuda.synchronize()
             self._made.clear()
             self._choice = Choice(self._target.config.n_vocab, self._target.ops.device,
@@ -187,7 +185,7 @@ class Cycles:
         hidden, taps, logits = self._target.run(ids, positions)
         chosen = self._chosen(logits, positions)
         self._state.accept(chosen.ids, ids, forced=self._forced)
-        self._draft.take(ids, positions, hidden, taps, on.state[2:3])
+        self._draft.take(Unseen(ids, positions, hidden, taps), on.state[2:3])
         on.chosen[:size].copy_(chosen.ids)
         on.bad[:size].copy_(chosen.bad)
         on.logits[:size].copy_(chosen.values)

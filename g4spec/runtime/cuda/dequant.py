@@ -83,6 +83,16 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
     )
 
 
+def plain(weight: Weight) -> torch.Tensor:
+    """All matrices [matrices * rows, columns]: numbers as they are, others in half precision."""
+    shape = weight.matrices * weight.rows, weight.columns
+    if not weight.type:
+        return weight.data.view(shape)
+    out = torch.empty(shape, dtype=torch.float16, device=weight.data.device)
+    dequantize(weight, out)
+    return out
+
+
 class Products:
     """x W^T for many rows, through scratch for one dequantized matrix at a time.
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from g4spec.runtime.cuda import rows as rows_of
-from g4spec.runtime.cuda.dequant import Weight, dequantize
+from g4spec.runtime.cuda.dequant import Weight, plain
 from g4spec.runtime.cuda.rows import MOST, Rows
 from g4spec.runtime.simple_ops import pad_rows
 
@@ -45,10 +45,7 @@ def product(x: torch.Tensor | Rows, weight: Weight, split: bool = True) -> torch
     if weight.data.dtype is torch.bfloat16 and split:
         return _split(numbers(x), weight.data)
     half, scale = _halves(x)
-    matrix = weight.data.to(torch.float16) if not weight.type else weight.data
-    if weight.type:
-        matrix = torch.empty(weight.rows, weight.columns, dtype=torch.float16, device=half.device)
-        dequantize(weight, matrix)
+    matrix = plain(weight).to(torch.float16)
     y = torch.mm(half, matrix.t(), out_dtype=torch.float32)
     return (y if scale is None else y * scale)[: len(x)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from g4spec.runtime.cuda import rows
-from g4spec.runtime.cuda.dequant import Weight, dequantize
+from g4spec.runtime.cuda.dequant import plain
 from g4spec.runtime.cuda.matrix import TILE, Matrix
 from g4spec.runtime.simple_ops import pad_rows
 
@@ -49,10 +49,4 @@ def _stack(weight: Any) -> torch.Tensor:
     """All experts' matrices as numbers [E, rows, columns]."""
     if isinstance(weight, torch.Tensor):
         return weight
-    w: Weight = weight.alone
-    if not w.type:
-        return w.data.view(weight.shape)
-    out = torch.empty(weight.matrices * weight.rows, weight.columns, dtype=torch.float16,
-                      device=w.data.device)  # fmt: skip
-    dequantize(w, out)
-    return out.view(weight.shape)
+    return plain(weight.alone).view(weight.shape)
