@@ -13,18 +13,20 @@ struct Affine {
   template <int PARTS>
   struct Factors {
     float scales[8 / PARTS], dmin;
-    u32 mins[4 / PARTS];  // pairs of halves
+    u32 mins[4 / PARTS];  // pairs of codes
 
-    // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it.
+    // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it. All factors
+    // undo the 2^-24 of the codes.
     DEVICE void load(const u8* unit, int warp, int lane, int part) {
       const uint4 h = *(const uint4*)(unit + HEADER + (warp * 32 + lane) * 16);
-      const float d = from_half(h.x) * (lane & 8 ? 0.0625f : 1.0f), bias = -8388608.0f * d;
+      const float d = from_half(h.x) * (SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
+      const float bias = -8388608.0f * d;
       u32 scale = h.y, scale_end = h.w & 0xffff, min = h.z, min_end = h.w >> 16;
       if (PARTS > 1 && part) {
         scale = bits_from(scale, scale_end, 24);
         min = bits_from(min, min_end, 24);
       }
-      dmin = from_half(h.x >> 16);
+      dmin = from_half(h.x >> 16) * SUBNORMAL;
 #pragma unroll
       for (int i = 0; i < 8 / PARTS; ++i) {  // d * (2^23 + scale) - d * 2^23, which is exact
         const u32 bits = and_or(bits_from(scale, scale_end, 6 * i), 63, 0x4b000000u);
@@ -33,7 +35,7 @@ struct Affine {
 #pragma unroll
       for (int i = 0; i < 4 / PARTS; ++i) {
         const u32 two = bits_from(min, min_end, 12 * i);
-        mins[i] = sub_half2(and_or(two << 10, 0x3f0000u, and_or(two, 0x3fu, MAGIC)), MAGIC);
+        mins[i] = and_or(two << 10, 0x3f0000u, two & 0x3fu);
       }
     }
     DEVICE void store(u8* scratch, int lane) const {
@@ -64,6 +66,7 @@ struct Affine {
       const auto rows = activations<NT>(act, k64);
       u32 b[2][2][NT][2];
       float c[2][2][NT][4];  // [half][tile]: chains of two products, side by side
+      float zero[4] = {0, 0, 0, 0};
       rows.fragments(b[0], 0, lane);
       rows.fragments(b[1], 1, lane);
 #pragma unroll
@@ -72,18 +75,12 @@ struct Affine {
         for (int i = 0; i < 4; ++i) {
           const int h = i / 2, tile = i % 2;
           u32 a[4];
-          from_nibbles(a, step ? (h ? w[tile].w : w[tile].y) : (h ? w[tile].z : w[tile].x));
+          subnormal_nibbles(a, step ? (h ? w[tile].w : w[tile].y) : (h ? w[tile].z : w[tile].x));
           if constexpr (BITS == 5) add_fifths(a, fifths[tile], h * 2 + step);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
             const auto& frag = b[h][step][nt];
-            if (step) {
-              mma_f16(c[h][tile][nt], a, frag[0], frag[1], c[h][tile][nt]);
-            } else {
-              const float2 n = rows.sums32(h, nt, t);
-              const float start[4] = {n.x, n.y, n.x, n.y};
-              mma_f16(c[h][tile][nt], a, frag[0], frag[1], start);
-            }
+            mma_f16(c[h][tile][nt], a, frag[0], frag[1], step ? c[h][tile][nt] : zero);
           }
         }
 #pragma unroll
@@ -113,9 +110,8 @@ struct Affine {
       if (t < PAIRS) {
         const auto rows = activations<NT>(act, part * PAIRS + t);
         const float s0 = rows.sum32(0, nt * 8 + g), s1 = rows.sum32(1, nt * 8 + g);
-        const u16 h0 = to_half(s0), h1 = to_half(s1);
-        high = (u32)h0 | (u32)h1 << 16;
-        low = pack_halves(s0 - from_half(h0), s1 - from_half(h1));
+        high = pack_halves(s0, s1);
+        low = pack_halves(s0 - from_half(high), s1 - from_half(high >> 16));
       }
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {

@@ -5,14 +5,17 @@
 // `F::multiply` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to `acc`, or part `part` of
 // `PARTS` of that K. What it needs of the unit's header, `F::Factors`, is unpacked before, into
 // F::SCRATCH / PARTS bytes of shared memory a warp.
-// Integer codes go into the tensor cores as 1024 + code (a bit pattern, no conversion); the
-// accumulator starts at -1024 times the sum of the activations, which removes the bias again.
+// Integer codes go into the tensor cores as bit patterns of halves, without a conversion. With
+// nothing added (Q4_K, Q5_K) these are subnormal numbers, code * 2^-24, which tensor cores multiply
+// exactly; the scales make up for the factor. Others are 1024 + code; the accumulator starts at
+// -1024 times the sum of the activations, which removes the bias again.
 #pragma once
 #include "ptx.cuh"
 
 constexpr int GROUP = 128;           // rows of weights packed together
 constexpr int ACT_BYTES = 1216;      // of 64 k and 8 tokens, see g4spec/runtime/cuda/rows.py
 constexpr u32 MAGIC = 0x64006400u;   // 1024.0 twice in half precision
+constexpr int SUBNORMAL = 1 << 24;   // a code over what its bits are as a half
 
 template <int NT>
 using Acc = float[2][NT][4];  // [tile][8 tokens][rows g, g, g + 8, g + 8 x tokens 2t, 2t + 1]
@@ -63,7 +66,16 @@ DEVICE void from_nibbles(u32 (&a)[4], u32 w) {
   a[3] = and_or(w, 0x00f000f0u, MAGIC);
 }
 
-// The fifth bits of the codes of k16 step j, added to what `from_nibbles` made.
+// The same with nothing added: rows g as q, rows g + 8 as 16 q, both over SUBNORMAL.
+DEVICE void subnormal_nibbles(u32 (&a)[4], u32 w) {
+  a[0] = w & 0x000f000fu;
+  a[1] = w & 0x00f000f0u;
+  w >>= 8;
+  a[2] = w & 0x000f000fu;
+  a[3] = w & 0x00f000f0u;
+}
+
+// The fifth bits of the codes of k16 step j, added to what one of these made.
 DEVICE void add_fifths(u32 (&a)[4], u32 bits, int j) {
   a[0] = and_or(bits >> j, 0x00100010u, a[0]);
   a[1] = and_or(bits >> j, 0x01000100u, a[1]);
