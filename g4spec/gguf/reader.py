@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
-from g4spec.gguf import forks
+from g4spec.gguf import forks, strings
 from g4spec.gguf.values import T, Value
 
 MAGIC = b"GGUF"
@@ -92,6 +93,7 @@ class GGUF(Mapping[str, Any]):
         self.path = Path(path)
         self._cache: dict[str, Any] = {}
         self._places: dict[str, _Place] = {}
+        self._blocks: dict[str, list[strings.Block]] = {}  # of string arrays
         self.tensors: dict[str, TensorInfo] = {}
         self._open()
         try:
@@ -137,6 +139,11 @@ class GGUF(Mapping[str, Any]):
         """Type of a value, or of the entries of an array."""
         return self._places[key].item
 
+    def entries(self, key: str) -> T | None:
+        """Type of an array's entries; None for any other value and for a key that is missing."""
+        place = self._places.get(key)
+        return place.item if place and place.type is T.ARRAY else None
+
     def length(self, key: str) -> int:
         """Entries of an array, without reading it."""
         return self._places[key].count
@@ -153,7 +160,7 @@ class GGUF(Mapping[str, Any]):
         place = self._places[key]
         if place.type is T.ARRAY:
             if place.item is T.STRING:
-                return self._strings(place, key)
+                return list(chain.from_iterable(self.blocks(key)))
             return self.numbers(key).tolist()
         if place.type is T.STRING:
             return self._string(place.start, f"key {key!r}")[0]
@@ -164,18 +171,27 @@ class GGUF(Mapping[str, Any]):
         """The first `n` entries of an array, without reading the rest."""
         place = self._places[key]
         if place.item is T.STRING:
-            return self._strings(replace(place, count=min(n, place.count)), key)
+            return self._strings(key, place.start, min(n, place.count))
         return list(self.numbers(key)[:n].tolist())
 
-    def _strings(self, place: _Place, key: str) -> list[str]:
-        view, at, out = self._view, place.start, []
+    def blocks(self, key: str) -> Iterator[list[str]]:
+        """The strings of an array, some thousands at a time: all may take a hundred megabytes."""
+        first = 0
+        for at, end, count in self._blocks[key]:
+            raw = np.frombuffer(self._map, np.uint8, end - at, at)
+            yield strings.split(raw, count) or self._strings(key, at, count, first)
+            first += count
+
+    def _strings(self, key: str, at: int, count: int, first: int = 0) -> list[str]:
+        """`count` strings from byte `at` on, one by one. `first`: number of that entry."""
+        view, out = self._view, list[str]()
         try:
-            for _ in range(place.count):
+            for _ in range(count):
                 end = at + 8 + _U64.unpack_from(view, at)[0]
                 out.append(str(view[at + 8 : end], "utf-8"))
                 at = end
         except UnicodeDecodeError as e:
-            raise self._bad(f"key {key!r}, entry {len(out)}: not UTF-8 ({e.reason})") from e
+            raise self._bad(f"key {key!r}, entry {first + len(out)}: not UTF-8 ({e.reason})") from e
         return out
 
     # ---- tensors
@@ -311,12 +327,7 @@ class GGUF(Mapping[str, Any]):
             raise self._bad(f"the file ends inside key {key!r}", f"{count} entries")
         if item is not T.STRING:
             return at + count * least
-        view, unpack = self._view, _U64.unpack_from
-        try:
-            for _ in range(count):
-                at += 8 + unpack(view, at)[0]
-        except (struct.error, OverflowError):
-            at = self.size + 1
+        self._blocks[key], at = strings.scan(self._map, at, count)
         if at > self.size:
             raise self._bad(f"the file ends inside key {key!r}")
         return at

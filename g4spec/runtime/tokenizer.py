@@ -10,16 +10,21 @@ GemmaTokenizer.
 from __future__ import annotations
 
 import codecs
-import gc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import models, normalizers, pre_tokenizers
 
 from g4spec.errors import InputError, Unsupported
+from g4spec.gguf.reader import NUMBERS
+from g4spec.gguf.strings import BLOCK
+from g4spec.gguf.values import T
 from g4spec.models.spec import stop_ids
 
 if TYPE_CHECKING:
@@ -30,6 +35,7 @@ CONTROL, UNKNOWN, USER_DEFINED, BYTE = 3, 2, 4, 6
 """Token types of GGUF (llama.h, `enum llama_token_type`)."""
 
 _KEY = "tokenizer.ggml."
+_MERGES = "tokenizer.ggml.merges"
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -50,7 +56,7 @@ class Tokenizer:
     def __init__(
         self,
         tokens: Sequence[str],
-        types: Sequence[int],
+        types: Sequence[int] | NDArray[Any],
         merges: Sequence[str],
         *,
         bos: int,
@@ -63,11 +69,11 @@ class Tokenizer:
         self.stop_ids = frozenset(i for i in stop_ids(stops) if 0 <= i < len(tokens))
         self.suppress_ids = tuple(sorted({i for i in suppress if 0 <= i < len(tokens)}))
         self._tokens = tokens
-        self._special = {i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN, USER_DEFINED)}
-        self._hidden = {i for i in self._special if types[i] != USER_DEFINED}
-        self._bytes = {i for i, t in enumerate(types) if t == BYTE}
-        with _no_garbage_collection():
-            self._encoder = _encoder(tokens, merges, source)
+        kinds = np.asarray(types)
+        self._hidden = _where(kinds, CONTROL, UNKNOWN)
+        self._special = self._hidden | _where(kinds, USER_DEFINED)
+        self._bytes = _where(kinds, BYTE)
+        self._encoder = _encoder(tokens, merges, source)
         added = sorted(self._special, key=lambda i: (-len(tokens[i]), i))
         self._encoder.add_special_tokens(
             [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in added]
@@ -81,8 +87,7 @@ class Tokenizer:
             InputError: keys are missing or contradict one another.
             Unsupported: the file holds another kind of tokenizer.
         """
-        with _no_garbage_collection():
-            return _read(file.kv, str(file.path))
+        return _read(file)
 
     @property
     def n_vocab(self) -> int:
@@ -162,30 +167,40 @@ class Stream:
         return text
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A million small objects are made here and none is garbage: looking for it takes a second."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+def _where(kinds: NDArray[Any], *wanted: int) -> set[int]:
+    return set(np.flatnonzero(np.isin(kinds, wanted)).tolist())
 
 
-def _read(kv: Mapping[str, Any], source: str) -> Tokenizer:
+class _Merges(Sequence[str]):
+    """The merges of a file, read again each time: kept as a list they take fifty megabytes."""
+
+    def __init__(self, file: GGUF) -> None:
+        self._file = file
+
+    def __len__(self) -> int:
+        return self._file.length(_MERGES)
+
+    def __iter__(self) -> Iterator[str]:
+        return chain.from_iterable(self._file.blocks(_MERGES))
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._file[_MERGES][i]
+
+
+def _read(file: GGUF) -> Tokenizer:
+    kv, source = file.kv, str(file.path)
     model = kv.get(_KEY + "model")
     if model != "gemma4":
         raise Unsupported(f"{source}: {_KEY}model", expected="gemma4", found=model or "nothing",
                           fix="pass a Gemma 4 target")  # fmt: skip
-    tokens, merges = (_list(kv, name, str, source) for name in ("tokens", "merges"))
-    types = _list(kv, "token_type", int, source)
+    for name, kind in (("tokens", str), ("merges", str), ("token_type", int)):
+        _check_list(file, name, kind)
+    tokens, types = kv[_KEY + "tokens"], file.numbers(_KEY + "token_type")
     if len(types) != len(tokens):
         raise InputError(f"{source}: {_KEY}token_type", expected=f"{len(tokens)} entries",
                          found=len(types))  # fmt: skip
-    for i, kind in enumerate(types):
-        if kind == BYTE and not _BYTE.fullmatch(tokens[i]):
+    for i in sorted(_where(types, BYTE)):
+        if not _BYTE.fullmatch(tokens[i]):
             raise InputError(f"{source}: byte token {i}", expected="<0x00> to <0xFF>",
                              found=repr(tokens[i]))  # fmt: skip
     ids = {name: _id(kv, name, len(tokens), source) for name in ("bos", "eos", "eot", "eom")}
@@ -196,7 +211,7 @@ def _read(kv: Mapping[str, Any], source: str) -> Tokenizer:
     stops = [*own, *(i for i in ids.values() if i is not None)]
     template = kv.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
-    return Tokenizer(tokens, types, merges, bos=bos, stops=stops, suppress=suppress,
+    return Tokenizer(tokens, types, _Merges(file), bos=bos, stops=stops, suppress=suppress,
                      template=template, source=source)  # fmt: skip
 
 
@@ -214,13 +229,15 @@ def _id(kv: Mapping[str, Any], name: str, n_vocab: int, source: str) -> int | No
     raise InputError(f"{source}: {_KEY}{name}_token_id", expected=f"0..{n_vocab - 1}", found=value)
 
 
-def _list(kv: Mapping[str, Any], name: str, kind: type, source: str) -> list[Any]:
-    value = kv.get(_KEY + name)
-    if not isinstance(value, list) or not value or not isinstance(value[0], kind):
-        raise InputError(f"{source}: {_KEY}{name}", expected=f"a list of {kind.__name__}",
-                         found=type(value).__name__ if value else "nothing",
-                         fix="convert the target again")  # fmt: skip
-    return value
+def _check_list(file: GGUF, name: str, kind: type[str] | type[int]) -> None:
+    item = file.entries(_KEY + name)
+    integers = [t for t, dtype in NUMBERS.items() if dtype.kind in "iu"]
+    if item in ([T.STRING] if kind is str else integers) and file.length(_KEY + name):
+        return
+    value = file.get(_KEY + name)
+    raise InputError(f"{file.path}: {_KEY}{name}", expected=f"a list of {kind.__name__}",
+                     found=type(value).__name__ if value else "nothing",
+                     fix="convert the target again")  # fmt: skip
 
 
 def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> tokenizers.Tokenizer:
@@ -230,12 +247,8 @@ def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> token
         raise InputError(
             f"{source}: {_KEY}tokens", expected="different texts", found=f"{twice!r} twice"
         )
-    # All at once: there are half a million of them, and a file should open in under a second.
-    halves = " ".join(merges).split(" ")
-    pairs = list(zip(halves[::2], halves[1::2], strict=False))
-    if len(halves) != 2 * len(merges):
-        _blame(vocab, merges, source)
-    with _Explained(vocab, merges, source):
+    pairs = _Pairs(vocab, merges, source)
+    with pairs.explained():
         model = models.BPE(vocab, pairs, byte_fallback=True, fuse_unk=True)
     encoder = tokenizers.Tokenizer(model)
     encoder.normalizer = normalizers.Replace(" ", SPACE)
@@ -244,26 +257,58 @@ def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> token
     return encoder
 
 
-class _Explained:
-    """Names the merge that the library refused; it raises a bare `Exception`, nothing narrower."""
+class _Pairs(Sequence[tuple[str, str]]):
+    """Merges as the library asks for them, one after the other.
 
-    def __init__(self, *case: Any) -> None:
-        self._case = case
+    It copies each pair, so none is kept here: half a million tuples and a million strings would
+    take 130 MB, and longer to get from the system than to make.
+    """
 
-    def __enter__(self) -> None:
-        pass
+    def __init__(self, vocab: Mapping[str, int], merges: Sequence[str], source: str) -> None:
+        self._vocab, self._merges, self._source = vocab, merges, source
+        self._error: BaseException | None = None
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is Exception:
-            _blame(*self._case)
+    def __len__(self) -> int:
+        return len(self._merges)
 
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        halves = chain.from_iterable(self._halves())
+        return zip(halves, halves, strict=True)
 
-def _blame(vocab: Mapping[str, int], merges: Sequence[str], source: str) -> None:
-    for i, merge in enumerate(merges):
-        left, _, right = merge.partition(" ")
-        if not (left in vocab and right in vocab and left + right in vocab):
-            raise InputError(
-                f"{source}: {_KEY}merges, entry {i}",
-                expected="two tokens, a space between them, that make a token together",
-                found=repr(merge),
-            ) from None
+    def __getitem__(self, i: Any) -> Any:
+        return tuple(self._merges[i].split(" "))
+
+    def _halves(self) -> Iterator[list[str]]:
+        """Both halves of some merges in turn; many at once, because that is faster."""
+        entries = iter(self._merges)
+        try:
+            while block := list(islice(entries, BLOCK)):
+                halves = " ".join(block).split(" ")
+                if len(halves) != 2 * len(block):
+                    self._blame()
+                yield halves
+        except (Exception, KeyboardInterrupt) as error:
+            self._error = error  # the library would raise a TypeError in its place
+            raise
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Names the merge that the library refuses: it raises an Exception, nothing narrower."""
+        try:
+            yield
+        except Exception as error:
+            if self._error:
+                raise self._error from None
+            if type(error) is Exception:
+                self._blame()
+            raise
+
+    def _blame(self) -> None:
+        for i, merge in enumerate(self._merges):
+            two = merge.split(" ")
+            if len(two) != 2 or not all(t in self._vocab for t in (*two, "".join(two))):
+                raise InputError(
+                    f"{self._source}: {_MERGES}, entry {i}",
+                    expected="two tokens, a space between them, that make a token together",
+                    found=repr(merge),
+                ) from None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import struct
 import time
 import tracemalloc
+from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import gguf as oracle
 import numpy as np
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 
 from g4spec.errors import G4Error, InputError, Unsupported
 from g4spec.gguf import GGUF, KV, T, TensorData, Value, array, boolean, f32, string, u32, write
+from g4spec.gguf import strings as arrays
+from g4spec.gguf.strings import BLOCK, WINDOW
 
 HEAD = struct.pack("<4sIqq", b"GGUF", 3, 0, 0)
 
@@ -199,6 +203,78 @@ def test_strings_that_are_not_text_are_named(tmp_path: Path) -> None:
         for key, says in (("k", "'k', entry 1"), ("s", "'s'")):
             with pytest.raises(InputError, match=says):
                 g[key]
+
+
+LIKE = b"\x05" + bytes(7) + b"five!"  # a text that looks like a string with its length
+ODD = [b"", b"\0", b"a\0b", bytes(9), LIKE, LIKE[:8], LIKE * 20, b"x" * 255, b"y" * 256,
+       b"z" * 70000, "é▁日🙂".encode()]  # fmt: skip
+SHORT = st.binary(min_size=1, max_size=5) | st.text(min_size=1, max_size=5).map(str.encode)
+WORDS = st.lists(SHORT, min_size=1) | st.lists(SHORT | st.sampled_from(ODD), min_size=1)
+
+
+@settings(max_examples=300, deadline=None)
+@given(words=WORDS)
+def test_strings_split_at_once_are_those_read_in_turn(words: list[bytes]) -> None:
+    raw = np.frombuffer(b"".join(map(text, words)), np.uint8)
+    found = arrays.split(raw, len(words))
+    if all(0 < len(w) < 256 and b"\0" not in w and is_utf8(w) for w in words):
+        assert found == [w.decode() for w in words]
+    else:
+        assert found is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(words=WORDS, before=st.binary(max_size=9), after=st.binary(max_size=40),
+       window=st.integers(1, 99), block=st.integers(1, 5), least=st.integers(1, 5))  # fmt: skip
+def test_strings_are_found_where_they_are(
+    words: list[bytes], before: bytes, after: bytes, window: int, block: int, least: int
+) -> None:
+    packed = b"".join(map(text, words))
+    with mock.patch.multiple(arrays, WINDOW=window, BLOCK=block, LEAST=least):
+        blocks, end = arrays.scan(before + packed + after, len(before), len(words))
+        assert end == len(before + packed)
+        got = [(before + packed)[a:b] for a, b, _ in blocks]
+        left = iter(words)
+        assert got == [b"".join(map(text, islice(left, n))) for _, _, n in blocks]
+        assert next(left, None) is None
+        for size in range(len(before), end, 1 + len(packed) // 50):
+            assert arrays.scan((before + packed)[:size], len(before), len(words))[1] > size
+
+
+def is_utf8(word: bytes) -> bool:
+    try:
+        return bool(word.decode())
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize("count", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5])
+@pytest.mark.parametrize("odd", ["", "a\0b", "x" * 300])
+def test_blocks_hold_every_string_once(count: int, odd: str, tmp_path: Path) -> None:
+    words = [f"token{i}" for i in range(count)]
+    words[-2:-1] = [odd] * len(words[-2:-1])
+    write(tmp_path / "a.gguf", {"k": array(T.STRING, words)}, [])
+    with GGUF(tmp_path / "a.gguf") as g:
+        assert [w for block in g.blocks("k") for w in block] == g["k"] == words
+        assert all(0 < len(block) <= WINDOW // 9 for block in g.blocks("k"))
+        assert g.first("k", 3) == words[:3]
+
+
+def test_a_string_that_is_not_text_is_named_far_into_an_array(tmp_path: Path) -> None:
+    words = [b"ok"] * (BLOCK + 9)
+    words[BLOCK + 7] = b"\xff"
+    packed = struct.pack("<iQ", 8, len(words)) + b"".join(map(text, words))
+    path = file(tmp_path / "a.gguf", kv=(pair(b"k", 9, packed),))
+    with GGUF(path) as g, pytest.raises(InputError, match=f"'k', entry {BLOCK + 7}: not UTF-8"):
+        g["k"]
+
+
+def test_entries_are_those_of_arrays(tmp_path: Path) -> None:
+    kv = {"words": array(T.STRING, ["a"]), "n": array(T.I32, []), "s": string("a"), "u": u32(1)}
+    write(tmp_path / "a.gguf", kv, [])
+    with GGUF(tmp_path / "a.gguf") as g:
+        kinds = {key: g.entries(key) for key in (*kv, "missing")}
+    assert kinds == {"words": T.STRING, "n": T.I32, "s": None, "u": None, "missing": None}
 
 
 def test_every_truncation_is_an_error_or_a_shorter_tail(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, T, Value, array, boolean, string, u32, write
+from g4spec.gguf.strings import BLOCK
 from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
 from tests import tokens as tiny
@@ -165,6 +166,45 @@ BROKEN = {
         "'<bos>' twice",
     ),
 }
+
+
+MANY = BLOCK + 9
+FAR = {
+    "stranger": ("zz y", "expected two tokens.*found 'zz y'"),
+    "two spaces": ("d e f", "found 'd e f'"),
+    "no space": ("de", "found 'de'"),
+    "nothing": ("", "found ''"),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+def test_a_merge_far_into_the_list_is_named(name: str, tmp_path: Path) -> None:
+    bad, says = FAR[name]
+    merges = [*["d e"] * MANY, bad, "d e"]
+    path = tiny.vocabulary_file(tmp_path / "v.gguf", merges=array(T.STRING, merges))
+    with GGUF(path) as file, pytest.raises(InputError, match=f"merges, entry {MANY}: .*{says}"):
+        Tokenizer.from_gguf(file)
+    tokens, types, _ = tiny.vocabulary()
+    with pytest.raises(InputError, match=f"merges, entry {MANY}: .*{says}"):
+        Tokenizer(tokens, types, merges, bos=2)
+
+
+def test_merges_that_are_not_text(tmp_path: Path) -> None:
+    path = tiny.vocabulary_file(tmp_path / "v.gguf", merges=array(T.STRING, ["d e", "X Y"]))
+    path.write_bytes(path.read_bytes().replace(b"X Y", b"X \xff"))
+    with GGUF(path) as file, pytest.raises(InputError, match=r"merges', entry 1: not UTF-8"):
+        Tokenizer.from_gguf(file)
+
+
+def test_an_interrupt_stays_one() -> None:
+    class Interrupted(list[str]):
+        def __iter__(self) -> Any:
+            yield "d e"
+            raise KeyboardInterrupt
+
+    tokens, types, _ = tiny.vocabulary()
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer(tokens, types, Interrupted(["d e"] * 3), bos=2)
 
 
 def test_stop_ids_of_another_kind(tmp_path: Path) -> None:
