@@ -96,8 +96,14 @@ def finish(
     require_identical(data)
 
 
-def checked(model: Path | None, preset: str | None, fixed: bool) -> Path:
-    """The target, if the options mean something together."""
+def checked(
+    model: Path | None, preset: str | None, fixed: bool, writes: Sequence[Path | None]
+) -> Path:
+    """The target, if the options mean something together. `writes`: files to be written in the
+    end, which is too late to find out that one cannot be."""
+    for path in writes:
+        if path is not None and path.is_dir():
+            raise UsageError(f"{path} is a folder", expected="the name of a file to write")
     if model is None:
         raise UsageError("-m is missing: pass the target, a GGUF file")
     if preset not in (None, MT_BENCH):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _synthetic
+from g4spec.cli import _compare, _engine, _measured, _options, _synthetic
 from g4spec.cli.render import Json, Output, Quiet
 
 app = typer.Typer(rich_markup_mode=None)
@@ -72,7 +72,7 @@ def measure(
     out = Output(json, quiet)
     if synthetic is not None:
         return _synthetic.run(synthetic, mix, accepted, ctx_size, device, cache_type, out, save)
-    model = _measured.checked(model, preset, bool(temp or categories))
+    model = _measured.checked(model, preset, bool(temp or categories), (save, report))
     from g4spec.runtime import bench, provenance
     from g4spec.runtime import prompts as shipped
     from g4spec.runtime.sampling import Sampler
@@ -82,15 +82,15 @@ def measure(
     wanted = draft_max or ("8" if preset else "sweep")
     bench.lengths_of(wanted, 15)  # a typing error should not cost the time of loading
     questions = shipped.mt_bench(dataset or Path("question.jsonl"), prompts) if preset else []
-    model = _inputs.local(model, out, "gguf")
-    draft_file = _inputs.open_draft(draft, model, out)
+    names = categories.split(",") if categories else shipped.CATEGORIES
+    shipped.check(names, prompts)
+    setup = _engine.Setup(ctx_size, draft_window, device, cache_type)
+    model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
-    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
-                          device=device, cache_type=cache_type)  # fmt: skip
+    engine = _engine.load(model, draft_file, setup, out)
     possible = bench.lengths_of(wanted, engine.draft.max_tokens if engine.draft else None)
     protocol = replace(protocol, lengths=possible)
     room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
-    names = categories.split(",") if categories else shipped.CATEGORIES
     texts = questions or shipped.prompts(engine.tokenizer, names, prompts, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _engine, _inputs, _options
+from g4spec.cli import _engine, _options
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -36,10 +36,9 @@ def command(
     from g4spec.runtime import prompts, verify
 
     out = Output(json, quiet)
-    model = _inputs.local(model, out, "gguf")
-    draft_file = _inputs.open_draft(draft, model, out)
-    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
-                          device=device, cache_type=cache_type)  # fmt: skip
+    setup = _engine.Setup(ctx_size, draft_window, device, cache_type)
+    model, draft_file = _engine.files(model, draft, setup, out)
+    engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
     room = long_tokens or min(1024, engine.n_ctx - n_predict)
     texts = prompts.prompts(engine.tokenizer, long_tokens=room)

@@ -8,6 +8,8 @@ import pkgutil
 from collections.abc import Container
 from types import ModuleType
 
+from g4spec.errors import InputError
+
 TARGETS = ("gemma4",)
 """Kinds that are targets; every other kind with an ARCH is a draft."""
 
@@ -48,6 +50,16 @@ def of_gguf(arch: object, tensors: Container[str]) -> ModuleType | None:
     marked = [m for m in sharing if any(name in tensors for name in getattr(m, "MARKS", ()))]
     plain = [m for m in sharing if not getattr(m, "MARKS", ())]
     return next(iter(marked + plain), None)
+
+
+def misplaced(path: object, kind: ModuleType, fix: str | None = None) -> InputError:
+    """The error for a target where a draft is wanted, or a draft where a target is. `fix`: what to
+    do, where it is not a matter of -m and -md."""
+    if kind.ARCH in TARGETS:
+        fix = fix or "this is a target: pass it with -m, and a draft made for it with -md"
+        return InputError(f"{path}: not a draft", found=kind.TITLE, fix=fix)
+    fix = fix or "this is a draft: pass it with -md, and its target with -m"
+    return InputError(f"{path}: not a target", found=kind.TITLE, fix=fix)
 
 
 def _archs(module: ModuleType) -> tuple[str, ...]:

@@ -270,6 +270,12 @@ class Engine:
         return costs
 
 
+def check(target: Path, n_ctx: int | None = None) -> None:
+    """Raise what `Engine.load` would about a target, as far as its header shows it."""
+    with GGUF(target) as file:
+        _context(n_ctx, _target_config(file).n_ctx)
+
+
 def _context(asked: int | None, trained: int) -> int:
     if asked is None:
         return min(trained, DEFAULT_CTX)
@@ -282,10 +288,10 @@ def _context(asked: int | None, trained: int) -> int:
 def _target_config(file: GGUF) -> gemma4.Config:
     arch = file.kv.get("general.architecture")
     if arch not in models.targets():
-        drafts = arch in models.architectures()
+        if (kind := models.of_gguf(arch, file.tensors)) is not None:
+            raise models.misplaced(file.path, kind)
         raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
-                         found=f"architecture {arch!r}",
-                         fix="this is a draft: pass it with -md" if drafts else None)  # fmt: skip
+                         found=f"architecture {arch!r}")  # fmt: skip
     return gemma4.parse_gguf(file.kv, file.shapes())
 
 
@@ -304,6 +310,8 @@ class _DraftFile:
         self.kind = models.of_gguf(arch, self.file.tensors)
         if self.kind is None or arch in models.TARGETS:
             self.file.close()
+            if self.kind is not None:
+                raise models.misplaced(self.file.path, self.kind)
             raise InputError(f"{self.file.path}: not a draft this version knows",
                              expected=" or ".join(models.drafts()),
                              found=f"architecture {arch!r}",

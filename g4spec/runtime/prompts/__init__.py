@@ -62,10 +62,9 @@ def prompts(
 
     Raises UsageError for an unknown category, or when there are fewer prompts.
     """
+    check(categories, count)
     found: list[Prompt] = []
     for category in categories:
-        if category not in CATEGORIES:
-            raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
         if category == "long":
             texts = [long_text(tokenizer, long_tokens, i) for i in range(count or LONG_PROMPTS)]
             form = "raw"
@@ -78,6 +77,15 @@ def prompts(
             Prompt(f"{category}-{i}", category, form, text) for i, text in enumerate(texts[:count])
         ]
     return found
+
+
+def check(categories: Sequence[str], count: int | None = None) -> None:
+    """UsageError for an unknown category, or a number of prompts that cannot be."""
+    for category in categories:
+        if category not in CATEGORIES:
+            raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
+    if count is not None and count < 1:
+        raise UsageError("--prompts", expected=">= 1", found=count)
 
 
 def long_text(tokenizer: Tokenizer, tokens: int, index: int) -> str:
