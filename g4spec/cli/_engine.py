@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ class Setup:
 
     n_ctx: int | None
     draft_window: int | None
+    draft_p_min: float | None
     device: str
     cache_type: str | None
 
@@ -30,15 +31,17 @@ def files(
     have to be. What shows without that is said before it, and a draft, the smaller one, is fetched
     before its target."""
     from g4spec.convert import hub
-    from g4spec.runtime import devices
+    from g4spec.runtime import devices, engine
 
+    named = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
     devices.check(setup.device, setup.cache_type)
+    engine.check_p_min(setup.draft_p_min, named is not None)
     away, path = hub.is_away(model), None
     if not away:
         model = _target(model, setup, out)
-    if draft is not None and draft != _inputs.NGRAM:
-        path = _inputs.local(Path(draft), out)
-        _inputs.check_draft(path)
+    if named is not None:
+        path = _inputs.local(named, out)
+        _inputs.check_draft(path, confident=bool(setup.draft_p_min))
     if away:
         model = _target(model, setup, out)
     return model, _inputs.open_draft(path, model, out) if path else draft
@@ -54,8 +57,7 @@ def load(model: Path, draft: Path | str | None, setup: Setup, out: Output) -> En
     """See `Engine.load`."""
     from g4spec.runtime.engine import Engine
 
-    engine = Engine.load(model, draft, n_ctx=setup.n_ctx, draft_window=setup.draft_window,
-                         device=setup.device, cache_type=setup.cache_type)  # fmt: skip
+    engine = Engine.load(model, draft, **asdict(setup))
     if engine.target.ops.device.type != "cpu":
         out.note(f"runs on {engine.target.ops.title}")
     elif setup.device == "auto":

@@ -65,13 +65,16 @@ def open_draft(path: Path, target: Path, out: Output) -> Path:
     return made
 
 
-def check_draft(path: Path) -> None:
-    """InputError for what is no draft."""
+def check_draft(path: Path, confident: bool = False) -> None:
+    """InputError for what is no draft; UsageError for one that lacks a confidence head, where it
+    must be `confident`."""
     from g4spec import convert, models
 
     with convert.detect(path) as found:
         if found.is_target:
             raise models.misplaced(path, found.kind)
+        if confident:
+            models.require_confidence(path, found.kind, found.source.tensors)
 
 
 def check_target(path: Path, n_ctx: int | None) -> None:

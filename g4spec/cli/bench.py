@@ -56,6 +56,7 @@ def measure(
     seed: _options.Seed = 0,
     ignore_eos: _options.IgnoreEos = False,
     draft_window: _options.DraftWindow = None,
+    draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     save: Save = None,
@@ -84,7 +85,7 @@ def measure(
     questions = shipped.mt_bench(dataset or Path("question.jsonl"), prompts) if preset else []
     names = categories.split(",") if categories else shipped.CATEGORIES
     shipped.check(names, prompts)
-    setup = _engine.Setup(ctx_size, draft_window, device, cache_type)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, setup, out)

@@ -50,6 +50,7 @@ def command(
     seed: _options.Seed = 0,
     draft_max: _options.DraftMax = "auto",
     draft_window: _options.DraftWindow = None,
+    draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     stop: _options.Stop = None,
@@ -75,7 +76,7 @@ def command(
         ignore_eos,
     )
     given = _given(prompt, file, tokens_file)
-    setup = _engine.Setup(ctx_size, draft_window, device, cache_type)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
     ids = _encoded(engine.tokenizer, given, chat, system)

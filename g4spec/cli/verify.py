@@ -22,6 +22,7 @@ def command(
     n_predict: Number = 64,
     ctx_size: _options.ContextSize = None,
     draft_window: _options.DraftWindow = None,
+    draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     long_tokens: LongTokens = None,
@@ -36,7 +37,7 @@ def command(
     from g4spec.runtime import prompts, verify
 
     out = Output(json, quiet)
-    setup = _engine.Setup(ctx_size, draft_window, device, cache_type)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
