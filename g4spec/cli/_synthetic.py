@@ -41,7 +41,6 @@ def run(
     ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
     data = steps.measure(name, ops, protocol)
     if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         out.note(f"wrote {save}")
     _show(data, out)

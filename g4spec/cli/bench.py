@@ -71,9 +71,10 @@ def measure(
     if context.invoked_subcommand is not None:
         return
     out = Output(json, quiet)
+    _measured.prepare(save, report)
     if synthetic is not None:
         return _synthetic.run(synthetic, mix, accepted, ctx_size, device, cache_type, out, save)
-    model = _measured.checked(model, preset, bool(temp or categories), (save, report))
+    model = _measured.checked(model, preset, bool(temp or categories))
     from g4spec.runtime import bench, provenance
     from g4spec.runtime import prompts as shipped
     from g4spec.runtime.sampling import Sampler

@@ -35,8 +35,12 @@ def command(
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
     from g4spec.runtime import prompts, verify
+    from g4spec.runtime.engine import Options
 
     out = Output(json, quiet)
+    # Typing errors should not cost the time of converting and loading.
+    Options(n_predict)
+    verify.check(cases)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)

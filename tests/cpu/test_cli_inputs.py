@@ -126,9 +126,13 @@ def test_prompts_and_outputs_are_checked_before_a_draft_is_converted(g4spec: Cli
     pair = ("-m", "target.gguf", "-md", "draft")
     assert "missing.txt" in g4spec.refused("generate", *pair, "-f", "missing.txt")
     assert "--categories" in g4spec.refused("bench", *pair, "--categories", "poetry")
-    assert "--prompts" in g4spec.refused("bench", *pair, "--prompts", 0)
+    for count in (0, 99):
+        assert "--prompts: expected 1 to 8" in g4spec.refused("bench", *pair, "--prompts", count)
+    assert "--cases" in g4spec.refused("verify", *pair, "--cases", 0)
+    assert "-n: expected" in g4spec.refused("verify", *pair, "-n", 0)
     for option in ("-o", "--report"):
         assert "is a folder" in g4spec.refused("bench", *pair, option, "no-model")
+        assert "text.gguf" in g4spec.refused("bench", *pair, option, "text.gguf/o")
 
 
 def test_what_lies_here_is_checked_before_the_hub_is_asked(

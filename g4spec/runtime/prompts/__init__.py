@@ -71,8 +71,6 @@ def prompts(
         else:
             data = json.loads(_shipped(f"{category}.json"))
             texts, form = data["prompts"], data["form"]
-        if count is not None and not 1 <= count <= len(texts):
-            raise UsageError("--prompts", expected=f"1 to {len(texts)}", found=count)
         found += [
             Prompt(f"{category}-{i}", category, form, text) for i, text in enumerate(texts[:count])
         ]
@@ -80,12 +78,17 @@ def prompts(
 
 
 def check(categories: Sequence[str], count: int | None = None) -> None:
-    """UsageError for an unknown category, or a number of prompts that cannot be."""
+    """UsageError for an unknown category, or more prompts than there are."""
     for category in categories:
         if category not in CATEGORIES:
             raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
-    if count is not None and count < 1:
-        raise UsageError("--prompts", expected=">= 1", found=count)
+        if count is None:
+            continue
+        # Long prompts are put together, as many as are wanted.
+        texts = [] if category == "long" else json.loads(_shipped(f"{category}.json"))["prompts"]
+        if not 1 <= count <= (len(texts) or count):
+            raise UsageError("--prompts", expected=f"1 to {len(texts) or LONG_PROMPTS}",
+                             found=count)  # fmt: skip
 
 
 def long_text(tokenizer: Tokenizer, tokens: int, index: int) -> str:
