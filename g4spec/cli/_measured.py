@@ -107,8 +107,9 @@ def prepare(*paths: Path | None) -> None:
                 raise EnvironmentProblem(f"cannot write {path}: permission denied")
 
 
-def checked(model: Path | None, preset: str | None, fixed: bool) -> Path:
-    """The target, if the options mean something together."""
+def checked(model: Path | None, preset: str | None, fixed: bool, *writes: Path | None) -> Path:
+    """The target, if the options mean something together. `writes`: see `prepare`."""
+    prepare(*writes)
     if model is None:
         raise UsageError("-m is missing: pass the target, a GGUF file")
     if preset not in (None, MT_BENCH):

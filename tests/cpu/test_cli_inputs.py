@@ -135,6 +135,13 @@ def test_prompts_and_outputs_are_checked_before_a_draft_is_converted(g4spec: Cli
         assert "text.gguf" in g4spec.refused("bench", *pair, option, "text.gguf/o")
 
 
+def test_the_preset_has_prompts_of_its_own(g4spec: Cli, tmp_path: Path) -> None:
+    asked = [{"question_id": i, "category": "writing", "turns": [f"Say {i}."]} for i in range(80)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    preset = ("--preset", "mt-bench", "--dataset", tmp_path / "q.jsonl", "--prompts", 40)
+    assert "not a target" in g4spec.refused("bench", "-m", "draft.gguf", *preset)
+
+
 def test_what_lies_here_is_checked_before_the_hub_is_asked(
     g4spec: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
