@@ -2,33 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from g4spec.cli import _inputs
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
     from g4spec.runtime.engine import Engine
 
 
-def load(
-    model: Path,
-    draft: Path | str | None,
-    out: Output,
-    *,
-    n_ctx: int | None,
-    draft_window: int | None,
-    device: str,
-    cache_type: str | None,
-) -> Engine:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Options of a command that belong to the engine: see `Engine.load`."""
+
+    n_ctx: int | None
+    draft_window: int | None
+    draft_p_min: float | None
+    device: str
+    cache_type: str | None
+
+
+def files(
+    model: Path, draft: str | None, setup: Setup, out: Output
+) -> tuple[Path, Path | str | None]:
+    """Target and draft as files that can be loaded, fetched from the hub and converted where they
+    have to be. What shows without that is said before it, and a draft, the smaller one, is fetched
+    before its target."""
+    from g4spec.convert import hub
+    from g4spec.runtime import devices, engine
+
+    named = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
+    devices.check(setup.device, setup.cache_type)
+    engine.check_p_min(setup.draft_p_min, named is not None)
+    away, path = hub.is_away(model), None
+    if not away:
+        model = _target(model, setup, out)
+    if named is not None:
+        path = _inputs.local(named, out)
+        _inputs.check_draft(path, confident=bool(setup.draft_p_min))
+    if away:
+        model = _target(model, setup, out)
+    return model, _inputs.open_draft(path, model, out) if path else draft
+
+
+def _target(model: Path, setup: Setup, out: Output) -> Path:
+    path = _inputs.local(model, out, "gguf")
+    _inputs.check_target(path, setup.n_ctx)
+    return path
+
+
+def load(model: Path, draft: Path | str | None, setup: Setup, out: Output) -> Engine:
     """See `Engine.load`."""
     from g4spec.runtime.engine import Engine
 
-    engine = Engine.load(model, draft, n_ctx=n_ctx, draft_window=draft_window, device=device,
-                         cache_type=cache_type)  # fmt: skip
+    engine = Engine.load(model, draft, **asdict(setup))
     if engine.target.ops.device.type != "cpu":
         out.note(f"runs on {engine.target.ops.title}")
-    elif device == "auto":
+    elif setup.device == "auto":
         from g4spec.runtime import devices
 
         if (why := devices.unused()) is not None:

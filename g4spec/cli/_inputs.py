@@ -50,12 +50,9 @@ def local(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "
     return path
 
 
-def open_draft(draft: str | None, target: Path, out: Output) -> Path | str | None:
-    """The file behind `-md`: a checkpoint folder, or a GGUF in another program's dialect, is
+def open_draft(path: Path, target: Path, out: Output) -> Path:
+    """The GGUF of a draft: a checkpoint folder, or a GGUF in another program's dialect, is
     converted once and kept in a cache."""
-    if draft is None or draft == NGRAM:
-        return draft
-    path = local(Path(draft), out)
     from g4spec import convert
 
     if not path.is_dir():
@@ -66,3 +63,33 @@ def open_draft(draft: str | None, target: Path, out: Output) -> Path | str | Non
         made, note = convert.cached(path, target, cache_folder(), progress=progress)
     out.note(note)
     return made
+
+
+def check_draft(path: Path, confident: bool = False) -> None:
+    """InputError for what is no draft; UsageError for one that lacks a confidence head, where it
+    must be `confident`."""
+    from g4spec import convert, models
+
+    with convert.detect(path) as found:
+        if found.is_target:
+            raise models.misplaced(path, found.kind)
+        if confident:
+            models.require_confidence(path, found.kind, found.source.tensors)
+
+
+def check_target(path: Path, n_ctx: int | None) -> None:
+    """InputError for what is no GGUF of a target, UsageError for a context that it has not."""
+    if not path.is_dir():
+        from g4spec.runtime import engine
+
+        return engine.check(path, n_ctx)
+    from g4spec import convert, models
+
+    with convert.detect(path) as found:
+        if not found.is_target:
+            raise models.misplaced(path, found.kind)
+        if found.path != path:
+            fix = f"name the file in it: {found.path}"
+        else:
+            fix = f"convert it first: g4spec convert {path} -o {path.resolve().name}.gguf"
+    raise InputError(f"{path}: a folder", expected="a target's GGUF file", fix=fix)

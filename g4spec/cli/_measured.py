@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from g4spec.cli.render import Output
-from g4spec.errors import CheckFailed, UsageError
+from g4spec.errors import CheckFailed, EnvironmentProblem, UsageError
 
 if TYPE_CHECKING:
     from g4spec.runtime.bench import Result
@@ -17,15 +18,13 @@ MT_BENCH = "mt-bench"
 
 
 def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None) -> None:
-    """Write the JSON file and the HTML page, as far as they were asked for."""
+    """Write the JSON file and the HTML page, as far as they were asked for (see `prepare`)."""
     if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         out.note(f"wrote {save}")
     if report is not None:
         from g4spec.runtime import report as page
 
-        report.parent.mkdir(parents=True, exist_ok=True)
         page.write(data, report)
         out.note(f"wrote {report}")
 
@@ -96,8 +95,21 @@ def finish(
     require_identical(data)
 
 
-def checked(model: Path | None, preset: str | None, fixed: bool) -> Path:
-    """The target, if the options mean something together."""
+def prepare(*paths: Path | None) -> None:
+    """Make the folders of what will be written: after hours of measuring it is too late to find
+    out that it cannot be."""
+    for path in paths:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise UsageError(f"{path} is a folder", expected="the name of a file to write")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise EnvironmentProblem(f"cannot write {path}: permission denied")
+
+
+def checked(model: Path | None, preset: str | None, fixed: bool, *writes: Path | None) -> Path:
+    """The target, if the options mean something together. `writes`: see `prepare`."""
+    prepare(*writes)
     if model is None:
         raise UsageError("-m is missing: pass the target, a GGUF file")
     if preset not in (None, MT_BENCH):

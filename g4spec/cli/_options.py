@@ -44,6 +44,16 @@ DraftWindow = Annotated[
         "--draft-window", help="Context that full-attention layers of the draft see. Default: all."
     ),
 ]
+DraftPMin = Annotated[
+    float | None,
+    typer.Option(
+        "--draft-p-min",
+        "--spec-draft-p-min",
+        metavar="P",
+        help="For DSpark drafts with a confidence head: end a proposal before the first token of "
+        "less confidence than P, 0 to 1. Default: 0, which keeps all.",
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(

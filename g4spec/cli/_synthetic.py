@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from g4spec.cli import _measured
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
@@ -38,10 +39,10 @@ def run(
     contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
     protocol = steps.Protocol(type=type, contexts=contexts, accept_length=accept_length)
     steps.check(name)
+    _measured.prepare(save)
     ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
     data = steps.measure(name, ops, protocol)
     if save is not None:
-        save.parent.mkdir(parents=True, exist_ok=True)
         save.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         out.note(f"wrote {save}")
     _show(data, out)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _synthetic
+from g4spec.cli import _compare, _engine, _measured, _options, _synthetic
 from g4spec.cli.render import Json, Output, Quiet
+
+if TYPE_CHECKING:
+    from g4spec.runtime.prompts import Prompt
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -56,6 +60,7 @@ def measure(
     seed: _options.Seed = 0,
     ignore_eos: _options.IgnoreEos = False,
     draft_window: _options.DraftWindow = None,
+    draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     save: Save = None,
@@ -72,30 +77,41 @@ def measure(
     out = Output(json, quiet)
     if synthetic is not None:
         return _synthetic.run(synthetic, mix, accepted, ctx_size, device, cache_type, out, save)
-    model = _measured.checked(model, preset, bool(temp or categories))
+    model = _measured.checked(model, preset, bool(temp or categories), save, report)
     from g4spec.runtime import bench, provenance
     from g4spec.runtime import prompts as shipped
     from g4spec.runtime.sampling import Sampler
 
-    protocol = bench.Protocol((0,), n_predict or (2048 if preset else 128), repeats,
-                              Sampler(temp, top_k, top_p, min_p, seed), ignore_eos)  # fmt: skip
     wanted = draft_max or ("8" if preset else "sweep")
-    bench.lengths_of(wanted, 15)  # a typing error should not cost the time of loading
-    questions = shipped.mt_bench(dataset or Path("question.jsonl"), prompts) if preset else []
-    model = _inputs.local(model, out, "gguf")
-    draft_file = _inputs.open_draft(draft, model, out)
+    most = n_predict or (2048 if preset else 128)
+    protocol = bench.Protocol(bench.lengths_of(wanted, 15), most, repeats,
+                              Sampler(temp, top_k, top_p, min_p, seed), ignore_eos)  # fmt: skip
+    names = categories.split(",") if categories else shipped.CATEGORIES
+    questions = _questions(dataset, names, prompts, preset is not None)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
-    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
-                          device=device, cache_type=cache_type)  # fmt: skip
+    engine = _engine.load(model, draft_file, setup, out)
     possible = bench.lengths_of(wanted, engine.draft.max_tokens if engine.draft else None)
     protocol = replace(protocol, lengths=possible)
     room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
-    names = categories.split(",") if categories else shipped.CATEGORIES
     texts = questions or shipped.prompts(engine.tokenizer, names, prompts, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
     origin = provenance.describe(model, draft_file, engine.target.ops, ["g4spec", *sys.argv[1:]])
     _measured.finish(result, origin, out, save, report, averages_too=preset is not None)
+
+
+def _questions(
+    dataset: Path | None, names: Sequence[str], count: int | None, preset: bool
+) -> list[Prompt]:
+    """The preset's prompts; without one none, and an error for shipped ones that there are not."""
+    from g4spec.runtime import prompts
+
+    if preset:
+        return prompts.mt_bench(dataset or Path("question.jsonl"), count)
+    prompts.check(names, count)
+    return []
 
 
 app.command()(_compare.compare)

@@ -41,6 +41,7 @@ def command(
     from g4spec import convert
 
     said = Output(json, quiet)
+    convert.checked(out, type, dry_run)  # before anything is downloaded
     source = _inputs.local(source, said)
     if target is not None:
         target = _inputs.local(target, said, "tokenizer")

@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from g4spec.runtime.tokenizer import Tokenizer
 
 
-def _prompt(
-    tokenizer: Tokenizer,
-    text: str | None,
-    file: Path | None,
-    tokens_file: Path | None,
-    chat: bool,
-    system: str | None,
-) -> list[int]:
+def _given(text: str | None, file: Path | None, tokens_file: Path | None) -> str | list[int]:
+    """The prompt, read before anything is loaded: a text, or the ids of a list."""
     if tokens_file is not None:
         return _inputs.parse_ids(_inputs.read_text(tokens_file), str(tokens_file))
-    text = _inputs.read_text(file) if file is not None else text or ""
+    return _inputs.read_text(file) if file is not None else text or ""
+
+
+def _encoded(
+    tokenizer: Tokenizer, text: str | list[int], chat: bool, system: str | None
+) -> list[int]:
+    if isinstance(text, list):
+        return text
     if chat:
         return tokenizer.chat([{"role": "user", "content": text}], system=system)
     return tokenizer.encode(text)
@@ -49,6 +50,7 @@ def command(
     seed: _options.Seed = 0,
     draft_max: _options.DraftMax = "auto",
     draft_window: _options.DraftWindow = None,
+    draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     stop: _options.Stop = None,
@@ -73,11 +75,11 @@ def command(
         tuple(stop or ()),
         ignore_eos,
     )
-    model = _inputs.local(model, out, "gguf")
-    draft_file = _inputs.open_draft(draft, model, out)
-    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
-                          device=device, cache_type=cache_type)  # fmt: skip
-    ids = _prompt(engine.tokenizer, prompt, file, tokens_file, chat, system)
+    given = _given(prompt, file, tokens_file)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    model, draft_file = _engine.files(model, draft, setup, out)
+    engine = _engine.load(model, draft_file, setup, out)
+    ids = _encoded(engine.tokenizer, given, chat, system)
     _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft))
     _engine.tell(engine, out)
 

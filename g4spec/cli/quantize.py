@@ -39,6 +39,7 @@ def command(
     from g4spec.validate import loss
 
     said = Output(json, quiet)
+    convert.checked(out, type, dry_run)  # before anything is downloaded
     source = _inputs.local(source, said, "gguf")
     with said.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(source, out, type, allow_requantize=allow_requantize,

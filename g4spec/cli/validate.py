@@ -47,10 +47,10 @@ def command(
         return
     if path is None:
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
+    path = _inputs.local(path, out, "gguf")
     if upstream:
         _upstream(out, path)
         return
-    path = _inputs.local(path, out, "gguf")
     target = target and _inputs.local(target, out, "gguf")
     against = against and _inputs.local(against, out)
     with out.progress("reading tensors") as progress:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _engine, _inputs, _options
+from g4spec.cli import _engine, _options
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -22,6 +22,7 @@ def command(
     n_predict: Number = 64,
     ctx_size: _options.ContextSize = None,
     draft_window: _options.DraftWindow = None,
+    draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     long_tokens: LongTokens = None,
@@ -34,12 +35,15 @@ def command(
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
     from g4spec.runtime import prompts, verify
+    from g4spec.runtime.engine import Options
 
     out = Output(json, quiet)
-    model = _inputs.local(model, out, "gguf")
-    draft_file = _inputs.open_draft(draft, model, out)
-    engine = _engine.load(model, draft_file, out, n_ctx=ctx_size, draft_window=draft_window,
-                          device=device, cache_type=cache_type)  # fmt: skip
+    # Typing errors should not cost the time of converting and loading.
+    Options(n_predict)
+    verify.check(cases)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    model, draft_file = _engine.files(model, draft, setup, out)
+    engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
     room = long_tokens or min(1024, engine.n_ctx - n_predict)
     texts = prompts.prompts(engine.tokenizer, long_tokens=room)

@@ -56,6 +56,11 @@ class Id:
         return self.repo + (f"@{self.revision}" if self.revision else "")
 
 
+def is_away(text: str | Path) -> bool:
+    """Whether a name is a hub id of nothing that lies here, so that the hub must be asked."""
+    return Id.parse(str(text)) is not None and not Path(text).exists()
+
+
 def resolve(text: str | Path, want: Want = "any") -> tuple[Path, list[str]]:
     """The local path of what the user named, and what to tell them.
 

@@ -64,8 +64,8 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
     Raises:
         InputError: before anything is written, whenever the plan does not work out.
     """
-    asked = policy.asked(type)
-    found, out = sources.detect(Path(source)), Path(out)
+    asked, out = checked(out, type, dry_run), Path(out)
+    found = sources.detect(Path(source))
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
@@ -121,9 +121,16 @@ def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = Fal
     A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
     twice, or grows without gaining any.
     """
+    asked = checked(out, type, dry_run)
     with GGUF(source) as file:
-        return _requantize(file, Path(out), policy.asked(type), dry_run, allow_requantize, progress,
-                           [])  # fmt: skip
+        return _requantize(file, Path(out), asked, dry_run, allow_requantize, progress, [])
+
+
+def checked(out: Path, type: str, dry_run: bool = False) -> Mix:
+    """The mix of a type's name. UsageError for an unknown one, InputError where `out` cannot be."""
+    if not dry_run:
+        gguf.check_place(Path(out))
+    return policy.asked(type)
 
 
 def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from g4spec import models
 from g4spec.convert import provenance, sources, tokenizer
 from g4spec.convert.sources import Found
 from g4spec.errors import InputError
@@ -40,7 +41,8 @@ def load(path: Path) -> Target:
     """The target at `path`, a checkpoint folder or a GGUF. A folder need not hold any weights."""
     found = _detect(path)
     if not found.is_target:
-        raise InputError(f"{path}: must be a target", found=found.kind.TITLE)
+        fix = "this is a draft: name it as the source, and its target with --target"
+        raise models.misplaced(path, found.kind, fix)
     if isinstance(found.source, GGUF):
         with found.source:
             return of(found)

@@ -228,7 +228,9 @@ class GGUF(Mapping[str, Any]):
         except FileNotFoundError:
             raise InputError(f"{self.path}: no such file") from None
         except IsADirectoryError:
-            fix = "convert a checkpoint folder with `g4spec convert`"
+            inside = sorted(self.path.glob("*.gguf"))
+            fix = (f"name the file in it: {inside[0]}" if inside
+                   else "convert a checkpoint folder with `g4spec convert`")  # fmt: skip
             raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
         except PermissionError as e:
             raise InputError(f"{self.path}: {e.strerror}") from e

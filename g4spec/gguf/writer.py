@@ -1,27 +1,19 @@
-"""Writes GGUF files: streaming, and atomically.
-
-A file is written under a temporary name beside its final one and renamed when it is complete and
-on disk. Whatever interrupts that leaves nothing, and an older file of that name untouched.
-"""
+"""Writes GGUF files: streaming, and atomically (`g4spec.gguf.replacing`)."""
 
 from __future__ import annotations
 
-import errno
-import os
-import secrets
-import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from g4spec import quant
-from g4spec.errors import EnvironmentProblem, InputError
+from g4spec.errors import InputError
 from g4spec.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, NUMBERS, pad
+from g4spec.gguf.replacing import replacing
 from g4spec.gguf.values import KV, T, Value
 
 VERSION = 3
@@ -63,7 +55,7 @@ def write(path: str | Path, kv: KV, tensors: Iterable[TensorData],
     align = int(kv["general.alignment"].data) if "general.alignment" in kv else DEFAULT_ALIGNMENT
     head = header(kv, tensors, align)
     total = len(head) + sum(pad(t.nbytes, align) for t in tensors)
-    with _replacing(path, total) as f:
+    with replacing(path, total) as f:
         f.write(head)
         done = len(head)
         for tensor in tensors:
@@ -130,31 +122,3 @@ def _items(item: T, data: Any) -> bytes:
     if NUMBERS[item].kind in "iu" and not np.array_equal(given, packed):
         raise OverflowError(f"does not fit {item.name}")
     return packed.tobytes()
-
-
-@contextmanager
-def _replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """A new file beside `path` that becomes `path` if the block ends well, else disappears."""
-    if path.is_dir():
-        raise InputError(f"{path} is a folder", expected="the name of a file to write")
-    if not path.parent.is_dir():
-        raise InputError(f"{path.parent}: no such folder", fix="create it first")
-    free = shutil.disk_usage(path.parent).free
-    if free < size:
-        raise EnvironmentProblem(f"not enough room on the disk of {path.parent}",
-                                 expected=f"{size:,} bytes", found=f"{free:,} bytes")  # fmt: skip
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb", buffering=1 << 20) as f:
-            yield f
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO):
-            raise EnvironmentProblem(f"cannot write {path}: {e.strerror}") from e
-        raise
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

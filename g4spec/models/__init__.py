@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from types import ModuleType
+
+from g4spec.errors import InputError, UsageError
 
 TARGETS = ("gemma4",)
 """Kinds that are targets; every other kind with an ARCH is a draft."""
@@ -48,6 +50,26 @@ def of_gguf(arch: object, tensors: Container[str]) -> ModuleType | None:
     marked = [m for m in sharing if any(name in tensors for name in getattr(m, "MARKS", ()))]
     plain = [m for m in sharing if not getattr(m, "MARKS", ())]
     return next(iter(marked + plain), None)
+
+
+def misplaced(path: object, kind: ModuleType, fix: str | None = None) -> InputError:
+    """The error for a target where a draft is wanted, or a draft where a target is. `fix`: what to
+    do, where it is not a matter of -m and -md."""
+    if kind.ARCH in TARGETS:
+        fix = fix or "this is a target: pass it with -m, and a draft made for it with -md"
+        return InputError(f"{path}: not a draft", found=kind.TITLE, fix=fix)
+    fix = fix or "this is a draft: pass it with -md, and its target with -m"
+    return InputError(f"{path}: not a target", found=kind.TITLE, fix=fix)
+
+
+def require_confidence(path: object, kind: ModuleType, tensors: Iterable[str]) -> None:
+    """UsageError for a draft that does not say how sure it is of a token: a kind that never does
+    (no CONFIDENCE), or one without that head, as the names of its tensors show."""
+    heads = getattr(kind, "CONFIDENCE", ())
+    if not any(name.endswith(heads) for name in tensors if heads):
+        raise UsageError(f"--draft-p-min: {path} has no confidence head", found=kind.TITLE,
+                         expected="a DSpark draft with one",
+                         fix="leave it out; --draft-max bounds how much is drafted")  # fmt: skip
 
 
 def _archs(module: ModuleType) -> tuple[str, ...]:

@@ -5,9 +5,10 @@ that tokens are chosen one after the other, and a confidence head that says wher
 that upstream does not compute (gated, rnn, confidence from the hidden row alone) gives the file
 the architecture `dflash-g4spec`, which upstream refuses.
 
-Where the file says `g4spec.dspark.confidence_cut`, a proposal ends before the first row of less
-confidence. The converter does not write it: without the cut proposals are those of the trainer's
-own code and of upstream's default, and what a rejected row costs only the machine knows.
+Where `--draft-p-min` or the file's `g4spec.dspark.confidence_cut` says so, a proposal ends before
+the first row of less confidence. The converter does not write the key: without a cut proposals are
+those of the trainer's own code and of upstream's default, and what a rejected row costs only the
+machine knows.
 
 Sources: speculators 0.9.0 `models/dspark`, llama.cpp `conversion/gemma.py` (Gemma4DSparkModel),
 `conversion/qwen.py` (DSparkModel) and `src/models/dflash.cpp` (build_dspark_markov_head).
@@ -40,6 +41,8 @@ MARKS = ("markov_w1.weight", "conf_proj.weight")
 ALIASES = {"confidence_proj.": "confidence_head.proj."}
 ARCHITECTURES = ("Gemma4DSparkModel",)
 CUT = "g4spec.dspark.confidence_cut"
+CONFIDENCE = ("conf_proj.weight", "confidence_head.proj.weight", "confidence_proj.weight")
+"""How the confidence head is called, in a file and in checkpoints (behind a prefix)."""
 
 Head = Literal["none", "vanilla", "gated", "rnn"]
 GATES: dict[str, tuple[str, str]] = {

@@ -64,6 +64,20 @@ def select(
 
     Raises UsageError or EnvironmentProblem where the device cannot be used.
     """
+    found = check(device, cache_type)
+    if found is None:
+        return Ops(), Host()
+    from g4spec.runtime.cuda.memory import Card
+    from g4spec.runtime.cuda.ops import CudaOps
+
+    place, portable = torch.device("cuda", found[0]), found[1]
+    chosen: Any = cache_type or "f16"
+    return CudaOps(str(place), chosen, portable), Card(place, chosen, portable)
+
+
+def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None:
+    """What `select` would raise, without taking a device. The GPU's number, and whether with
+    portable kernels only; None for the CPU."""
     if cache_type not in (None, *CACHE_TYPES):
         raise UsageError("--cache-type", expected=" or ".join(CACHE_TYPES), found=cache_type)
     if device == "auto":
@@ -71,19 +85,14 @@ def select(
     if device == "cpu":
         if cache_type is not None:
             raise UsageError("--cache-type is for GPUs", fix="leave it out, or use --device cuda")
-        return Ops(), Host()
+        return None
     index, portable = _gpu(device)
     if (missing := _missing()) is not None:
         raise missing
-    from g4spec.runtime.cuda.memory import Card
-    from g4spec.runtime.cuda.ops import CudaOps
-
-    place = torch.device("cuda", index)
-    if place.index >= torch.cuda.device_count():
+    if index >= torch.cuda.device_count():
         raise UsageError("--device", expected=f"at most cuda:{torch.cuda.device_count() - 1}",
                          found=device)  # fmt: skip
-    chosen: Any = cache_type or "f16"
-    return CudaOps(str(place), chosen, portable), Card(place, chosen, portable)
+    return index, portable
 
 
 def _gpu(device: str) -> tuple[int, bool]:

@@ -169,6 +169,7 @@ class Engine:
         *,
         n_ctx: int | None = None,
         draft_window: int | None = None,
+        draft_p_min: float | None = None,
         chunk: int | None = None,
         device: str = "cpu",
         cache_type: str | None = None,
@@ -179,11 +180,15 @@ class Engine:
             draft: a draft GGUF, "ngram" for n-gram lookup, or None.
             n_ctx: context in tokens; default: what the model was trained on, at most 8192.
             draft_window: bound on the context that a draft's full-attention layers see.
+            draft_p_min: least confidence of a drafted token, 0 to 1, for drafts with a confidence
+                head: a proposal ends before the first one of less. 0 keeps all; default: what the
+                draft's file says, which is 0 unless somebody wrote it there.
             chunk: rows of a prompt read at a time; default: what the device likes.
             device, cache_type: see `devices.select`.
 
         Raises:
             InputError: a file is not what it must be, or the two do not fit together.
+            UsageError: an option is out of range, or asks for what the draft cannot do.
             EnvironmentProblem: the run does not fit into memory.
         """
         ops, budget = devices.select(device, cache_type)
@@ -191,7 +196,7 @@ class Engine:
         with GGUF(target) as file:
             config = _target_config(file)
             context = _context(n_ctx, config.n_ctx)
-            with _DraftFile(draft) as other:
+            with _DraftFile(draft, draft_p_min) as other:
                 plan = _plan(file, config, other, context, draft_window, chunk, budget)
                 loaded = Target(config, _weights(file, ops), ops, context, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
@@ -270,6 +275,21 @@ class Engine:
         return costs
 
 
+def check(target: Path, n_ctx: int | None = None) -> None:
+    """Raise what `Engine.load` would about a target, as far as its header shows it."""
+    with GGUF(target) as file:
+        _context(n_ctx, _target_config(file).n_ctx)
+
+
+def check_p_min(p_min: float | None, has_file: bool) -> None:
+    """UsageError for a `draft_p_min` that is out of range, or without the file of a draft."""
+    if p_min is not None and not 0 <= p_min <= 1:
+        raise UsageError("--draft-p-min", expected="0 to 1", found=p_min)
+    if p_min and not has_file:
+        raise UsageError("--draft-p-min needs a draft that has a confidence head",
+                         fix="pass a DSpark draft with -md")  # fmt: skip
+
+
 def _context(asked: int | None, trained: int) -> int:
     if asked is None:
         return min(trained, DEFAULT_CTX)
@@ -282,10 +302,10 @@ def _context(asked: int | None, trained: int) -> int:
 def _target_config(file: GGUF) -> gemma4.Config:
     arch = file.kv.get("general.architecture")
     if arch not in models.targets():
-        drafts = arch in models.architectures()
+        if (kind := models.of_gguf(arch, file.tensors)) is not None:
+            raise models.misplaced(file.path, kind)
         raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
-                         found=f"architecture {arch!r}",
-                         fix="this is a draft: pass it with -md" if drafts else None)  # fmt: skip
+                         found=f"architecture {arch!r}")  # fmt: skip
     return gemma4.parse_gguf(file.kv, file.shapes())
 
 
@@ -296,7 +316,8 @@ def _weights(file: GGUF, ops: Ops) -> dict[str, Any]:
 class _DraftFile:
     """A draft file and its parsed configuration; empty for no draft and for n-gram lookup."""
 
-    def __init__(self, draft: Path | str | None) -> None:
+    def __init__(self, draft: Path | str | None, p_min: float | None = None) -> None:
+        check_p_min(p_min, draft not in (None, "ngram"))
         self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
         if self.file is None:
             return
@@ -304,11 +325,17 @@ class _DraftFile:
         self.kind = models.of_gguf(arch, self.file.tensors)
         if self.kind is None or arch in models.TARGETS:
             self.file.close()
+            if self.kind is not None:
+                raise models.misplaced(self.file.path, self.kind)
             raise InputError(f"{self.file.path}: not a draft this version knows",
                              expected=" or ".join(models.drafts()),
                              found=f"architecture {arch!r}",
                              fix="convert it with `g4spec convert`")  # fmt: skip
-        self.config = self.kind.parse_gguf(self.file.kv, self.file.shapes())
+        self.config: Any = self.kind.parse_gguf(self.file.kv, self.file.shapes())
+        if p_min:
+            models.require_confidence(self.file.path, self.kind, self.file.tensors)
+        if p_min is not None and hasattr(self.config, "cut"):
+            self.config = replace(self.config, cut=p_min)
 
     def __enter__(self) -> _DraftFile:
         return self

@@ -109,6 +109,12 @@ class Verdict:
         return {**asdict(self), "mismatch": found, "ok": self.ok}
 
 
+def check(count: int) -> None:
+    """UsageError for a number of cases that cannot be."""
+    if count < 1:
+        raise UsageError("--cases", expected=">= 1", found=count)
+
+
 def cases(prompts: Sequence[Prompt], count: int, most: int, seed: int = 0) -> list[Case]:
     """`count` cases that go through all prompts, draft lengths and sampler settings evenly.
 
@@ -116,8 +122,7 @@ def cases(prompts: Sequence[Prompt], count: int, most: int, seed: int = 0) -> li
         most: longest proposal of the draft.
         seed: of the order; case i samples with seed + i.
     """
-    if count < 1:
-        raise UsageError("--cases", expected=">= 1", found=count)
+    check(count)
     lengths = [n for n in LENGTHS if n == "auto" or n <= most]
     order = random.Random(seed)
     # Three decks of cards, each shuffled anew when it is used up: the pairs keep changing.

@@ -114,6 +114,10 @@ class _Broken(Exception):
 
 def read(path: Path) -> Header:
     """Walk the header of `path`. Raises InputError only if the file cannot be read at all."""
+    if path.is_dir():
+        inside = sorted(path.glob("*.gguf"))
+        fix = f"name the file in it: {inside[0]}" if inside else "convert it first"
+        raise InputError(f"{path} cannot be read: a folder", expected="a GGUF file", fix=fix)
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

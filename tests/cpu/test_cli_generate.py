@@ -204,14 +204,14 @@ def test_folder_behind_md_is_converted_once(
     target = tiny.target(tmp_path / "target")
     draft = tiny.zlab_dflash(tmp_path / "draft", target)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = _inputs.open_draft(str(draft), target, render.Output())
+    made = _inputs.open_draft(draft, target, render.Output())
     assert isinstance(made, Path) and made.is_relative_to(tmp_path / "cache")
     assert "converted into" in capsys.readouterr().err
-    assert _inputs.open_draft(str(draft), target, render.Output()) == made
+    assert _inputs.open_draft(draft, target, render.Output()) == made
     assert "using its conversion" in capsys.readouterr().err
 
     shutil.copy(made, draft / "ready.gguf")
-    assert _inputs.open_draft(str(draft), target, render.Output()) == draft / "ready.gguf"
+    assert _inputs.open_draft(draft, target, render.Output()) == draft / "ready.gguf"
     assert "took ready.gguf" in capsys.readouterr().err
 
 

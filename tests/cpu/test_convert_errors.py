@@ -137,7 +137,7 @@ def test_an_untied_head_is_not_dropped_in_silence(family: Path, tmp_path: Path) 
 def test_drafts_need_their_target(family: Path, tmp_path: Path) -> None:
     text = refused(family / "spec", tmp_path / "o.gguf", None, UsageError, "needs the target")
     assert "made for tiny" in text
-    refused(family / "spec", tmp_path / "o.gguf", family / "zlab", InputError, "must be a target")
+    refused(family / "spec", tmp_path / "o.gguf", family / "zlab", InputError, "not a target")
     other = tiny.target(tmp_path / "t", hidden=96)
     refused(family / "zlab", tmp_path / "o.gguf", other, InputError, "hidden size")
 

@@ -259,7 +259,7 @@ def test_a_disk_that_fails_loses_nothing(
     out.parent.mkdir()
     out.write_bytes(b"older file")
     data = [TensorData("a", (300, 100), 0, [np.ones((100, 100), np.float32)] * 3)]
-    monkeypatch.setattr("g4spec.gguf.writer.open", failing(room, error), raising=False)
+    monkeypatch.setattr("g4spec.gguf.replacing.open", failing(room, error), raising=False)
     with pytest.raises(EnvironmentProblem, match="cannot write"):
         write(out, {"k": string("v")}, data)
     assert out.read_bytes() == b"older file" and list(out.parent.iterdir()) == [out]
@@ -271,7 +271,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return builtins.open(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr("g4spec.gguf.writer.open", refuse, raising=False)
+    monkeypatch.setattr("g4spec.gguf.replacing.open", refuse, raising=False)
     target = tiny.target(tmp_path / "t")
     with pytest.raises(EnvironmentProblem, match=r"cannot write.*[Pp]ermission"):
         convert(target, tmp_path / "o.gguf")
@@ -295,7 +295,7 @@ def started(folder: Path, out: Path) -> subprocess.Popen[bytes]:
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """The output is the older file or the new one, whole; the next run works."""
+    """The output is the older file or the new one, whole; the next run works and tidies up."""
     target, out = tiny.target(tmp_path / "t", layers=24, hidden=256, inter=768), tmp_path / "o.gguf"
     convert(target, tmp_path / "want.gguf")
     want, rng = (tmp_path / "want.gguf").stat().st_size, random.Random(0)
@@ -307,6 +307,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         process.wait(60)
         assert out.read_bytes() == b"older file" or out.stat().st_size == want
     assert started(target, out).wait(60) == 0
+    assert not list(tmp_path.glob(".*.tmp"))
     with GGUF(out) as a, GGUF(tmp_path / "want.gguf") as b:
         assert all(a.raw(n).tobytes() == b.raw(n).tobytes() for n in b.tensors)
 

@@ -62,22 +62,33 @@ def prompts(
 
     Raises UsageError for an unknown category, or when there are fewer prompts.
     """
+    check(categories, count)
     found: list[Prompt] = []
     for category in categories:
-        if category not in CATEGORIES:
-            raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
         if category == "long":
             texts = [long_text(tokenizer, long_tokens, i) for i in range(count or LONG_PROMPTS)]
             form = "raw"
         else:
             data = json.loads(_shipped(f"{category}.json"))
             texts, form = data["prompts"], data["form"]
-        if count is not None and not 1 <= count <= len(texts):
-            raise UsageError("--prompts", expected=f"1 to {len(texts)}", found=count)
         found += [
             Prompt(f"{category}-{i}", category, form, text) for i, text in enumerate(texts[:count])
         ]
     return found
+
+
+def check(categories: Sequence[str], count: int | None = None) -> None:
+    """UsageError for an unknown category, or more prompts than there are."""
+    for category in categories:
+        if category not in CATEGORIES:
+            raise UsageError("--categories", expected=", ".join(CATEGORIES), found=category)
+        if count is None:
+            continue
+        # Long prompts are put together, as many as are wanted.
+        texts = [] if category == "long" else json.loads(_shipped(f"{category}.json"))["prompts"]
+        if not 1 <= count <= (len(texts) or count):
+            raise UsageError("--prompts", expected=f"1 to {len(texts) or LONG_PROMPTS}",
+                             found=count)  # fmt: skip
 
 
 def long_text(tokenizer: Tokenizer, tokens: int, index: int) -> str:

@@ -112,7 +112,7 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
                 f"{path}: not a Gemma 4 target",
                 expected="architecture gemma4",
                 found=arch,
-                fix="give a draft with -md",
+                fix="give a draft with -md, and its target with -m",
             )
         kv = file.kv
         n = _number(kv, "gemma4.block_count")
@@ -168,12 +168,14 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
                 _row(facts, "mtp", "google", of.size),
             )
         kind = _gguf_kind(file, arch)
+        if arch in models.TARGETS:
+            raise models.misplaced(path, models.kinds()[arch])
         if kind is None:
             raise InputError(
                 f"{path}: not a draft that engines know",
                 found=arch,
                 expected="architecture dflash, eagle3 or gemma4-assistant",
-                fix="g4spec convert writes such a file",
+                fix="see what it is with `g4spec inspect`; `g4spec convert` writes such a file",
             )
         prefix = arch if f"{arch}.block_count" in kv else "dflash"
         block = _number(kv, f"{prefix}.block_size", 16) if kind != "eagle3" else 0
@@ -239,7 +241,12 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise InputError(f"{folder}: not a checkpoint", expected="a config.json in it") from None
+        inside = sorted(folder.glob("*.gguf"))
+        raise InputError(
+            f"{folder}: not a checkpoint",
+            expected="a config.json in it",
+            fix=f"name the file in it: {inside[0]}" if inside else None,
+        ) from None
     except (ValueError, UnicodeDecodeError) as problem:
         raise InputError(f"{path}: not JSON ({problem})") from None
     if not isinstance(raw, dict):
@@ -295,15 +302,19 @@ def _folder_format(raw: Mapping[str, Any]) -> tuple[str, tuple[str, ...]]:
     return name or "quantized", notes
 
 
+def _is_target(architecture: str) -> bool:
+    return "Gemma4For" in architecture
+
+
 def _folder_target(facts: Facts, folder: Path, given: str) -> Target:
     raw = _config(folder)
     text = raw.get("text_config") or raw
-    if not any("Gemma4For" in str(a) for a in raw.get("architectures") or ()):
+    if not any(_is_target(str(a)) for a in raw.get("architectures") or ()):
         raise InputError(
             f"{folder}: not a Gemma 4 target",
             expected="Gemma4ForConditionalGeneration",
             found=raw.get("architectures"),
-            fix="give a draft with -md",
+            fix="give a draft with -md, and its target with -m",
         )
     hidden = _integer(text, "hidden_size")
     size = _size_like(facts, hidden, len(text.get("layer_types") or ()))
@@ -353,6 +364,8 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: Target) -> DraftMo
         layer = raw.get("transformer_layer_config") or {}
         made = replace(_block_draft(made, layer, block, n), kind=kind.replace("_", ""))
         return _with_row(made, _row(facts, made.kind, "redhat", of.size))
+    if any(_is_target(a) for a in kinds):
+        raise models.misplaced(folder, models.kinds()["gemma4"])
     raise InputError(
         f"{folder}: not a draft that g4spec knows",
         found=kinds,

@@ -174,7 +174,7 @@ def target(facts: Facts, text: str) -> Target:
         raise UsageError(
             f"-m {text!r}: not a file, and not a Gemma 4 size",
             found=text,
-            expected=f"a GGUF file, a checkpoint folder, a hub id, or one of {sizes}, "
+            expected=f"a GGUF file, a checkpoint folder, a known hub id, or one of {sizes}, "
             "with a format if you like, as 31b:q4_k_m",
         )
     whole = named_target(facts, size, text)
@@ -259,13 +259,14 @@ def draft(facts: Facts, text: str, of: Target) -> DraftModel:
         if text.lower() in (d.id, d.hub.lower(), d.hub.lower().split("/")[-1], *d.aliases)
     ]
     known = ", ".join(d.id for d in facts.all(Draft) if d.model == of.size)
+    whose = of.title if of.size == "other" else f"the {of.size}"
     if others:
         raise UsageError(
-            f"-md {text!r} is a draft for the {others[0].model}, not for the {of.size}",
-            expected=f"one of {known}",
+            f"-md {text!r} is a draft for the {others[0].model}, not for {whose}",
+            expected=f"one of {known}" if known else "a file or a folder",
             found=text,
         )
     raise UsageError(
-        f"-md {text!r}: not a file, and not a draft known for the {of.size}",
-        expected=f"a GGUF file, a checkpoint folder, a hub id, or one of {known}",
+        f"-md {text!r}: not a file, and not a draft known for {whose}",
+        expected=f"a GGUF file, a checkpoint folder, or a known hub id or name: {known or 'none'}",
     )

@@ -1,0 +1,203 @@
+"""What stands behind -m and -md when it is not what it should be: one line that says what it is and
+what to do, before anything is fetched or converted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from g4spec import cli
+from tests import tiny, tokens
+
+RUNS = {
+    "generate": ("-p", "x", "-n", 4, "-c", 128),
+    "verify": ("--cases", 1, "-n", 4, "-c", 128),
+    "bench": ("--prompts", 1, "--categories", "chat", "-n", 4, "-c", 128),
+}
+BROKEN = ("missing.gguf", "half.gguf", "head.gguf", "empty.gguf", "text.gguf", "no-model", "no/hub")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that may be named, right and wrong."""
+    home = tmp_path_factory.mktemp("home")
+    target = tokens.target_file(home / "target.gguf")
+    tokens.draft_file(home / "draft.gguf")
+    tiny.target(home / "target")
+    tiny.zlab_dflash(home / "draft", home / "target")
+    for name in ("target", "draft"):
+        (home / f"{name}-gguf").mkdir()
+        shutil.copy(home / f"{name}.gguf", home / f"{name}-gguf" / "m.gguf")
+    whole = target.read_bytes()
+    (home / "half.gguf").write_bytes(whole[: len(whole) // 2])
+    (home / "head.gguf").write_bytes(whole[:100])
+    (home / "empty.gguf").touch()
+    (home / "text.gguf").write_text("not a model\n" * 9)
+    (home / "no-model").mkdir()
+    return home
+
+
+class Cli:
+    """Runs a command in the folder; `cache` is where converted drafts would be."""
+
+    def __init__(self, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.cache, self._capsys = cache, capsys
+
+    def refused(self, *argv: object) -> str:
+        """The one line on stderr of a command that did nothing at all."""
+        code = cli.run([str(a) for a in argv])
+        out, err = self._capsys.readouterr()
+        assert code in (2, 3, 4), (code, out, err)
+        assert out == "" and len(err.splitlines()) == 1 and err.startswith("error: "), (out, err)
+        assert not self.cache.exists(), "something was converted first"
+        return err
+
+    def works(self, *argv: object) -> str:
+        code = cli.run([str(a) for a in argv])
+        out, err = self._capsys.readouterr()
+        assert code == 0, err
+        return out
+
+
+@pytest.fixture
+def g4spec(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return Cli(tmp_path / "cache", capsys)
+
+
+# ---- generate, verify, bench
+
+
+@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("name", ["target.gguf", "target", "target-gguf"])
+def test_a_target_given_as_draft(g4spec: Cli, command: str, name: str) -> None:
+    said = g4spec.refused(command, "-m", "target.gguf", "-md", name, *RUNS[command])
+    assert f"{name}: not a draft: found Gemma 4 target" in said
+    assert "pass it with -m, and a draft made for it with -md" in said
+
+
+@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("name", ["draft.gguf", "draft", "draft-gguf"])
+def test_a_draft_given_as_target(g4spec: Cli, command: str, name: str) -> None:
+    said = g4spec.refused(command, "-m", name, "-md", "draft", *RUNS[command])
+    assert f"{name}: not a target: found DFlash draft" in said
+    assert "pass it with -md, and its target with -m" in said
+
+
+@pytest.mark.parametrize("command", RUNS)
+def test_a_folder_given_as_target(g4spec: Cli, command: str) -> None:
+    said = g4spec.refused(command, "-m", "target", "-md", "draft", *RUNS[command])
+    assert "Convert it first: g4spec convert target -o target.gguf" in said
+    said = g4spec.refused(command, "-m", "target-gguf", "-md", "draft", *RUNS[command])
+    assert "Name the file in it: target-gguf/m.gguf" in said
+
+
+@pytest.mark.parametrize("command", RUNS)
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_and_missing_files(g4spec: Cli, command: str, name: str) -> None:
+    assert name in g4spec.refused(command, "-m", name, "-md", "draft", *RUNS[command])
+    assert name in g4spec.refused(command, "-m", "target.gguf", "-md", name, *RUNS[command])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("-c", 999999), "-c: expected 1 to"),
+        (("--device", "cuda:x"), "--device: expected"),
+        (("--cache-type", "q4_0"), "--cache-type: expected"),
+    ],
+)
+@pytest.mark.parametrize("command", RUNS)
+def test_options_are_checked_before_a_draft_is_converted(
+    g4spec: Cli, command: str, options: tuple[object, ...], says: str
+) -> None:
+    more = (*RUNS[command], *options)
+    assert says in g4spec.refused(command, "-m", "target.gguf", "-md", "draft", *more)
+
+
+def test_prompts_and_outputs_are_checked_before_a_draft_is_converted(g4spec: Cli) -> None:
+    pair = ("-m", "target.gguf", "-md", "draft")
+    assert "missing.txt" in g4spec.refused("generate", *pair, "-f", "missing.txt")
+    assert "--categories" in g4spec.refused("bench", *pair, "--categories", "poetry")
+    for count in (0, 99):
+        assert "--prompts: expected 1 to 8" in g4spec.refused("bench", *pair, "--prompts", count)
+    assert "--cases" in g4spec.refused("verify", *pair, "--cases", 0)
+    assert "-n: expected" in g4spec.refused("verify", *pair, "-n", 0)
+    for option in ("-o", "--report"):
+        assert "is a folder" in g4spec.refused("bench", *pair, option, "no-model")
+        assert "text.gguf" in g4spec.refused("bench", *pair, option, "text.gguf/o")
+
+
+def test_the_preset_has_prompts_of_its_own(g4spec: Cli, tmp_path: Path) -> None:
+    asked = [{"question_id": i, "category": "writing", "turns": [f"Say {i}."]} for i in range(80)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    preset = ("--preset", "mt-bench", "--dataset", tmp_path / "q.jsonl", "--prompts", 40)
+    assert "not a target" in g4spec.refused("bench", "-m", "draft.gguf", *preset)
+
+
+def test_what_lies_here_is_checked_before_the_hub_is_asked(
+    g4spec: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*args: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("g4spec.convert.hub.fetch", asked)
+    run = RUNS["generate"]
+    assert "not a draft" in g4spec.refused("generate", "-m", "a/b", "-md", "target", *run)
+    assert "not a target" in g4spec.refused("generate", "-m", "draft", "-md", "a/b", *run)
+    assert "no such folder" in g4spec.refused("convert", "a/b", "-o", "nowhere/o.gguf")
+    assert "q3_x" in g4spec.refused("convert", "a/b", "-o", "o.gguf", "--type", "q3_x")
+    assert "is a folder" in g4spec.refused("quantize", "a/b:x.gguf", "no-model")
+
+
+# ---- other commands
+
+
+@pytest.mark.parametrize("name", ["target", "target-gguf", "no-model"])
+def test_a_folder_where_only_a_file_will_do(g4spec: Cli, name: str) -> None:
+    for argv in (("tokenize", "-m", name, "x"), ("quantize", name, "o.gguf"), ("validate", name),
+                 ("validate", "draft.gguf", "-m", name),
+                 ("validate", "--upstream", name)):  # fmt: skip
+        said = g4spec.refused(*argv)
+        assert f"{name}" in said and "a folder" in said
+        assert ("target-gguf/m.gguf" if name == "target-gguf" else "onvert") in said
+
+
+def test_hub_ids_work_where_files_do(g4spec: Cli) -> None:
+    for argv in (("tokenize", "-m", "no/hub", "x"), ("validate", "no/hub"),
+                 ("validate", "--upstream", "no/hub"), ("inspect", "no/hub")):  # fmt: skip
+        assert "HF_HUB_OFFLINE is set" in g4spec.refused(*argv)
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("recipe", "llama.cpp")])
+def test_questions_about_a_machine(g4spec: Cli, command: tuple[str, ...]) -> None:
+    for name in ("target.gguf", "target"):
+        said = g4spec.refused(*command, "-m", "31b", "-md", name)
+        assert f"{name}: not a draft: found Gemma 4 target" in said and "-m" in said
+    for name in ("draft.gguf", "draft"):
+        said = g4spec.refused(*command, "-m", name)
+        assert f"{name}: not a Gemma 4 target" in said and "-md" in said
+    for options in (("-m", "draft-gguf"), ("-m", "31b", "-md", "draft-gguf")):
+        assert "Name the file in it: draft-gguf/m.gguf" in g4spec.refused(*command, *options)
+    said = g4spec.refused(*command, "-m", "target", "-md", "mtp")
+    assert "not for target (Gemma 4 of another size)" in said and "one of ," not in said
+
+
+def test_a_draft_given_as_the_target_of_a_conversion(g4spec: Cli, tmp_path: Path) -> None:
+    said = g4spec.refused("convert", "draft", "--target", "draft", "-o", tmp_path / "o.gguf")
+    assert "draft: not a target: found DFlash draft" in said and "with --target" in said
+
+
+def test_the_right_pair_works(g4spec: Cli, tmp_path: Path) -> None:
+    target = tmp_path / "t.gguf"
+    g4spec.works("convert", "target", "-o", target, "--quiet")
+    run = ("-p", "x", "-n", 4, "-c", 128, "--json")
+    said = json.loads(g4spec.works("generate", "-m", target, "-md", "draft", *run))
+    assert len(said["ids"]) == 4 and list(g4spec.cache.rglob("*.gguf"))

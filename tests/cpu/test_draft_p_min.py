@@ -1,0 +1,143 @@
+"""`--draft-p-min`: a proposal of a DSpark draft ends where its confidence head says so. The text
+stays the same; less is drafted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import cli
+from g4spec.convert import convert
+from g4spec.errors import UsageError
+from g4spec.gguf import GGUF, TensorData, f32, write
+from g4spec.models import dspark
+from g4spec.runtime.engine import Engine, Options
+from tests import tiny, tiny_drafts
+
+PROMPT = ("-p", "hello world", "-n", 24, "-c", 256, "--ignore-eos")
+PROMPT_IDS = [2, *range(40, 60)]
+CUTS = (0, 0.1, 0.2, 0.25, 0.3, 0.45, 0.5, 0.55, 0.7, 1)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target's GGUF, and drafts for it as checkpoint folders and files."""
+    home = tmp_path_factory.mktemp("home")
+    target = tiny.target(home / "target-folder")
+    convert(target, home / "target.gguf")
+    tiny_drafts.speculators_dspark(home / "dspark", target, block=6)
+    tiny_drafts.speculators_dspark(home / "headless", target, confidence="none")
+    tiny_drafts.deepspec_dspark(home / "deepspec", target, alias=True)
+    tiny.zlab_dflash(home / "dflash", target)
+    for name in ("dspark", "headless", "deepspec", "dflash"):
+        convert(home / name, home / f"{name}.gguf", target=target)
+    return home
+
+
+class Cli:
+    def __init__(self, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.cache, self._capsys = cache, capsys
+
+    def json(self, *argv: object) -> dict[str, Any]:
+        code = cli.run([str(a) for a in (*argv, "--json")])
+        out, err = self._capsys.readouterr()
+        assert code == 0, err
+        value: dict[str, Any] = json.loads(out)
+        return value
+
+    def refused(self, *argv: object) -> str:
+        assert cli.run([str(a) for a in argv]) == 2
+        out, err = self._capsys.readouterr()
+        assert out == "" and len(err.splitlines()) == 1
+        assert not self.cache.exists(), "something was converted first"
+        return err
+
+
+@pytest.fixture
+def g4spec(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return Cli(tmp_path / "cache", capsys)
+
+
+@pytest.mark.parametrize("draft", ["dspark.gguf", "deepspec.gguf"])
+@pytest.mark.parametrize("sampling", [(), ("--temp", 1, "--seed", 7)])
+def test_the_same_text_and_fewer_drafted_tokens(
+    g4spec: Cli, draft: str, sampling: tuple[object, ...]
+) -> None:
+    plain = g4spec.json("generate", "-m", "target.gguf", *PROMPT, *sampling)
+    pair = ("generate", "-m", "target.gguf", "-md", draft, *PROMPT, *sampling)
+    whole = g4spec.json(*pair, "--draft-max", 5)["stats"]
+    per_cycle = []
+    for cut in CUTS:
+        got = g4spec.json(*pair, "--draft-max", 5, "--draft-p-min", cut)
+        assert (got["ids"], got["text"]) == (plain["ids"], plain["text"]), cut
+        per_cycle.append(got["stats"]["drafted"] / got["stats"]["cycles"])
+    assert per_cycle[0] == whole["drafted"] / whole["cycles"] > 2
+    assert per_cycle == sorted(per_cycle, reverse=True) and len(set(per_cycle)) > 3, per_cycle
+    assert per_cycle[-1] == 0, "no confidence reaches 1"
+    assert g4spec.json(*pair, "--spec-draft-p-min", 0.5)["ids"] == plain["ids"], "length auto"
+
+
+def test_verify_and_bench_take_it_too(g4spec: Cli) -> None:
+    pair = ("-m", "target.gguf", "-md", "dspark", "-c", 512, "-n", 8)
+    drafted = [
+        g4spec.json("verify", *pair, "--cases", 6, "--long-tokens", 64, "--draft-p-min", cut)
+        for cut in (0, 0.5)
+    ]
+    assert all(v["ok"] for v in drafted) and drafted[1]["drafted"] < drafted[0]["drafted"]
+    few = ("--categories", "chat", "--prompts", 1, "--repeats", 1, "--draft-max", "4")
+    rows = g4spec.json("bench", *pair, *few, "--draft-p-min", 1)["rows"]
+    assert {r["committed"] for r in rows if r["length"] == 4} == {1.0}
+
+
+@pytest.mark.parametrize("command", ["generate", "verify", "bench"])
+@pytest.mark.parametrize("draft", ["headless", "headless.gguf", "dflash", "dflash.gguf", "ngram"])
+def test_drafts_without_a_confidence_head(g4spec: Cli, command: str, draft: str) -> None:
+    argv = (command, "-m", "target.gguf", "-md", draft, *(PROMPT[:2] * (command == "generate")))
+    said = g4spec.refused(*argv, "--draft-p-min", 0.5)
+    assert "--draft-p-min" in said and "confidence head" in said
+    if draft != "ngram":
+        kind = "DSpark draft" if draft.startswith("headless") else "DFlash draft"
+        assert f"{draft} has no confidence head" in said and f"found {kind}" in said
+
+
+def test_zero_asks_for_nothing(g4spec: Cli) -> None:
+    for draft in ("headless.gguf", "dflash.gguf", "ngram"):
+        g4spec.json("generate", "-m", "target.gguf", "-md", draft, *PROMPT, "--draft-p-min", 0)
+    g4spec.json("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0)
+    said = g4spec.refused("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0.1)
+    assert "pass a DSpark draft with -md" in said.replace("Pass", "pass")
+
+
+@pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "inf", "much"])
+def test_values_that_are_no_probability(g4spec: Cli, value: str) -> None:
+    pair = ("-m", "target.gguf", "-md", "dspark")
+    assert "--draft-p-min" in g4spec.refused("generate", *pair, *PROMPT, "--draft-p-min", value)
+
+
+def test_what_the_file_says_is_the_default(home: Path, tmp_path: Path) -> None:
+    """The converter writes no cut; one that was written holds until another is asked for."""
+    with GGUF(home / "dspark.gguf") as g:
+        assert dspark.CUT not in g
+        kv = {key: g.value(key) for key in g} | {dspark.CUT: f32(1.0)}
+        data = [TensorData(n, t.shape, t.type, [g.raw(n).tobytes()]) for n, t in g.tensors.items()]
+        write(tmp_path / "cut.gguf", kv, data)
+
+    def drafted(name: Path, **options: Any) -> int:
+        engine = Engine.load(home / "target.gguf", name, n_ctx=128, **options)
+        run = engine.generate(PROMPT_IDS, Options(12, draft_max=4, ignore_eos=True))
+        for _ in run:
+            pass
+        return run.stats.drafted
+
+    whole = drafted(home / "dspark.gguf")
+    assert drafted(tmp_path / "cut.gguf") == 0 < whole
+    assert drafted(tmp_path / "cut.gguf", draft_p_min=0.0) == whole
+    with pytest.raises(UsageError, match="no confidence head"):
+        drafted(home / "dflash.gguf", draft_p_min=0.5)

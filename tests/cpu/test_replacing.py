@@ -1,0 +1,96 @@
+"""A file is replaced as a whole or not at all, and what killed runs left is cleared away."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from g4spec.convert import convert
+from g4spec.gguf import replacing, write
+from tests import tiny
+
+KILLED = (
+    "import os, signal, sys\n"
+    "from pathlib import Path\n"
+    "import numpy as np\n"
+    "from g4spec.gguf import TensorData, write\n"
+    "def chunks():\n"
+    "    yield np.ones((100, 100), np.float32)\n"
+    "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    "write(Path(sys.argv[1]), {}, [TensorData('a', (300, 100), 0, chunks())])\n"
+)
+
+
+def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+    target, out = tiny.target(tmp_path / "t"), tmp_path / "out" / "o.gguf"
+    out.parent.mkdir()
+    for name in (out, out.with_name("other.gguf")):
+        done = subprocess.run([sys.executable, "-c", KILLED, str(name)], check=False, timeout=60)
+        assert done.returncode == -signal.SIGKILL
+    left = sorted(out.parent.iterdir())
+    assert [p.name.split(".")[1] for p in left] == ["o", "other"]
+    convert(target, out)
+    assert sorted(out.parent.iterdir()) == [left[1], out], "another output is left alone"
+
+
+def test_a_run_leaves_the_file_of_another_that_still_writes(tmp_path: Path) -> None:
+    out = tmp_path / "o.gguf"
+    with replacing.replacing(out, 9) as first:
+        first.write(b"first")
+        with replacing.replacing(out, 9) as second:
+            second.write(b"second")
+        assert out.read_bytes() == b"second" and len(list(tmp_path.iterdir())) == 2
+    assert out.read_bytes() == b"first" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_found_by_another_run_before_it_was_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared: bool
+) -> None:
+    """The other one has removed it, or holds it and will."""
+    out, lock, met = tmp_path / "o.gguf", replacing._lock, list[int]()
+
+    def late(handle: int) -> bool | None:
+        met.append(handle)
+        if len(met) > 1:
+            return lock(handle)
+        replacing.clear(out)
+        return lock(handle) if cleared else False
+
+    monkeypatch.setattr(replacing, "_lock", late)
+    with replacing.replacing(out, 9) as f:
+        f.write(b"whole")
+    assert len(met) > 2 and out.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [out]
+
+
+def test_what_only_looks_like_a_temporary_file_is_left_alone(tmp_path: Path) -> None:
+    out, keep = tmp_path / "o.gguf", tmp_path / "keep"
+    keep.write_text("x")
+    os.mkfifo(tmp_path / ".o.gguf.00000001.tmp")
+    (tmp_path / ".o.gguf.00000002.tmp").symlink_to(keep)
+    (tmp_path / ".o.gguf.00000003.tmp").mkdir()
+    for name in (".o.gguf.0000000g.tmp", ".o.gguf.tmp", "o.gguf.00000004.tmp",
+                 ".oxgguf.00000005.tmp"):  # fmt: skip
+        (tmp_path / name).write_text("x")
+    before = set(tmp_path.iterdir())
+    write(out, {}, [])
+    assert set(tmp_path.iterdir()) == before | {out} and keep.read_text() == "x"
+
+
+def test_where_files_cannot_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is written all the same, and nothing is taken for left behind."""
+
+    def refuse(handle: int, what: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    left = tmp_path / ".o.gguf.00000001.tmp"
+    left.touch()
+    write(tmp_path / "o.gguf", {}, [])
+    assert left.exists() and (tmp_path / "o.gguf").stat().st_size
