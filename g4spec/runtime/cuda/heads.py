@@ -106,10 +106,12 @@ def instance(
 
 
 UNITS = [
-    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in (64, 128, 256, 512)
+    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8, early=True)
+                           for dim in (64, 128, 256, 512)
                            for pairs in (False, True) for q8 in (False, True)),
          max_registers=80),
-    Unit("heads.cu", (instance(256, 4), instance(512, early=True),
-                      *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
+    Unit("heads.cu", (instance(256, 4), instance(512),
+                      *(instance(512, q8=q8, early=True, turning=TURNING)
+                        for q8 in (False, True))),
          max_registers=80),
 ]  # fmt: skip

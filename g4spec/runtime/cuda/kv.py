@@ -57,6 +57,7 @@ class CudaKV:
         turning: pairs whose columns the keys have, or 0: keys have all columns.
         keys, values: [n_kv, capacity, columns], float16 or uint8 (q + 128).
         key_scales, value_scales: [n_kv, capacity, columns / 32] float16; `f16`: no elements.
+        positions: of the rows that asked last, [T] int64; those before the first are settled.
         weight: [head_dim] of the norm of keys, which queries take over in the columns that keys
             have not. Set by whoever writes rows; None: 1.
     """
@@ -76,6 +77,7 @@ class CudaKV:
         self.n_kv, self.head_dim, self.window, self.kind = n_kv, head_dim, window, kind
         self.capacity = capacity(n_ctx, window, slack)
         self.turning = TURNING if shares(head_dim, turning) else 0
+        self.positions: torch.Tensor | None = None
         self.weight: torch.Tensor | None = None
         columns = _key_columns(head_dim, turning)
         self.keys, self.key_scales = _plane(n_kv, self.capacity, columns, kind, device)

@@ -47,21 +47,34 @@ class Cut:
     rows: int
     stages: int
 
+    @property
+    def format(self) -> str:
+        """Of the weights, as kernels name it."""
+        name = self.type.upper().replace("_", "")
+        return name if self.type.endswith("_k") else f"{name}<{self.unit}>"
+
     def name(self, kind: str) -> str:
-        form = self.type.upper().replace("_", "")
-        form += "" if self.type.endswith("_k") else f"<{self.unit}>"
-        return f"{kind}<{form}, {self.tiles}, {self.rows}, {self.stages}>"
+        return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        stage = packing.unit_bytes(self.type, self.unit) * (self.rows // GROUP)
-        stage = max(stage + self.unit // BLOCK * 1216 * self.tiles, self.rows * 8 * self.tiles * 4)
+        stage = max(self.stage, self.rows * 8 * self.tiles * 4)
         teams = CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
         scratch = max(SCRATCH.get(self.type, 0) // teams, other)
         pairs = CONSUMERS * 8 * self.tiles * 4
         return self.stages * (stage + 16) + CONSUMERS * scratch + pairs
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a unit: weights and activations."""
+        return self.weights + self.unit // BLOCK * 1216 * self.tiles
+
+    @property
+    def weights(self) -> int:
+        """Bytes of a unit's weights."""
+        return packing.unit_bytes(self.type, self.unit) * (self.rows // GROUP)
 
 
 @functools.cache
@@ -91,31 +104,89 @@ class Exchange:
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
-def linear(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
-    """x [T, K] times a packed matrix [N, K] -> float32 [T, N]."""
-    y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", x, weight, by, y, weight.rows)
+def linear(x: Rows, weight: Weight, by: Exchange, into: torch.Tensor | None = None) -> torch.Tensor:
+    """x [T, K] times a packed matrix [N, K] -> float32 [T, N], or `into` some columns of a wider
+    one."""
+    y = into
+    if y is None:
+        y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
+    assert y.shape == (len(x), weight.rows) and y.stride(1) == 1, (y.shape, y.stride())
+    _run("linear", x, weight, by, launch.Strided(y), weight.rows, y.stride(0))
     return y
 
 
-def gate_up(x: Rows, weight: Weight, by: Exchange) -> Rows:
-    """gelu(gates) * ups of x [T, K], from gates and ups in turns of 16 rows, as rows."""
+def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Rows:
+    """gelu(gates) or silu(gates), times ups, of x [T, K], from gates and ups in turns of 16 rows,
+    as rows."""
     channels = weight.rows // 2
     y = empty(len(x), channels, x.data.device)
-    _run("gate_up", x, weight, by, y.data, channels)
+    _run("gate_up", x, weight, by, y.data, channels, silu)
     return Rows(y.data, y.count, y.width, gated_scale(x.data.device))
 
 
-def _run(kind: str, x: Rows, weight: Weight, by: Exchange, y: torch.Tensor, n: int) -> None:
+def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Tensor:
+    """x [T, K] times two packed matrices of different types -> float32 [T, N1 + N2], in one
+    launch."""
+    y = torch.empty(len(x), first.rows + second.rows, dtype=torch.float32, device=x.data.device)
+    a, b = _cut(x, first), _cut(x, second)
+    of_first, of_second = _size(first, a), _size(second, b)
+    others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
+    assert of_first[1] + of_second[1] <= len(by.arrived)
+    count = others + -(-of_second[0] * of_second[1] // runs[1])
+    launch.kernel("linear.cu", two(a, b))(
+        count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
+        *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
+        np.int32(others), y, *map(np.int32, (first.rows, second.rows, y.shape[1], len(x))),
+        shared=max(a.shared, b.shared),
+    )  # fmt: skip
+    return y
+
+
+def two(a: Cut, b: Cut) -> str:
+    """Name of the instance that multiplies both."""
+    numbers = (a.tiles, a.rows, a.stages, b.rows, b.stages)
+    return f"linear_two<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
+
+
+@functools.cache
+def shares(
+    units: int, groups: int, stage: int, units_b: int, groups_b: int, stage_b: int, count: int
+) -> tuple[int, int, int]:
+    """CTAs of the first of two products, and units a CTA of each, so that the CTA with the most
+    bytes has as few as can be. `stage`: bytes of a unit's weights."""
+
+    def runs(others: int) -> tuple[int, int]:
+        return -(-units * groups // others), -(-units_b * groups_b // (count - others))
+
+    def most(others: int) -> int:
+        run, run_b = runs(others)
+        return max(run * stage, run_b * stage_b)
+
+    best = runs(min(range(1, count), key=most))
+    return -(-units * groups // best[0]), *best
+
+
+def _cut(x: Rows, weight: Weight) -> Cut:
     groups, units = weight.data.shape[:2]
     assert x.width == weight.columns and weight.matrices == 1, (x.width, weight.columns)
-    how = cut(weight.type, weight.columns // units, groups, x.tiles, launch.arch(y.device.index))
-    groups = groups * GROUP // how.rows
+    arch = launch.arch(x.data.device.index)
+    return cut(weight.type, weight.columns // units, groups, x.tiles, arch)
+
+
+def _size(weight: Weight, how: Cut) -> tuple[int, int]:
+    """Units of K, and groups of a stage's rows."""
+    groups, units = weight.data.shape[:2]
+    return units, groups * GROUP // how.rows
+
+
+def _run(kind: str, x: Rows, weight: Weight, by: Exchange, y: object, n: int, more: int) -> None:
+    how = _cut(x, weight)
+    units, groups = _size(weight, how)
     run = -(-units * groups // by.count)
     assert groups <= len(by.arrived)
     launch.kernel("linear.cu", how.name(kind))(
         -(-units * groups // run), THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
-        np.int32(units), np.int32(groups), np.int32(run), y, np.int32(n), np.int32(len(x)),
+        *map(np.int32, (units, groups, run)), y, *map(np.int32, (n, more, len(x))),
         shared=how.shared,
     )  # fmt: skip
 
@@ -128,8 +199,10 @@ def _units() -> list[Unit]:
                 for type in packing.PARTS for unit in ((256,) if type.endswith("_k") else (64, 256))
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
-        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168,
-                        max(names.values()), 16))
+        for tiles in (1, 2):
+            a, b = (cut(type, 256, 2, tiles, arch) for type in ("q4_k", "q6_k"))
+            names[two(a, b)] = max(a.shared, b.shared)
+        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 16))
     return out
 
 

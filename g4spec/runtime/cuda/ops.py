@@ -84,7 +84,7 @@ class CudaOps(Ops):
         self.title += ", portable kernels" if self.portable else ""
         self._exchange = linear.Exchange(self.device)
         self.pairs = Pairs()
-        self._layers: dict[int, Experts | None] = {}
+        self._layers: dict[Any, Experts | None] = {}
         self._buffers: dict[Shape, Buffers] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._upload: Uploader | None = None
@@ -201,6 +201,8 @@ class CudaOps(Ops):
             self.without_kernel.add(f"qkv (heads of {a.head_dim})")
             return super().qkv(h, a, positions, kv, queries=queries)
         y = self._products(h, weights, weights if queries else weights[1:])
+        if kv is not None:
+            kv.positions = positions
         return Heads(
             n_q=a.q.shape[0] // a.head_dim if queries else 0,
             n_kv=0 if a.k is None else a.k.shape[0] // a.head_dim,
@@ -211,13 +213,15 @@ class CudaOps(Ops):
             freqs=a.freqs,
             eps=a.eps,
             pairs=a.pairs,
+            early=True,
         )(y, positions, kv)
 
     def attend(
         self, q: torch.Tensor, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float
     ) -> Any:
         if q.dtype is torch.float16 and len(q) <= rows.MOST:
-            out = attention.attend(q, kv, first, last, scale, plain=self.portable)
+            settled = None if self.portable else kv.positions
+            out = attention.attend(q, kv, first, last, scale, settled, plain=self.portable)
             if self.portable:
                 return out.values
             return Rows(out.rows, len(q), q.shape[1] * q.shape[2])
@@ -228,12 +232,13 @@ class CudaOps(Ops):
     def gated(self, x: Any, gate: Any, up: Any, down: Any, activation: Activation) -> torch.Tensor:
         if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
             return super().gated(x, gate, up, down, activation)
-        if activation == self.gelu_tanh and not self.portable:
+        if activation in (self.gelu_tanh, self.silu) and not self.portable:
             pair = self.pairs(gate, up)
             y = self._rows(x)
             fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
             if fits and isinstance(y, Rows) and pair[0].type:
-                return self.linear(linear.gate_up(y, pair[0], self._exchange), down)
+                gated = linear.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
+                return self.linear(gated, down)
             if len(pair) == 1:
                 both = self._product(y, pair[0])
                 gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
@@ -257,9 +262,7 @@ class CudaOps(Ops):
     ) -> torch.Tensor:
         return elementwise.per_layer_inputs(self.linear(x, proj), tokens, norm, x.shape[1], eps)
 
-    def logits(
-        self, hidden: Any, table: Any, cap: float = 0.0, scale: float = 1.0
-    ) -> torch.Tensor:
+    def logits(self, hidden: Any, table: Any, cap: float = 0.0, scale: float = 1.0) -> torch.Tensor:
         z = self.linear(hidden, table)
         return elementwise.softcap(z, cap, scale) if cap or scale != 1.0 else z
 
@@ -288,9 +291,9 @@ class CudaOps(Ops):
         following: torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, Any]:
-        layer = self._layers.get(id(e.gate_exps)) if self._as_rows(x) else None
+        layer = self._layers.get(e.gate_exps) if self._as_rows(x) else None
         if layer is None and self._as_rows(x):
-            layer = self._layers[id(e.gate_exps)] = self._expert_layer(e, scale)
+            layer = self._layers[e.gate_exps] = self._expert_layer(e, scale)
         if layer is None:
             if len(x) <= rows.MOST:
                 self.without_kernel.add("choice of experts")
@@ -355,9 +358,12 @@ class CudaOps(Ops):
         if any(isinstance(w, torch.Tensor) for w in wanted):
             return torch.cat([self.linear(x, w) for w in wanted], dim=1)
         join(together)
-        x = self._rows(x)
-        parts = [self._product(x, w) for w in below(wanted)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        x, parts = self._rows(x), below(wanted)
+        if len(parts) == 1:
+            return self._product(x, parts[0])
+        if len(parts) == 2 and isinstance(x, Rows) and all(w.type for w in parts):
+            return linear.linear_two(x, parts[0], parts[1], self._exchange)
+        return torch.cat([self._product(x, w) for w in parts], dim=1)
 
     def _as_rows(self, x: torch.Tensor) -> bool:
         """Whether x [T, K] becomes rows for products."""

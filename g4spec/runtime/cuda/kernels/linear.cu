@@ -95,7 +95,7 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int 
 }
 
 template <class F, int NT, int ROWS, int STAGES, class Out>
-DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
+DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS>;
   u8* scratch = shared + STAGES * S::BYTES;
   float* pairs = (float*)(scratch + CONSUMERS * S::SCRATCH);
@@ -110,7 +110,6 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
     barrier_init_fence();
   }
   __syncthreads();
-  const int cta = gridDim.x - 1 - blockIdx.x;
   if (warp == CONSUMERS) {
     const int begin = cta * w.run;
     feed<F, NT, ROWS, STAGES>(w, shared, full, empty, cta, begin,
@@ -127,18 +126,39 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared) {
   const u8 *weights, const u8 *rows, const float *row_scale, float *partial, u32 *arrived, \
       int units, int groups, int run
 
-// y [T, N]
+DEVICE int last_first() { return gridDim.x - 1 - blockIdx.x; }
+
+// y [T, N], rows `stride` apart
 template <class F, int NT, int ROWS, int STAGES>
-__global__ __launch_bounds__(THREADS, 1) void linear(WORK, float* y, int n_rows, int tokens) {
+__global__ __launch_bounds__(THREADS, 1) void linear(WORK, float* y, int n_rows, int stride,
+                                                     int tokens) {
   extern __shared__ __align__(128) u8 shared[];
   multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run},
-                                Plain{y, n_rows, tokens}, shared);
+                                Plain{y, n_rows, stride, tokens}, shared, last_first());
 }
 
-// gelu(gate x) * up x as input of the next product
+// gelu(gate x) or silu(gate x), times up x, as input of the next product
 template <class F, int NT, int ROWS, int STAGES>
-__global__ __launch_bounds__(THREADS, 1) void gate_up(WORK, u8* y, int channels, int tokens) {
+__global__ __launch_bounds__(THREADS, 1) void gate_up(WORK, u8* y, int channels, int silu,
+                                                      int tokens) {
   extern __shared__ __align__(128) u8 shared[];
   multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run},
-                                GatedGelu{y, channels, tokens}, shared);
+                                Gated{y, channels, tokens, silu != 0}, shared, last_first());
+}
+
+// Two products of the same rows, side by side in y: CTAs from `others` on have the second.
+template <class A, class B, int NT, int ROWS_A, int STAGES_A, int ROWS_B, int STAGES_B>
+__global__ __launch_bounds__(THREADS, 1) void linear_two(
+    WORK, const u8* weights_b, int units_b, int groups_b, int run_b, int others, float* y,
+    int n_rows, int n_rows_b, int stride, int tokens) {
+  extern __shared__ __align__(128) u8 shared[];
+  if (blockIdx.x < others)
+    multiply<A, NT, ROWS_A, STAGES_A>(
+        {weights, rows, row_scale, partial, arrived, units, groups, run},
+        Plain{y, n_rows, stride, tokens}, shared, others - 1 - blockIdx.x);
+  else
+    multiply<B, NT, ROWS_B, STAGES_B>(
+        {weights_b, rows, row_scale, partial + (i64)others * LEFT<2, 256> / 4, arrived + groups,
+         units_b, groups_b, run_b},
+        Plain{y + n_rows, n_rows_b, stride, tokens}, shared, last_first());
 }

@@ -26,8 +26,8 @@ struct Work {
 // Results leave through one of these: value of weight row n for tokens m and m + 1.
 struct Plain {
   static constexpr bool PAIRS = false;
-  float* y;  // [T, N]
-  int n_rows, tokens;
+  float* y;  // [T, N], rows of y `stride` apart
+  int n_rows, stride, tokens;
 
   template <int NT, int ROWS>
   DEVICE void write(const Acc<NT>& acc, int group, const float* row_scale, u8*, float*,
@@ -43,23 +43,25 @@ struct Plain {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int n = group * ROWS + warp * 32 + q * 8 + g;
-          if (n < n_rows) y[(i64)m * n_rows + n] = s * acc[q / 2][nt][(q % 2) * 2 + j];
+          if (n < n_rows) y[(i64)m * stride + n] = s * acc[q / 2][nt][(q % 2) * 2 + j];
         }
       }
   }
 };
 
-// gelu(gate) * up, where tile 0 of a warp holds gates and tile 1 the rows of up beside them. The
-// result is what the next product reads: see "Rows" in g4spec/runtime/cuda/rows.py.
-struct GatedGelu {
+// gelu(gate) or silu(gate), times up, where tile 0 of a warp holds gates and tile 1 the rows of up
+// beside them. The result is what the next product reads: see "Rows" in g4spec/runtime/cuda/rows.py.
+struct Gated {
   static constexpr bool PAIRS = true;
   static constexpr float STORED = 1.0f / 64;  // of the value, as half; the row scale is 64
   u8* y;  // [channels / 64][ACT_BYTES * NT]
   int channels, tokens;
+  bool silu;
 
-  static DEVICE float gelu(float x) {
-    const float inner = 0.7978845608028654f * (x + 0.044715f * (x * x * x));
-    return 0.5f * x * (1.0f + tanhf(inner));
+  // x * sigmoid(x); gelu is x * sigmoid(2 * what its tanh is taken of).
+  DEVICE float activated(float x) const {
+    const float y = silu ? x : 1.5957691216057308f * (x + 0.044715f * (x * x * x));
+    return x * reciprocal(1.0f + exp2_fast(y * -1.4426950408889634f));
   }
 
   // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_pairs`.
@@ -75,7 +77,7 @@ struct GatedGelu {
       for (int j = 0; j < 4; ++j) {
         const int m = nt * 8 + 2 * t + j % 2, channel = g + (j / 2) * 8;
         const float scale = row_scale && m < tokens ? row_scale[m] : 1.0f;
-        const float h = gelu(scale * acc[0][nt][j]) * (scale * acc[1][nt][j]);
+        const float h = activated(scale * acc[0][nt][j]) * (scale * acc[1][nt][j]);
         halves[(((m % 8) * 4 + channel / 4) * NT + nt) * 4 + channel % 4] =
             to_half(m < tokens ? h * STORED : 0.0f);
       }
