@@ -86,7 +86,9 @@ def arch_of(major: int, minor: int) -> str:
 def options(arch: str) -> tuple[str, ...]:
     """Options of every compilation. G4SPEC_LINEINFO=1 adds source lines for profilers."""
     lines = ("-lineinfo",) if os.environ.get("G4SPEC_LINEINFO") == "1" else ()
-    return (f"-arch={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v", *lines)
+    # NVRTC has a cache of its own since 12.9; what comes from there has no log of resources.
+    own = ("--no-cache",) if version() >= (12, 9) else ()
+    return (f"-arch={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v", *own, *lines)
 
 
 def source_path(file: str) -> Path:
