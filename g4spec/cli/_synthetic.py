@@ -59,8 +59,9 @@ def _show(data: dict[str, Any], out: Output) -> None:
             for row in data["rows"]]  # fmt: skip
     out.table(f"{data['model']}, {data['type']}, on {data['device']}", columns, rows)
     read = data["read_bytes_per_second"]
-    out.line(f"Weights: {data['weight_bytes'] / 1e9:.2f} GB, read at "
-             f"{data['fraction_of_bandwidth']:.0%} of the {read / 1e12:.2f} TB/s measured here.")
+    out.line(f"Weights: {data['weight_bytes'] / 1e9:.2f} GB, of which a row reads "
+             f"{data['step_bytes'] / 1e9:.2f}, at {data['fraction_of_bandwidth']:.0%} of the "
+             f"{read / 1e12:.2f} TB/s measured here.")
     if data["accept_length"]:
         out.line(f"A cycle commits {data['accept_length']} tokens because it was told to.")
     for name in data["ops_without_kernel"]:

@@ -8,7 +8,9 @@ before anything looks there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +32,23 @@ class Capture:
     def __init__(self, run: Callable[[], tuple[torch.Tensor, ...]], pool: Any) -> None:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool):
+        with _nothing_collected(), torch.cuda.graph(self.graph, pool=pool):
             self.outputs = run()
 
     def replay(self) -> None:
         self.graph.replay()
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """The end of another graph, found as garbage meanwhile, would end the recording too."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @dataclass(slots=True)

@@ -95,6 +95,7 @@ def measure(
                 step: Any = target._step
                 watch(count, step.recording(count).replay)
     held = weight_bytes(target.model.w)
+    step = held - _idle_bytes(target.model.w, target.config.layers[0])
     plain = rows[0].steps[1]
     return {
         "schema": SCHEMA, "label": LABEL, "model": name,
@@ -104,8 +105,8 @@ def measure(
         "commit": provenance.commit(),
         "torch": torch.__version__, "overridden_ops": provenance.overridden(ops),
         "ops_without_kernel": sorted(ops.without_kernel),
-        "read_bytes_per_second": read, "weight_bytes": held,
-        "fraction_of_bandwidth": held / (plain * 1e-3) / read,
+        "read_bytes_per_second": read, "weight_bytes": held, "step_bytes": step,
+        "fraction_of_bandwidth": step / (plain * 1e-3) / read,
         "rows": [_json(row) for row in rows],
     }  # fmt: skip
 
@@ -145,6 +146,15 @@ def weight_bytes(weights: Mapping[str, Any]) -> int:
         data = w if isinstance(w, torch.Tensor) else w.table
         seen[data.data_ptr()] = data.nbytes
     return sum(seen.values())
+
+
+def _idle_bytes(weights: Mapping[str, Any], layer: Any) -> int:
+    """Bytes of the experts that one row does not visit."""
+    stacks = {name: w for name, w in weights.items() if name.endswith("_exps.weight")}
+    if not stacks:
+        return 0
+    idle: float = 1 - layer.n_expert_used / layer.n_expert
+    return int(weight_bytes(stacks) * idle)
 
 
 def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:

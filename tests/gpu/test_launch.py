@@ -3,6 +3,7 @@ refused."""
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from g4spec.errors import EnvironmentProblem, KernelCompileError
+from g4spec.runtime import graphs
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.units import Unit
 from tests.gpu.device import needs_gpu
@@ -184,3 +186,23 @@ def test_no_load_inside_a_capture(file: str) -> None:
             launch.kernel(file, "axpy<77>")
     graph.replay()
     assert torch.equal(x, torch.full_like(x, 2))
+
+
+@needs_gpu
+def test_a_graph_that_is_garbage_does_not_end_a_recording() -> None:
+    def add() -> tuple[torch.Tensor, ...]:
+        more = [[i] for i in range(1000)]  # what makes Python look for garbage
+        return (torch.zeros(3, device="cuda") + len(more),)
+
+    add()
+    old: list[object] = [graphs.Capture(add, None)]
+    old.append(old)
+    del old
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        made = graphs.Capture(add, None)
+    finally:
+        gc.set_threshold(*before)
+    made.replay()
+    assert made.outputs[0].tolist() == [1000.0] * 3

@@ -22,12 +22,15 @@ struct Part {
 #pragma unroll
     for (int j = 0; j < V; ++j) v[j] = mul4(mul4(v[j], s), weight.v[j]);
   }
-  // 1 / root mean square
-  DEVICE float inverse(float* slots, int width, float eps) const {
+  DEVICE float squares() const {
     float s = 0;
 #pragma unroll
     for (int j = 0; j < V; ++j) s += square4(v[j]);
-    return rsqrtf(over_block<WARPS>(s, slots, Sum()) / (float)width + eps);
+    return s;
+  }
+  // 1 / root mean square
+  DEVICE float inverse(float* slots, int width, float eps) const {
+    return rsqrtf(over_block<WARPS>(squares(), slots, Sum()) / (float)width + eps);
   }
 };
 
@@ -65,8 +68,9 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
     sum = parts[0];
 #pragma unroll
     for (int s = 1; s < K; ++s) sum.add(parts[s]);
-    other.scale(other.inverse(slots[0], width, eps), dense_weight);
-    sum.scale(sum.inverse(slots[1], width, eps), experts_weight);
+    const float2 both = over_block2<WARPS>(other.squares(), sum.squares(), slots[0], slots[1]);
+    other.scale(rsqrtf(both.x / (float)width + eps), dense_weight);
+    sum.scale(rsqrtf(both.y / (float)width + eps), experts_weight);
     other.add(sum);
     other.scale(other.inverse(slots[2], width, eps), weight);
     result.add(other);

@@ -58,11 +58,7 @@ struct Gated {
   int channels, tokens;
   bool silu;
 
-  // x * sigmoid(x); gelu is x * sigmoid(2 * what its tanh is taken of).
-  DEVICE float activated(float x) const {
-    const float y = silu ? x : 1.5957691216057308f * (x + 0.044715f * (x * x * x));
-    return x * reciprocal(1.0f + exp2_fast(y * -1.4426950408889634f));
-  }
+  DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_inner(x)); }
 
   // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_pairs`.
   template <int NT, int ROWS>

@@ -91,6 +91,12 @@ DEVICE void fold(float (&acc)[4], const float (&c)[4], float low, float high) {
   acc[3] += high * c[3];
 }
 
+// x * sigmoid(y). With y = x that is silu; gelu with what is twice the argument of its tanh.
+DEVICE float times_sigmoid(float x, float y) {
+  return x * reciprocal(1.0f + exp2_fast(y * -1.4426950408889634f));
+}
+DEVICE float gelu_inner(float x) { return 1.5957691216057308f * (x + 0.044715f * (x * x * x)); }
+
 // Where a lane finds the values of its four rows: g, g + 8 of both tiles, side by side.
 DEVICE int row_slot(int row) { return (row % 8) * 4 + row / 8; }
 
