@@ -3,8 +3,8 @@
     python benchmarks/gpu_steps.py [31b 26b-a4b ...] [--contexts 64 4096 32768] [--cache-type q8_0]
 
 Measured as `g4spec bench --synthetic` does it (random weights, forced acceptance), with the kernels
-of one step at the last context by the time they add. Writes `results/<date>-gpu-steps.json`. Exit code 1 if a
-required figure is missed; they were set for an H200 and mean nothing on another GPU.
+of one step at the last context by the time they add. Writes `results/<date>-gpu-steps.json`. Exit
+code 1 if a required figure is missed; they were set for an H200 and mean nothing on another GPU.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def kernels(play: Any, times: int = 5) -> dict[str, float]:
     ran = sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events()
                  if e.device_type.name == "CUDA")  # fmt: skip
     total, latest = Counter[str](), ran[0][0]
-    for begin, end, name in ran:
-        total[name.split("(")[0]] += (end - max(latest, begin)) if end > latest else 0.0
+    for _, end, name in ran:
+        total[name.split("(")[0]] += max(0.0, end - latest)
         latest = max(latest, end)
     return {name: round(us / 1e3 / times, 4) for name, us in total.most_common() if us}
 
