@@ -87,6 +87,8 @@ def measure(
         torch.cuda.empty_cache()
         target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + protocol.room)
         drafter = None
+        target.step(_tokens(target, 1), 0)  # packs what a step reads
+        pairs = ops.pairs.nbytes
         if name in synthetic.DRAFTS:
             drafter = synthetic.draft(name, protocol.draft_type, ops, target)
         rows = [_at(context, target, drafter, protocol) for context in protocol.contexts]
@@ -94,7 +96,7 @@ def measure(
             for count in ROWS:
                 step: Any = target._step
                 watch(count, step.recording(count).replay)
-    held = weight_bytes(target.model.w)
+    held = weight_bytes(target.model.w) + pairs
     step = held - _idle_bytes(target.model.w, target.config.layers[0])
     plain = rows[0].steps[1]
     return {

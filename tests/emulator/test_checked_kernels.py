@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda import launch, prefill_attention
+from g4spec.runtime.cuda import launch, linear, prefill_attention, rows
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill_attention import HeadWeights
@@ -45,6 +45,16 @@ def test_a_product() -> None:
     pairs = parity.linear(CudaOps("cpu"), Ops(), torch.Generator().manual_seed(0))
     got, want, _ = next(pairs)
     assert got.shape == want.shape
+
+
+def test_products_around_their_ring_and_side_by_side() -> None:
+    g, by = torch.Generator().manual_seed(0), linear.Exchange(torch.device("cpu"))
+    sizes = (("q8_0", 256, 1088), ("q4_k", 256, 512), ("q6_k", 128, 512))
+    small, first, second = (parity.matrix(g, *of)[0] for of in sizes)
+    x = rows.pack_rows(torch.randn(12, 1088, generator=g))
+    assert linear.linear(x, small.alone, by).isfinite().all()
+    x = rows.pack_rows(torch.randn(3, 512, generator=g))
+    assert linear.linear_two(x, first.alone, second.alone, by).isfinite().all()
 
 
 @pytest.mark.parametrize(("dim", "group", "window"), [(256, 2, 100), (512, 2, None)])

@@ -45,5 +45,10 @@ def test_measures_steps_and_cycles(name: str) -> None:
     (row,) = result["rows"]
     assert all(row[f"step_{n}_ms"] > 0 for n in steps.ROWS)
     assert (row["cycle_ms"] is None) == (name not in synthetic.DRAFTS)
+    shape = SMALL[name]
+    dense = 3 * shape["hidden_size"] * shape["intermediate_size"] * shape["num_hidden_layers"] / 2
+    head = 2048 * shape["hidden_size"] * 6.5625 / 8
+    assert result["weight_bytes"] > dense + head
+    assert (result["step_bytes"] < result["weight_bytes"]) == ("num_experts" in shape)
     # The projection of the per-layer inputs stays float32.
     assert result["ops_without_kernel"] == (["linear (float32)"] if name == "e2b" else [])

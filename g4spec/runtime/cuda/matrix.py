@@ -154,6 +154,11 @@ class Pairs:
     def __init__(self) -> None:
         self._made: dict[tuple[Matrix, Matrix], list[Weight]] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Of pairs made so far; the matrices themselves hold nothing any more."""
+        return sum(w.data.nbytes for made in self._made.values() if len(made) == 1 for w in made)
+
     def __call__(self, gate: Matrix, up: Matrix) -> list[Weight]:
         if gate.keeps and up.keeps:
             join([gate, up])
