@@ -105,14 +105,10 @@ class Exchange:
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
-def linear(x: Rows, weight: Weight, by: Exchange, into: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] times a packed matrix [N, K] -> float32 [T, N], or `into` some columns of a wider
-    one."""
-    y = into
-    if y is None:
-        y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    assert y.shape == (len(x), weight.rows) and y.stride(1) == 1, (y.shape, y.stride())
-    _run("linear", x, weight, by, launch.Strided(y), weight.rows, y.stride(0))
+def linear(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
+    """x [T, K] times a packed matrix [N, K] -> float32 [T, N]."""
+    y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
+    _run("linear", x, weight, by, y, weight.rows, weight.rows)
     return y
 
 
@@ -180,7 +176,9 @@ def _size(weight: Weight, how: Cut) -> tuple[int, int]:
     return units, groups * GROUP // how.rows
 
 
-def _run(kind: str, x: Rows, weight: Weight, by: Exchange, y: object, n: int, more: int) -> None:
+def _run(
+    kind: str, x: Rows, weight: Weight, by: Exchange, y: torch.Tensor, n: int, more: int
+) -> None:
     how = _cut(x, weight)
     units, groups = _size(weight, how)
     run = -(-units * groups // by.count)
