@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from g4spec import cli
 from g4spec.cli import _inputs, render
 from g4spec.cli._spoken import Writer, held_back
 from g4spec.errors import InputError
 from tests import tiny, tokens
+from tests.commands import Cli
 
 
 @pytest.fixture(scope="module")
@@ -24,21 +23,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("models")
     target = tokens.target_file(folder / "target.gguf")
     return str(target), str(tokens.draft_file(folder / "draft.gguf"))
-
-
-class Cli:
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *argv: object, code: int = 0) -> tuple[str, str]:
-        got = cli.run([str(a) for a in argv])
-        out, err = self._capsys.readouterr()
-        assert got == code, err
-        return out, err
-
-    def json(self, *argv: object) -> dict[str, Any]:
-        value: dict[str, Any] = json.loads(self(*argv, "--json")[0])
-        return value
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from g4spec import cli
 from tests import tiny, tokens
+from tests.commands import Cli, in_folder
 
 RUNS = {
     "generate": ("-p", "x", "-n", 4, "-c", 128),
@@ -40,36 +40,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-class Cli:
-    """Runs a command in the folder; `cache` is where converted drafts would be."""
-
-    def __init__(self, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.cache, self._capsys = cache, capsys
-
-    def refused(self, *argv: object) -> str:
-        """The one line on stderr of a command that did nothing at all."""
-        code = cli.run([str(a) for a in argv])
-        out, err = self._capsys.readouterr()
-        assert code in (2, 3, 4), (code, out, err)
-        assert out == "" and len(err.splitlines()) == 1 and err.startswith("error: "), (out, err)
-        assert not self.cache.exists(), "something was converted first"
-        return err
-
-    def works(self, *argv: object) -> str:
-        code = cli.run([str(a) for a in argv])
-        out, err = self._capsys.readouterr()
-        assert code == 0, err
-        return out
-
-
 @pytest.fixture
 def g4spec(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Cli:
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return Cli(tmp_path / "cache", capsys)
+    return in_folder(home, tmp_path / "cache", monkeypatch, capsys)
 
 
 # ---- generate, verify, bench
@@ -197,7 +173,7 @@ def test_a_draft_given_as_the_target_of_a_conversion(g4spec: Cli, tmp_path: Path
 
 def test_the_right_pair_works(g4spec: Cli, tmp_path: Path) -> None:
     target = tmp_path / "t.gguf"
-    g4spec.works("convert", "target", "-o", target, "--quiet")
+    g4spec("convert", "target", "-o", target, "--quiet")
     run = ("-p", "x", "-n", 4, "-c", 128, "--json")
-    said = json.loads(g4spec.works("generate", "-m", target, "-md", "draft", *run))
+    said = json.loads(g4spec("generate", "-m", target, "-md", "draft", *run)[0])
     assert len(said["ids"]) == 4 and list(g4spec.cache.rglob("*.gguf"))

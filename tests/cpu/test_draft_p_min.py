@@ -3,19 +3,18 @@ stays the same; less is drafted."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from g4spec import cli
 from g4spec.convert import convert
 from g4spec.errors import UsageError
 from g4spec.gguf import GGUF, TensorData, f32, write
 from g4spec.models import dspark
 from g4spec.runtime.engine import Engine, Options
 from tests import tiny, tiny_drafts
+from tests.commands import Cli, in_folder
 
 PROMPT = ("-p", "hello world", "-n", 24, "-c", 256, "--ignore-eos")
 PROMPT_IDS = [2, *range(40, 60)]
@@ -37,32 +36,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-class Cli:
-    def __init__(self, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.cache, self._capsys = cache, capsys
-
-    def json(self, *argv: object) -> dict[str, Any]:
-        code = cli.run([str(a) for a in (*argv, "--json")])
-        out, err = self._capsys.readouterr()
-        assert code == 0, err
-        value: dict[str, Any] = json.loads(out)
-        return value
-
-    def refused(self, *argv: object) -> str:
-        assert cli.run([str(a) for a in argv]) == 2
-        out, err = self._capsys.readouterr()
-        assert out == "" and len(err.splitlines()) == 1
-        assert not self.cache.exists(), "something was converted first"
-        return err
-
-
 @pytest.fixture
 def g4spec(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Cli:
-    monkeypatch.chdir(home)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return Cli(tmp_path / "cache", capsys)
+    return in_folder(home, tmp_path / "cache", monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("draft", ["dspark.gguf", "deepspec.gguf"])
@@ -100,7 +78,7 @@ def test_verify_and_bench_take_it_too(g4spec: Cli) -> None:
 @pytest.mark.parametrize("draft", ["headless", "headless.gguf", "dflash", "dflash.gguf", "ngram"])
 def test_drafts_without_a_confidence_head(g4spec: Cli, command: str, draft: str) -> None:
     argv = (command, "-m", "target.gguf", "-md", draft, *(PROMPT[:2] * (command == "generate")))
-    said = g4spec.refused(*argv, "--draft-p-min", 0.5)
+    said = g4spec.refused(*argv, "--draft-p-min", 0.5, codes=(2,))
     assert "--draft-p-min" in said and "confidence head" in said
     if draft != "ngram":
         kind = "DSpark draft" if draft.startswith("headless") else "DFlash draft"
@@ -111,14 +89,16 @@ def test_zero_asks_for_nothing(g4spec: Cli) -> None:
     for draft in ("headless.gguf", "dflash.gguf", "ngram"):
         g4spec.json("generate", "-m", "target.gguf", "-md", draft, *PROMPT, "--draft-p-min", 0)
     g4spec.json("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0)
-    said = g4spec.refused("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0.1)
+    argv = ("generate", "-m", "target.gguf", *PROMPT, "--draft-p-min", 0.1)
+    said = g4spec.refused(*argv, codes=(2,))
     assert "pass a DSpark draft with -md" in said.replace("Pass", "pass")
 
 
 @pytest.mark.parametrize("value", ["-0.1", "1.5", "nan", "inf", "much"])
 def test_values_that_are_no_probability(g4spec: Cli, value: str) -> None:
     pair = ("-m", "target.gguf", "-md", "dspark")
-    assert "--draft-p-min" in g4spec.refused("generate", *pair, *PROMPT, "--draft-p-min", value)
+    argv = ("generate", *pair, *PROMPT, "--draft-p-min", value)
+    assert "--draft-p-min" in g4spec.refused(*argv, codes=(2,))
 
 
 def test_what_the_file_says_is_the_default(home: Path, tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Commands of the program, run in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import cli
+
+
+class Cli:
+    """Runs commands. `cache`: where converted drafts would be."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], cache: Path | None = None) -> None:
+        self.cache, self._capsys = cache, capsys
+
+    def __call__(self, *argv: object, code: int = 0) -> tuple[str, str]:
+        got = cli.run([str(a) for a in argv])
+        out, err = self._capsys.readouterr()
+        assert got == code, err
+        return out, err
+
+    def json(self, *argv: object) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads(self(*argv, "--json")[0])
+        return value
+
+    def refused(self, *argv: object, codes: tuple[int, ...] = (2, 3, 4)) -> str:
+        """The one line on stderr of a command that did nothing at all."""
+        code = cli.run([str(a) for a in argv])
+        out, err = self._capsys.readouterr()
+        assert code in codes, (code, out, err)
+        assert out == "" and len(err.splitlines()) == 1 and err.startswith("error: "), (out, err)
+        assert self.cache is not None and not self.cache.exists(), "something was converted first"
+        return err
+
+
+def in_folder(
+    home: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Cli:
+    """Commands that are typed in a folder, with a cache of their own."""
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return Cli(capsys, cache)
