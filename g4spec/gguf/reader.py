@@ -46,6 +46,12 @@ def pad(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
 
 
+def inside(folder: Path) -> str | None:
+    """What to tell who names a folder where its GGUF file is wanted; None if it has none."""
+    found = sorted(folder.glob("*.gguf"))
+    return f"name the file in it: {found[0]}" if found else None
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a file.
@@ -228,9 +234,7 @@ class GGUF(Mapping[str, Any]):
         except FileNotFoundError:
             raise InputError(f"{self.path}: no such file") from None
         except IsADirectoryError:
-            inside = sorted(self.path.glob("*.gguf"))
-            fix = (f"name the file in it: {inside[0]}" if inside
-                   else "convert a checkpoint folder with `g4spec convert`")  # fmt: skip
+            fix = inside(self.path) or "convert a checkpoint folder with `g4spec convert`"
             raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
         except PermissionError as e:
             raise InputError(f"{self.path}: {e.strerror}") from e

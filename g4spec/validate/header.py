@@ -15,7 +15,7 @@ from pathlib import Path
 
 from g4spec import quant
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import T
+from g4spec.gguf import T, inside
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 20
@@ -115,8 +115,7 @@ class _Broken(Exception):
 def read(path: Path) -> Header:
     """Walk the header of `path`. Raises InputError only if the file cannot be read at all."""
     if path.is_dir():
-        inside = sorted(path.glob("*.gguf"))
-        fix = f"name the file in it: {inside[0]}" if inside else "convert it first"
+        fix = inside(path) or "convert it first"
         raise InputError(f"{path} cannot be read: a folder", expected="a GGUF file", fix=fix)
     try:
         with path.open("rb") as file:

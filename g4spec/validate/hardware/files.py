@@ -16,7 +16,7 @@ from typing import Any
 
 from g4spec import models
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, inside
 from g4spec.models.spec import CacheShape
 from g4spec.validate.hardware import subjects
 from g4spec.validate.hardware.facts import Facts
@@ -241,11 +241,10 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        inside = sorted(folder.glob("*.gguf"))
         raise InputError(
             f"{folder}: not a checkpoint",
             expected="a config.json in it",
-            fix=f"name the file in it: {inside[0]}" if inside else None,
+            fix=inside(folder),
         ) from None
     except (ValueError, UnicodeDecodeError) as problem:
         raise InputError(f"{path}: not JSON ({problem})") from None
