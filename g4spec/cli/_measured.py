@@ -109,7 +109,6 @@ def prepare(*paths: Path | None) -> None:
 
 def checked(model: Path | None, preset: str | None, fixed: bool, *writes: Path | None) -> Path:
     """The target, if the options mean something together. `writes`: see `prepare`."""
-    prepare(*writes)
     if model is None:
         raise UsageError("-m is missing: pass the target, a GGUF file")
     if preset not in (None, MT_BENCH):
@@ -117,4 +116,5 @@ def checked(model: Path | None, preset: str | None, fixed: bool, *writes: Path |
     if preset and fixed:
         raise UsageError("--preset fixes the prompts and temperature 0",
                          fix="leave out --temp and --categories")  # fmt: skip
+    prepare(*writes)
     return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,9 +41,7 @@ def run(
     _measured.prepare(save)
     ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
     data = steps.measure(name, ops, protocol)
-    if save is not None:
-        save.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        out.note(f"wrote {save}")
+    _measured.keep(data, out, save, None)
     _show(data, out)
     out.result(data)
 

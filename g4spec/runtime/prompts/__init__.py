@@ -7,6 +7,7 @@ do, trained for chat or not; the others are requests in the model's chat templat
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,8 +70,7 @@ def prompts(
             texts = [long_text(tokenizer, long_tokens, i) for i in range(count or LONG_PROMPTS)]
             form = "raw"
         else:
-            data = json.loads(_shipped(f"{category}.json"))
-            texts, form = data["prompts"], data["form"]
+            texts, form = _category(category)
         found += [
             Prompt(f"{category}-{i}", category, form, text) for i, text in enumerate(texts[:count])
         ]
@@ -85,10 +85,17 @@ def check(categories: Sequence[str], count: int | None = None) -> None:
         if count is None:
             continue
         # Long prompts are put together, as many as are wanted.
-        texts = [] if category == "long" else json.loads(_shipped(f"{category}.json"))["prompts"]
+        texts = [] if category == "long" else _category(category)[0]
         if not 1 <= count <= (len(texts) or count):
             raise UsageError("--prompts", expected=f"1 to {len(texts) or LONG_PROMPTS}",
                              found=count)  # fmt: skip
+
+
+@functools.cache
+def _category(name: str) -> tuple[list[str], str]:
+    """The shipped prompts of a category, and their form."""
+    data = json.loads(_shipped(f"{name}.json"))
+    return data["prompts"], data["form"]
 
 
 def long_text(tokenizer: Tokenizer, tokens: int, index: int) -> str:
