@@ -86,9 +86,9 @@ def measure(
         read = bandwidth(ops.device)
         torch.cuda.empty_cache()
         target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + protocol.room)
-        drafter = None
         target.step(_tokens(target, 1), 0)  # packs what a step reads
         pairs = ops.pairs.nbytes
+        drafter = None
         if name in synthetic.DRAFTS:
             drafter = synthetic.draft(name, protocol.draft_type, ops, target)
         rows = [_at(context, target, drafter, protocol) for context in protocol.contexts]

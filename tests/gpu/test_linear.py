@@ -6,16 +6,10 @@ import pytest
 import torch
 
 from g4spec.runtime.cuda import linear, rows
-from g4spec.runtime.cuda.matrix import Matrix
 from tests.gpu.device import DEVICE
 from tests.gpu.parity import HALF, matrix
 
 pytestmark = pytest.mark.gpu
-
-
-def packed(g: torch.Generator, type: str, n: int, k: int) -> tuple[Matrix, torch.Tensor]:
-    found, values = matrix(g, type, n, k)
-    return found, values
 
 
 @pytest.mark.parametrize("sizes", [(256, 128), (512, 1024), (1280, 200)])
@@ -23,7 +17,7 @@ def packed(g: torch.Generator, type: str, n: int, k: int) -> tuple[Matrix, torch
 def test_two_side_by_side(types: tuple[str, str], sizes: tuple[int, int]) -> None:
     """Right, and no row depends on those beside it."""
     g = torch.Generator().manual_seed(sum(sizes))
-    both = [packed(g, type, n, 512) for type, n in zip(types, sizes, strict=True)]
+    both = [matrix(g, type, n, 512) for type, n in zip(types, sizes, strict=True)]
     by = linear.Exchange(torch.device(DEVICE))
     x = torch.randn(16, 512, generator=g).to(DEVICE)
     want = torch.cat([x.cpu() @ values.t() for _, values in both], dim=1)
@@ -39,7 +33,7 @@ def test_two_side_by_side(types: tuple[str, str], sizes: tuple[int, int]) -> Non
 @pytest.mark.parametrize("silu", [False, True])
 def test_gates_activated_by_either(silu: bool) -> None:
     g = torch.Generator().manual_seed(1)
-    weight, values = packed(g, "q4_k", 1024, 256)
+    weight, values = matrix(g, "q4_k", 1024, 256)
     x = 3 * torch.randn(9, 256, generator=g)
     both = (x @ values.t()).view(9, -1, 2, 16)
     gates, ups = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)

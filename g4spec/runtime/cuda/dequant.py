@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from g4spec.runtime.cuda import launch
-from g4spec.runtime.cuda.packing import GROUP
+from g4spec.runtime.cuda.packing import GROUP, format_name
 from g4spec.runtime.cuda.units import Unit
 
 _NAMES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K", "q8_0": "Q80", "q4_0": "Q40",
@@ -50,8 +50,8 @@ def in_file_order(weight: Weight) -> bool:
 
 def instance(type: str, unit: int, dtype: torch.dtype) -> str:
     """Name of a kernel of dequant.cu."""
-    name, to = _NAMES[type], "Half" if dtype == torch.float16 else "Bfloat"
-    return f"dequant<{name}, {to}>" if type.endswith("_k") else f"dequant<{name}<{unit}>, {to}>"
+    to = "Half" if dtype == torch.float16 else "Bfloat"
+    return f"dequant<{format_name(type, unit)}, {to}>"
 
 
 def file_instance(type: str) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from g4spec.runtime.cuda import launch, nvrtc, rows
 from g4spec.runtime.cuda.dequant import Weight
-from g4spec.runtime.cuda.packing import GROUP
+from g4spec.runtime.cuda.packing import GROUP, format_name
 from g4spec.runtime.cuda.rows import BLOCK, MOST, Rows
 from g4spec.runtime.cuda.units import Unit
 
@@ -176,19 +176,13 @@ def instance(types: list[tuple[str, int]], shape: Shape, tiles: int, arch: str) 
     """
     loads = -(-shape.width // (4 * 32 * 4 * TEAMS))
     numbers = (shape.experts, shape.k, tiles, TEAMS, _bytes(arch), loads)
-    return f"experts<{', '.join([*(_class(*t) for t in types), *map(str, numbers)])}>"
+    return f"experts<{', '.join([*(format_name(*t) for t in types), *map(str, numbers)])}>"
 
 
 def finish_instance(shape: Shape) -> str:
     """Name of a kernel of experts_finish.cu."""
     warps, loads = rows.shape(shape.width)
     return f"finish<{warps}, {loads}, {shape.k}>"
-
-
-def _class(type: str, unit: int) -> str:
-    """A format's name in kernels."""
-    name = type.upper().replace("_", "")
-    return name if type.endswith("_k") else f"{name}<{unit}>"
 
 
 def _bytes(arch: str) -> int:

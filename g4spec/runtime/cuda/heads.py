@@ -28,7 +28,6 @@ class Heads:
         v_from_k: values are keys before norm and rotation; the product has none of its own.
         freqs: radians a position, float32 [head_dim / 2]. `pairs`: which values turn together:
             neighbours (2 i, 2 i + 1), or else (i, i + head_dim / 2).
-        early: `positions` were written by a kernel before the one directly before (see rows.py).
     """
 
     n_q: int
@@ -40,7 +39,6 @@ class Heads:
     freqs: torch.Tensor
     eps: float
     pairs: bool = False
-    early: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -52,7 +50,7 @@ class Heads:
         Args:
             y: float32 [T, (n_q + 2 n_kv) * head_dim] (n_kv if `v_from_k`): queries, keys, values;
                 or partial sums [S, T, ...], added in order. Any T.
-            positions: int64 [T].
+            positions: int64 [T], written by a kernel before the one directly before (see rows.py).
             kv: where rows are appended, or else what the queries will meet.
 
         Returns:
@@ -72,7 +70,7 @@ class Heads:
             assert kv is not None and (kv.n_kv, kv.head_dim) == (self.n_kv, dim), kv
             capacity, q8 = kv.capacity, kv.kind == "q8_0"
             planes = kv.keys, kv.values, kv.key_scales, kv.value_scales
-        name = instance(dim, slices, pairs=self.pairs, q8=q8, early=self.early, turning=turning)
+        name = instance(dim, slices, pairs=self.pairs, q8=q8, turning=turning)
         launch.kernel("heads.cu", name)(
             (-(-heads // HEADS), count), 32 * HEADS,
             y, self.q_norm, k_norm, self.freqs, positions, q, *planes,
@@ -97,21 +95,18 @@ def instance(
     *,
     pairs: bool = False,
     q8: bool = False,
-    early: bool = False,
     turning: int = 0,
 ) -> str:
     """Name of a kernel of heads.cu."""
-    flags = (int(pairs), slices, int(q8), int(early), turning)
+    flags = (int(pairs), slices, int(q8), turning)
     return f"finish_heads<{head_dim}, {', '.join(map(str, flags))}>"
 
 
 UNITS = [
-    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8, early=True)
-                           for dim in (64, 128, 256, 512)
+    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in (64, 128, 256, 512)
                            for pairs in (False, True) for q8 in (False, True)),
          max_registers=80),
-    Unit("heads.cu", (instance(256, 4), instance(512),
-                      *(instance(512, q8=q8, early=True, turning=TURNING)
-                        for q8 in (False, True))),
+    Unit("heads.cu", (instance(256, 4),
+                      *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
          max_registers=80),
 ]  # fmt: skip

@@ -50,8 +50,7 @@ class Cut:
     @property
     def format(self) -> str:
         """Of the weights, as kernels name it."""
-        name = self.type.upper().replace("_", "")
-        return name if self.type.endswith("_k") else f"{name}<{self.unit}>"
+        return packing.format_name(self.type, self.unit)
 
     def name(self, kind: str) -> str:
         return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"

@@ -213,7 +213,6 @@ class CudaOps(Ops):
             freqs=a.freqs,
             eps=a.eps,
             pairs=a.pairs,
-            early=True,
         )(y, positions, kv)
 
     def attend(

@@ -186,6 +186,12 @@ def unit_of(name: str, columns: int) -> int:
     return unit
 
 
+def format_name(type: str, unit: int) -> str:
+    """A format as kernels name it, for instance "Q4K" or "Q80<64>"."""
+    name = type.upper().replace("_", "")
+    return name if type.endswith("_k") else f"{name}<{unit}>"
+
+
 @cache
 def unit_bytes(name: str, unit: int) -> int:
     """Bytes of a unit of 128 rows."""

@@ -176,8 +176,8 @@ struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., 
 // y [SLICES][rows][n_q + n_kv + n_kv heads][D], without values if V_FROM_K. A head without a norm's
 // weight is not normed, but for `flags`. q [rows, n_q, D] half. TURN: columns of each half of a head
 // that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
-// holds all.
-template <int D, int PAIRS, int SLICES, int Q8, int EARLY, int TURN>
+// holds all. `positions` were written by a kernel before the one directly in front.
+template <int D, int PAIRS, int SLICES, int Q8, int TURN>
 __global__ __launch_bounds__(32 * HEADS) void finish_heads(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, u16* q, void* keys, void* values, u16* key_scales, u16* value_scales,
@@ -201,20 +201,14 @@ __global__ __launch_bounds__(32 * HEADS) void finish_heads(
   H weight, taken, x;
   if (norm) weight.load(norm);
   if (TURN && is_q) taken.load(k_norm);
-  if (!EARLY) {
-    grid_wait();
-    if (head < n) x.template load<SLICES>(y, row, rows, n_read, source);
-  }
   const i64 position = __ldcg(positions + row);
 #pragma unroll
   for (int i = 0; i < ANGLES; ++i) {
     const int at = i * 32 * HEADS + threadIdx.x;
     if (at < D / 2) angles[at] = cos_sin((float)position * freq[i]);
   }
-  if (EARLY) {
-    grid_wait();
-    if (head < n) x.template load<SLICES>(y, row, rows, n_read, source);
-  }
+  grid_wait();
+  if (head < n) x.template load<SLICES>(y, row, rows, n_read, source);
   __syncthreads();
   if (head >= n) return;
   const Plane k_plane{keys, key_scales}, v_plane{values, value_scales};
