@@ -260,7 +260,7 @@ class Drafter(WeightedDrafter):
             q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), positions, cache)
             first, _ = ops.span(positions, spec.window)
             h = ops.linear(ops.attend(q, cache, first, positions - 1, 1.0),
-                           w[b + "attn_output.weight"])  # fmt: skip
+                           w[b + "attn_output.weight"], parts=True)  # fmt: skip
             x, h = gemma4.sandwich(ops, w, b, x, h, eps, following)
         x = ops.rms_norm(x, w["output_norm.weight"], eps)
         return self.logits(x), ops.linear(x, w["nextn.post_projection.weight"])

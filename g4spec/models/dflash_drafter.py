@@ -183,14 +183,14 @@ class Drafter(WeightedDrafter):
         q = ops.qkv(h, self._attention(spec), positions, self.kv[spec.index])
         scale = 1.0 if c.gemma else spec.head_dim**-0.5
         h = ops.linear(ops.attend(q, self.kv[spec.index], *span, scale),
-                       w[b + "attn_output.weight"])  # fmt: skip
+                       w[b + "attn_output.weight"], parts=not self.numbers)  # fmt: skip
         h = self.after(b + "attn", h, kept)
         if c.gemma:
             return gemma4.sandwich(ops, w, b, x, h, c.eps, following)
         x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"],
                                       numbers=self.numbers)  # fmt: skip
         h, kept = self.before(b + "ffn", h)
-        h = self.after(b + "ffn", self.gated(b, h), kept)
+        h = self.after(b + "ffn", self.gated(b, h, parts=not self.numbers), kept)
         return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=self.numbers)
 
     def _interval(

@@ -52,8 +52,9 @@ class WeightedDrafter:
 
         return pick
 
-    def gated(self, b: str, h: Any) -> torch.Tensor:
-        """The feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") of rows `h` -> [T, H]."""
+    def gated(self, b: str, h: Any, *, parts: bool) -> torch.Tensor:
+        """The feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") of rows `h` -> [T, H].
+        `parts`: as of `linear`."""
         w = self.w
         return self.ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
-                              w[b + "ffn_down.weight"], self.ops.silu)  # fmt: skip
+                              w[b + "ffn_down.weight"], self.ops.silu, parts=parts)  # fmt: skip

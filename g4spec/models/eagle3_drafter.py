@@ -190,10 +190,11 @@ class Drafter(WeightedDrafter):
                 break
             first = spans[spec.window or self.window]
             h = ops.attend(q, self.kv[spec.index], first, positions, spec.head_dim**-0.5)
-            h = ops.linear(h, w[b + "attn_output.weight"])
+            h = ops.linear(h, w[b + "attn_output.weight"], parts=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])
             following = w[f"blk.{spec.index + 1}.attn_norm.weight"] if spec.index < last else None
-            x, h = ops.norm_residual_norm(self.gated(b, h), x, None, c.eps, following)
+            h = self.gated(b, h, parts=True)
+            x, h = ops.norm_residual_norm(h, x, None, c.eps, following)
         return x
 
     def _attention(self, spec: LayerSpec) -> Attention:

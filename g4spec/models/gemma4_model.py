@@ -102,7 +102,8 @@ class Model:
         kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
         q = ops.qkv(h, attention(w, spec, self.config.eps, self._freqs[spec.index], own),
                     positions, kv)  # fmt: skip
-        return ops.linear(ops.attend(q, kv, *span, 1.0), w[b + "attn_output.weight"])
+        out = w[b + "attn_output.weight"]
+        return ops.linear(ops.attend(q, kv, *span, 1.0), out, parts=True)
 
 
 def attention(
@@ -150,7 +151,7 @@ def sandwich(
     x, h = ops.norm_residual_norm(h, x, w[b + "post_attention_norm.weight"], eps,
                                   w[b + "ffn_norm.weight"])  # fmt: skip
     h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"], w[b + "ffn_down.weight"],
-                  ops.gelu_tanh)  # fmt: skip
+                  ops.gelu_tanh, parts=True)  # fmt: skip
     if ple is None:
         return ops.norm_residual_norm(h, x, last, eps, following, scale)
     x, _ = ops.norm_residual_norm(h, x, last, eps, None)

@@ -78,9 +78,7 @@ class Ops(SimpleOps):
         returned then lasts until the next call, but for the first `keep` tensors.
         """
 
-        def direct(
-            ids: Sequence[int], start: int, *rows: torch.Tensor
-        ) -> tuple[torch.Tensor, ...]:
+        def direct(ids: Sequence[int], start: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return run(self.ids(list(ids)), self.positions(start, len(ids)), *rows)
 
         return direct
@@ -139,7 +137,8 @@ class Ops(SimpleOps):
         """The end of a sublayer and the start of the next.
 
         Args:
-            h: what the sublayer made, [T, H], normed with `weight` [H] first unless that is None.
+            h: what the sublayer made, [T, H] or in parts (see `linear`), normed with `weight` [H]
+                first unless that is None.
             x: the residual it is added to, [T, H]. `scale` [1]: factor on the sum.
             following: weight [H] of the norm that the next sublayer begins with, or None.
             numbers: return the normed rows as numbers.
@@ -285,9 +284,13 @@ class Ops(SimpleOps):
         up: torch.Tensor,
         down: torch.Tensor,
         activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        parts: bool = False,
     ) -> torch.Tensor:
-        """down(activation(gate x) * up x): x [T, H], gate and up [I, H], down [H, I]."""
-        return self.linear(activation(self.linear(x, gate)) * self.linear(x, up), down)
+        """down(activation(gate x) * up x): x [T, H], gate and up [I, H], down [H, I]. `parts`: as
+        of `linear`."""
+        inner = activation(self.linear(x, gate)) * self.linear(x, up)
+        return self.linear(inner, down, parts=parts)
 
     def modulated(
         self,

@@ -59,8 +59,13 @@ class SimpleOps:
         """Rows `ids` [T] of `table` [V, H], times `scale` rounded to float32 -> [T, H]."""
         return table[ids] * torch.tensor(scale, dtype=torch.float32, device=self.device)
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, K] times weight [N, K] transposed -> [T, N], in tiles of 16 rows."""
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, parts: bool = False) -> torch.Tensor:
+        """x [T, K] times weight [N, K] transposed -> [T, N], in tiles of 16 rows.
+
+        Args:
+            parts: what is asked for goes to `norm_residual_norm` or `expert_layer` as it is, so
+                it may come as sums [S, T, N] of parts of K.
+        """
         tiles, n = _tiles(x)
         return torch.cat([F.linear(t, weight) for t in tiles])[:n]
 

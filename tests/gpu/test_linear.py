@@ -53,3 +53,30 @@ def test_shares() -> None:
     assert others * run >= 21 * 48 and (132 - others) * run_b >= 21 * 32
     share = (21 * 48 * 36864 + 21 * 32 * 26880) / 132
     assert max(run * 36864, run_b * 26880) < 1.15 * share
+
+
+@pytest.mark.parametrize("type", ["q4_k", "q6_k", "q8_0"])
+def test_sums_of_parts(type: str) -> None:
+    """Parts that a reader adds are the whole product; no row depends on those beside it."""
+    g = torch.Generator().manual_seed(5)
+    weight, values = matrix(g, type, 128, 2304)
+    by = linear.Exchange(torch.device(DEVICE))
+    x = torch.randn(16, 2304, generator=g).to(DEVICE)
+    parts = linear.linear(rows.pack_rows(x), weight.alone, by, parts=True)
+    assert parts.dim() == 3 and 2 <= len(parts) <= linear.MOST_SLICES
+    want = x.cpu() @ values.t()
+    assert float((parts.sum(0).cpu() - want).abs().max() / want.abs().max()) < HALF
+    for count in (1, 7, 8, 9):
+        few = linear.linear(rows.pack_rows(x[:count].contiguous()), weight.alone, by, parts=True)
+        assert torch.equal(few, parts[:, :count]), count
+    assert not by.arrived.any()
+
+
+def test_slices() -> None:
+    """The matrices of Gemma 4 31B on 132 multiprocessors: o, queries to values, down, gate and up,
+    lm_head. Only where a CTA has not much more to do."""
+    shapes = [(32, 21), (21, 64), (84, 21), (84, 42), (21, 168), (21, 1024), (21, 72)]
+    assert [linear.slices(*s, 132, 8) for s in shapes] == [6, 2, 6, 3, 0, 0, 0]
+    for units, groups in shapes:
+        n = linear.slices(units, groups, 132, 8)
+        assert n * groups <= 132

@@ -106,7 +106,7 @@ UNITS = [
     Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in (64, 128, 256, 512)
                            for pairs in (False, True) for q8 in (False, True)),
          max_registers=80),
-    Unit("heads.cu", (instance(256, 4),
+    Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
                       *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
          max_registers=80),
 ]  # fmt: skip

@@ -28,6 +28,8 @@ SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2048}
 """Bytes of shared memory in which a warp keeps a unit's factors; 0 for others."""
 
 MOST_STAGES = 5
+MOST_SLICES = 8
+"""Partial sums that a reader adds."""
 HUGE = 1024
 """Groups from which on stages of Q6_K hold 256 rows."""
 
@@ -104,11 +106,17 @@ class Exchange:
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
-def linear(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
-    """x [T, K] times a packed matrix [N, K] -> float32 [T, N]."""
-    y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", x, weight, by, y, weight.rows, weight.rows)
-    return y
+def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> torch.Tensor:
+    """x [T, K] times a packed matrix [N, K] -> float32 [T, N].
+
+    Args:
+        parts: the result may come as sums [S, T, N] of parts of K, to be added in order.
+    """
+    how = _cut(x, weight)
+    cut_in = slices(*_size(weight, how), by.count, MOST_SLICES if parts else 1)
+    y = torch.empty(max(cut_in, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
+    _run("linear", how, cut_in, x, weight, by, y, weight.rows, cut_in)
+    return y if cut_in > 1 else y[0]
 
 
 def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Rows:
@@ -116,7 +124,7 @@ def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Row
     as rows."""
     channels = weight.rows // 2
     y = empty(len(x), channels, x.data.device)
-    _run("gate_up", x, weight, by, y.data, channels, silu)
+    _run("gate_up", _cut(x, weight), 0, x, weight, by, y.data, channels, silu)
     return Rows(y.data, y.count, y.width, gated_scale(x.data.device))
 
 
@@ -142,6 +150,22 @@ def two(a: Cut, b: Cut) -> str:
     """Name of the instance that multiplies both."""
     numbers = (a.tiles, a.rows, a.stages, b.rows, b.stages)
     return f"linear_two<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
+
+
+@functools.cache
+def slices(units: int, groups: int, count: int, most: int) -> int:
+    """Parts, `most` at most, that K of every group of rows is cut into, a CTA each, so that none
+    waits for another; or 0: CTAs have equal runs of units and share groups, where slices would
+    give one more than a unit beyond that.
+
+    Args:
+        units: of K. groups: of a stage's rows. count: CTAs that run at once.
+    """
+    run = -(-units * groups // count)
+    found = min(most, count // groups)
+    if not found or -(-units // found) > run + 1:
+        return 0
+    return -(-units // -(-units // found))  # no more of them than it takes
 
 
 @functools.cache
@@ -176,14 +200,22 @@ def _size(weight: Weight, how: Cut) -> tuple[int, int]:
 
 
 def _run(
-    kind: str, x: Rows, weight: Weight, by: Exchange, y: torch.Tensor, n: int, more: int
+    kind: str,
+    how: Cut,
+    cut_in: int,
+    x: Rows,
+    weight: Weight,
+    by: Exchange,
+    y: torch.Tensor,
+    n: int,
+    more: int,
 ) -> None:
-    how = _cut(x, weight)
     units, groups = _size(weight, how)
     run = -(-units * groups // by.count)
     assert groups <= len(by.arrived)
+    count = groups * cut_in or -(-units * groups // run)
     launch.kernel("linear.cu", how.name(kind))(
-        -(-units * groups // run), THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
+        count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (units, groups, run)), y, *map(np.int32, (n, more, len(x))),
         shared=how.shared,
     )  # fmt: skip

@@ -145,14 +145,14 @@ class CudaOps(Ops):
             data = data.view(torch.uint8)
         return embedding.embed(data, name, ids, table.columns, scale)
 
-    def linear(self, x: Any, weight: Any) -> torch.Tensor:
+    def linear(self, x: Any, weight: Any, *, parts: bool = False) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) and self.portable:
             return self._product(x, Weight("", weight, *weight.shape))
         if isinstance(weight, torch.Tensor):
             if len(x) <= rows.MOST:
                 self.without_kernel.add("linear (float32)")
             return products.dense(products.numbers(x), weight)
-        return self._product(self._rows(x), weight.alone)
+        return self._product(self._rows(x), weight.alone, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if x.shape[-1] % 4:
@@ -200,7 +200,7 @@ class CudaOps(Ops):
         if a.head_dim not in HEAD_DIMS:
             self.without_kernel.add(f"qkv (heads of {a.head_dim})")
             return super().qkv(h, a, positions, kv, queries=queries)
-        y = self._products(h, weights, weights if queries else weights[1:])
+        y = self._products(h, weights, weights if queries else weights[1:], parts=True)
         if kv is not None:
             kv.positions = positions
         return Heads(
@@ -228,23 +228,32 @@ class CudaOps(Ops):
             self.without_kernel.add("attend")
         return torch_attention.attend(q, kv, first, last, scale)
 
-    def gated(self, x: Any, gate: Any, up: Any, down: Any, activation: Activation) -> torch.Tensor:
+    def gated(
+        self,
+        x: Any,
+        gate: Any,
+        up: Any,
+        down: Any,
+        activation: Activation,
+        *,
+        parts: bool = False,
+    ) -> torch.Tensor:
         if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
-            return super().gated(x, gate, up, down, activation)
+            return super().gated(x, gate, up, down, activation, parts=parts)
         if activation in (self.gelu_tanh, self.silu) and not self.portable:
             pair = self.pairs(gate, up)
             y = self._rows(x)
             fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
             if fits and isinstance(y, Rows) and pair[0].type:
                 gated = linear.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
-                return self.linear(gated, down)
+                return self.linear(gated, down, parts=parts)
             if len(pair) == 1:
                 both = self._product(y, pair[0])
                 gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
-                return self.linear((activation(gates) * ups).flatten(1), down)
+                return self.linear((activation(gates) * ups).flatten(1), down, parts=parts)
         both = self._products(x, [gate, up], [gate, up])
         inner = self._activated(both[:, : gate.rows], both[:, gate.rows :], activation)
-        return self.linear(inner, down)
+        return self.linear(inner, down, parts=parts)
 
     def modulated(
         self, x: Any, gate: Any, by: torch.Tensor, down: Any, activation: Activation
@@ -352,26 +361,29 @@ class CudaOps(Ops):
             return x
         return rows.pack_rows(x)
 
-    def _products(self, x: Value, together: list[Any], wanted: list[Any]) -> torch.Tensor:
+    def _products(
+        self, x: Value, together: list[Any], wanted: list[Any], parts: bool = False
+    ) -> torch.Tensor:
         """x times `wanted` below each other; `together` are packed behind each other."""
         if any(isinstance(w, torch.Tensor) for w in wanted):
             return torch.cat([self.linear(x, w) for w in wanted], dim=1)
         join(together)
-        x, parts = self._rows(x), below(wanted)
-        if len(parts) == 1:
-            return self._product(x, parts[0])
-        if len(parts) == 2 and isinstance(x, Rows) and all(w.type for w in parts):
-            return linear.linear_two(x, parts[0], parts[1], self._exchange)
-        return torch.cat([self._product(x, w) for w in parts], dim=1)
+        x, weights = self._rows(x), below(wanted)
+        if len(weights) == 1:
+            return self._product(x, weights[0], parts)
+        if len(weights) == 2 and isinstance(x, Rows) and all(w.type for w in weights):
+            return linear.linear_two(x, weights[0], weights[1], self._exchange)
+        return torch.cat([self._product(x, w) for w in weights], dim=1)
 
     def _as_rows(self, x: torch.Tensor) -> bool:
         """Whether x [T, K] becomes rows for products."""
         return not self.portable and len(x) <= rows.MOST and x.shape[1] % rows.BLOCK == 0
 
-    def _product(self, x: Value, weight: Weight) -> torch.Tensor:
-        """x [T, K] times a matrix as it lies in memory -> [T, N]."""
+    def _product(self, x: Value, weight: Weight, parts: bool = False) -> torch.Tensor:
+        """x [T, K] times a matrix as it lies in memory -> [T, N]. `parts`: as of `linear`."""
         if isinstance(x, Rows) and weight.type:
-            return linear.linear(x, weight, self._exchange)
+            parts = parts and weight.rows % 4 == 0
+            return linear.linear(x, weight, self._exchange, parts=parts)
         if len(x) <= rows.MOST:
             if self.portable and portable.takes(weight):
                 return portable.linear(products.numbers(x), weight)

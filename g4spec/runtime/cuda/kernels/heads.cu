@@ -178,7 +178,7 @@ struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., 
 // that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
 // holds all. `positions` were written by a kernel before the one directly in front.
 template <int D, int PAIRS, int SLICES, int Q8, int TURN>
-__global__ __launch_bounds__(32 * HEADS) void finish_heads(
+__global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, u16* q, void* keys, void* values, u16* key_scales, u16* value_scales,
     int rows, int n_q, int n_kv, int flags, int capacity, float eps) {

@@ -111,9 +111,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   }
   __syncthreads();
   if (warp == CONSUMERS) {
-    const int begin = cta * w.run;
-    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, cta, begin,
-                              min(begin + w.run, w.units * w.groups), lane);
+    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, cta, w.begin(cta), w.end(cta), lane);
     return;
   }
   grid_wait();
@@ -128,13 +126,16 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
 
 DEVICE int last_first() { return gridDim.x - 1 - blockIdx.x; }
 
-// y [T, N], rows `stride` apart
+// y [T, N], or its partial sums [slices, T, N]
 template <class F, int NT, int ROWS, int STAGES>
-__global__ __launch_bounds__(THREADS, 1) void linear(WORK, float* y, int n_rows, int stride,
+__global__ __launch_bounds__(THREADS, 1) void linear(WORK, float* y, int n_rows, int slices,
                                                      int tokens) {
   extern __shared__ __align__(128) u8 shared[];
-  multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run},
-                                Plain{y, n_rows, stride, tokens}, shared, last_first());
+  const int cta = last_first();
+  if (slices) y += (i64)(cta % slices) * tokens * n_rows;
+  multiply<F, NT, ROWS, STAGES>(
+      {weights, rows, row_scale, partial, arrived, units, groups, run, slices},
+      Plain{y, n_rows, n_rows, tokens}, shared, cta);
 }
 
 // gelu(gate x) or silu(gate x), times up x, as input of the next product
@@ -142,7 +143,7 @@ template <class F, int NT, int ROWS, int STAGES>
 __global__ __launch_bounds__(THREADS, 1) void gate_up(WORK, u8* y, int channels, int silu,
                                                       int tokens) {
   extern __shared__ __align__(128) u8 shared[];
-  multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run},
+  multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run, 0},
                                 Gated{y, channels, tokens, silu != 0}, shared, last_first());
 }
 
@@ -154,11 +155,11 @@ __global__ __launch_bounds__(THREADS, 1) void linear_two(
   extern __shared__ __align__(128) u8 shared[];
   if (blockIdx.x < others)
     multiply<A, NT, ROWS_A, STAGES_A>(
-        {weights, rows, row_scale, partial, arrived, units, groups, run},
+        {weights, rows, row_scale, partial, arrived, units, groups, run, 0},
         Plain{y, n_rows, stride, tokens}, shared, others - 1 - blockIdx.x);
   else
     multiply<B, NT, ROWS_B, STAGES_B>(
         {weights_b, rows, row_scale, partial + (i64)others * LEFT<2, 256> / 4, arrived + groups,
-         units_b, groups_b, run_b},
+         units_b, groups_b, run_b, 0},
         Plain{y + n_rows, n_rows_b, stride, tokens}, shared, last_first());
 }

@@ -100,7 +100,7 @@ DEVICE void leave(float4 normed, const float4 (&weights)[N][OWN], int q, void* c
 // [rows, V if SPLIT].
 template <int WARPS, int V, int SLICES, int ENTER, int NEXT, int N, bool SPLIT, bool EARLY,
           bool WHOLE>
-__global__ __launch_bounds__(32 * WARPS) void norm_rows(
+__global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const float* h, const float* x, i64 x_stride, const float* weight, const float* scale,
     const float* next_a, const float* next_b, const float* next_c, void* to_a, void* to_b,
     void* to_c, int first, float* row_scale, float* out, float* tap, i64 tap_stride, int rows,

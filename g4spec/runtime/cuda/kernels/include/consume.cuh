@@ -1,11 +1,11 @@
 // A run of units multiplied by the eight warps of a CTA, and where the results go.
 //
-// The work of a product is a list of units, [group of ROWS weights][unit of K], cut into equal
-// runs, one a CTA. A run that ends or begins inside a group leaves a partial sum; the CTA with the
-// group's first unit adds those that follow, in order of K, and writes the result; the copy warp
-// brings them like further stages. Which CTA does
-// what depends on the matrix alone, never on the number of rows, so a row's bits do not depend on
-// the rows beside it.
+// The work of a product is a list of units, [group of ROWS weights][unit of K], cut into runs, one a
+// CTA. Either each group is cut into `slices` and whoever reads the result adds their sums; or all
+// is cut into equal runs, and a run that ends or begins inside a group leaves a partial sum: the CTA
+// with the group's first unit adds those that follow, in order of K, and writes the result; the copy
+// warp brings them like further stages. Which CTA does what depends on the matrix alone, never on
+// the number of rows, so a row's bits do not depend on the rows beside it.
 #pragma once
 #include "product.cuh"
 
@@ -21,6 +21,15 @@ struct Work {
   float* partial;          // [CTAs][2 * NT * 4][threads of a group]
   u32* arrived;            // [groups], zero before and after
   int units, groups, run;  // units of K, groups of ROWS, units a CTA
+  int slices;              // of each group, or 0: equal runs
+
+  DEVICE int begin(int cta) const {
+    return slices ? cta / slices * units + cta % slices * units / slices : cta * run;
+  }
+  DEVICE int end(int cta) const {
+    return slices ? cta / slices * units + (cta % slices + 1) * units / slices
+                  : min((cta + 1) * run, units * groups);
+  }
 };
 
 // Results leave through one of these: value of weight row n for tokens m and m + 1.
@@ -127,7 +136,7 @@ constexpr int pair_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 // None if the run does not hold the group's first unit, or ends with its last.
 DEVICE int last_contributor(const Work& w, int cta, int begin, int end) {
   const int group = (end - 1) / w.units;
-  if (begin >= end || end % w.units == 0 || group * w.units < begin) return cta;
+  if (w.slices || begin >= end || end % w.units == 0 || group * w.units < begin) return cta;
   return ((group + 1) * w.units - 1) / w.run;
 }
 
@@ -152,7 +161,7 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
-  const int begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
+  const int begin = w.begin(cta), end = w.end(cta);
   for (int u = begin; u < end;) {
     const int group = u / w.units, first = u % w.units;
     const int until = min(u + w.units - first, end);
@@ -186,7 +195,7 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
       }
     }
     const bool owner = team == 0;
-    if (first != 0) {
+    if (first != 0 && !w.slices) {
       leave<NT, ROWS>(w, acc, group, cta, owner, part * 32 + lane);
       continue;
     }
