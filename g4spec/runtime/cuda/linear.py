@@ -113,10 +113,10 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
         parts: the result may come as sums [S, T, N] of parts of K, to be added in order.
     """
     how = _cut(x, weight)
-    cut_in = slices(*_size(weight, how), by.count, MOST_SLICES if parts else 1)
-    y = torch.empty(max(cut_in, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", how, cut_in, x, weight, by, y, weight.rows, cut_in)
-    return y if cut_in > 1 else y[0]
+    n = slices(*_size(weight, how), by.count, MOST_SLICES if parts else 1)
+    y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
+    _run("linear", how, n, x, weight, by, y, weight.rows, n)
+    return y if n > 1 else y[0]
 
 
 def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Rows:
@@ -202,21 +202,20 @@ def _size(weight: Weight, how: Cut) -> tuple[int, int]:
 def _run(
     kind: str,
     how: Cut,
-    cut_in: int,
+    parts: int,
     x: Rows,
     weight: Weight,
     by: Exchange,
     y: torch.Tensor,
-    n: int,
-    more: int,
+    *numbers: int,
 ) -> None:
     units, groups = _size(weight, how)
     run = -(-units * groups // by.count)
     assert groups <= len(by.arrived)
-    count = groups * cut_in or -(-units * groups // run)
+    count = groups * parts or -(-units * groups // run)
     launch.kernel("linear.cu", how.name(kind))(
         count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
-        *map(np.int32, (units, groups, run)), y, *map(np.int32, (n, more, len(x))),
+        *map(np.int32, (units, groups, run)), y, *map(np.int32, (*numbers, len(x))),
         shared=how.shared,
     )  # fmt: skip
 

@@ -265,9 +265,8 @@ def _run(
     warps, loads = shape(width)
     weights = [*following, None, None, None][:3]
     places = [*outputs, None, None, None][:3]
-    padded = count if leave in (NOTHING, FLOATS) else 8 * tiles(count)
     launch.kernel("norm.cu", name)(
-        (padded, loads if split else 1), 32 * warps,
+        (count, loads if split else 1), 32 * warps,
         h, address(x), np.int64(x.stride(0)), weight, scale, *weights, *places,
         np.int32(column // 4), row_scale, out, None if tap is None else address(tap),
         np.int64(0 if tap is None else tap.stride(0)), np.int32(count), np.int32(width),

@@ -54,13 +54,24 @@ __global__ void per_layer_inputs(const float* y, const float* tokens, const floa
   }
 }
 
-// cap * tanh(scale * x / cap), in place; not CAPPED: scale * x.
+template <bool CAPPED>
+DEVICE float capped(float x, float cap, float scale) {
+  const float v = scale * x;
+  return CAPPED ? cap * tanhf(v / cap) : v;
+}
+
+// cap * tanh(scale * x / cap), in place; not CAPPED: scale * x. A thread has four values.
 template <bool CAPPED>
 __global__ void softcap(float* x, i64 n, float cap, float scale) {
   grid_launch();
   grid_wait();
-  const i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= n) return;
-  const float v = scale * x[i];
-  x[i] = CAPPED ? cap * tanhf(v / cap) : v;
+  const i64 i = 4 * ((i64)blockIdx.x * blockDim.x + threadIdx.x);
+  if (i + 4 <= n) {
+    float4 v = *(const float4*)(x + i);
+    v = {capped<CAPPED>(v.x, cap, scale), capped<CAPPED>(v.y, cap, scale),
+         capped<CAPPED>(v.z, cap, scale), capped<CAPPED>(v.w, cap, scale)};
+    *(float4*)(x + i) = v;
+  } else {
+    for (i64 j = i; j < n; ++j) x[j] = capped<CAPPED>(x[j], cap, scale);
+  }
 }

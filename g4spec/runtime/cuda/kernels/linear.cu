@@ -12,6 +12,18 @@
 #include "q6_k.cuh"
 #include "q8_0.cuh"
 
+// Bytes a cycle at which a CTA asks for its first weights: little more than its share of the memory's
+// rate (20 on an H200). All at once would stand in the way of what the kernels before still read.
+constexpr int PACE = 23;
+
+#if ARCH >= 900
+template <class S>
+DEVICE void copy_rows(const Work& w, int unit, u8* stage, u64* full) {
+  bulk_copy(stage + S::WEIGHTS, w.rows + (i64)(unit % w.units) * S::ROWS_BYTES, S::ROWS_BYTES,
+            full);
+}
+#endif
+
 template <class F, int NT, int ROWS, int STAGES>
 DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int begin, int end,
                  int lane) {
@@ -34,11 +46,11 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int 
   };
   auto rows = [&](int i) {
     const int u = begin + i, s = i % STAGES;
+#if ARCH >= 900
+    copy_rows<S>(w, u, stages + s * S::BYTES, full + s);
+#else
     u8* to = stages + s * S::BYTES + S::WEIGHTS;
     const u8* from = w.rows + (i64)(u % w.units) * S::ROWS_BYTES;
-#if ARCH >= 900
-    bulk_copy(to, from, S::ROWS_BYTES, full + s);
-#else
 #pragma unroll 4
     for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + b, from + b);
     barrier_arrive_copied(full + s);
@@ -48,14 +60,21 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int 
   if (lane) return;
 #endif
   const int count = end - begin, first = count < STAGES ? count : STAGES;
-  for (int i = 0; i < first; ++i) {  // weights are there before the kernel that makes the rows ends
+  // Weights are there before the kernel that makes the rows ends.
 #if ARCH >= 900
+  const u32 began = cycles();
+  for (int i = 0; i < first; ++i) {
+    while (i > 1 && cycles() - began < (i - 1) * (S::WEIGHTS / PACE)) {
+    }
     barrier_expect(full + i, S::FILL);
-#endif
     weights(i);
   }
   grid_wait();
+#else
+  for (int i = 0; i < first; ++i) weights(i);
+  grid_wait();
   for (int i = 0; i < first; ++i) rows(i);
+#endif
   for (int i = first; i < count; ++i) {
     barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
 #if ARCH >= 900
@@ -115,6 +134,13 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
     return;
   }
   grid_wait();
+#if ARCH >= 900
+  if (threadIdx.x == 0) {  // the first rows: the copy warp may be busy with weights
+    const int begin = w.begin(cta), count = min(w.end(cta) - begin, STAGES);
+    for (int i = 0; i < count; ++i)
+      copy_rows<S>(w, begin + i, shared + i * S::BYTES, full + i);
+  }
+#endif
   int used = 0;
   consume<F, NT, ROWS, STAGES, S::BYTES, S::SCRATCH>(w, out, shared, full, empty, used,
                                                      scratch + warp * S::SCRATCH, pairs, cta);

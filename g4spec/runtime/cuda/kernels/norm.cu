@@ -34,10 +34,6 @@ struct Row {
       if (part == j) own = v[j];
     return own;
   }
-  DEVICE void fill(float x) {
-#pragma unroll
-    for (int j = 0; j < V; ++j) v[j] = {x, x, x, x};
-  }
   DEVICE float squares() const {
     float s = 0;
 #pragma unroll
@@ -83,6 +79,17 @@ DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
   }
 }
 
+// What fills a tile behind the last row is zero: a block's share of that, columns `first` + 4 i and on.
+template <int N>
+DEVICE void fill_tile(void* const (&to)[3], int rows, int row, int i, bool mine) {
+  const int tiles = tiles_of(rows);
+  for (int m = row + rows; m < 8 * tiles; m += rows) {
+    const RowPlace place(tiles, m, i);
+#pragma unroll
+    for (int o = 0; o < N; ++o) place.store((u8*)to[o], {0, 0, 0, 0}, mine);
+  }
+}
+
 // Four normed values, times those of each weight, to where each output has them.
 template <int NEXT, int N, int OWN>
 DEVICE void leave(float4 normed, const float4 (&weights)[N][OWN], int q, void* const (&to)[3],
@@ -112,7 +119,6 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   const float* next[3] = {next_a, next_b, next_c};
   void* const to[3] = {to_a, to_b, to_c};
   const int row = blockIdx.x, part = blockIdx.y, n4 = width / 4;
-  const bool real = row < rows;
   R w, parts[SLICES], v;
   float4 nw[N][OWN];
   RowPlace place[OWN];
@@ -129,30 +135,28 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   const float factor = scale ? *scale : 1.0f, share = 1.0f / (float)width;
   const float* old = now(x + row * x_stride);
   const u32 start = now(row * n4);
-  if (EARLY && real) v.load(old, n4);
+  if (EARLY) v.load(old, n4);
   grid_wait();
-  float r = 1.0f;
-  if (real) {
-    if (!EARLY) v.load(old, n4);
-    if (ENTER != PLAIN) {
+  if (!EARLY) v.load(old, n4);
+  if (ENTER != PLAIN) {
 #pragma unroll
-      for (int s = 0; s < SLICES; ++s) parts[s].load(h + ((i64)s * rows + row) * width, n4);
-      add<ENTER>(v, parts, w, slots[0], factor, share, eps);
-    }
-    if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse(slots[1], share, eps);
-    if (NEXT == SCALED) r = scale_of(over_block<WARPS>(v.largest(), slots[1], Largest()));
-  } else {
-    v.fill(0.0f);  // what fills a tile is zero
+    for (int s = 0; s < SLICES; ++s) parts[s].load(h + ((i64)s * rows + row) * width, n4);
+    add<ENTER>(v, parts, w, slots[0], factor, share, eps);
   }
-  if (NEXT == SCALED && part == 0 && threadIdx.x == 0) row_scale[row] = r;
+  float r = 1.0f;
+  if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse(slots[1], share, eps);
+  if (NEXT == SCALED) r = scale_of(over_block<WARPS>(v.largest(), slots[1], Largest()));
+  if (NEXT == SCALED && part == 0 && threadIdx.x == 0)
+    for (int m = row; m < 8 * tiles_of(rows); m += rows) row_scale[m] = m == row ? r : 1.0f;
   if (NEXT == SCALED) r = 1.0f / r;
 #pragma unroll
   for (int q = 0; q < OWN; ++q) {
     const int j = SPLIT ? part : q, i = R::at(j);
     const bool mine = R::valid(j, n4);
     const float4 own = SPLIT ? v.chosen(part) : v.v[q];
-    if (ENTER != PLAIN && real && mine) ((float4*)out)[start + i] = own;
-    if (tap && real && mine) ((float4*)(tap + row * tap_stride))[i] = own;
+    if (ENTER != PLAIN && mine) ((float4*)out)[start + i] = own;
+    if (tap && mine) ((float4*)(tap + row * tap_stride))[i] = own;
     leave<NEXT>(mul4(own, r), nw, q, to, start + i, place[q], mine);
+    if (NEXT == ROWS || NEXT == SCALED) fill_tile<N>(to, rows, row, first + i, mine);
   }
 }

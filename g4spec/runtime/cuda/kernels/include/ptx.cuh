@@ -103,6 +103,12 @@ DEVICE const float* now(const float* p) {
   return p;
 }
 
+DEVICE u32 cycles() {  // of the multiprocessor's clock, so far
+  u32 n;
+  asm volatile("mov.u32 %0, %clock;" : "=r"(n));
+  return n;
+}
+
 // ---- barriers of some warps of a block ----
 
 DEVICE void meet(int id, int threads) {  // waits until `threads` have come
