@@ -79,7 +79,7 @@ DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
   }
 }
 
-// What fills a tile behind the last row is zero: a block's share of that, columns `first` + 4 i and on.
+// What fills a tile behind the last row is zero: values 4 i and on of a block's share of these rows.
 template <int N>
 DEVICE void fill_tile(void* const (&to)[3], int rows, int row, int i, bool mine) {
   const int tiles = tiles_of(rows);

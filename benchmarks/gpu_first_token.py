@@ -1,0 +1,111 @@
+"""How long the first token takes from a file of the 31B's size, cold and warm.
+
+    python benchmarks/gpu_first_token.py --work DIR [--layers 60] [--repeats 3]
+
+A GGUF with the shapes, types and tokenizer of Gemma 4 31B in Q4_K_M, 18.7 GB of random numbers, is
+made in DIR, which is emptied afterwards. `g4spec generate -n 1` then runs as a program of its own:
+first with an empty cache of kernels, so that everything is compiled; then with that cache,
+`--repeats` times. The file has just been written, so it is in the page cache if that has room. What
+is counted is the whole program, its start and end included. Exit code 1 unless the median of the
+warm ones is below 12 seconds (with --layers nothing is judged).
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import synthetic, watch
+from g4spec import gguf, quant
+from g4spec.convert import convert
+from g4spec.gguf.writer import TensorData
+
+GOAL_SECONDS = 12
+TILE = 1 << 18  # values that repeat in a tensor
+PROMPT = "the fox is lazy"
+write = gguf.write
+
+
+class Content:
+    """Bytes of tensors: small random numbers in their type, repeated; vectors of ones."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+        self.tiles: dict[tuple[quant.Format, int], Any] = {}
+
+    def tile(self, form: quant.Format, columns: int) -> Any:
+        if (form, columns) not in self.tiles:
+            x = self.rng.standard_normal((max(1, TILE // columns), columns), np.float32)
+            self.tiles[form, columns] = form.quantize(x * columns**-0.5).reshape(-1)
+        return self.tiles[form, columns]
+
+    def chunks(self, tensor: TensorData) -> Iterator[Any]:
+        form, left = quant.by_type(tensor.type, tensor.name), tensor.nbytes
+        if len(tensor.shape) == 1:
+            yield form.quantize(np.ones(tensor.shape, np.float32))
+            return
+        tile = self.tile(form, tensor.shape[-1])
+        while left:
+            piece = tile[: min(left, tile.nbytes)]
+            yield piece
+            left -= piece.nbytes
+
+
+def random_write(path: Path, kv: Any, tensors: Iterable[TensorData], progress: Any = None) -> int:
+    """What `gguf.write` would write, with random content; only frequencies stay what they are."""
+    content = Content()
+    made = [t if t.name.startswith("rope_freqs") else
+            TensorData(t.name, t.shape, t.type, content.chunks(t)) for t in tensors]  # fmt: skip
+    return int(write(path, kv, made))
+
+
+def model(folder: Path, layers: int) -> Path:
+    """The file."""
+    synthetic.sparse_target(folder / "target", layers)
+    out = folder / "target.gguf"
+    with mock.patch.object(gguf, "write", random_write):
+        convert(folder / "target", out, type="q4_k_m")
+    return out
+
+
+def main() -> int:
+    """Make the file, run, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--layers", type=int, default=synthetic.LAYERS)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.work) as name:
+        folder = Path(name)
+        path = model(folder, args.layers)
+        size = path.stat().st_size
+        print(f"{size:,} bytes", flush=True)
+        command = [sys.executable, "-m", "g4spec", "generate", "-m", path, "-p", PROMPT, "-n", "1",
+                   "-c", "4096", "--device", args.device, "-q"]  # fmt: skip
+        env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+        cold = watch.watched(command, env)
+        print(f"cold {cold['seconds']:.1f} s", flush=True)
+        runs = [watch.watched(command, env) for _ in range(args.repeats)]
+    warm = watch.figures(runs)
+    print(f"warm {warm['seconds']:.1f} s", *(f"{r['seconds']:.1f}" for r in runs))
+    whole = args.layers == synthetic.LAYERS
+    met = warm["seconds"] < GOAL_SECONDS
+    watch.keep(args.out, "gpu-first-token", {
+        "complete": whole, "bytes": size, "cold_seconds": round(cold["seconds"], 2), "warm": warm,
+        "goals_met": met,
+    })  # fmt: skip
+    return 0 if met or not whole else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
