@@ -15,13 +15,10 @@ import numpy as np
 import torch
 
 from g4spec.runtime.cuda import launch
-from g4spec.runtime.cuda.packing import GROUP, format_name
+from g4spec.runtime.cuda.packing import GROUP, PARTS, format_name, spelt
 from g4spec.runtime.cuda.units import Unit
 
-_NAMES = {"q4_k": "Q4K", "q5_k": "Q5K", "q6_k": "Q6K", "q8_0": "Q80", "q4_0": "Q40",
-          "q4_1": "Q41", "q5_0": "Q50", "q5_1": "Q51"}  # fmt: skip
-
-FILE_TYPES = tuple(_NAMES)
+FILE_TYPES = tuple(PARTS)
 """Quantized types whose file order has kernels (portable.cu)."""
 
 
@@ -56,7 +53,7 @@ def instance(type: str, unit: int, dtype: torch.dtype) -> str:
 
 def file_instance(type: str) -> str:
     """Name of a kernel of portable.cu that reads a matrix as the file holds it."""
-    return f"portable_halves<{_NAMES[type]}>"
+    return f"portable_halves<{spelt(type)}>"
 
 
 def dequantize(weight: Weight, out: torch.Tensor) -> None:
@@ -129,7 +126,7 @@ class Products:
 
 
 UNITS = [
-    Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in _NAMES
+    Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in PARTS
                              for unit in ((256,) if type.endswith("_k") else (64, 256))
                              for dtype in (torch.float16, torch.bfloat16)),
          max_registers=80),

@@ -186,10 +186,14 @@ def unit_of(name: str, columns: int) -> int:
     return unit
 
 
+def spelt(type: str) -> str:
+    """A type as kernels spell it, for instance "Q80"."""
+    return type.upper().replace("_", "")
+
+
 def format_name(type: str, unit: int) -> str:
-    """A format as kernels name it, for instance "Q4K" or "Q80<64>"."""
-    name = type.upper().replace("_", "")
-    return name if type.endswith("_k") else f"{name}<{unit}>"
+    """A packed format as kernels name it, for instance "Q4K" or "Q80<64>"."""
+    return spelt(type) if type.endswith("_k") else f"{spelt(type)}<{unit}>"
 
 
 @cache

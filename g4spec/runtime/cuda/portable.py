@@ -15,6 +15,7 @@ import torch
 from g4spec import quant
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.dequant import FILE_TYPES, Weight, in_file_order
+from g4spec.runtime.cuda.packing import spelt
 from g4spec.runtime.cuda.units import Unit
 
 PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -44,16 +45,12 @@ def takes(weight: Weight) -> bool:
 
 def instance(name: str, tokens: int) -> str:
     """The kernel for a type and this number of rows of x."""
-    return f"portable<{_spelt(name)}, {tokens}, {ROWS[tokens]}>"
+    return f"portable<{spelt(name)}, {tokens}, {ROWS[tokens]}>"
 
 
 def instance_of_visits(name: str) -> str:
     """The kernel for a type where each row has a matrix of its own."""
-    return f"portable_visits<{_spelt(name)}, {ROWS[1]}>"
-
-
-def _spelt(name: str) -> str:
-    return name.upper().replace("_", "")
+    return f"portable_visits<{spelt(name)}, {ROWS[1]}>"
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
