@@ -240,20 +240,7 @@ class CudaOps(Ops):
     ) -> torch.Tensor:
         if isinstance(gate, torch.Tensor) or isinstance(up, torch.Tensor):
             return super().gated(x, gate, up, down, activation, parts=parts)
-        if activation in (self.gelu_tanh, self.silu) and not self.portable:
-            pair = self.pairs(gate, up)
-            y = self._rows(x)
-            fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
-            if fits and isinstance(y, Rows) and pair[0].type:
-                gated = linear.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
-                return self.linear(gated, down, parts=parts)
-            if len(pair) == 1:
-                both = self._product(y, pair[0])
-                gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
-                return self.linear((activation(gates) * ups).flatten(1), down, parts=parts)
-        both = self._products(x, [gate, up], [gate, up])
-        inner = self._activated(both[:, : gate.rows], both[:, gate.rows :], activation)
-        return self.linear(inner, down, parts=parts)
+        return self.linear(self._gated(x, gate, up, activation), down, parts=parts)
 
     def modulated(
         self, x: Any, gate: Any, by: torch.Tensor, down: Any, activation: Activation
@@ -345,6 +332,21 @@ class CudaOps(Ops):
         inner = self._activated(gates, ups, activation)
         y = portable.visits(products.numbers(inner), flat, stacks[-1])
         return in_order(y.view(*ids.shape, -1) * weights[..., None])
+
+    def _gated(self, x: Any, gate: Any, up: Any, activation: Activation) -> Value:
+        """activation(gate x) * up x [T, I] for the next product."""
+        if activation in (self.gelu_tanh, self.silu) and not self.portable:
+            pair = self.pairs(gate, up)
+            y = self._rows(x)
+            fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
+            if fits and isinstance(y, Rows) and pair[0].type:
+                return linear.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
+            if len(pair) == 1:
+                both = self._product(y, pair[0])
+                gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
+                return (activation(gates) * ups).flatten(1)
+        both = self._products(x, [gate, up], [gate, up])
+        return self._activated(both[:, : gate.rows], both[:, gate.rows :], activation)
 
     def _activated(self, gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Value:
         """activation(gate) * by [T, I] for the next product."""

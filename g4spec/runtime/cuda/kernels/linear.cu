@@ -25,9 +25,9 @@ DEVICE void copy_rows(const Work& w, int unit, u8* stage, u64* full) {
 #endif
 
 template <class F, int NT, int ROWS, int STAGES>
-DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int begin, int end,
-                 int lane) {
+DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int lane) {
   using S = Stage<F, NT, ROWS>;
+  const int begin = w.begin(cta), end = w.end(cta);
   auto weights = [&](int i) {
     const int u = begin + i, s = i % STAGES;
     u8* to = stages + s * S::BYTES;
@@ -130,7 +130,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   }
   __syncthreads();
   if (warp == CONSUMERS) {
-    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, cta, w.begin(cta), w.end(cta), lane);
+    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, cta, lane);
     return;
   }
   grid_wait();
