@@ -95,6 +95,15 @@ inline void add_release(u32* p, u32 v) {
   check::release(p);
   *p += v;
 }
+inline u32 add_acquire_release(u32* p, u32 v) {
+  check::atomic(p, sizeof *p);
+  check::Quiet quiet;
+  const u32 before = *p;
+  check::acquire(p);
+  check::release(p);
+  *p += v;
+  return before;
+}
 
 struct Product {
   const u32* a;

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from g4spec.models.spec import Attention
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.kv import TURNING, CudaKV
 from g4spec.runtime.cuda.units import Unit
@@ -39,6 +40,21 @@ class Heads:
     freqs: torch.Tensor
     eps: float
     pairs: bool = False
+
+    @classmethod
+    def of(cls, a: Attention, queries: bool = True) -> Heads:
+        """Those of an attention sublayer, with or without queries."""
+        return cls(
+            n_q=a.q.shape[0] // a.head_dim if queries else 0,
+            n_kv=0 if a.k is None else a.k.shape[0] // a.head_dim,
+            q_norm=a.q_norm,
+            k_norm=a.k_norm,
+            v_norm=a.v_norm,
+            v_from_k=a.k is not None and a.v is None,
+            freqs=a.freqs,
+            eps=a.eps,
+            pairs=a.pairs,
+        )
 
     @property
     def head_dim(self) -> int:

@@ -20,6 +20,7 @@ from g4spec.models.spec import Recordable
 from g4spec.runtime import graphs
 from g4spec.runtime.cuda import (
     attention,
+    attention_window,
     elementwise,
     embedding,
     launch,
@@ -30,6 +31,7 @@ from g4spec.runtime.cuda import (
     torch_attention,
     torch_experts,
 )
+from g4spec.runtime.cuda.attention_window import Unfinished
 from g4spec.runtime.cuda.cycle import Cycles
 from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
@@ -195,7 +197,7 @@ class CudaOps(Ops):
         kv: Any,
         *,
         queries: bool = True,
-    ) -> torch.Tensor:
+    ) -> Any:
         weights = [w for w in (a.q, a.k, a.v) if w is not None]
         if a.head_dim not in HEAD_DIMS:
             self.without_kernel.add(f"qkv (heads of {a.head_dim})")
@@ -203,21 +205,16 @@ class CudaOps(Ops):
         y = self._products(h, weights, weights if queries else weights[1:], parts=True)
         if kv is not None:
             kv.positions = positions
-        return Heads(
-            n_q=a.q.shape[0] // a.head_dim if queries else 0,
-            n_kv=0 if a.k is None else a.k.shape[0] // a.head_dim,
-            q_norm=a.q_norm,
-            k_norm=a.k_norm,
-            v_norm=a.v_norm,
-            v_from_k=a.k is not None and a.v is None,
-            freqs=a.freqs,
-            eps=a.eps,
-            pairs=a.pairs,
-        )(y, positions, kv)
+        heads = Heads.of(a, queries)
+        if len(positions) <= rows.MOST and not self.portable and attention_window.takes(heads, kv):
+            return Unfinished(heads, y, positions)
+        return heads(y, positions, kv)
 
     def attend(
-        self, q: torch.Tensor, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float
+        self, q: Any, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float
     ) -> Any:
+        if isinstance(q, Unfinished):
+            return attention_window.attend(q, kv, first, last, scale, self._exchange.arrived)
         if q.dtype is torch.float16 and len(q) <= rows.MOST:
             settled = None if self.portable else kv.positions
             out = attention.attend(q, kv, first, last, scale, settled, plain=self.portable)

@@ -90,44 +90,6 @@ DEVICE int place_of(const Args& args, const Item& item) {
   return (item.chunk * args.n_kv + item.head) * args.tokens * args.group;
 }
 
-template <class S>
-DEVICE void mask(float (&scores)[S::WT][S::NT][4], const char* shared, int tile, int warp) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int n = 0; n < S::NT; ++n)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int2 sees = ((const int2*)(shared + S::SEES_AT))[n * 8 + lane % 4 * 2 + c];
-#pragma unroll
-      for (int w = 0; w < S::WT; ++w)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int key = tile * S::KEYS + (warp * S::WT + w) * 16 + half * 8 + lane / 4;
-          if (key < sees.x || key > sees.y) scores[w][n][half * 2 + c] = NEVER;
-        }
-    }
-}
-
-// The largest score of each row among a warp's keys of this tile. Lane (g, t) has rows 2 t, 2 t + 1
-// of each 8 and keys g, g + 8 of each 16.
-template <class S>
-DEVICE void find_tops(const float (&scores)[S::WT][S::NT][4], float* tops, int warp) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int n = 0; n < S::NT; ++n) {
-    float found[2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      float x = fmaxf(scores[0][n][c], scores[0][n][c + 2]);
-      if (S::WT == 2) x = fmaxf(x, fmaxf(scores[S::WT - 1][n][c], scores[S::WT - 1][n][c + 2]));
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, step));
-      found[c] = x;
-    }
-    if (lane < 4) *(float2*)(tops + warp * S::ROWS + n * 8 + lane * 2) = {found[0], found[1]};
-  }
-}
-
 // The largest score of two rows so far, and by what earlier sums of them fade.
 template <class S>
 DEVICE float2 raise(float2& fade, const float* tops, float* last, int place, bool keep) {

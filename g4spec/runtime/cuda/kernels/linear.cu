@@ -16,80 +16,90 @@
 // rate (20 on an H200). All at once would stand in the way of what the kernels before still read.
 constexpr int PACE = 23;
 
-#if ARCH >= 900
-template <class S>
-DEVICE void copy_rows(const Work& w, int unit, u8* stage, u64* full) {
-  bulk_copy(stage + S::WEIGHTS, w.rows + (i64)(unit % w.units) * S::ROWS_BYTES, S::ROWS_BYTES,
-            full);
-}
-#endif
+// The units of a run, one after the other.
+template <class F, class S, int HALVES>
+struct Units {
+  const u8* weights;  // of the first half of a group
+  int k;              // unit of K
 
-template <class F, int NT, int ROWS, int STAGES>
-DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int lane) {
-  using S = Stage<F, NT, ROWS>;
-  const int begin = w.begin(cta), end = w.end(cta);
-  auto weights = [&](int i) {
-    const int u = begin + i, s = i % STAGES;
-    u8* to = stages + s * S::BYTES;
+  DEVICE Units(const Work& w, const Run& run) {
+    k = run.begin - run.group * w.units;
+    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * F::UNIT_BYTES;
+  }
+  DEVICE void next(const Work& w) {
+    weights += F::UNIT_BYTES;
+    if (++k < w.units) return;
+    k = 0;
+    weights += (i64)(HALVES - 1) * w.units * F::UNIT_BYTES;
+  }
+  DEVICE void copy_weights(const Work& w, u8* to, u64* full, int lane) const {
 #pragma unroll
-    for (int half = 0; half < ROWS / GROUP; ++half) {
-      const i64 group = (i64)(u / w.units) * (ROWS / GROUP) + half;
-      const u8* from = w.weights + (group * w.units + u % w.units) * F::UNIT_BYTES;
+    for (int half = 0; half < HALVES; ++half) {
+      const u8* from = weights + (i64)half * w.units * F::UNIT_BYTES;
 #if ARCH >= 900
-      bulk_copy(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full + s);
+      bulk_copy(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full);
 #else
 #pragma unroll 4
       for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)
         copy16(to + half * F::UNIT_BYTES + b, from + b);
 #endif
     }
-  };
-  auto rows = [&](int i) {
-    const int u = begin + i, s = i % STAGES;
+  }
+  DEVICE void copy_rows(const Work& w, u8* to, u64* full, int lane) const {
+    const u8* from = w.rows + (i64)k * S::ROWS_BYTES;
 #if ARCH >= 900
-    copy_rows<S>(w, u, stages + s * S::BYTES, full + s);
+    bulk_copy(to + S::WEIGHTS, from, S::ROWS_BYTES, full);
 #else
-    u8* to = stages + s * S::BYTES + S::WEIGHTS;
-    const u8* from = w.rows + (i64)(u % w.units) * S::ROWS_BYTES;
 #pragma unroll 4
-    for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + b, from + b);
-    barrier_arrive_copied(full + s);
+    for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + S::WEIGHTS + b, from + b);
+    barrier_arrive_copied(full);
 #endif
-  };
+  }
+};
+
+template <class F, int NT, int ROWS, int STAGES>
+DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, const Run& run, int lane) {
+  using S = Stage<F, NT, ROWS>;
+  using U = Units<F, S, ROWS / GROUP>;
 #if ARCH >= 900
   if (lane) return;
 #endif
-  const int count = end - begin, first = count < STAGES ? count : STAGES;
+  const int count = run.end - run.begin, first = count < STAGES ? count : STAGES;
+  U at(w, run);
   // Weights are there before the kernel that makes the rows ends.
 #if ARCH >= 900
   const u32 began = cycles();
-  for (int i = 0; i < first; ++i) {
+  for (int i = 0; i < first; ++i, at.next(w)) {
     while (i > 1 && cycles() - began < (i - 1) * (S::WEIGHTS / PACE)) {
     }
     barrier_expect(full + i, S::FILL);
-    weights(i);
+    at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
   }
   grid_wait();
 #else
-  for (int i = 0; i < first; ++i) weights(i);
+  for (int i = 0; i < first; ++i, at.next(w))
+    at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
   grid_wait();
-  for (int i = 0; i < first; ++i) rows(i);
+  U early(w, run);
+  for (int i = 0; i < first; ++i, early.next(w))
+    early.copy_rows(w, stages + i * S::BYTES, full + i, lane);
 #endif
-  for (int i = first; i < count; ++i) {
-    barrier_wait(empty + i % STAGES, (i / STAGES - 1) & 1);
+  for (int i = first; i < count; ++i, at.next(w)) {
+    const int s = i % STAGES;
+    barrier_wait(empty + s, (i / STAGES - 1) & 1);
 #if ARCH >= 900
-    barrier_expect(full + i % STAGES, S::FILL);
+    barrier_expect(full + s, S::FILL);
 #endif
-    weights(i);
-    rows(i);
+    at.copy_weights(w, stages + s * S::BYTES, full + s, lane);
+    at.copy_rows(w, stages + s * S::BYTES, full + s, lane);
   }
   // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
   grid_launch();
-  const int last = last_contributor(w, cta, begin, end);
-  if (last == cta) return;
-  u32* arrived = w.arrived + (end - 1) / w.units;
+  const int group = (run.end - 1) / w.units, last = last_contributor(w, run, group);
+  if (last == run.cta) return;
+  u32* arrived = w.arrived + group;
   if (lane == 0) {
-    while (load_acquire(arrived) != (u32)(last - cta)) {
+    while (load_acquire(arrived) != (u32)(last - run.cta)) {
     }
     *arrived = 0;
     copy_engine_fence();
@@ -97,9 +107,9 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, int cta, int 
 #if ARCH < 900
   __syncwarp();
 #endif
-  for (int i = count; i < count + last - cta; ++i) {
+  for (int i = count; i < count + last - run.cta; ++i) {
     const int s = i % STAGES;
-    const float* from = w.partial + (i64)(cta + 1 + i - count) * (LEFT<NT, ROWS> / 4);
+    const float* from = w.partial + (i64)(run.cta + 1 + i - count) * (LEFT<NT, ROWS> / 4);
     if (i >= STAGES) barrier_wait(empty + s, (i / STAGES - 1) & 1);
 #if ARCH >= 900
     barrier_expect(full + s, LEFT<NT, ROWS>);
@@ -129,21 +139,25 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
     barrier_init_fence();
   }
   __syncthreads();
+  const Run run(w, cta);
   if (warp == CONSUMERS) {
-    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, cta, lane);
+    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, run, lane);
     return;
   }
-  grid_wait();
 #if ARCH >= 900
-  if (threadIdx.x == 0) {  // the first rows: the copy warp may be busy with weights
-    const int begin = w.begin(cta), count = min(w.end(cta) - begin, STAGES);
-    for (int i = 0; i < count; ++i)
-      copy_rows<S>(w, begin + i, shared + i * S::BYTES, full + i);
-  }
+  // The first rows, a unit each warp: the copy warp may be busy with weights.
+  static_assert(STAGES <= CONSUMERS, "");
+  Units<F, S, ROWS / GROUP> at(w, run);
+  at.k = now((at.k + warp) % w.units);
+  grid_wait();
+  if (lane == 0 && warp < min(run.end - run.begin, STAGES))
+    at.copy_rows(w, shared + warp * S::BYTES, full + warp, lane);
+#else
+  grid_wait();
 #endif
   int used = 0;
   consume<F, NT, ROWS, STAGES, S::BYTES, S::SCRATCH>(w, out, shared, full, empty, used,
-                                                     scratch + warp * S::SCRATCH, pairs, cta);
+                                                     scratch + warp * S::SCRATCH, pairs, run);
 }
 
 #define WORK \

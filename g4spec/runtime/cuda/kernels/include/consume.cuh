@@ -22,13 +22,23 @@ struct Work {
   u32* arrived;            // [groups], zero before and after
   int units, groups, run;  // units of K, groups of ROWS, units a CTA
   int slices;              // of each group, or 0: equal runs
+};
 
-  DEVICE int begin(int cta) const {
-    return slices ? cta / slices * units + cta % slices * units / slices : cta * run;
-  }
-  DEVICE int end(int cta) const {
-    return slices ? cta / slices * units + (cta % slices + 1) * units / slices
-                  : min((cta + 1) * run, units * groups);
+// Units of a CTA, computed before it waits for other kernels: divisions take long.
+struct Run {
+  int cta, begin, end, group;  // group: of the first unit
+
+  DEVICE Run(const Work& w, int cta) : cta(cta) {
+    if (w.slices) {
+      const int of = cta / w.slices, slice = cta - of * w.slices;
+      begin = of * w.units + slice * w.units / w.slices;
+      end = of * w.units + (slice + 1) * w.units / w.slices;
+      group = of;
+    } else {
+      begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
+      group = begin / w.units;
+    }
+    begin = now(begin), end = now(end), group = now(group);
   }
 };
 
@@ -132,12 +142,12 @@ struct Stage {
 };
 constexpr int pair_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 
-// The CTAs that add to the last group of a run, beyond `cta` itself: those up to the returned one.
-// None if the run does not hold the group's first unit, or ends with its last.
-DEVICE int last_contributor(const Work& w, int cta, int begin, int end) {
-  const int group = (end - 1) / w.units;
-  if (w.slices || begin >= end || end % w.units == 0 || group * w.units < begin) return cta;
-  return ((group + 1) * w.units - 1) / w.run;
+// The CTAs that add to the last group of a run, `group`, beyond its own: those up to the returned
+// one. None if the run does not hold the group's first unit, or ends with its last.
+DEVICE int last_contributor(const Work& w, const Run& run, int group) {
+  const int from = group * w.units, to = from + w.units;
+  if (w.slices || run.end == to || from < run.begin) return run.cta;
+  return (to - 1) / w.run;
 }
 
 template <int NT, int ROWS>
@@ -156,15 +166,14 @@ DEVICE void leave(const Work& w, const Acc<NT>& acc, int group, int cta, bool ow
 // slots consumed so far. `mine`: scratch of this warp, SCRATCH bytes from that of the next one.
 template <class F, int NT, int ROWS, int STAGES, int SLOT, int SCRATCH, class Out>
 DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u64* empty, int& used,
-                    u8* mine, float* pairs, int cta) {
+                    u8* mine, float* pairs, const Run& run) {
   using S = Stage<F, NT, ROWS>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
-  const int begin = w.begin(cta), end = w.end(cta);
-  for (int u = begin; u < end;) {
-    const int group = u / w.units, first = u % w.units;
-    const int until = min(u + w.units - first, end);
+  for (int u = run.begin, group = run.group; u < run.end; ++group) {
+    const bool first = u == group * w.units;
+    const int until = min((group + 1) * w.units, run.end);
     Acc<NT> acc = {};
     for (; u < until; ++u, ++used) {
       const int s = used % STAGES;
@@ -195,12 +204,12 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
       }
     }
     const bool owner = team == 0;
-    if (first != 0 && !w.slices) {
-      leave<NT, ROWS>(w, acc, group, cta, owner, part * 32 + lane);
+    if (!first && !w.slices) {
+      leave<NT, ROWS>(w, acc, group, run.cta, owner, part * 32 + lane);
       continue;
     }
-    if (u == end) {  // what the CTAs after this one have left, in order of K
-      for (int c = last_contributor(w, cta, begin, end); c > cta; --c, ++used) {
+    if (u == run.end) {  // what the CTAs after this one have left, in order of K
+      for (int c = last_contributor(w, run, group); c > run.cta; --c, ++used) {
         const int s = used % STAGES;
         barrier_wait(full + s, (used / STAGES) & 1);
         const float* from = (const float*)(ring + s * SLOT) + part * 32 + lane;

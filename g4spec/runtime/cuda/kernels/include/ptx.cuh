@@ -143,6 +143,13 @@ DEVICE u32 load_acquire(const u32* p) {
 DEVICE void add_release(u32* p, u32 v) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
+// Both at once; returns the sum before.
+DEVICE u32 add_acquire_release(u32* p, u32 v) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v)
+               : "memory");
+  return before;
+}
 
 // ---- tensor cores: D[16 x 8] = A[16 x 16] B[16 x 8] + C ----
 // Lane 4 g + t holds A rows g and g + 8 (a0, a2 and a1, a3), columns 2t, 2t + 1 and 2t + 8, 2t + 9;

@@ -1,0 +1,129 @@
+"""Attention of layers with a window in one kernel, from the product of queries, keys and values to
+the input of the next product: see attention_window.cu.
+
+Which layers take this way depends on the layer and the GPU, never on the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda import launch, nvrtc
+from g4spec.runtime.cuda.attention import TENSOR_ARCHS, Chunks
+from g4spec.runtime.cuda.heads import NORM_V, Heads
+from g4spec.runtime.cuda.kv import TILE, CudaKV
+from g4spec.runtime.cuda.rows import MOST, Rows, empty
+from g4spec.runtime.cuda.units import Unit
+
+HEAD_DIM, GROUP = 256, 2
+MOST_CHUNKS = {1: 10, 2: 6}
+"""That a step may see, by tiles of a chunk."""
+
+_STATIC = 1024  # bytes of shared memory that the kernel declares, and that the GPU keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Queries, keys and values as they leave the product: `attend` finishes and stores them.
+
+    Attributes:
+        heads: what is done with them.
+        y: as in `Heads.__call__`. positions: int64 [T], consecutive, written like those.
+    """
+
+    heads: Heads
+    y: torch.Tensor
+    positions: torch.Tensor
+
+
+def takes(heads: Heads, kv: CudaKV | None) -> bool:
+    """Whether the kernel is made for this layer, and fits on this GPU."""
+    if kv is None or kv.window is None or kv.kind != "q8_0":
+        return False
+    arch = launch.arch(kv.keys.device.index)
+    shape = heads.head_dim == HEAD_DIM and heads.n_q == GROUP * heads.n_kv and heads.n_kv > 0
+    if not shape or heads.pairs or heads.v_from_k:
+        return False
+    tiles = _tiles(kv)
+    return _chunks(kv) <= MOST_CHUNKS.get(tiles, 0) and arch in _archs(tiles)
+
+
+def attend(
+    q: Unfinished,
+    kv: CudaKV,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    scale: float,
+    arrived: torch.Tensor,
+) -> Rows:
+    """softmax(scale * q k) v of T <= 16 rows over positions first[t] .. last[t], after the rows'
+    own keys and values have gone to `kv`.
+
+    Args:
+        first, last: int64 [T], rising, both ends included, last[t] not beyond the step's last
+            position; written like `q.positions`.
+        arrived: int32 counters [n_kv or more], zero; they are zero again afterwards.
+    """
+    h, count = q.heads, len(q.positions)
+    slices = q.y.shape[0] if q.y.dim() == 3 else 1
+    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM) and count <= MOST
+    assert len(arrived) >= h.n_kv
+    tiles, row_tiles, chunks = _tiles(kv), _row_tiles(count), _chunks(kv)
+    y = empty(count, h.n_q * HEAD_DIM, q.y.device)
+    sums = torch.empty(chunks, h.n_kv, count * GROUP, HEAD_DIM, device=q.y.device)
+    tops = torch.empty(chunks, h.n_kv, count * GROUP, 2, device=q.y.device)
+    launch.kernel("attention_window.cu", instance(row_tiles, tiles, slices), q.y.device.index)(
+        chunks * h.n_kv, 512,
+        q.y, h.q_norm, h.k_norm, h.freqs, q.positions, first, last,
+        kv.keys, kv.values, kv.key_scales, kv.value_scales, sums, tops, arrived, y.data,
+        *map(np.int32, (count, h.n_kv, NORM_V * h.v_norm, kv.capacity)),
+        np.float32(h.eps), np.float32(scale), shared=_shared(row_tiles, tiles),
+    )  # fmt: skip
+    return y
+
+
+def instance(row_tiles: int, tiles: int, slices: int) -> str:
+    """Name of a kernel of attention_window.cu."""
+    return f"attend_window<{row_tiles}, {tiles}, {slices}>"
+
+
+def _row_tiles(count: int) -> int:
+    """Tiles of 8 (token, head) pairs of a KV head."""
+    return next(n for n in (1, 2, 4) if 8 * n >= GROUP * count)
+
+
+def _tiles(kv: CudaKV) -> int:
+    """Tiles of a chunk."""
+    return (1 << Chunks.of(kv).shift) // TILE
+
+
+def _chunks(kv: CudaKV) -> int:
+    """Most chunks that the rows of a step see."""
+    assert kv.window is not None
+    return Chunks.of(kv).most(min(kv.window + MOST - 1, kv.capacity), kv.capacity)
+
+
+def _shared(row_tiles: int, tiles: int) -> int:
+    """Bytes of dynamic shared memory: keys and values with scales, queries, weights of keys,
+    what warps exchange, and angles."""
+    rows, stage = 8 * row_tiles, TILE * (HEAD_DIM + 32 + HEAD_DIM // 16)
+    exchanged = rows * 4 * (2 * 8 + 2 + 8 + 8 + 2)
+    return (2 * tiles * stage + rows * HEAD_DIM * 2 + 2 * TILE * rows * 2 + exchanged
+            + 4 * row_tiles * HEAD_DIM // 2 * 8)  # fmt: skip
+
+
+def _archs(tiles: int) -> tuple[str, ...]:
+    """Where chunks of so many tiles fit, whatever the number of rows."""
+    most = _shared(4, tiles) + _STATIC
+    return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
+
+
+# Layers of the 31B and of the 26B-A4B, with products as they come.
+UNITS = [
+    Unit("attention_window.cu", tuple(instance(n, tiles, s) for n in (1, 2, 4) for s in slices),
+         _archs(tiles), 128, _shared(4, tiles))
+    for tiles, slices in ((2, (1, 2)), (1, (1, 4)))
+]  # fmt: skip

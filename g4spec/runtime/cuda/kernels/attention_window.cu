@@ -1,0 +1,388 @@
+// Attention of a layer with a window in one launch, from the product of queries, keys and values to
+// the input of the next product: heads of 256, two of queries for each of keys, Q8_0 caches.
+//
+// A block has the keys of one chunk (KEYS absolute positions) of one head. What was settled before
+// this step comes to shared memory before the kernel in front has ended; then each warp finishes
+// heads (head.cuh): queries go to shared memory, the step's keys and values there and to the cache.
+// If rows see several chunks, the last block of a head to arrive adds them, in their order.
+// Row r of the 8-wide operand is token r / 2, head r % 2.
+#include "attend_tiles.cuh"
+#include "head.cuh"
+#include "rows.cuh"
+
+#if ARCH >= 800
+constexpr int D = 256, WARPS = 16, ALL = 32 * WARPS;
+constexpr int PITCH = D + 4;   // floats of a row of sums in shared memory
+constexpr float LIFT = 6.0f;   // weights are stored times 2^6, away from the end of half precision
+
+// NT: row tiles of 8, each of four tokens. TILES: of a chunk. Eight warps have a tile.
+template <int NT, int TILES>
+struct Window : Shape<D, 1, NT, 8, 8, 1, 1, TILES, TILES, 0> {
+  static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::LAST_AT;
+  static constexpr int MOST = TILES == 1 ? 10 : 6;  // chunks that a row sees
+  static constexpr int ANGLES_AT = Window::SHARED, BYTES = ANGLES_AT + NT * 4 * (D / 2) * 8;
+  static_assert(Window::ROWS * PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
+};
+
+struct Args {
+  const float *y, *q_norm, *k_norm;
+  char *keys, *values, *key_scales, *value_scales;
+  float *sums, *tops;  // [chunks][n_kv][2 tokens][D], [..][2]: largest score, sum of weights
+  u32* arrived;        // [n_kv], zero before and after
+  u8* rows;
+  int tokens, n_kv, flags, capacity;
+  float eps, scale;
+};
+
+// What a block works on.
+struct Part {
+  int head, slot, chunks;  // chunk number `slot` of those that rows see
+  int start, settled;      // its first position; the first position of this step
+  Span span;
+
+  DEVICE int first() const { return most(start, span.lo); }
+  DEVICE bool whole(int position) const {  // does every row see it?
+    return position >= span.all_from && position <= span.all_to;
+  }
+  template <class S>
+  DEVICE bool live(int tile) const {  // does any row see something of it?
+    const int from = start + tile * S::KEYS;
+    return from <= span.hi && from + S::KEYS > span.lo;
+  }
+};
+
+template <class W>
+DEVICE char* place_of_values(char* shared, int row) {
+  return shared + W::V_AT + row / W::KEYS * W::V_STAGE + row % W::KEYS * W::V_ROW;
+}
+template <class W>
+DEVICE char* place_of_keys(char* shared, int row) {
+  return shared + W::K_AT + row / W::KEYS * W::K_STAGE + row % W::KEYS * W::K_ROW;
+}
+template <class W>  // eight halves
+DEVICE char* value_scales_of(char* shared, int row) {
+  return shared + W::V_AT + row / W::KEYS * W::V_STAGE + W::KEYS * W::V_ROW + row % W::KEYS * 16;
+}
+template <class W>
+DEVICE char* key_scales_of(char* shared, int row) {
+  return shared + W::K_AT + row / W::KEYS * W::K_STAGE + W::KEYS * W::K_ROW + row % W::KEYS * 16;
+}
+
+// Settled rows of the cache. Values of the chunk's other rows have scales of zero.
+template <class W>
+DEVICE void load_settled(char* shared, const Args& a, const Part& p) {
+  const int lane = threadIdx.x % 32, begin = p.first() - p.start;
+  const int end = least(W::CHUNK, p.settled - p.start);
+  const int slot = (u32)p.start % (u32)a.capacity;  // slots go on at 0 behind the last one
+  const i64 base = (i64)p.head * a.capacity;
+  const char* codes = (lane < 16 ? a.keys : a.values) + base * D + lane % 16 * 16;
+  for (int row = begin + threadIdx.x / 32; row < end; row += WARPS) {
+    const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
+    char* to = lane < 16 ? place_of_keys<W>(shared, row) : place_of_values<W>(shared, row);
+    copy16(to + lane % 16 * 16, codes + from * D);
+  }
+  const bool is_key = threadIdx.x % 2 == 0;
+  const char* scales = (is_key ? a.key_scales : a.value_scales) + base * 16;
+  for (int row = threadIdx.x / 2; row < W::CHUNK; row += ALL / 2) {
+    const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
+    char* to = is_key ? key_scales_of<W>(shared, row) : value_scales_of<W>(shared, row);
+    if (row >= begin && row < end) copy16(to, scales + from * 16);
+    else if (!is_key) *(uint4*)to = {0, 0, 0, 0};
+  }
+  commit_copies();
+}
+
+using Vector = Head<D, 0>;
+
+// Vector `kind` of token t as it leaves the norm and the rotation: queries 0 and 1, key 2, value 3.
+template <class W>
+DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, int position, char* shared,
+                   const Args& a, const Part& p) {
+  const float* norm = kind < 2 ? a.q_norm : kind == 2 ? a.k_norm : nullptr;
+  if (norm || (kind == 3 && a.flags & NORM_V)) {
+    x.scale(x.inverse(a.eps));
+    if (norm) x.scale<0>(weight);
+  }
+  if (kind < 3) x.rotate((const float2*)(shared + W::ANGLES_AT) + t * (D / 2));
+  if (kind < 2) {
+#pragma unroll
+    for (int j = 0; j < Vector::J; ++j) {
+      const int c = Vector::at(j);
+      *(uint2*)(shared + W::Q_AT + place_of_row<W>(t * 2 + kind, c / 8) + c % 8 * 2) = {
+          pack_halves(x.v[j][0], x.v[j][1]), pack_halves(x.v[j][2], x.v[j][3])};
+    }
+    return;
+  }
+  const int row = position - p.start;
+  const i64 at = (i64)p.head * a.capacity + (u32)position % (u32)a.capacity;
+  if (kind == 2)
+    x.store<0>((u8*)a.keys + at * D, (u16*)a.key_scales + at * (D / 32),
+               (u8*)place_of_keys<W>(shared, row), (u16*)key_scales_of<W>(shared, row));
+  else
+    x.store<0>((u8*)a.values + at * D, (u16*)a.value_scales + at * (D / 32),
+               (u8*)place_of_values<W>(shared, row), (u16*)value_scales_of<W>(shared, row));
+}
+
+// The step's own heads. A warp has NT of the four vectors of a token.
+template <class W, int NT, int SLICES>
+struct Own {
+  Vector q_weight, k_weight;
+  float freq;  // of pair threadIdx.x % 128
+
+  DEVICE Own(const Args& a, const float* freqs) {
+    freq = __ldcg(freqs + threadIdx.x % (D / 2));
+    if (a.q_norm) q_weight.load(a.q_norm);
+    if (a.k_norm) k_weight.load(a.k_norm);
+  }
+  DEVICE void set_angles(char* shared, const Args& a, const Part& p) const {
+    float2* angles = (float2*)(shared + W::ANGLES_AT);
+#pragma unroll 1
+    for (int t = threadIdx.x / (D / 2); t < a.tokens; t += ALL / (D / 2))
+      angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
+  }
+  DEVICE void finish_all(char* shared, const Args& a, const Part& p) const {
+    const int warp = threadIdx.x / 32, t = warp * NT / 4, base = warp * NT % 4;
+    const int position = p.settled + t;
+    const bool stored = (u32)(position - p.start) < W::CHUNK;
+    Vector x[NT];
+    grid_wait();
+#pragma unroll
+    for (int i = 0; i < NT; ++i) {
+      const int kind = base + i, head = kind < 2 ? 2 * p.head + kind : kind * a.n_kv + p.head;
+      if (t < a.tokens && (kind < 2 || stored))
+        x[i].template load<SLICES>(a.y, t, a.tokens, 4 * a.n_kv, head);
+    }
+    __syncthreads();  // angles, and scales of zero
+    if (t >= a.tokens) return;
+#pragma unroll
+    for (int i = 0; i < NT; ++i) {
+      const int kind = NT == 4 ? i : base + i;
+      if (kind >= 2 && !stored) continue;
+      Vector weight;
+#pragma unroll
+      for (int j = 0; j < Vector::J; ++j)
+#pragma unroll
+        for (int e = 0; e < Vector::W; ++e)
+          weight.v[j][e] = kind < 2 ? q_weight.v[j][e] : k_weight.v[j][e];
+      finish<W>(x[i], weight, kind, t, position, shared, a, p);
+    }
+  }
+};
+
+// Scales of values that some row must not see: zero times infinity or NaN would be NaN.
+template <class W>
+DEVICE void clean(char* shared, const Part& p) {
+  for (int row = threadIdx.x; row < W::CHUNK; row += ALL) {
+    if (p.whole(p.start + row)) continue;
+    uint4* at = (uint4*)value_scales_of<W>(shared, row);
+    const uint4 x = *at;
+    if (broken_halves(x.x) | broken_halves(x.y) | broken_halves(x.z) | broken_halves(x.w))
+      *at = {finite_halves(x.x), finite_halves(x.y), finite_halves(x.z), finite_halves(x.w)};
+  }
+}
+
+// Weights 2^(score - top) of a warp's 16 keys. tops: of each row.
+template <class W, int NT>
+DEVICE void weigh(const float (&scores)[1][NT][4], const float* tops, u32* p, int warp) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int n = 0; n < NT; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float top = tops[n * 8 + t * 2 + c], origin = top == NEVER ? 0.0f : top;
+      const float x = exp2_fast(__fadd_rn(__fsub_rn(scores[0][n][c], origin), LIFT));
+      const float z = exp2_fast(__fadd_rn(__fsub_rn(scores[0][n][c + 2], origin), LIFT));
+      p[((warp * NT + n) * 32 + (t * 2 + c) * 4 + g % 4) * 2 + g / 4] = pack_halves(x, z);
+    }
+}
+
+// Weighted values of a tile to shared memory, where its keys were, and sums of weights.
+template <class W, int NT>
+DEVICE void sum_values(char* shared, int tile, int warp, bool live) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float out[2][NT][4] = {}, sums[NT] = {};
+  if (live)
+    multiply_values<W>(out, sums, shared + W::V_AT + tile * W::V_STAGE,
+                       (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
+  float* to = (float*)(shared + W::K_AT + tile * W::K_STAGE) + warp * 32 + g * 4;
+  float* all = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
+#pragma unroll
+  for (int n = 0; n < NT; ++n) {
+    float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL, sums[n], 1));
+    x = __fadd_rn(x, __shfl_xor_sync(FULL, x, 2));
+    if (t == 0) all[n * 8 + g] = x;
+    if (!live) continue;
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      *(float4*)(to + (n * 8 + t * 2 + c) * PITCH) = {out[0][n][c], out[0][n][c + 2], out[1][n][c],
+                                                      out[1][n][c + 2]};
+  }
+}
+
+// Four values of a row, unscaled; the sum of its weights.
+template <class W, int TILES>
+DEVICE float4 values_of(const char* shared, const Part& p, int row, int quad) {
+  float4 v = {0, 0, 0, 0};
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
+    if (p.live<W>(tile))
+      v = add4(v, *(const float4*)((const float*)(shared + W::K_AT + tile * W::K_STAGE) +
+                                   row * PITCH + quad * 4));
+  return v;
+}
+template <class W>  // by a warp
+DEVICE float weight_of(const char* shared, int row) {
+  const int lane = threadIdx.x % 32;
+  const float* sums = (const float*)(shared + W::SUMS_AT) + row;
+  return over_warp(lane < WARPS ? sums[lane * W::ROWS] : 0.0f, Sum());
+}
+
+// The same of all chunks that a row sees, added in their order.
+template <class W>
+DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row, int quad,
+                       float& total) {
+  const int2 sees = ((const int2*)(shared + W::SEES_AT))[row];
+  const int low = p.span.lo / W::CHUNK, from = sees.x / W::CHUNK, to = sees.y / W::CHUNK;
+  const i64 stride = (i64)a.n_kv * a.tokens * 2;
+  const i64 place = (from - low) * stride + p.head * a.tokens * 2 + row;
+  float2 tops[W::MOST];
+  float4 parts[W::MOST], v = {0, 0, 0, 0};
+  float top = NEVER;
+#pragma unroll
+  for (int c = 0; c < W::MOST; ++c) {
+    tops[c] = {NEVER, 0}, parts[c] = {0, 0, 0, 0};
+    if (from + c > to) continue;
+    tops[c] = __ldcg((const float2*)a.tops + place + c * stride);
+    parts[c] = __ldcg((const float4*)a.sums + (place + c * stride) * (D / 4) + quad);
+  }
+#pragma unroll
+  for (int c = 0; c < W::MOST; ++c) top = fmaxf(top, tops[c].x);
+  total = 0;
+#pragma unroll
+  for (int c = 0; c < W::MOST; ++c) {
+    const float weight = exp2_fast(__fsub_rn(tops[c].x, top));
+    total = fmaf(weight, tops[c].y, total);
+    v = {fmaf(weight, parts[c].x, v.x), fmaf(weight, parts[c].y, v.y),
+         fmaf(weight, parts[c].z, v.z), fmaf(weight, parts[c].w, v.w)};
+  }
+  return v;
+}
+
+// Leaves what this block has; whether it is the last one of its head.
+template <class W, int TILES>
+DEVICE bool last_of_head(char* shared, const Args& a, const Part& p) {
+  __shared__ bool last;
+  const i64 place = ((i64)p.slot * a.n_kv + p.head) * a.tokens * 2;
+  const int quad = threadIdx.x % (D / 4);
+#pragma unroll 1
+  for (int row = threadIdx.x / (D / 4); row < a.tokens * 2; row += ALL / (D / 4)) {
+    const float weight = weight_of<W>(shared, row);
+    __stcg((float4*)a.sums + (place + row) * (D / 4) + quad,
+           values_of<W, TILES>(shared, p, row, quad));
+    if (quad == 0)
+      __stcg((float2*)a.tops + place + row,
+             float2{((const float*)(shared + W::FADE_AT))[row], weight});
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = add_acquire_release(a.arrived + p.head, 1) == p.chunks - 1;
+    if (last) a.arrived[p.head] = 0;
+  }
+  __syncthreads();
+  return last;
+}
+
+// Each thread has four columns of one of two heads.
+template <class W, int NT, int TILES>
+DEVICE void write(char* shared, const Args& a, const Part& p) {
+  const bool whole = p.chunks == 1;
+  if (!whole && !last_of_head<W, TILES>(shared, a, p)) return;
+  constexpr int ROW_TILES = NT == 4 ? 2 : 1;
+  const int quad = threadIdx.x % (D / 4), first = threadIdx.x / (D / 4);
+  const int column = (p.head * 2 + first % 2) * (D / 4) + quad;
+#pragma unroll 1
+  for (int token = first / 2; token < 8 * ROW_TILES; token += ALL / (D / 4) / 2) {
+    const int row = token * 2 + first % 2;
+    float4 v = {0, 0, 0, 0};
+    if (token < a.tokens) {
+      float total;
+      if (whole) v = values_of<W, TILES>(shared, p, row, quad), total = weight_of<W>(shared, row);
+      else v = combined<W>(shared, a, p, row, quad, total);
+      v = mul4(v, reciprocal(total));
+    }
+    RowPlace(ROW_TILES, token, column).store(a.rows, v, true);
+  }
+}
+
+template <class W, int NT, int TILES>
+DEVICE void attend(char* shared, const Args& a, const Part& p) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / 8;
+  const bool live = tile < TILES && p.live<W>(tile);
+  float* tops = (float*)(shared + W::TOP_AT);
+  float* top = (float*)(shared + W::FADE_AT);
+  float scores[1][NT][4] = {};
+  if (live) {
+    multiply_keys<W>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0, warp % 8);
+#pragma unroll
+    for (int n = 0; n < NT; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) scores[0][n][c] = __fmul_rn(scores[0][n][c], a.scale);
+    mask<W>(scores, shared, p.start / W::KEYS + tile, warp % 8);
+    find_tops<W>(scores, tops, warp);
+  } else if (lane < W::ROWS) {
+    tops[warp * W::ROWS + lane] = NEVER;
+  }
+  __syncthreads();
+  if (threadIdx.x < W::ROWS) {
+    float x = NEVER;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) x = fmaxf(x, tops[w * W::ROWS + threadIdx.x]);
+    top[threadIdx.x] = x;
+  }
+  __syncthreads();
+  if (live) weigh<W, NT>(scores, top, (u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8);
+  __syncthreads();
+  sum_values<W, NT>(shared, tile, warp % 8, live);
+  __syncthreads();
+}
+#endif
+
+// y [SLICES][tokens][4 n_kv heads][256]: two heads of queries for each of keys, keys, values. What
+// rows see, `first` .. `last`, both rising, and their consecutive `positions` were written by kernels
+// that had ended before the one in front started. Grid: n_kv for each chunk that can be seen.
+template <int NT, int TILES, int SLICES>
+__global__ __launch_bounds__(512, 1) void attend_window(
+    const float* y, const float* q_norm, const float* k_norm, const float* freqs,
+    const i64* positions, const i64* first, const i64* last, char* keys, char* values,
+    char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived, u8* rows,
+    int tokens, int n_kv, int flags, int capacity, float eps, float scale) {
+#if ARCH >= 800
+  using W = Window<NT, TILES>;
+  extern __shared__ __align__(128) char shared[];
+  grid_launch();
+  const Args a = {y, q_norm, k_norm, keys, values, key_scales, value_scales, sums, tops, arrived,
+                  rows, tokens, n_kv, flags, capacity, eps, scale * 1.44269504f};
+  // What was there before is all asked for at once.
+  const int token = least((int)threadIdx.x / 2, tokens - 1);
+  Part p;
+  p.span = {(int)__ldcg(first), (int)__ldcg(last + tokens - 1), (int)__ldcg(first + tokens - 1),
+            (int)__ldcg(last)};
+  p.settled = (int)__ldcg(positions);
+  const int2 sees = {(int)__ldcg(first + token), (int)__ldcg(last + token)};
+  const Own<W, NT, SLICES> own(a, freqs);
+  p.head = blockIdx.x % n_kv, p.slot = blockIdx.x / n_kv;
+  p.chunks = p.span.hi / W::CHUNK - p.span.lo / W::CHUNK + 1;
+  if (p.slot >= p.chunks) return;
+  p.start = (p.span.lo / W::CHUNK + p.slot) * W::CHUNK;
+  load_settled<W>(shared, a, p);
+  if (threadIdx.x < W::ROWS)
+    ((int2*)(shared + W::SEES_AT))[threadIdx.x] = threadIdx.x / 2 < tokens ? sees : int2{0, -1};
+  own.set_angles(shared, a, p);
+  own.finish_all(shared, a, p);
+  wait_copies<0>();
+  __syncthreads();
+  clean<W>(shared, p);
+  attend<W, NT, TILES>(shared, a, p);
+  write<W, NT, TILES>(shared, a, p);
+#endif
+}

@@ -1,0 +1,149 @@
+"""Attention of layers with a window in one kernel: against float64 over what it stored, against the
+kernels it replaces, and row for row."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from g4spec.runtime.cuda import attention_window, launch
+from g4spec.runtime.cuda.attention_window import Unfinished, takes
+from g4spec.runtime.cuda.heads import Heads
+from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.rows import Rows, unpack
+from g4spec.runtime.ops import Ops
+from tests.gpu.device import DEVICE, EMULATED
+from tests.gpu.test_attention import expected
+
+pytestmark = pytest.mark.gpu
+DIM, SCALE = 256, 256**-0.5
+LAYERS = [(2, 300, 4), (16, 1024, 2)]
+"""KV heads, window, parts of the product: chunks of 128 and of 256 keys."""
+STARTS = [250, 0, 7, 1020, 4090, 1279]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    launch.warm([u for u in attention_window.UNITS if launch.arch() in u.archs])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(5)
+    with torch.device(DEVICE):
+        yield
+
+
+class Layer:
+    """Heads and a cache with positions 0 .. start - 1 of random rows, nothing behind them."""
+
+    def __init__(self, n_kv: int, window: int, slices: int, start: int) -> None:
+        q, k = (1 + 0.1 * torch.randn(DIM) for _ in "qk")
+        freqs = Ops("cpu").rope_freqs(1e4, DIM).to(DEVICE)
+        self.heads = Heads(2 * n_kv, n_kv, q, k, True, False, freqs, 1e-6)
+        self.window, self.slices, self.start = window, slices, start
+        self.arrived = torch.zeros(n_kv, dtype=torch.int32)
+        self.kv = CudaKV(n_kv, DIM, 8192, window, 16, DEVICE, "q8_0")
+        low = max(0, start - self.kv.capacity)
+        for begin in range(low, start, 512):
+            at = torch.arange(begin, min(start, begin + 512))
+            self.kv.append(at, torch.randn(len(at), n_kv, DIM), torch.randn(len(at), n_kv, DIM))
+
+    def copy(self) -> "Layer":
+        other = object.__new__(Layer)
+        other.__dict__.update(self.__dict__)
+        kv = CudaKV(self.kv.n_kv, DIM, 8192, self.window, 16, DEVICE, "q8_0")
+        for plane, mine in zip(planes(kv), planes(self.kv), strict=True):
+            plane.copy_(mine)
+        other.kv = kv
+        return other
+
+    def product(self, count: int) -> torch.Tensor:
+        return torch.randn(self.slices, count, 4 * self.kv.n_kv * DIM)
+
+    def span(self, count: int, skip: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.arange(self.start + skip, self.start + skip + count)
+        return (at - self.window + 1).clamp(min=0), at
+
+    def attend(self, y: torch.Tensor, skip: int = 0) -> torch.Tensor:
+        """Halves [T, N] of rows y, `skip` positions behind the start."""
+        first, at = self.span(y.shape[1], skip)
+        junk = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
+        del junk  # what the kernel leaves unwritten is NaN
+        q = Unfinished(self.heads, y, at)
+        out = attention_window.attend(q, self.kv, first, at, SCALE, self.arrived)
+        assert not self.arrived.any()
+        return halves(out)
+
+
+def planes(kv: CudaKV) -> tuple[torch.Tensor, ...]:
+    return kv.keys, kv.values, kv.key_scales, kv.value_scales
+
+
+def halves(rows: Rows) -> torch.Tensor:
+    """Values [T, N]; checks the sums beside them and the zeros behind T."""
+    x, of16, of32 = unpack(rows)
+    assert not x[len(rows) :].any()
+    want = -1024 * x.float().view(len(x), -1, 16).sum(-1)
+    assert torch.allclose(of16, want, rtol=1e-5, atol=1e-2, equal_nan=True)
+    assert torch.allclose(of32, of16[:, ::2] + of16[:, 1::2], rtol=0, atol=0, equal_nan=True)
+    return x[: len(rows)]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("count", [13, 1, 8, 3, 16])
+@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
+def test_what_it_stores_and_finds(
+    n_kv: int, window: int, slices: int, start: int, count: int
+) -> None:
+    layer = Layer(n_kv, window, slices, start)
+    assert takes(layer.heads, layer.kv)
+    other, y = layer.copy(), layer.product(count)
+    first, at = layer.span(count)
+    q = other.heads(y, at, other.kv)
+    got = layer.attend(y)
+    for mine, theirs in zip(planes(layer.kv), planes(other.kv), strict=True):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    want = expected(q, layer.kv, first.tolist(), at.tolist(), SCALE)
+    assert (got - want).abs().max() < 4e-3  # weights in half precision, values about 1
+
+
+@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
+@pytest.mark.parametrize("start", [0, 249, 4090])
+def test_a_row_has_the_same_bits_beside_any_others(
+    n_kv: int, window: int, slices: int, start: int
+) -> None:
+    layer = Layer(n_kv, window, slices, start)
+    y = layer.product(16)
+    together = layer.copy().attend(y)
+    for step in (5,) if EMULATED else (1, 3, 5, 8):
+        alone = layer.copy()
+        for skip in range(0, 16, step):
+            some = alone.attend(y[:, skip : skip + step].contiguous(), skip)
+            assert torch.equal(some, together[skip : skip + step]), (step, skip)
+
+
+@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS[:1])
+def test_a_broken_row_harms_no_other(n_kv: int, window: int, slices: int) -> None:
+    layer = Layer(n_kv, window, slices, 1500)
+    y = layer.product(4)
+    good = layer.copy().attend(y)
+    bad_y = y.clone()
+    bad_y[:, 2, 2 * n_kv * DIM :] = torch.nan  # keys and values of the third row
+    bad = layer.copy().attend(bad_y)
+    assert torch.equal(bad[:2], good[:2])
+    assert bool(bad[2:].isnan().all())
+    gone = torch.tensor([1500 - window])  # the last that the first row does not see any more
+    layer.kv.append(gone, *torch.full((2, 1, n_kv, DIM), torch.nan))
+    assert torch.equal(layer.attend(y), good)
+
+
+@pytest.mark.parametrize(
+    ("kind", "window", "group", "dim"),
+    [("f16", 300, 2, 256), ("q8_0", None, 2, 256), ("q8_0", 300, 4, 256), ("q8_0", 300, 2, 128)],
+)
+def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, dim: int) -> None:
+    freqs = Ops("cpu").rope_freqs(1e4, dim).to(DEVICE)
+    heads = Heads(2 * group, 2, None, None, True, False, freqs, 1e-6)
+    assert not takes(heads, CudaKV(2, dim, 4096, window, 16, DEVICE, kind))
+    assert not takes(heads, None)
