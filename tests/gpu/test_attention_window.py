@@ -42,7 +42,7 @@ class Layer:
         freqs = Ops("cpu").rope_freqs(1e4, DIM).to(DEVICE)
         self.heads = Heads(2 * n_kv, n_kv, q, k, True, False, freqs, 1e-6)
         self.window, self.slices, self.start = window, slices, start
-        self.arrived = torch.zeros(n_kv, dtype=torch.int32)
+        self.arrived = torch.zeros(4 * n_kv, dtype=torch.int32)
         self.kv = CudaKV(n_kv, DIM, 8192, window, 16, DEVICE, "q8_0")
         low = max(0, start - self.kv.capacity)
         for begin in range(low, start, 512):

@@ -19,6 +19,8 @@ from g4spec.runtime.cuda.rows import MOST, Rows, empty
 from g4spec.runtime.cuda.units import Unit
 
 HEAD_DIM, GROUP = 256, 2
+TOKENS = 4
+"""Of a block."""
 MOST_CHUNKS = {1: 10, 2: 6}
 """That a step may see, by tiles of a chunk."""
 
@@ -65,34 +67,29 @@ def attend(
     Args:
         first, last: int64 [T], rising, both ends included, last[t] not beyond the step's last
             position; written like `q.positions`.
-        arrived: int32 counters [n_kv or more], zero; they are zero again afterwards.
+        arrived: int32 counters [4 n_kv or more], zero; they are zero again afterwards.
     """
     h, count = q.heads, len(q.positions)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
     assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM) and count <= MOST
-    assert len(arrived) >= h.n_kv
-    tiles, row_tiles, chunks = _tiles(kv), _row_tiles(count), _chunks(kv)
+    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-count // TOKENS)
+    assert len(arrived) >= blocks * h.n_kv
     y = empty(count, h.n_q * HEAD_DIM, q.y.device)
-    sums = torch.empty(chunks, h.n_kv, count * GROUP, HEAD_DIM, device=q.y.device)
-    tops = torch.empty(chunks, h.n_kv, count * GROUP, 2, device=q.y.device)
-    launch.kernel("attention_window.cu", instance(row_tiles, tiles, slices), q.y.device.index)(
-        chunks * h.n_kv, 512,
+    sums = torch.empty(chunks, blocks * h.n_kv, 8, HEAD_DIM, device=q.y.device)
+    tops = torch.empty(chunks, blocks * h.n_kv, 8, 2, device=q.y.device)
+    launch.kernel("attention_window.cu", instance(tiles, slices), q.y.device.index)(
+        (h.n_kv, blocks, chunks), 512,
         q.y, h.q_norm, h.k_norm, h.freqs, q.positions, first, last,
         kv.keys, kv.values, kv.key_scales, kv.value_scales, sums, tops, arrived, y.data,
-        *map(np.int32, (count, h.n_kv, NORM_V * h.v_norm, kv.capacity)),
-        np.float32(h.eps), np.float32(scale), shared=_shared(row_tiles, tiles),
+        *map(np.int32, (count, NORM_V * h.v_norm, kv.capacity)),
+        np.float32(h.eps), np.float32(scale), shared=_shared(tiles),
     )  # fmt: skip
     return y
 
 
-def instance(row_tiles: int, tiles: int, slices: int) -> str:
+def instance(tiles: int, slices: int) -> str:
     """Name of a kernel of attention_window.cu."""
-    return f"attend_window<{row_tiles}, {tiles}, {slices}>"
-
-
-def _row_tiles(count: int) -> int:
-    """Tiles of 8 (token, head) pairs of a KV head."""
-    return next(n for n in (1, 2, 4) if 8 * n >= GROUP * count)
+    return f"attend_window<{tiles}, {slices}>"
 
 
 def _tiles(kv: CudaKV) -> int:
@@ -106,24 +103,23 @@ def _chunks(kv: CudaKV) -> int:
     return Chunks.of(kv).most(min(kv.window + MOST - 1, kv.capacity), kv.capacity)
 
 
-def _shared(row_tiles: int, tiles: int) -> int:
+def _shared(tiles: int) -> int:
     """Bytes of dynamic shared memory: keys and values with scales, queries, weights of keys,
     what warps exchange, and angles."""
-    rows, stage = 8 * row_tiles, TILE * (HEAD_DIM + 32 + HEAD_DIM // 16)
+    rows, stage = TOKENS * GROUP, TILE * (HEAD_DIM + 32 + HEAD_DIM // 16)
     exchanged = rows * 4 * (2 * 8 + 2 + 8 + 8 + 2)
     return (2 * tiles * stage + rows * HEAD_DIM * 2 + 2 * TILE * rows * 2 + exchanged
-            + 4 * row_tiles * HEAD_DIM // 2 * 8)  # fmt: skip
+            + MOST * HEAD_DIM // 2 * 8)  # fmt: skip
 
 
 def _archs(tiles: int) -> tuple[str, ...]:
-    """Where chunks of so many tiles fit, whatever the number of rows."""
-    most = _shared(4, tiles) + _STATIC
-    return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
+    """Where chunks of so many tiles fit."""
+    return tuple(a for a in TENSOR_ARCHS if _shared(tiles) + _STATIC <= nvrtc.SHARED_LIMIT[a])
 
 
 # Layers of the 31B and of the 26B-A4B, with products as they come.
 UNITS = [
-    Unit("attention_window.cu", tuple(instance(n, tiles, s) for n in (1, 2, 4) for s in slices),
-         _archs(tiles), 128, _shared(4, tiles))
+    Unit("attention_window.cu", tuple(instance(tiles, n) for n in slices), _archs(tiles), 128,
+         _shared(tiles))
     for tiles, slices in ((2, (1, 2)), (1, (1, 4)))
 ]  # fmt: skip

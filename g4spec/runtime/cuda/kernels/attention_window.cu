@@ -1,34 +1,36 @@
 // Attention of a layer with a window in one launch, from the product of queries, keys and values to
 // the input of the next product: heads of 256, two of queries for each of keys, Q8_0 caches.
 //
-// A block has the keys of one chunk (KEYS absolute positions) of one head. What was settled before
-// this step comes to shared memory before the kernel in front has ended; then each warp finishes
-// heads (head.cuh): queries go to shared memory, the step's keys and values there and to the cache.
-// If rows see several chunks, the last block of a head to arrive adds them, in their order.
-// Row r of the 8-wide operand is token r / 2, head r % 2.
+// A block has the keys of one chunk (CHUNK absolute positions) of one head, and four tokens. What was
+// settled before this step comes to shared memory before the kernel in front has ended; then each
+// warp finishes heads (head.cuh): queries go to shared memory, and the step's keys and values, which
+// the block with their token also takes to the cache. If the tokens see several chunks, the last of
+// their blocks to arrive adds them, in their order.
+// Row r of the 8-wide operand is token r / 2 of the four, head r % 2.
 #include "attend_tiles.cuh"
 #include "head.cuh"
 #include "rows.cuh"
 
 #if ARCH >= 800
 constexpr int D = 256, WARPS = 16, ALL = 32 * WARPS;
-constexpr int PITCH = D + 4;   // floats of a row of sums in shared memory
-constexpr float LIFT = 6.0f;   // weights are stored times 2^6, away from the end of half precision
+constexpr int TOKENS = 4;      // of a block
+constexpr int PITCH = D + 4;  // floats of a row of sums in shared memory
+constexpr float LIFT = 6.0f;  // weights are stored times 2^6, away from the end of half precision
 
-// NT: row tiles of 8, each of four tokens. TILES: of a chunk. Eight warps have a tile.
-template <int NT, int TILES>
-struct Window : Shape<D, 1, NT, 8, 8, 1, 1, TILES, TILES, 0> {
+// TILES: of a chunk. Eight warps have a tile.
+template <int TILES>
+struct Window : Shape<D, 1, 1, 8, 8, 1, 1, TILES, TILES, 0> {
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::LAST_AT;
   static constexpr int MOST = TILES == 1 ? 10 : 6;  // chunks that a row sees
-  static constexpr int ANGLES_AT = Window::SHARED, BYTES = ANGLES_AT + NT * 4 * (D / 2) * 8;
+  static constexpr int ANGLES_AT = Window::SHARED;
   static_assert(Window::ROWS * PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
 };
 
 struct Args {
   const float *y, *q_norm, *k_norm;
   char *keys, *values, *key_scales, *value_scales;
-  float *sums, *tops;  // [chunks][n_kv][2 tokens][D], [..][2]: largest score, sum of weights
-  u32* arrived;        // [n_kv], zero before and after
+  float *sums, *tops;  // [chunks][blocks of a chunk][8][D], [..][2]: largest score, sum of weights
+  u32* arrived;        // [blocks of a chunk], zero before and after
   u8* rows;
   int tokens, n_kv, flags, capacity;
   float eps, scale;
@@ -36,9 +38,14 @@ struct Args {
 
 // What a block works on.
 struct Part {
-  int head, slot, chunks;  // chunk number `slot` of those that rows see
+  int head, from, count;   // its tokens
+  int block, blocks;       // of a chunk
+  int slot, chunks;        // chunk number `slot` of those that the tokens see
   int start, settled;      // its first position; the first position of this step
   Span span;
+
+  // Where its rows are among partial results, of chunk number `chunk`.
+  DEVICE int place(int chunk) const { return (chunk * blocks + block) * 8; }
 
   DEVICE int first() const { return most(start, span.lo); }
   DEVICE bool whole(int position) const {  // does every row see it?
@@ -96,8 +103,8 @@ using Vector = Head<D, 0>;
 
 // Vector `kind` of token t as it leaves the norm and the rotation: queries 0 and 1, key 2, value 3.
 template <class W>
-DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, int position, char* shared,
-                   const Args& a, const Part& p) {
+DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* shared, const Args& a,
+                   const Part& p) {
   const float* norm = kind < 2 ? a.q_norm : kind == 2 ? a.k_norm : nullptr;
   if (norm || (kind == 3 && a.flags & NORM_V)) {
     x.scale(x.inverse(a.eps));
@@ -107,25 +114,26 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, int positio
   if (kind < 2) {
 #pragma unroll
     for (int j = 0; j < Vector::J; ++j) {
-      const int c = Vector::at(j);
-      *(uint2*)(shared + W::Q_AT + place_of_row<W>(t * 2 + kind, c / 8) + c % 8 * 2) = {
+      const int c = Vector::at(j), row = (t - p.from) * 2 + kind;
+      *(uint2*)(shared + W::Q_AT + place_of_row<W>(row, c / 8) + c % 8 * 2) = {
           pack_halves(x.v[j][0], x.v[j][1]), pack_halves(x.v[j][2], x.v[j][3])};
     }
     return;
   }
-  const int row = position - p.start;
-  const i64 at = (i64)p.head * a.capacity + (u32)position % (u32)a.capacity;
-  if (kind == 2)
-    x.store<0>((u8*)a.keys + at * D, (u16*)a.key_scales + at * (D / 32),
-               (u8*)place_of_keys<W>(shared, row), (u16*)key_scales_of<W>(shared, row));
-  else
-    x.store<0>((u8*)a.values + at * D, (u16*)a.value_scales + at * (D / 32),
-               (u8*)place_of_values<W>(shared, row), (u16*)value_scales_of<W>(shared, row));
+  const int row = p.settled + t - p.start;
+  const i64 at = (i64)p.head * a.capacity + (u32)(p.settled + t) % (u32)a.capacity;
+  char* to = kind == 2 ? place_of_keys<W>(shared, row) : place_of_values<W>(shared, row);
+  char* scales = kind == 2 ? key_scales_of<W>(shared, row) : value_scales_of<W>(shared, row);
+  char* cache = t < p.from ? nullptr : (kind == 2 ? a.keys : a.values) + at * D;
+  char* cache_scales = (kind == 2 ? a.key_scales : a.value_scales) + at * (D / 16);
+  x.store<0>((u8*)to, (u16*)scales, (u8*)cache, (u16*)cache_scales);
 }
 
-// The step's own heads. A warp has NT of the four vectors of a token.
-template <class W, int NT, int SLICES>
+// The step's own heads, a warp each: queries of the block's tokens (warps 0 to 7), and keys and values
+// of all tokens up to them.
+template <class W, int SLICES>
 struct Own {
+  static constexpr int ROUNDS = 3;
   Vector q_weight, k_weight;
   float freq;  // of pair threadIdx.x % 128
 
@@ -134,37 +142,41 @@ struct Own {
     if (a.q_norm) q_weight.load(a.q_norm);
     if (a.k_norm) k_weight.load(a.k_norm);
   }
-  DEVICE void set_angles(char* shared, const Args& a, const Part& p) const {
+  DEVICE void set_angles(char* shared, const Part& p) const {
     float2* angles = (float2*)(shared + W::ANGLES_AT);
 #pragma unroll 1
-    for (int t = threadIdx.x / (D / 2); t < a.tokens; t += ALL / (D / 2))
+    for (int t = threadIdx.x / (D / 2); t < p.from + p.count; t += ALL / (D / 2))
       angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
   }
+  // Token and kind of a warp's vector; token -1: none.
+  DEVICE int2 vector(int round, const Part& p) const {
+    const int warp = threadIdx.x / 32, i = round * WARPS + warp - 2 * TOKENS;
+    if (i < 0) return {warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
+    const int t = i / 2;
+    const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK;
+    return {t < p.from + p.count && stored ? t : -1, 2 + i % 2};
+  }
   DEVICE void finish_all(char* shared, const Args& a, const Part& p) const {
-    const int warp = threadIdx.x / 32, t = warp * NT / 4, base = warp * NT % 4;
-    const int position = p.settled + t;
-    const bool stored = (u32)(position - p.start) < W::CHUNK;
-    Vector x[NT];
+    Vector x[ROUNDS];
     grid_wait();
 #pragma unroll
-    for (int i = 0; i < NT; ++i) {
-      const int kind = base + i, head = kind < 2 ? 2 * p.head + kind : kind * a.n_kv + p.head;
-      if (t < a.tokens && (kind < 2 || stored))
-        x[i].template load<SLICES>(a.y, t, a.tokens, 4 * a.n_kv, head);
+    for (int i = 0; i < ROUNDS; ++i) {
+      const int2 v = vector(i, p);
+      const int head = v.y < 2 ? 2 * p.head + v.y : v.y * a.n_kv + p.head;
+      if (v.x >= 0) x[i].template load<SLICES>(a.y, v.x, a.tokens, 4 * a.n_kv, head);
     }
     __syncthreads();  // angles, and scales of zero
-    if (t >= a.tokens) return;
 #pragma unroll
-    for (int i = 0; i < NT; ++i) {
-      const int kind = NT == 4 ? i : base + i;
-      if (kind >= 2 && !stored) continue;
+    for (int i = 0; i < ROUNDS; ++i) {
+      const int2 v = vector(i, p);
+      if (v.x < 0) continue;
       Vector weight;
 #pragma unroll
       for (int j = 0; j < Vector::J; ++j)
 #pragma unroll
         for (int e = 0; e < Vector::W; ++e)
-          weight.v[j][e] = kind < 2 ? q_weight.v[j][e] : k_weight.v[j][e];
-      finish<W>(x[i], weight, kind, t, position, shared, a, p);
+          weight.v[j][e] = v.y < 2 ? q_weight.v[j][e] : k_weight.v[j][e];
+      finish<W>(x[i], weight, i ? 2 + v.y % 2 : v.y, v.x, shared, a, p);
     }
   }
 };
@@ -182,41 +194,34 @@ DEVICE void clean(char* shared, const Part& p) {
 }
 
 // Weights 2^(score - top) of a warp's 16 keys. tops: of each row.
-template <class W, int NT>
-DEVICE void weigh(const float (&scores)[1][NT][4], const float* tops, u32* p, int warp) {
+DEVICE void weigh(const float (&scores)[1][1][4], const float* tops, u32* p, int warp) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int n = 0; n < NT; ++n)
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float top = tops[n * 8 + t * 2 + c], origin = top == NEVER ? 0.0f : top;
-      const float x = exp2_fast(__fadd_rn(__fsub_rn(scores[0][n][c], origin), LIFT));
-      const float z = exp2_fast(__fadd_rn(__fsub_rn(scores[0][n][c + 2], origin), LIFT));
-      p[((warp * NT + n) * 32 + (t * 2 + c) * 4 + g % 4) * 2 + g / 4] = pack_halves(x, z);
-    }
+  for (int c = 0; c < 2; ++c) {
+    const float top = tops[t * 2 + c], origin = top == NEVER ? 0.0f : top;
+    const float x = exp2_fast(__fadd_rn(__fsub_rn(scores[0][0][c], origin), LIFT));
+    const float z = exp2_fast(__fadd_rn(__fsub_rn(scores[0][0][c + 2], origin), LIFT));
+    p[(warp * 32 + (t * 2 + c) * 4 + g % 4) * 2 + g / 4] = pack_halves(x, z);
+  }
 }
 
 // Weighted values of a tile to shared memory, where its keys were, and sums of weights.
-template <class W, int NT>
+template <class W>
 DEVICE void sum_values(char* shared, int tile, int warp, bool live) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float out[2][NT][4] = {}, sums[NT] = {};
+  float out[2][1][4] = {}, sums[1] = {};
   if (live)
     multiply_values<W>(out, sums, shared + W::V_AT + tile * W::V_STAGE,
                        (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
   float* to = (float*)(shared + W::K_AT + tile * W::K_STAGE) + warp * 32 + g * 4;
-  float* all = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
+  float x = __fadd_rn(sums[0], __shfl_xor_sync(FULL, sums[0], 1));
+  x = __fadd_rn(x, __shfl_xor_sync(FULL, x, 2));
+  if (t == 0) ((float*)(shared + W::SUMS_AT))[(tile * 8 + warp) * W::ROWS + g] = x;
+  if (!live) return;
 #pragma unroll
-  for (int n = 0; n < NT; ++n) {
-    float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL, sums[n], 1));
-    x = __fadd_rn(x, __shfl_xor_sync(FULL, x, 2));
-    if (t == 0) all[n * 8 + g] = x;
-    if (!live) continue;
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-      *(float4*)(to + (n * 8 + t * 2 + c) * PITCH) = {out[0][n][c], out[0][n][c + 2], out[1][n][c],
-                                                      out[1][n][c + 2]};
-  }
+  for (int c = 0; c < 2; ++c)
+    *(float4*)(to + (t * 2 + c) * PITCH) = {out[0][0][c], out[0][0][c + 2], out[1][0][c],
+                                            out[1][0][c + 2]};
 }
 
 // Four values of a row, unscaled; the sum of its weights.
@@ -243,8 +248,7 @@ DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row
                        float& total) {
   const int2 sees = ((const int2*)(shared + W::SEES_AT))[row];
   const int low = p.span.lo / W::CHUNK, from = sees.x / W::CHUNK, to = sees.y / W::CHUNK;
-  const i64 stride = (i64)a.n_kv * a.tokens * 2;
-  const i64 place = (from - low) * stride + p.head * a.tokens * 2 + row;
+  const int stride = p.blocks * 8, place = p.place(from - low) + row;
   float2 tops[W::MOST];
   float4 parts[W::MOST], v = {0, 0, 0, 0};
   float top = NEVER;
@@ -253,7 +257,7 @@ DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row
     tops[c] = {NEVER, 0}, parts[c] = {0, 0, 0, 0};
     if (from + c > to) continue;
     tops[c] = __ldcg((const float2*)a.tops + place + c * stride);
-    parts[c] = __ldcg((const float4*)a.sums + (place + c * stride) * (D / 4) + quad);
+    parts[c] = __ldcg((const float4*)a.sums + (i64)(place + c * stride) * (D / 4) + quad);
   }
 #pragma unroll
   for (int c = 0; c < W::MOST; ++c) top = fmaxf(top, tops[c].x);
@@ -268,41 +272,32 @@ DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row
   return v;
 }
 
-// Leaves what this block has; whether it is the last one of its head.
+// Leaves what this block has of a row; whether it is the last one with its tokens.
 template <class W, int TILES>
-DEVICE bool last_of_head(char* shared, const Args& a, const Part& p) {
+DEVICE bool last_to_arrive(char* shared, const Args& a, const Part& p, int row, int quad) {
   __shared__ bool last;
-  const i64 place = ((i64)p.slot * a.n_kv + p.head) * a.tokens * 2;
-  const int quad = threadIdx.x % (D / 4);
-#pragma unroll 1
-  for (int row = threadIdx.x / (D / 4); row < a.tokens * 2; row += ALL / (D / 4)) {
-    const float weight = weight_of<W>(shared, row);
-    __stcg((float4*)a.sums + (place + row) * (D / 4) + quad,
-           values_of<W, TILES>(shared, p, row, quad));
-    if (quad == 0)
-      __stcg((float2*)a.tops + place + row,
-             float2{((const float*)(shared + W::FADE_AT))[row], weight});
-  }
+  const i64 place = p.place(p.slot) + row;
+  const float weight = weight_of<W>(shared, row);
+  __stcg((float4*)a.sums + place * (D / 4) + quad, values_of<W, TILES>(shared, p, row, quad));
+  if (quad == 0)
+    __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::FADE_AT))[row], weight});
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = add_acquire_release(a.arrived + p.head, 1) == p.chunks - 1;
-    if (last) a.arrived[p.head] = 0;
+    last = add_acquire_release(a.arrived + p.block, 1) == p.chunks - 1;
+    if (last) a.arrived[p.block] = 0;
   }
   __syncthreads();
   return last;
 }
 
-// Each thread has four columns of one of two heads.
-template <class W, int NT, int TILES>
+// Each thread has four columns of one of the eight rows.
+template <class W, int TILES>
 DEVICE void write(char* shared, const Args& a, const Part& p) {
+  const int row = threadIdx.x / (D / 4), quad = threadIdx.x % (D / 4), tiles = tiles_of(a.tokens);
   const bool whole = p.chunks == 1;
-  if (!whole && !last_of_head<W, TILES>(shared, a, p)) return;
-  constexpr int ROW_TILES = NT == 4 ? 2 : 1;
-  const int quad = threadIdx.x % (D / 4), first = threadIdx.x / (D / 4);
-  const int column = (p.head * 2 + first % 2) * (D / 4) + quad;
-#pragma unroll 1
-  for (int token = first / 2; token < 8 * ROW_TILES; token += ALL / (D / 4) / 2) {
-    const int row = token * 2 + first % 2;
+  if (!whole && !last_to_arrive<W, TILES>(shared, a, p, row, quad)) return;
+  const int column = (p.head * 2 + row % 2) * (D / 4) + quad;
+  for (int token = p.from + row / 2; token < 8 * tiles; token += a.tokens + TOKENS - 1 & -TOKENS) {
     float4 v = {0, 0, 0, 0};
     if (token < a.tokens) {
       float total;
@@ -310,23 +305,21 @@ DEVICE void write(char* shared, const Args& a, const Part& p) {
       else v = combined<W>(shared, a, p, row, quad, total);
       v = mul4(v, reciprocal(total));
     }
-    RowPlace(ROW_TILES, token, column).store(a.rows, v, true);
+    RowPlace(tiles, token, column).store(a.rows, v, true);
   }
 }
 
-template <class W, int NT, int TILES>
+template <class W, int TILES>
 DEVICE void attend(char* shared, const Args& a, const Part& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / 8;
   const bool live = tile < TILES && p.live<W>(tile);
   float* tops = (float*)(shared + W::TOP_AT);
   float* top = (float*)(shared + W::FADE_AT);
-  float scores[1][NT][4] = {};
+  float scores[1][1][4] = {};
   if (live) {
     multiply_keys<W>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0, warp % 8);
 #pragma unroll
-    for (int n = 0; n < NT; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) scores[0][n][c] = __fmul_rn(scores[0][n][c], a.scale);
+    for (int c = 0; c < 4; ++c) scores[0][0][c] = __fmul_rn(scores[0][0][c], a.scale);
     mask<W>(scores, shared, p.start / W::KEYS + tile, warp % 8);
     find_tops<W>(scores, tops, warp);
   } else if (lane < W::ROWS) {
@@ -340,49 +333,51 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
     top[threadIdx.x] = x;
   }
   __syncthreads();
-  if (live) weigh<W, NT>(scores, top, (u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8);
+  if (live) weigh(scores, top, (u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8);
   __syncthreads();
-  sum_values<W, NT>(shared, tile, warp % 8, live);
+  sum_values<W>(shared, tile, warp % 8, live);
   __syncthreads();
 }
 #endif
 
 // y [SLICES][tokens][4 n_kv heads][256]: two heads of queries for each of keys, keys, values. What
 // rows see, `first` .. `last`, both rising, and their consecutive `positions` were written by kernels
-// that had ended before the one in front started. Grid: n_kv for each chunk that can be seen.
-template <int NT, int TILES, int SLICES>
+// that had ended before the one in front started. Grid: [n_kv, tokens / 4, chunks that can be seen].
+template <int TILES, int SLICES>
 __global__ __launch_bounds__(512, 1) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* first, const i64* last, char* keys, char* values,
     char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived, u8* rows,
-    int tokens, int n_kv, int flags, int capacity, float eps, float scale) {
+    int tokens, int flags, int capacity, float eps, float scale) {
 #if ARCH >= 800
-  using W = Window<NT, TILES>;
+  using W = Window<TILES>;
   extern __shared__ __align__(128) char shared[];
   grid_launch();
+  const int n_kv = gridDim.x;
   const Args a = {y, q_norm, k_norm, keys, values, key_scales, value_scales, sums, tops, arrived,
                   rows, tokens, n_kv, flags, capacity, eps, scale * 1.44269504f};
-  // What was there before is all asked for at once.
-  const int token = least((int)threadIdx.x / 2, tokens - 1);
   Part p;
-  p.span = {(int)__ldcg(first), (int)__ldcg(last + tokens - 1), (int)__ldcg(first + tokens - 1),
-            (int)__ldcg(last)};
+  p.head = blockIdx.x, p.from = blockIdx.y * TOKENS, p.count = least(tokens - p.from, TOKENS);
+  p.block = blockIdx.y * n_kv + p.head, p.blocks = gridDim.y * n_kv, p.slot = blockIdx.z;
+  // What was there before is all asked for at once.
+  const int end = p.from + p.count - 1, token = least(p.from + (int)threadIdx.x / 2, end);
+  p.span = {(int)__ldcg(first + p.from), (int)__ldcg(last + end), (int)__ldcg(first + end),
+            (int)__ldcg(last + p.from)};
   p.settled = (int)__ldcg(positions);
-  const int2 sees = {(int)__ldcg(first + token), (int)__ldcg(last + token)};
-  const Own<W, NT, SLICES> own(a, freqs);
-  p.head = blockIdx.x % n_kv, p.slot = blockIdx.x / n_kv;
+  int2 sees = {(int)__ldcg(first + token), (int)__ldcg(last + token)};
+  const Own<W, SLICES> own(a, freqs);
   p.chunks = p.span.hi / W::CHUNK - p.span.lo / W::CHUNK + 1;
   if (p.slot >= p.chunks) return;
   p.start = (p.span.lo / W::CHUNK + p.slot) * W::CHUNK;
   load_settled<W>(shared, a, p);
-  if (threadIdx.x < W::ROWS)
-    ((int2*)(shared + W::SEES_AT))[threadIdx.x] = threadIdx.x / 2 < tokens ? sees : int2{0, -1};
-  own.set_angles(shared, a, p);
+  if ((int)threadIdx.x >= p.count * 2) sees = {0, -1};
+  if (threadIdx.x < W::ROWS) ((int2*)(shared + W::SEES_AT))[threadIdx.x] = sees;
+  own.set_angles(shared, p);
   own.finish_all(shared, a, p);
   wait_copies<0>();
   __syncthreads();
   clean<W>(shared, p);
-  attend<W, NT, TILES>(shared, a, p);
-  write<W, NT, TILES>(shared, a, p);
+  attend<W, TILES>(shared, a, p);
+  write<W, TILES>(shared, a, p);
 #endif
 }
