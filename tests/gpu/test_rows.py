@@ -161,14 +161,11 @@ def test_residual(width: int, count: int, weighted: bool, scaled: bool) -> None:
 
 
 @pytest.mark.parametrize("slices", [2, 4, 8])
-@pytest.mark.parametrize("early", [True, False])
-def test_residual_of_partial_sums_tapped(slices: int, early: bool) -> None:
+def test_residual_of_partial_sums_tapped(slices: int) -> None:
     h, x, weight = randn(slices, 6, 1536), randn(6, 1536), randn(1536)
     want = residual(h.sum(0), x, weight, None)
     taps = torch.full((6, 3 * 1536), torch.nan, device=DEVICE)
-    out, (packed,) = rows.Residual(weight, EPS, early=early).rows(
-        h, x, [None], tap=taps[:, 1536:3072]
-    )
+    out, (packed,) = rows.Residual(weight, EPS).rows(h, x, [None], tap=taps[:, 1536:3072])
     close(out, want, 1e-6)
     check_rows(packed, norm(want, None), HALF * 1.01)
     assert torch.equal(taps[:, 1536:3072], out)

@@ -13,9 +13,9 @@ K / 64 blocks of 1216 * tiles bytes, one for each 64 columns:
 Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
 a power of two that the product multiplies its result with.
 
-Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. With
-`early` they also prefetch what an earlier kernel has written. That is right only if the kernel
-directly before calls `grid_launch` after its own `grid_wait`.
+Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
+that add partial sums also prefetch the residual: such sums come from `linear.cu`, which calls
+`grid_launch` after its own `grid_wait`, so whatever was written before it is there.
 """
 
 from __future__ import annotations
@@ -116,11 +116,10 @@ def instance(
     outputs: int = 1,
     *,
     split: bool = True,
-    early: bool = False,
 ) -> str:
     """Name of a kernel of norm.cu."""
     warps, loads = shape(width)
-    flags = (split, early, width == 128 * warps * loads)
+    flags = (split, width == 128 * warps * loads)
     numbers = (warps, loads, slices, enter, leave, outputs)
     return f"norm_rows<{', '.join([*map(str, numbers), *(str(f).lower() for f in flags)])}>"
 
@@ -162,13 +161,11 @@ class Residual:
         weight: [H], or None: h is added as it is.
         eps: of all norms.
         scale: float32 [1], or None.
-        early: `x` was written by a kernel before the one directly before (see the module).
     """
 
     weight: torch.Tensor | None
     eps: float
     scale: torch.Tensor | None = None
-    early: bool = False
 
     def __call__(
         self,
@@ -260,8 +257,8 @@ def _run(
         enter = ADD if weight is None else NORM
     assert column % BLOCK == 0 and width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
     assert out is None or out.data_ptr() != x.data_ptr(), "blocks that read x do not wait"
-    early, split = residual is not None and residual.early, count <= MOST
-    name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split, early=early)
+    split = count <= MOST
+    name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     warps, loads = shape(width)
     weights = [*following, None, None, None][:3]
     places = [*outputs, None, None, None][:3]
@@ -288,11 +285,10 @@ UNITS = [
         (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
                     (1, ADD, ROWS), (1, PLAIN, SCALED), (1, NORM, SCALED), (1, PLAIN, FLOATS)]),
         (5376, 128, [(3, NORM, ROWS), (6, NORM, ROWS), (6, NORM, FLOATS), (3, ADD, ROWS)]),
-        (2816, 112, [(1, NORM, ROWS, 3), (4, NORM, ROWS), (8, NORM, ROWS, 2)]),
+        (2816, 128, [(1, NORM, ROWS, 3), (4, NORM, ROWS), (8, NORM, ROWS, 2)]),
         (16128, 96, [(1, PLAIN, ROWS)]),
         (26880, 64, [(1, PLAIN, SCALED)]),
     )
 ] + [
-    Unit("norm.cu", (instance(5376, 1, NORM, ROWS, early=True),
-                     instance(5376, 1, NORM, FLOATS, split=False)), max_registers=96),
+    Unit("norm.cu", (instance(5376, 1, NORM, FLOATS, split=False),), max_registers=96),
 ]  # fmt: skip

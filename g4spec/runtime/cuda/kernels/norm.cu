@@ -2,9 +2,8 @@
 // block, and leaves as the new residual and as input of the next products.
 //
 // Time goes into latency and into what one multiprocessor issues, so: weights are fetched and
-// places computed before the kernel before this one has ended (the residual too, if EARLY says that
-// its writer has ended), and for the few rows of a step V blocks compute the same row, each of
-// which writes a part of it (SPLIT).
+// places computed before the kernel before this one has ended (EARLY: the residual too), and for the
+// few rows of a step V blocks compute the same row, each of which writes a part of it (SPLIT).
 #include "reduce.cuh"
 #include "rows.cuh"
 
@@ -105,14 +104,15 @@ DEVICE void leave(float4 normed, const float4 (&weights)[N][OWN], int q, void* c
 // x' = (x + rms_norm(h) * weight) * scale, and its norms by N weights. `h` [SLICES][rows][width];
 // `x` [rows][x_stride]; `out` [rows, width], not `x`; `tap` [rows][tap_stride], a second copy. Grid
 // [rows, V if SPLIT].
-template <int WARPS, int V, int SLICES, int ENTER, int NEXT, int N, bool SPLIT, bool EARLY,
-          bool WHOLE>
+template <int WARPS, int V, int SLICES, int ENTER, int NEXT, int N, bool SPLIT, bool WHOLE>
 __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const float* h, const float* x, i64 x_stride, const float* weight, const float* scale,
     const float* next_a, const float* next_b, const float* next_c, void* to_a, void* to_b,
     void* to_c, int first, float* row_scale, float* out, float* tap, i64 tap_stride, int rows,
     int width, float eps) {
   grid_launch();
+  // Partial sums come from linear.cu, which lets its successor start once all before it has ended.
+  constexpr bool EARLY = SLICES > 1;
   __shared__ float slots[2][WARPS];
   using R = Row<WARPS, V, WHOLE>;
   constexpr int OWN = SPLIT ? 1 : V;  // quads that a thread writes
