@@ -12,7 +12,7 @@ from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill_attention import HeadWeights
 from g4spec.runtime.ops import Ops
 from tests.emulator import kernels
-from tests.gpu import parity, test_attention, test_experts
+from tests.gpu import parity, test_attention, test_attention_window, test_experts
 from tests.gpu.device import EMULATED
 
 pytestmark = pytest.mark.skipif(not EMULATED, reason="the emulator replaces a missing GPU")
@@ -33,6 +33,12 @@ def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, turning: int) 
     n = 420
     kv = test_attention.filled(n, n_kv, dim, kind, turning=turning)
     test_attention.check(torch.randn(1, 8, dim).half(), kv, [0], [n - 1])
+
+
+@pytest.mark.parametrize(("start", "count"), [(250, 13), (400, 1)])
+def test_attention_of_a_layer_with_a_window(start: int, count: int) -> None:
+    layer = test_attention_window.Layer(2, 300, 4, start)
+    assert layer.attend(layer.product(count)).isfinite().all()
 
 
 def test_experts_of_a_layer() -> None:

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from g4spec.models.spec import Attention, CacheShape
 from g4spec.runtime.cuda import attention_window, launch
 from g4spec.runtime.cuda.attention_window import Unfinished, takes
 from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.rows import Rows, unpack
 from g4spec.runtime.ops import Ops
+from tests.gpu import parity
 from tests.gpu.device import DEVICE, EMULATED
 from tests.gpu.test_attention import expected
 
@@ -52,10 +55,9 @@ class Layer:
     def copy(self) -> "Layer":
         other = object.__new__(Layer)
         other.__dict__.update(self.__dict__)
-        kv = CudaKV(self.kv.n_kv, DIM, 8192, self.window, 16, DEVICE, "q8_0")
-        for plane, mine in zip(planes(kv), planes(self.kv), strict=True):
-            plane.copy_(mine)
-        other.kv = kv
+        other.kv = copy_of(
+            self.kv, CudaKV(self.kv.n_kv, DIM, 8192, self.window, 16, DEVICE, "q8_0")
+        )
         return other
 
     def product(self, count: int) -> torch.Tensor:
@@ -147,3 +149,40 @@ def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, d
     heads = Heads(2 * group, 2, None, None, True, False, freqs, 1e-6)
     assert not takes(heads, CudaKV(2, dim, 4096, window, 16, DEVICE, kind))
     assert not takes(heads, None)
+
+
+def test_through_the_operations() -> None:
+    """From rows to the input of the next product, against the reference; and one row by itself."""
+    g = torch.Generator().manual_seed(3)
+    n_kv, hidden, ref = 2, 256, Ops("cpu")
+    cuda = CudaOps(str(DEVICE), cache_type="q8_0")
+    sizes = (("q4_k", 2 * n_kv), ("q4_k", n_kv), ("q6_k", n_kv))
+    both = [parity.matrix(g, type, n * DIM, hidden) for type, n in sizes]
+    freqs, norm = ref.rope_freqs(1e4, DIM), 1 + parity.randn(g, DIM, scale=0.1)
+    shape = CacheShape(n_kv, DIM, 300)
+    with torch.device("cpu"):
+        mine, theirs = cuda.cache(shape, 512, 16), ref.cache(shape, 512, 16)
+        ours = Attention(*(m for m, _ in both), norm.to(DEVICE), norm.to(DEVICE), True, DIM, 1e-6,
+                         freqs.to(DEVICE))  # fmt: skip
+        other = Attention(*(x for _, x in both), norm, norm, True, DIM, 1e-6, freqs)
+        for start in range(0, 352, 16):
+            x, at = parity.randn(g, 16, hidden), torch.arange(start, start + 16)
+            first = (at - 299).clamp(min=0)
+            want = ref.attend(ref.qkv(x, other, at, theirs), theirs, first, at, SCALE)
+            x, at, first = x.to(DEVICE), at.to(DEVICE), first.to(DEVICE)
+            before = copy_of(mine, cuda.cache(shape, 512, 16))
+            q = cuda.qkv(x, ours, at, mine)
+            assert isinstance(q, Unfinished)
+            got = parity.numbers(cuda.attend(q, mine, first, at, SCALE))
+            assert (got.cpu() - want).abs().max() < 0.02 * want.abs().max()  # of Q8_0
+            for i in range(16) if start in (112, 336) else ():
+                one = slice(i, i + 1)
+                q = cuda.qkv(x[one], ours, at[one], before)
+                alone = parity.numbers(cuda.attend(q, before, first[one], at[one], SCALE))
+                assert torch.equal(alone[0], got[i]), start + i
+
+
+def copy_of(kv: CudaKV, to: CudaKV) -> CudaKV:
+    for plane, mine in zip(planes(to), planes(kv), strict=True):
+        plane.copy_(mine)
+    return to

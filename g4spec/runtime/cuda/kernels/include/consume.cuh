@@ -42,6 +42,20 @@ struct Run {
   }
 };
 
+// What a lane's tokens 8 nt + 2 t and + 1 are multiplied with at the end. Read at the start.
+template <int NT>
+struct Scales {
+  float of[NT][2];
+
+  DEVICE Scales(const float* row_scale, int tokens, int lane) {
+#pragma unroll
+    for (int i = 0; i < 2 * NT; ++i) {
+      const int m = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      of[i / 2][i % 2] = row_scale && m < tokens ? __ldcg(row_scale + m) : 1.0f;
+    }
+  }
+};
+
 // Results leave through one of these: value of weight row n for tokens m and m + 1.
 struct Plain {
   static constexpr bool PAIRS = false;
@@ -49,7 +63,7 @@ struct Plain {
   int n_rows, stride, tokens;
 
   template <int NT, int ROWS>
-  DEVICE void write(const Acc<NT>& acc, int group, const float* row_scale, u8*, float*,
+  DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8*, float*,
                     int warp, int lane) const {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -58,7 +72,7 @@ struct Plain {
       for (int j = 0; j < 2; ++j) {
         const int m = nt * 8 + 2 * t + j;
         if (m >= tokens) continue;
-        const float s = row_scale ? row_scale[m] : 1.0f;
+        const float s = scales.of[nt][j];
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int n = group * ROWS + warp * 32 + q * 8 + g;
@@ -81,7 +95,7 @@ struct Gated {
 
   // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_pairs`.
   template <int NT, int ROWS>
-  DEVICE void write(const Acc<NT>& acc, int group, const float* row_scale, u8* scratch,
+  DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8* scratch,
                     float* sums, int warp, int lane) const {
     const int g = lane / 4, t = lane % 4, k16 = group * (ROWS / 32) + warp, s = k16 % 4;
     u16* halves = (u16*)scratch;  // [lane of the fragment][nt][4]
@@ -91,7 +105,7 @@ struct Gated {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const int m = nt * 8 + 2 * t + j % 2, channel = g + (j / 2) * 8;
-        const float scale = row_scale && m < tokens ? row_scale[m] : 1.0f;
+        const float scale = scales.of[nt][j % 2];
         const float h = activated(scale * acc[0][nt][j]) * (scale * acc[1][nt][j]);
         halves[(((m % 8) * 4 + channel / 4) * NT + nt) * 4 + channel % 4] =
             to_half(m < tokens ? h * STORED : 0.0f);
@@ -171,6 +185,7 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
+  const Scales<NT> scales(w.row_scale, out.tokens, lane);
   for (int u = run.begin, group = run.group; u < run.end; ++group) {
     const bool first = u == group * w.units;
     const int until = min((group + 1) * w.units, run.end);
@@ -221,7 +236,7 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
         if (lane == 0) barrier_arrive(empty + s);
       }
     }
-    if (owner) out.template write<NT, ROWS>(acc, group, w.row_scale, mine, pairs, part, lane);
+    if (owner) out.template write<NT, ROWS>(acc, group, scales, mine, pairs, part, lane);
     if (TEAMS > 1 || Out::PAIRS) consumers_sync();  // what the teams exchanged has been read
     if constexpr (Out::PAIRS) {
       if (owner) out.template write_pairs<NT, ROWS>(group, pairs, part, lane);
