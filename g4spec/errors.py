@@ -16,12 +16,19 @@ from __future__ import annotations
 from typing import Any
 
 
+def _shown(value: object) -> object:
+    if isinstance(value, list) and all(isinstance(x, str) for x in value):
+        return ", ".join(value)
+    return value
+
+
 class G4Error(Exception):
     """Base of all errors a user can cause. Its text is complete: no traceback is needed.
 
     Args:
         what: what failed, naming the file, key or tensor.
-        expected, found: both sides of the comparison, when there is one.
+        expected, found: both sides of the comparison, when there is one. Names in a list are shown
+            with commas between them.
         fix: what the user can do about it.
     """
 
@@ -38,9 +45,9 @@ class G4Error(Exception):
         self.what, self.expected, self.found, self.fix = what, expected, found, fix
         text = what
         if expected is not None:
-            text += f": expected {expected}"
+            text += f": expected {_shown(expected)}"
         if found is not None:
-            text += f"{',' if expected is not None else ':'} found {found}"
+            text += f"{',' if expected is not None else ':'} found {_shown(found)}"
         if fix:
             text += f". {fix[0].upper()}{fix[1:]}"
         super().__init__(text)

@@ -37,7 +37,7 @@ def run(
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
     contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
     protocol = steps.Protocol(type=type, contexts=contexts, accept_length=accept_length)
-    steps.check(name)
+    steps.check(name, type)
     _measured.prepare(save)
     ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
     data = steps.measure(name, ops, protocol)

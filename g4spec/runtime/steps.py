@@ -17,6 +17,7 @@ import torch
 
 from g4spec.errors import UsageError
 from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS
+from g4spec.quant import policy
 from g4spec.runtime import provenance, synthetic
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.sampling import Sampler
@@ -81,7 +82,7 @@ def measure(
     Args:
         watch: is given each number of rows, and what plays a step of so many, at the last context.
     """
-    check(name)
+    check(name, protocol.type)
     with torch.cuda.device(ops.device):
         read = bandwidth(ops.device)
         torch.cuda.empty_cache()
@@ -113,8 +114,9 @@ def measure(
     }  # fmt: skip
 
 
-def check(name: str) -> None:
-    """Raise unless this is a size."""
+def check(name: str, type: str) -> None:
+    """Raise unless these are a size, and a type or mix of weights."""
+    policy.asked(type)
     if name not in synthetic.TARGETS:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
 

@@ -75,6 +75,19 @@ def test_a_folder_given_as_target(g4spec: Cli, command: str) -> None:
     assert "Name the file in it: target-gguf/m.gguf" in said
 
 
+def test_a_folder_with_several_files(g4spec: Cli, home: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copy(home / "draft.gguf", tmp_path / f"{name}.gguf")
+    said = g4spec.refused("generate", "-m", "target.gguf", "-md", tmp_path, *RUNS["generate"])
+    assert "several GGUF files: found a.gguf, b.gguf. Name the one to use" in said
+
+
+def test_a_synthetic_model_that_there_is_not(g4spec: Cli) -> None:
+    assert "--synthetic: expected 31b" in g4spec.refused("bench", "--synthetic", "32b")
+    said = g4spec.refused("bench", "--synthetic", "31b", "--type", "q4")
+    assert "unknown type: expected one of f32" in said and "found q4" in said
+
+
 @pytest.mark.parametrize("command", RUNS)
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_and_missing_files(g4spec: Cli, command: str, name: str) -> None:
