@@ -67,13 +67,17 @@ class Layer:
         at = torch.arange(self.start + skip, self.start + skip + count)
         return (at - self.window + 1).clamp(min=0), at
 
-    def attend(self, y: torch.Tensor, skip: int = 0) -> torch.Tensor:
-        """Halves [T, N] of rows y, `skip` positions behind the start."""
+    def attend(
+        self, y: torch.Tensor, skip: int = 0, last: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Halves [T, N] of rows y, `skip` positions behind the start. `last`: what they see."""
         first, at = self.span(y.shape[1], skip)
         junk = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         del junk  # what the kernel leaves unwritten is NaN
         q = Unfinished(self.heads, y, at)
-        out = attention_window.attend(q, self.kv, first, at, SCALE, self.arrived)
+        out = attention_window.attend(
+            q, self.kv, first, at if last is None else last, SCALE, self.arrived
+        )
         assert not self.arrived.any()
         return halves(out)
 
@@ -123,6 +127,19 @@ def test_a_row_has_the_same_bits_beside_any_others(
         for skip in range(0, 16, step):
             some = alone.attend(y[:, skip : skip + step].contiguous(), skip)
             assert torch.equal(some, together[skip : skip + step]), (step, skip)
+
+
+@pytest.mark.parametrize("start", [120, 700])
+@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS[:1])
+def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: int) -> None:
+    layer = Layer(n_kv, window, slices, start)
+    other, y = layer.copy(), layer.product(14)
+    first, at = layer.span(14)
+    got = layer.attend(y, last=at[-1].expand(14).contiguous())
+    want = expected(
+        other.heads(y, at, other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14, SCALE
+    )
+    assert (got - want).abs().max() < 4e-3
 
 
 @pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS[:1])

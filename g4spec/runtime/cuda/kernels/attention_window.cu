@@ -13,7 +13,7 @@
 
 #if ARCH >= 800
 constexpr int D = 256, WARPS = 16, ALL = 32 * WARPS;
-constexpr int TOKENS = 4;      // of a block
+constexpr int TOKENS = 4;     // of a block
 constexpr int PITCH = D + 4;  // floats of a row of sums in shared memory
 constexpr float LIFT = 6.0f;  // weights are stored times 2^6, away from the end of half precision
 
@@ -124,13 +124,14 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* share
   const i64 at = (i64)p.head * a.capacity + (u32)(p.settled + t) % (u32)a.capacity;
   char* to = kind == 2 ? place_of_keys<W>(shared, row) : place_of_values<W>(shared, row);
   char* scales = kind == 2 ? key_scales_of<W>(shared, row) : value_scales_of<W>(shared, row);
-  char* cache = t < p.from ? nullptr : (kind == 2 ? a.keys : a.values) + at * D;
+  const bool own = t >= p.from && t < p.from + p.count;
+  char* cache = own ? (kind == 2 ? a.keys : a.values) + at * D : nullptr;
   char* cache_scales = (kind == 2 ? a.key_scales : a.value_scales) + at * (D / 16);
   x.store<0>((u8*)to, (u16*)scales, (u8*)cache, (u16*)cache_scales);
 }
 
 // The step's own heads, a warp each: queries of the block's tokens (warps 0 to 7), and keys and values
-// of all tokens up to them.
+// of all tokens that lie in the chunk.
 template <class W, int SLICES>
 struct Own {
   static constexpr int ROUNDS = 3;
@@ -142,33 +143,33 @@ struct Own {
     if (a.q_norm) q_weight.load(a.q_norm);
     if (a.k_norm) k_weight.load(a.k_norm);
   }
-  DEVICE void set_angles(char* shared, const Part& p) const {
+  DEVICE void set_angles(char* shared, const Args& a, const Part& p) const {
     float2* angles = (float2*)(shared + W::ANGLES_AT);
 #pragma unroll 1
-    for (int t = threadIdx.x / (D / 2); t < p.from + p.count; t += ALL / (D / 2))
+    for (int t = threadIdx.x / (D / 2); t < a.tokens; t += ALL / (D / 2))
       angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
   }
   // Token and kind of a warp's vector; token -1: none.
-  DEVICE int2 vector(int round, const Part& p) const {
+  DEVICE int2 vector(int round, const Args& a, const Part& p) const {
     const int warp = threadIdx.x / 32, i = round * WARPS + warp - 2 * TOKENS;
     if (i < 0) return {warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
     const int t = i / 2;
     const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK;
-    return {t < p.from + p.count && stored ? t : -1, 2 + i % 2};
+    return {t < a.tokens && stored ? t : -1, 2 + i % 2};
   }
   DEVICE void finish_all(char* shared, const Args& a, const Part& p) const {
     Vector x[ROUNDS];
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int2 v = vector(i, p);
+      const int2 v = vector(i, a, p);
       const int head = v.y < 2 ? 2 * p.head + v.y : v.y * a.n_kv + p.head;
       if (v.x >= 0) x[i].template load<SLICES>(a.y, v.x, a.tokens, 4 * a.n_kv, head);
     }
     __syncthreads();  // angles, and scales of zero
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int2 v = vector(i, p);
+      const int2 v = vector(i, a, p);
       if (v.x < 0) continue;
       Vector weight;
 #pragma unroll
@@ -297,7 +298,7 @@ DEVICE void write(char* shared, const Args& a, const Part& p) {
   const bool whole = p.chunks == 1;
   if (!whole && !last_to_arrive<W, TILES>(shared, a, p, row, quad)) return;
   const int column = (p.head * 2 + row % 2) * (D / 4) + quad;
-  for (int token = p.from + row / 2; token < 8 * tiles; token += a.tokens + TOKENS - 1 & -TOKENS) {
+  for (int token = p.from + row / 2; token < 8 * tiles; token += gridDim.y * TOKENS) {
     float4 v = {0, 0, 0, 0};
     if (token < a.tokens) {
       float total;
@@ -372,7 +373,7 @@ __global__ __launch_bounds__(512, 1) void attend_window(
   load_settled<W>(shared, a, p);
   if ((int)threadIdx.x >= p.count * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::SEES_AT))[threadIdx.x] = sees;
-  own.set_angles(shared, p);
+  own.set_angles(shared, a, p);
   own.finish_all(shared, a, p);
   wait_copies<0>();
   __syncthreads();
