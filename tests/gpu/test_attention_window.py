@@ -170,14 +170,13 @@ def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, d
 
 def test_through_the_operations() -> None:
     """From rows to the input of the next product, against the reference; and one row by itself."""
-    g = torch.Generator().manual_seed(3)
-    n_kv, hidden, ref = 2, 256, Ops("cpu")
-    cuda = CudaOps(str(DEVICE), cache_type="q8_0")
+    g = torch.Generator("cpu").manual_seed(3)
+    cuda, ref = CudaOps(str(DEVICE), cache_type="q8_0"), Ops("cpu")
+    n_kv, hidden, shape = 2, 256, CacheShape(2, DIM, 300)
     sizes = (("q4_k", 2 * n_kv), ("q4_k", n_kv), ("q6_k", n_kv))
-    both = [parity.matrix(g, type, n * DIM, hidden) for type, n in sizes]
-    freqs, norm = ref.rope_freqs(1e4, DIM), 1 + parity.randn(g, DIM, scale=0.1)
-    shape = CacheShape(n_kv, DIM, 300)
     with torch.device("cpu"):
+        both = [parity.matrix(g, type, n * DIM, hidden) for type, n in sizes]
+        freqs, norm = ref.rope_freqs(1e4, DIM), 1 + parity.randn(g, DIM, scale=0.1)
         mine, theirs = cuda.cache(shape, 512, 16), ref.cache(shape, 512, 16)
         ours = Attention(*(m for m, _ in both), norm.to(DEVICE), norm.to(DEVICE), True, DIM, 1e-6,
                          freqs.to(DEVICE))  # fmt: skip
