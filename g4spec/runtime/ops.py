@@ -78,9 +78,7 @@ class Ops(SimpleOps):
         returned then lasts until the next call, but for the first `keep` tensors.
         """
 
-        def direct(
-            ids: Sequence[int], start: int, *rows: torch.Tensor
-        ) -> tuple[torch.Tensor, ...]:
+        def direct(ids: Sequence[int], start: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return run(self.ids(list(ids)), self.positions(start, len(ids)), *rows)
 
         return direct

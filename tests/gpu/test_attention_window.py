@@ -1,6 +1,7 @@
 """Attention of layers with a window in one kernel: against float64 over what it stored, against the
 kernels it replaces, and row for row."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
@@ -53,8 +54,7 @@ class Layer:
             self.kv.append(at, torch.randn(len(at), n_kv, DIM), torch.randn(len(at), n_kv, DIM))
 
     def copy(self) -> "Layer":
-        other = object.__new__(Layer)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other.kv = copy_of(
             self.kv, CudaKV(self.kv.n_kv, DIM, 8192, self.window, 16, DEVICE, "q8_0")
         )

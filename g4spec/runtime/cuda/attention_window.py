@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from g4spec.runtime.cuda import launch, nvrtc
-from g4spec.runtime.cuda.attention import TENSOR_ARCHS, Chunks
+from g4spec.runtime.cuda.attention import TENSOR_ARCHS, Chunks, Shape
 from g4spec.runtime.cuda.heads import NORM_V, Heads
 from g4spec.runtime.cuda.kv import TILE, CudaKV
 from g4spec.runtime.cuda.rows import MOST, Rows, empty
@@ -104,12 +104,9 @@ def _chunks(kv: CudaKV) -> int:
 
 
 def _shared(tiles: int) -> int:
-    """Bytes of dynamic shared memory: keys and values with scales, queries, weights of keys,
-    what warps exchange, and angles."""
-    rows, stage = TOKENS * GROUP, TILE * (HEAD_DIM + 32 + HEAD_DIM // 16)
-    exchanged = rows * 4 * (2 * 8 + 2 + 8 + 8 + 2)
-    return (2 * tiles * stage + rows * HEAD_DIM * 2 + 2 * TILE * rows * 2 + exchanged
-            + MOST * HEAD_DIM // 2 * 8)  # fmt: skip
+    """Bytes of dynamic shared memory: whole tiles, and the angles of a step."""
+    shape = Shape(HEAD_DIM, "q8_0", 1, key_ring=tiles, value_ring=tiles)
+    return shape.shared + MOST * HEAD_DIM // 2 * 8
 
 
 def _archs(tiles: int) -> tuple[str, ...]:

@@ -8,7 +8,6 @@
 #include "attend_tiles.cuh"
 
 #if ARCH >= 800
-constexpr float LIFT = 6.0f;  // weights are stored times 2^6, away from the end of half precision
 enum Barrier { SCORE = 1, GATHER, WRITTEN, FREE = 5 };  // WRITTEN, FREE: one for each of 2 buffers
 
 struct Args {
@@ -122,14 +121,7 @@ DEVICE void weigh(const float (&scores)[S::WT][S::NT][4], char* shared, int buff
     if (warp == 0 && g == 0) *(float2*)(fades + n * 8 + t * 2) = fade;
 #pragma unroll
     for (int w = 0; w < S::WT; ++w)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float origin = c ? top.y : top.x;
-        const float a = exp2_fast(__fadd_rn(__fsub_rn(scores[w][n][c], origin), LIFT));
-        const float b = exp2_fast(__fadd_rn(__fsub_rn(scores[w][n][c + 2], origin), LIFT));
-        const int place = ((warp * S::WT + w) * S::NT + n) * 32 + (t * 2 + c) * 4 + g % 4;
-        p[place * 2 + g / 4] = pack_halves(a, b);
-      }
+      put_weights(p, (warp * S::WT + w) * S::NT + n, scores[w][n], top);
   }
 }
 

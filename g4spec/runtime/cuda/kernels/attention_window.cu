@@ -15,7 +15,6 @@
 constexpr int D = 256, WARPS = 16, ALL = 32 * WARPS;
 constexpr int TOKENS = 4;     // of a block
 constexpr int PITCH = D + 4;  // floats of a row of sums in shared memory
-constexpr float LIFT = 6.0f;  // weights are stored times 2^6, away from the end of half precision
 
 // TILES: of a chunk. Eight warps have a tile.
 template <int TILES>
@@ -23,6 +22,7 @@ struct Window : Shape<D, 1, 1, 8, 8, 1, 1, TILES, TILES, 0> {
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::LAST_AT;
   static constexpr int MOST = TILES == 1 ? 10 : 6;  // chunks that a row sees
   static constexpr int ANGLES_AT = Window::SHARED;
+  static_assert(Window::K_STAGE == Window::V_STAGE && Window::K_ROW == Window::V_ROW, "");
   static_assert(Window::ROWS * PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
 };
 
@@ -47,7 +47,6 @@ struct Part {
   // Where its rows are among partial results, of chunk number `chunk`.
   DEVICE int place(int chunk) const { return (chunk * blocks + block) * 8; }
 
-  DEVICE int first() const { return most(start, span.lo); }
   DEVICE bool whole(int position) const {  // does every row see it?
     return position >= span.all_from && position <= span.all_to;
   }
@@ -58,43 +57,37 @@ struct Part {
   }
 };
 
+// Codes of a row of the chunk, and its eight scales. `plane`: where keys or values begin.
 template <class W>
-DEVICE char* place_of_values(char* shared, int row) {
-  return shared + W::V_AT + row / W::KEYS * W::V_STAGE + row % W::KEYS * W::V_ROW;
+DEVICE char* codes_of(char* plane, int row) {
+  return plane + row / W::KEYS * W::K_STAGE + row % W::KEYS * W::K_ROW;
 }
 template <class W>
-DEVICE char* place_of_keys(char* shared, int row) {
-  return shared + W::K_AT + row / W::KEYS * W::K_STAGE + row % W::KEYS * W::K_ROW;
-}
-template <class W>  // eight halves
-DEVICE char* value_scales_of(char* shared, int row) {
-  return shared + W::V_AT + row / W::KEYS * W::V_STAGE + W::KEYS * W::V_ROW + row % W::KEYS * 16;
-}
-template <class W>
-DEVICE char* key_scales_of(char* shared, int row) {
-  return shared + W::K_AT + row / W::KEYS * W::K_STAGE + W::KEYS * W::K_ROW + row % W::KEYS * 16;
+DEVICE char* scales_of(char* plane, int row) {
+  return plane + row / W::KEYS * W::K_STAGE + W::KEYS * W::K_ROW + row % W::KEYS * 16;
 }
 
 // Settled rows of the cache. Values of the chunk's other rows have scales of zero.
 template <class W>
 DEVICE void load_settled(char* shared, const Args& a, const Part& p) {
-  const int lane = threadIdx.x % 32, begin = p.first() - p.start;
+  const int lane = threadIdx.x % 32, begin = most(0, p.span.lo - p.start);
   const int end = least(W::CHUNK, p.settled - p.start);
   const int slot = (u32)p.start % (u32)a.capacity;  // slots go on at 0 behind the last one
   const i64 base = (i64)p.head * a.capacity;
   const char* codes = (lane < 16 ? a.keys : a.values) + base * D + lane % 16 * 16;
+  char* to = shared + (lane < 16 ? W::K_AT : W::V_AT);
   for (int row = begin + threadIdx.x / 32; row < end; row += WARPS) {
     const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    char* to = lane < 16 ? place_of_keys<W>(shared, row) : place_of_values<W>(shared, row);
-    copy16(to + lane % 16 * 16, codes + from * D);
+    copy16(codes_of<W>(to, row) + lane % 16 * 16, codes + from * D);
   }
   const bool is_key = threadIdx.x % 2 == 0;
   const char* scales = (is_key ? a.key_scales : a.value_scales) + base * 16;
+  to = shared + (is_key ? W::K_AT : W::V_AT);
   for (int row = threadIdx.x / 2; row < W::CHUNK; row += ALL / 2) {
     const int from = slot + row < a.capacity ? slot + row : slot + row - a.capacity;
-    char* to = is_key ? key_scales_of<W>(shared, row) : value_scales_of<W>(shared, row);
-    if (row >= begin && row < end) copy16(to, scales + from * 16);
-    else if (!is_key) *(uint4*)to = {0, 0, 0, 0};
+    char* own = scales_of<W>(to, row);
+    if (row >= begin && row < end) copy16(own, scales + from * 16);
+    else if (!is_key) *(uint4*)own = {0, 0, 0, 0};
   }
   commit_copies();
 }
@@ -106,11 +99,8 @@ template <class W>
 DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* shared, const Args& a,
                    const Part& p) {
   const float* norm = kind < 2 ? a.q_norm : kind == 2 ? a.k_norm : nullptr;
-  if (norm || (kind == 3 && a.flags & NORM_V)) {
-    x.scale(x.inverse(a.eps));
-    if (norm) x.scale<0>(weight);
-  }
-  if (kind < 3) x.rotate((const float2*)(shared + W::ANGLES_AT) + t * (D / 2));
+  const float2* angles = (const float2*)(shared + W::ANGLES_AT) + t * (D / 2);
+  x.finish(kind == 3 && a.flags & NORM_V, norm, weight, kind < 3, angles, a.eps);
   if (kind < 2) {
 #pragma unroll
     for (int j = 0; j < Vector::J; ++j) {
@@ -122,12 +112,12 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* share
   }
   const int row = p.settled + t - p.start;
   const i64 at = (i64)p.head * a.capacity + (u32)(p.settled + t) % (u32)a.capacity;
-  char* to = kind == 2 ? place_of_keys<W>(shared, row) : place_of_values<W>(shared, row);
-  char* scales = kind == 2 ? key_scales_of<W>(shared, row) : value_scales_of<W>(shared, row);
+  char* to = shared + (kind == 2 ? W::K_AT : W::V_AT);
   const bool own = t >= p.from && t < p.from + p.count;
   char* cache = own ? (kind == 2 ? a.keys : a.values) + at * D : nullptr;
   char* cache_scales = (kind == 2 ? a.key_scales : a.value_scales) + at * (D / 16);
-  x.store<0>((u8*)to, (u16*)scales, (u8*)cache, (u16*)cache_scales);
+  x.store<0>((u8*)codes_of<W>(to, row), (u16*)scales_of<W>(to, row), (u8*)cache,
+             (u16*)cache_scales);
 }
 
 // The step's own heads, a warp each: queries of the block's tokens (warps 0 to 7), and keys and values
@@ -135,13 +125,14 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* share
 template <class W, int SLICES>
 struct Own {
   static constexpr int ROUNDS = 3;
-  Vector q_weight, k_weight;
-  float freq;  // of pair threadIdx.x % 128
+  Vector weights[2];  // of the first round, of the others
+  float freq;         // of pair threadIdx.x % 128
 
   DEVICE Own(const Args& a, const float* freqs) {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
-    if (a.q_norm) q_weight.load(a.q_norm);
-    if (a.k_norm) k_weight.load(a.k_norm);
+    const float* norm = threadIdx.x < 64 * TOKENS ? a.q_norm : a.k_norm;
+    if (norm) weights[0].load(norm);
+    if (a.k_norm) weights[1].load(a.k_norm);
   }
   DEVICE void set_angles(char* shared, const Args& a, const Part& p) const {
     float2* angles = (float2*)(shared + W::ANGLES_AT);
@@ -170,14 +161,7 @@ struct Own {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, a, p);
-      if (v.x < 0) continue;
-      Vector weight;
-#pragma unroll
-      for (int j = 0; j < Vector::J; ++j)
-#pragma unroll
-        for (int e = 0; e < Vector::W; ++e)
-          weight.v[j][e] = v.y < 2 ? q_weight.v[j][e] : k_weight.v[j][e];
-      finish<W>(x[i], weight, i ? 2 + v.y % 2 : v.y, v.x, shared, a, p);
+      if (v.x >= 0) finish<W>(x[i], weights[i > 0], v.y, v.x, shared, a, p);
     }
   }
 };
@@ -187,22 +171,10 @@ template <class W>
 DEVICE void clean(char* shared, const Part& p) {
   for (int row = threadIdx.x; row < W::CHUNK; row += ALL) {
     if (p.whole(p.start + row)) continue;
-    uint4* at = (uint4*)value_scales_of<W>(shared, row);
+    uint4* at = (uint4*)scales_of<W>(shared + W::V_AT, row);
     const uint4 x = *at;
     if (broken_halves(x.x) | broken_halves(x.y) | broken_halves(x.z) | broken_halves(x.w))
       *at = {finite_halves(x.x), finite_halves(x.y), finite_halves(x.z), finite_halves(x.w)};
-  }
-}
-
-// Weights 2^(score - top) of a warp's 16 keys. tops: of each row.
-DEVICE void weigh(const float (&scores)[1][1][4], const float* tops, u32* p, int warp) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const float top = tops[t * 2 + c], origin = top == NEVER ? 0.0f : top;
-    const float x = exp2_fast(__fadd_rn(__fsub_rn(scores[0][0][c], origin), LIFT));
-    const float z = exp2_fast(__fadd_rn(__fsub_rn(scores[0][0][c + 2], origin), LIFT));
-    p[(warp * 32 + (t * 2 + c) * 4 + g % 4) * 2 + g / 4] = pack_halves(x, z);
   }
 }
 
@@ -334,7 +306,11 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
     top[threadIdx.x] = x;
   }
   __syncthreads();
-  if (live) weigh(scores, top, (u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8);
+  if (live) {
+    float2 origin = ((const float2*)top)[lane % 4];
+    origin = {origin.x == NEVER ? 0.0f : origin.x, origin.y == NEVER ? 0.0f : origin.y};
+    put_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8, scores[0][0], origin);
+  }
   __syncthreads();
   sum_values<W>(shared, tile, warp % 8, live);
   __syncthreads();

@@ -5,6 +5,20 @@
 
 constexpr int HEADS = 4;  // a block
 
+struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., columns / 32]
+  void* rows;
+  u16* scales;
+
+  template <int Q8, int TURN, int D, int PAIRS>
+  DEVICE void append(const Head<D, PAIRS>& x, i64 at) const {
+    constexpr int COLUMNS = TURN ? 2 * TURN : D;
+    if constexpr (Q8)
+      x.template store<TURN>((u8*)rows + at * COLUMNS, scales + at * (COLUMNS / 32));
+    else
+      x.template store<TURN>((u16*)rows + at * COLUMNS);
+  }
+};
+
 // y [SLICES][rows][n_q + n_kv + n_kv heads][D], without values if V_FROM_K. A head without a norm's
 // weight is not normed, but for `flags`. q [rows, n_q, D] half. TURN: columns of each half of a head
 // that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
@@ -45,11 +59,7 @@ __global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
   if (head >= n) return;
   const Plane k_plane{keys, key_scales}, v_plane{values, value_scales};
   const i64 slot = (u32)position % (u32)capacity;
-  if (norm || (is_v && flags & NORM_V)) {
-    x.scale(x.inverse(eps));
-    if (norm) x.template scale<0>(weight);
-  }
-  if (!is_v) x.rotate(angles);
+  x.finish(is_v && flags & NORM_V, norm, weight, !is_v, angles, eps);
   if (is_q) {
     if (TURN) x.template scale<TURN>(taken);
     x.template store<0>(q + ((i64)row * n_q + head) * D);

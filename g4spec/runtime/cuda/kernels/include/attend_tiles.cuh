@@ -289,6 +289,21 @@ DEVICE void find_tops(const float (&scores)[S::WT][S::NT][4], float* tops, int w
   }
 }
 
+constexpr float LIFT = 6.0f;  // weights are stored times 2^6, away from the end of half precision
+
+// Weights 2^(score - origin) of 16 keys and rows 2 t, 2 t + 1 of 8, to p [index][lane] 8 bytes.
+DEVICE void put_weights(u32* p, int index, const float (&scores)[4], float2 origin) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    const float from = c ? origin.y : origin.x;
+    const float a = exp2_fast(__fadd_rn(__fsub_rn(scores[c], from), LIFT));
+    const float b = exp2_fast(__fadd_rn(__fsub_rn(scores[c + 2], from), LIFT));
+    const int place = index * 32 + (t * 2 + c) * 4 + g % 4;
+    p[place * 2 + g / 4] = pack_halves(a, b);
+  }
+}
+
 // 32 values of d of 16 keys as the operands of two products. Codes: values 4 g .. 4 g + 3 of d are
 // rows g and g + 8 of the first, then of the second; halves: 8 i + g is row g (i even) or g + 8.
 template <class S>

@@ -3,7 +3,7 @@
 #pragma once
 #include "reduce.cuh"
 
-constexpr int NORM_V = 1, V_FROM_K = 2;
+constexpr int NORM_V = 1, V_FROM_K = 2;  // flags of a layer: how its values are made
 
 // a / b rounded, where `share` is 1 / b: without the branches of a division.
 DEVICE float quotient(float a, float b, float share) {
@@ -105,6 +105,15 @@ struct Head {
         for (int e = 0; e < W; ++e) turn(v[j][e], v[j + J / 2][e], angles[at(j) + e]);
     }
   }
+  // Norm, with the weight or without, and rotation.
+  DEVICE void finish(bool normed, bool weighted, const Head& weight, bool turns,
+                     const float2* angles, float eps) {
+    if (normed || weighted) {
+      scale(inverse(eps));
+      if (weighted) scale<0>(weight);
+    }
+    if (turns) rotate(angles);
+  }
   // Columns that are stored: all, or with TURN the first TURN of both halves.
   template <int TURN>
   static DEVICE bool stored(int j) { return !TURN || at(j) % (D / 2) < TURN; }
@@ -160,19 +169,5 @@ struct Head {
     else if constexpr (W == 2) *(u16*)to = (u16)bytes;
     else *to = (u8)bytes;
     if (at(j) % 32 == 0) scales[column<TURN>(j) / 32] = to_half(d);
-  }
-};
-
-struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., columns / 32]
-  void* rows;
-  u16* scales;
-
-  template <int Q8, int TURN, int D, int PAIRS>
-  DEVICE void append(const Head<D, PAIRS>& x, i64 at) const {
-    constexpr int COLUMNS = TURN ? 2 * TURN : D;
-    if constexpr (Q8)
-      x.template store<TURN>((u8*)rows + at * COLUMNS, scales + at * (COLUMNS / 32));
-    else
-      x.template store<TURN>((u16*)rows + at * COLUMNS);
   }
 };
