@@ -61,7 +61,10 @@ inline u32 bits_from(u32 low, u32 high, u32 shift) {
 inline float small_float(u32 v) { return (float)v; }
 
 inline u32 now(u32 x) { return x; }
+inline int now(int x) { return x; }
+inline float now(float x) { return x; }
 inline const float* now(const float* p) { return p; }
+inline u8* kept(const u8* p) { return (u8*)p; }
 inline u32 cycles() {  // nobody waits for long
   static u32 n = 0;
   return n += 4096;

@@ -16,6 +16,7 @@ from g4spec import quant
 from g4spec.models.spec import Attention, CacheShape, ExpertLayer
 from g4spec.runtime.cuda import packing, products
 from g4spec.runtime.cuda.matrix import Matrix
+from g4spec.runtime.cuda.rows import Rows, unpack
 from g4spec.runtime.ops import Ops
 from tests.gpu.device import DEVICE
 
@@ -50,6 +51,20 @@ def matrix(
 
 def there(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.to(DEVICE)
+
+
+def stored(packed: Rows) -> torch.Tensor:
+    """Halves [T, K] of rows; checks the sums beside them and the zeros behind T."""
+    parts = values, sums16, sums32, floats = unpack(packed)
+    assert values.shape == (8 * packed.tiles, packed.width)
+    assert not any(part[packed.count :].any() for part in parts)
+    for columns, sums in ((16, sums16), (32, sums32), (32, floats / -1024.0)):
+        groups = values.double().unflatten(1, (-1, columns))
+        want = groups.sum(-1)
+        bound = groups.abs().sum(-1) * 2.0**-21 + 2.0**-25  # the last bit of a subnormal half
+        right = (sums.double() - want).abs() <= bound
+        assert bool((right | want.isnan() & sums.isnan()).all())
+    return values[: packed.count]
 
 
 def numbers(x: Any) -> torch.Tensor:

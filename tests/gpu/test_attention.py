@@ -10,9 +10,11 @@ from g4spec.runtime.cuda import attention, launch, torch_attention
 from g4spec.runtime.cuda.attention import Attended, attend
 from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.runtime.cuda.rows import Rows
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.ops import Ops
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
+from tests.gpu.parity import stored
 
 pytestmark = pytest.mark.gpu
 KINDS: tuple[Kind, ...] = ("f16", "q8_0")
@@ -97,21 +99,8 @@ def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> tor
 
 
 def unpacked(got: Attended, tokens: int) -> torch.Tensor:
-    """Halves of `rows` as [T, N]; checks the sums beside them and the zeros behind T."""
-    tiles = 1 if tokens <= 8 else 2
-    width = len(got.rows)
-    halves = got.rows[:, : 1024 * tiles].contiguous().view(torch.float16)
-    if tiles == 1:  # [k16 / 2][m][t][k16 % 2][e]
-        x = halves.view(width, 2, 8, 4, 2, 4).permute(2, 0, 1, 4, 3, 5)
-    else:  # [k16][m % 8][t][m / 8][e]
-        x = halves.view(width, 4, 8, 4, 2, 4).permute(4, 2, 0, 1, 3, 5)
-    x = x.reshape(8 * tiles, width * 64)
-    assert not x[tokens:].any()
-    sums = got.rows[:, 1024 * tiles :].contiguous().view(torch.float32).view(width, 6, 8 * tiles)
-    of16 = -1024 * x.float().view(8 * tiles, width, 4, 16).sum(-1).permute(1, 2, 0)
-    assert torch.allclose(sums[:, :4], of16, rtol=1e-5, atol=1e-2)
-    assert torch.equal(sums[:, 4:], sums[:, 0:4:2] + sums[:, 1:4:2])
-    return x[:tokens]
+    """Halves of `rows` as [T, N], checked."""
+    return stored(Rows(got.rows, tokens, len(got.rows) * 64))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,92 +3,163 @@
 #include "product.cuh"
 
 struct Q6K {
-  static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2048;
+  static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
+  static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
 
   template <int PARTS>
   struct Factors {  // of a row's groups, one lane a row
-    float scales[16 / PARTS];
+    float scales[16 / PARTS], zero;
 
-    DEVICE void load(const u8* unit, int warp, int lane, int part) {
-      const u8* header = unit + 24576;
-      const int row = warp * 32 + lane;
-      const float d =
-          from_half(*(const u16*)(header + 2048 + row * 2)) * (lane & 8 ? 0.0625f : 1.0f);
-      const float bias = -32896.0f * d;
+    // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it. All factors
+    // undo the 2^-24 of the codes.
+    DEVICE Factors(const u8* header, float whole, float share) {
+      const float d = whole * share, bias = -32896.0f * d;
+      zero = -32.0f * whole;
 #pragma unroll
       for (int i = 0; i < 4 / PARTS; ++i) {  // d * (2^15 + 128 + scale) - d * (2^15 + 128): exact
-        const u32 four = *(const u32*)(header + row * 16 + (part * (4 / PARTS) + i) * 4);
+        const u32 four = ((const u32*)header)[i] ^ 0x80808080u;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const u32 bits = permute(four ^ 0x80808080u, 0x47000000u, 0x7604 + j * 16);
+          const u32 bits = permute(four, 0x47000000u, 0x7604 + j * 16);
           scales[i * 4 + j] = fmaf(d, __uint_as_float(bits), bias);
         }
       }
     }
-    DEVICE void store(u8* scratch, int lane) const {
+  };
+
+  // What a lane multiplies of 64 k.
+  template <int NT>
+  struct Operands {
+    uint4 w[2];  // of both tiles
+    uint2 u[2];
+    u32 b[2][2][NT][2];
+
+    DEVICE Operands(const u8* codes, const u8* upper, const u8* rows, int k64) {
 #pragma unroll
-      for (int i = 0; i < 16 / PARTS; ++i) ((float*)scratch)[i * 32 + row_slot(lane)] = scales[i];
+      for (int tile = 0; tile < 2; ++tile) {
+        w[tile] = ((const uint4*)codes)[tile * 128 + k64 * 32];
+        u[tile] = ((const uint2*)upper)[tile * 128 + k64 * 32];
+      }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) fragments_of<NT>(b[h], rows, k64, h);
     }
   };
 
   template <int NT, int PARTS>
-  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, const u8* scratch,
-                              int warp, int lane, int part) {
-    const float* scales = (const float*)scratch;  // [16 / PARTS groups][row slot]
-    const int g = lane / 4, t = lane % 4;
-    const uint4* codes = (const uint4*)unit + warp * 2 * 128;
-    const uint2* highs = (const uint2*)(unit + 16384) + warp * 2 * 128;
+  struct Lane {
+    static constexpr int ZEROS = 2048 / PARTS;  // in scratch
+    static constexpr int SIDES = 2 / PARTS;     // of 8 groups
+    float share;  // of d
+    u32 codes, upper, header, d, rows, own, sums;  // offsets
+    u8* put;                                       // in scratch
+    const u8* scales;
+
+    DEVICE Lane(u8* scratch, int warp, int lane, int part) {
+      const int g = lane / 4, t = lane % 4, k64 = part * (4 / PARTS), unit = warp / 4 * UNIT_BYTES;
+      const int at = (warp % 4 * 2 * 4 + k64) * 32 + lane, row = warp % 4 * 32;
+      share = now(SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
+      codes = now(unit + at * 16);
+      upper = now(unit + UPPER + at * 8);
+      header = now(unit + SCALES + (row + lane) * 16 + part * (16 / PARTS));
+      d = now(unit + D + (row + lane) * 2);
+      rows = now(k64 * ACT_BYTES * NT + lane * 16);
+      own = now(unit + SCALES + (row + g) * 16 + part * 8 + t * 2);
+      sums = now((k64 + t / 2) * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
+      put = kept(scratch + row_slot(lane) * 4);
+      scales = kept(scratch + g * 16);
+    }
+
+    DEVICE void store(const Factors<PARTS>& f) const {
 #pragma unroll
-    for (int j = 0; j < 4 / PARTS; ++j) {
-      const int k64 = part * (4 / PARTS) + j;
-      const uint4 w[2] = {codes[k64 * 32 + lane], codes[128 + k64 * 32 + lane]};
-      const uint2 u[2] = {highs[k64 * 32 + lane], highs[128 + k64 * 32 + lane]};
-      const auto rows = activations<NT>(act, k64);
+      for (int i = 0; i < 16 / PARTS; ++i) ((float*)put)[i * 32] = f.scales[i];
+      *(float*)(put + ZEROS) = f.zero;
+    }
+
+    DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
+      const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
+      const Factors<PARTS> factors(unit + header, from_half(*(const u16*)(unit + d)), share);
+      Operands<NT> next(w, u, x, 0);
+      store(factors);
+      __syncwarp();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        u32 b[2][NT][2];
-        rows.fragments(b, h, lane);
-        const float4 s0 = *(const float4*)(scales + (j * 4 + h * 2) * 32 + g * 4);
-        const float4 s1 = *(const float4*)(scales + (j * 4 + h * 2 + 1) * 32 + g * 4);
-        float2 n[2][NT];
+      for (int j = 0; j < 4 / PARTS; ++j) {
+        const Operands<NT> now = next;
+        if (j + 1 < 4 / PARTS) next = Operands<NT>(w, u, x, j + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) add(acc, now, j, h);
+      }
+      subtract_zeros(acc, unit + own, act + sums);
+    }
+
+    // 32 k, which are two groups.
+    DEVICE void add(Acc<NT>& acc, const Operands<NT>& of, int j, int h) const {
+      const float4 s0 = ((const float4*)scales)[(j * 4 + h * 2) * 8];
+      const float4 s1 = ((const float4*)scales)[(j * 4 + h * 2 + 1) * 8];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4 w = of.w[tile];
+        const uint2 u = of.u[tile];
+        u32 a[2][4];
+        codes_of(a, h ? w.z : w.x, h ? w.w : w.y, h ? u.y : u.x);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt)
-          n[0][nt] = rows.sums16(h * 2, nt, t), n[1][nt] = rows.sums16(h * 2 + 1, nt, t);
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
-          u32 a0[4], a1[4];
-          fragments(a0, a1, h ? w[tile].z : w[tile].x, h ? w[tile].w : w[tile].y,
-                    h ? u[tile].y : u[tile].x);
-#pragma unroll
-          for (int nt = 0; nt < NT; ++nt) {
-            add(acc[tile][nt], a0, b[0][nt], n[0][nt], tile ? s0.z : s0.x, tile ? s0.w : s0.y);
-            add(acc[tile][nt], a1, b[1][nt], n[1][nt], tile ? s1.z : s1.x, tile ? s1.w : s1.y);
+          for (int step = 0; step < 2; ++step) {
+            const float4 s = step ? s1 : s0;
+            const auto& frag = of.b[h][step][nt];
+            float c[4] = {0, 0, 0, 0};
+            mma_f16(c, a[step], frag[0], frag[1], c);
+            fold(acc[tile][nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
           }
+      }
+    }
+
+    // Two k16 steps; one word of upper bits serves both.
+    static DEVICE void codes_of(u32 (&a)[2][4], u32 x, u32 y, u32 h) {
+      subnormal_nibbles(a[0], x);
+      subnormal_nibbles(a[1], y);
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        a[step][0] = and_or(h, 0x00300030u, a[step][0]);
+        a[step][1] = and_or(h, 0x03000300u, a[step][1]);
+        a[step][2] = and_or(h >> 2, 0x00300030u, a[step][2]);
+        a[step][3] = and_or(h >> 2, 0x03000300u, a[step][3]);
+        h = permute(h, 0, 0x2301);  // bytes of each half swapped: the second step's bits come here
+      }
+    }
+
+    // Scales are whole numbers: a product of them with the sums of the activations, which are two
+    // halves each. With 8 groups, those are the two sides of its K.
+    DEVICE void subtract_zeros(Acc<NT>& acc, const u8* own, const u8* sums) const {
+      const float4 zero = *(const float4*)(scales + ZEROS);
+      uint2 s[NT][SIDES];
+      u32 a[2][SIDES][2];
+#pragma unroll
+      for (int side = 0; side < SIDES; ++side) {
+        const u8* from = sums + side * 2 * ACT_BYTES * NT;
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          a[i / 2][side][i % 2] = halves(*(const u16*)(own + i * 128 + side * 8));
+      }
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const auto& x = a[tile];
+        const u32 of[4] = {x[0][0], x[0][1], x[SIDES - 1][0], x[SIDES - 1][1]};
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          float c[4] = {0, 0, 0, 0};
+          if constexpr (SIDES == 2) mma_f16(c, of, s[nt][0].x, s[nt][SIDES - 1].x, c);
+          mma_f16(c, of, SIDES == 2 ? s[nt][0].y : s[nt][0].x, s[nt][SIDES - 1].y, c);
+          fold(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
         }
       }
     }
-  }
 
-  // Two k16 steps; one word of upper bits serves both.
-  static DEVICE void fragments(u32 (&a)[4], u32 (&b)[4], u32 x, u32 y, u32 h) {
-    from_nibbles(a, x);
-    from_nibbles(b, y);
-    a[0] = and_or(h, 0x00300030u, a[0]);
-    a[1] = and_or(h, 0x03000300u, a[1]);
-    a[2] = and_or(h >> 2, 0x00300030u, a[2]);
-    a[3] = and_or(h >> 2, 0x03000300u, a[3]);
-    h = permute(h, 0, 0x2301);  // bytes of each half swapped: the second step's bits come here
-    b[0] = and_or(h, 0x00300030u, b[0]);
-    b[1] = and_or(h, 0x03000300u, b[1]);
-    b[2] = and_or(h >> 2, 0x00300030u, b[2]);
-    b[3] = and_or(h >> 2, 0x03000300u, b[3]);
-  }
-
-  static DEVICE void add(float (&acc)[4], const u32 (&a)[4], const u32 (&b)[2], float2 n,
-                         float low, float high) {
-    // 1024 + 32 in rows g; 1024 + 16 * 32 in rows g + 8, whose codes are times 16
-    float c[4] = {n.x * 1.03125f, n.y * 1.03125f, n.x * 1.5f, n.y * 1.5f};
-    mma_f16(c, a, b[0], b[1], c);
-    fold(acc, c, low, high);
-  }
+    // Two signed bytes as halves: exact.
+    static DEVICE u32 halves(u32 two) {
+      return sub_half2(permute(two, MAGIC, 0x5150) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
+    }
+  };
 };

@@ -16,6 +16,7 @@ import torch
 
 from g4spec.runtime.cuda import launch, nvrtc
 from g4spec.runtime.cuda.kv import TURNING, CudaKV, Kind, shares
+from g4spec.runtime.cuda.rows import BLOCK_BYTES
 from g4spec.runtime.cuda.units import Unit
 
 MAX_ROWS = 16
@@ -29,7 +30,6 @@ _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
 _CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
 _HEAD_DIMS = (64, 128, 256, 512)
-_BLOCK_64 = 1216  # bytes of 64 values of 8 tokens in the form that a product reads
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _log2(n: int) -> int:
 @dataclass(frozen=True)
 class Attended:
     """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it,
-    bytes [n_head * D / 64, 1216 * token tiles]."""
+    bytes [n_head * D / 64, BLOCK_BYTES * token tiles]."""
 
     values: torch.Tensor
     rows: torch.Tensor
@@ -251,7 +251,7 @@ def _combine(
     tokens = len(first)
     tiles, width = (1 if tokens <= 8 else 2), n_kv * rows // tokens * head_dim // 64
     out = torch.empty(tokens, width * 64, device=sums.device)
-    packed = torch.empty(width, _BLOCK_64 * tiles, dtype=torch.uint8, device=sums.device)
+    packed = torch.empty(width, BLOCK_BYTES * tiles, dtype=torch.uint8, device=sums.device)
     warps = 8 if chunks.growing and tokens <= 4 else 1
     kernel = launch.kernel(
         "attention_combine.cu", f"combine_chunks<{head_dim}, {tiles}, {warps}>", sums.device.index

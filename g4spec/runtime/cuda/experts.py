@@ -16,7 +16,7 @@ import torch
 from g4spec.runtime.cuda import launch, nvrtc, rows
 from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.packing import GROUP, format_name
-from g4spec.runtime.cuda.rows import BLOCK, MOST, Rows
+from g4spec.runtime.cuda.rows import BLOCK, BLOCK_BYTES, MOST, Rows
 from g4spec.runtime.cuda.units import Unit
 
 ARCHS = tuple(arch for arch in nvrtc.ARCHS if arch not in ("sm_70", "sm_75"))
@@ -69,7 +69,8 @@ class Buffers:
             return torch.empty(*sizes, dtype=torch.float32, device=device)
 
         def hidden(count: int, channels: int) -> torch.Tensor:
-            return torch.empty(count, channels // BLOCK, 1216, dtype=torch.uint8, device=device)
+            size = (count, channels // BLOCK, BLOCK_BYTES)
+            return torch.empty(size, dtype=torch.uint8, device=device)
 
         count = COUNTERS + shape.visits
         self.arrived = torch.zeros(count, dtype=torch.int32, device=device)

@@ -15,7 +15,7 @@ from g4spec.runtime.cuda import launch, nvrtc, packing
 from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.elementwise import gated_scale
 from g4spec.runtime.cuda.packing import GROUP
-from g4spec.runtime.cuda.rows import BLOCK, Rows, empty
+from g4spec.runtime.cuda.rows import BLOCK, BLOCK_BYTES, Rows, empty
 from g4spec.runtime.cuda.units import Unit
 
 ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
@@ -24,12 +24,13 @@ ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 CONSUMERS = 8
 THREADS = 32 * (CONSUMERS + 1)
 
-SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2048}
+SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
 """Bytes of shared memory in which a warp keeps a unit's factors; 0 for others."""
 
-MOST_STAGES = 5
-MOST_SLICES = 8
-"""Partial sums that a reader adds."""
+MOST_STAGES = {128: 8, 256: 5}
+"""In shared memory, by the rows of a stage."""
+MOST_SLICES, FEW_SLICES = 8, 2
+"""Partial sums that a reader adds; beyond few, it takes long to read them."""
 HUGE = 1024
 """Groups from which on stages of Q6_K hold 256 rows."""
 
@@ -64,13 +65,13 @@ class Cut:
         teams = CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
         scratch = max(SCRATCH.get(self.type, 0) // teams, other)
-        pairs = CONSUMERS * 8 * self.tiles * 4
-        return self.stages * (stage + 16) + CONSUMERS * scratch + pairs
+        sums = CONSUMERS * 8 * self.tiles * 4
+        return self.stages * (stage + 16) + CONSUMERS * scratch + sums
 
     @property
     def stage(self) -> int:
         """Bytes of a unit: weights and activations."""
-        return self.weights + self.unit // BLOCK * 1216 * self.tiles
+        return self.weights + self.unit // BLOCK * BLOCK_BYTES * self.tiles
 
     @property
     def weights(self) -> int:
@@ -79,14 +80,18 @@ class Cut:
 
 
 @functools.cache
-def cut(type: str, unit: int, groups: int, tiles: int, arch: str) -> Cut:
-    """How a matrix of so many groups is multiplied. The rows of a stage are a matter of the
-    matrix: they decide how its K is shared out."""
-    wide = groups % 2 == 0 and (type in ("q4_k", "q5_k") or (type == "q6_k" and groups >= HUGE))
+def cut(type: str, unit: int, groups: int, tiles: int, arch: str, narrow: bool = False) -> Cut:
+    """How a matrix of so many groups is multiplied, `narrow`: by stages of 128 rows. The rows of a
+    stage are a matter of the matrix and its use: they decide how its K is shared out."""
+    wide = (
+        groups % 2 == 0
+        and not narrow
+        and (type in ("q4_k", "q5_k") or (type == "q6_k" and groups >= HUGE))
+    )
     room = nvrtc.SHARED_LIMIT[arch]
     rows = 256 if wide and Cut(type, unit, 2, 256, 2).shared <= room else 128
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
-    for stages in range(3 if rows == 256 and tiles == 2 else MOST_STAGES, 0, -1):
+    for stages in range(3 if rows == 256 and tiles == 2 else MOST_STAGES[rows], 0, -1):
         found = Cut(type, unit, tiles, rows, stages)
         if found.shared <= room:
             return found
@@ -112,8 +117,7 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
     Args:
         parts: the result may come as sums [S, T, N] of parts of K, to be added in order.
     """
-    how = _cut(x, weight)
-    n = slices(*_size(weight, how), by.count, MOST_SLICES if parts else 1)
+    how, n = _parts(x, weight, by.count, MOST_SLICES if parts else 1)
     y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
     _run("linear", how, n, x, weight, by, y, weight.rows, n)
     return y if n > 1 else y[0]
@@ -186,11 +190,20 @@ def shares(
     return -(-units * groups // best[0]), *best
 
 
-def _cut(x: Rows, weight: Weight) -> Cut:
+def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
+    """How a product is cut, and `slices` of it. The fewer rows a stage has, the more groups there
+    are, and the fewer slices of each it takes."""
+    how, narrow = _cut(x, weight), _cut(x, weight, narrow=True)
+    n = slices(*_size(weight, how), count, most)
+    fewer = slices(*_size(weight, narrow), count, most) if n > FEW_SLICES else 0
+    return (narrow, fewer) if fewer else (how, n)
+
+
+def _cut(x: Rows, weight: Weight, narrow: bool = False) -> Cut:
     groups, units = weight.data.shape[:2]
     assert x.width == weight.columns and weight.matrices == 1, (x.width, weight.columns)
     arch = launch.arch(x.data.device.index)
-    return cut(weight.type, weight.columns // units, groups, x.tiles, arch)
+    return cut(weight.type, weight.columns // units, groups, x.tiles, arch, narrow)
 
 
 def _size(weight: Weight, how: Cut) -> tuple[int, int]:
@@ -231,7 +244,7 @@ def _units() -> list[Unit]:
         for tiles in (1, 2):
             a, b = (cut(type, 256, 2, tiles, arch) for type in ("q4_k", "q6_k"))
             names[two(a, b)] = max(a.shared, b.shared)
-        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 16))
+        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 32))
     return out
 
 

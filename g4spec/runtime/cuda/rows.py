@@ -2,13 +2,15 @@
 
 Rows are what `linear.cu` reads: T <= 16 rows [T, K] in half precision, in the order in which the
 tensor cores read them, with sums beside them. With `tiles` = 1 for T <= 8 and 2 above, a buffer has
-K / 64 blocks of 1216 * tiles bytes, one for each 64 columns:
+K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
 
 - halves: row m, column k of the block, with k16 = k / 16, t = k % 16 / 4, e = k % 4 and
   lane = m % 8 * 4 + t, stands at ((k16 / 2) * 32 + lane) * 8 + (k16 % 2) * 4 + e (one tile), or at
   (k16 * 32 + lane) * 8 + (m / 8) * 4 + e (two);
-- float32 [4][8 * tiles]: -1024 times the sum of each 16 columns of a row, as rounded;
-- float32 [2][8 * tiles]: the same of each 32 columns.
+- half [2][8 * tiles][4]: of each 32 columns of a row, as rounded, the sums of the two 16 as halves,
+  and what those leave of them;
+- float32 [2][8 * tiles]: -1024 times the sum of each 32 columns;
+- half [8 * tiles][4]: the sums of 32 as those of 16.
 
 Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
 a power of two that the product multiplies its result with.
@@ -32,8 +34,8 @@ from g4spec.runtime.cuda.units import Unit
 MOST = 16
 """Rows of a step."""
 
-BLOCK = 64
-"""Columns of a block."""
+BLOCK, BLOCK_BYTES = 64, 1280
+"""Columns of a block, and bytes for each tile of 8 rows."""
 
 PLAIN, ADD, NORM = 0, 1, 2
 NOTHING, FLOATS, ROWS, SCALED = 0, 1, 2, 3
@@ -44,7 +46,7 @@ class Rows:
     """Rows [T, K] as a product reads them.
 
     Attributes:
-        data: uint8 [K / 64, 1216 * tiles].
+        data: uint8 [K / 64, BLOCK_BYTES * tiles].
         count, width: T and K.
         scale: float32 [16], what the product multiplies each row with, or None.
     """
@@ -71,29 +73,36 @@ def tiles(count: int) -> int:
 def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> Rows:
     """Rows [count, width] that are yet to be written."""
     assert 1 <= count <= MOST and width % BLOCK == 0, (count, width)
-    data = torch.empty(width // BLOCK, 1216 * tiles(count), dtype=torch.uint8, device=device)
+    data = torch.empty(width // BLOCK, BLOCK_BYTES * tiles(count), dtype=torch.uint8, device=device)
     scale = torch.empty(MOST, dtype=torch.float32, device=device) if scaled else None
     return Rows(data, count, width, scale)
 
 
-def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What is stored, padding included and unscaled.
 
     Returns:
-        Half [8 * tiles, K]; float32 sums of 16 [8 * tiles, K / 16] and of 32 [8 * tiles, K / 32].
+        Half [8 * tiles, K]; float32 [8 * tiles, K / 16] and [8 * tiles, K / 32]: sums of 16 and of
+        32 in two halves each, added; float32 [8 * tiles, K / 32]: -1024 times the sums of 32.
     """
     n, blocks = rows.tiles, rows.width // BLOCK
-    halves = rows.data[:, : 1024 * n].contiguous().view(torch.float16)
-    sums = rows.data[:, 1024 * n :].contiguous().view(torch.float32)
+
+    def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        return rows.data[:, first * n : last * n].contiguous().view(dtype)
+
+    halves = part(0, 1024, torch.float16)
     if n == 1:  # k16 / 2, row, t, k16 % 2, e
         halves = halves.view(blocks, 2, 8, 4, 2, 4).permute(2, 0, 1, 4, 3, 5)
     else:  # k16, row % 8, t, row / 8, e
         halves = halves.view(blocks, 4, 8, 4, 2, 4).permute(4, 2, 0, 1, 3, 5)
-    numbers = sums.view(blocks, 6, 8 * n).permute(2, 0, 1)
+    of16 = part(1024, 1152, torch.float16).view(blocks, 2, 8 * n, 2, 2).float().sum(3)
+    of32 = part(1216, 1280, torch.float16).view(blocks, 8 * n, 2, 2).float().sum(2)
+    floats = part(1152, 1216, torch.float32).view(blocks, 2, 8 * n).permute(2, 0, 1)
     return (
         halves.reshape(8 * n, rows.width),
-        numbers[:, :, :4].reshape(8 * n, -1),
-        numbers[:, :, 4:].reshape(8 * n, -1),
+        of16.permute(2, 0, 1, 3).reshape(8 * n, -1),
+        of32.permute(1, 0, 2).reshape(8 * n, -1),
+        floats.reshape(8 * n, -1),
     )
 
 
@@ -284,8 +293,8 @@ UNITS = [
     for width, bound, forms in (
         (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
                     (1, ADD, ROWS), (1, PLAIN, SCALED), (1, NORM, SCALED), (1, PLAIN, FLOATS)]),
-        (5376, 128, [(3, NORM, ROWS), (6, NORM, ROWS), (6, NORM, FLOATS), (3, ADD, ROWS)]),
-        (2816, 128, [(1, NORM, ROWS, 3), (4, NORM, ROWS), (8, NORM, ROWS, 2)]),
+        (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS)]),
+        (2816, 96, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
         (16128, 96, [(1, PLAIN, ROWS)]),
         (26880, 64, [(1, PLAIN, SCALED)]),
     )

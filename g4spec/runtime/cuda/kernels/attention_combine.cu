@@ -1,5 +1,6 @@
 // Attention, second phase: a row's chunks added in their order (first phase: attention.cu).
 #include "chunks.cuh"
+#include "rows.cuh"
 
 // Where value k of 64 of a token stands among the halves that a product reads.
 template <int TILES>
@@ -11,17 +12,18 @@ DEVICE int place_in_rows(int token, int k) {
 
 // A lane's values 2 lane, 2 lane + 1 of 64, rounded, and the sums that go with them.
 template <int TILES>
-DEVICE void store_rows(char* block, int token, float x, float y) {
+DEVICE void store_rows(u8* block, int token, float x, float y) {
   const int lane = threadIdx.x % 32;
   const u32 halves = pack_halves(x, y);
   *(u32*)(block + place_in_rows<TILES>(token, lane * 2) * 2) = halves;
   float sum = from_half((u16)halves) + from_half((u16)(halves >> 16));
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL, sum, step);
-  sum *= -1024.0f;
-  const float both = sum + __shfl_xor_sync(FULL, sum, 8);
-  if (lane % 8 == 0) ((float*)(block + 1024 * TILES))[lane / 8 * 8 * TILES + token] = sum;
-  if (lane % 16 == 0) ((float*)(block + 1152 * TILES))[lane / 16 * 8 * TILES + token] = both;
+  const float next16 = __shfl_xor_sync(FULL, sum, 8), sum32 = sum + next16;
+  const float next32 = __shfl_xor_sync(FULL, sum32, 16);
+  const SumPlace place(TILES, token, lane / 16);
+  if (lane % 16 == 0) place.store32(block, sum, next16);
+  if (lane == 0) place.store64(block, sum32, next32);
 }
 
 constexpr int SEGMENTS = 8;  // of 32 chunks: the most that a row sees
@@ -117,7 +119,7 @@ struct Row {
 template <int D, int TILES, int WARPS>
 __global__ __launch_bounds__(256) void combine_chunks(
     const float* sums, const float* tops, const i64* first, const i64* last, const i64* settled,
-    float* out, char* rows, int tokens, int n_kv, int group, int shift, int growing) {
+    float* out, u8* rows, int tokens, int n_kv, int group, int shift, int growing) {
   grid_launch();
   if (!settled) grid_wait();
   __shared__ float weights[8][32 * SEGMENTS];
@@ -144,7 +146,7 @@ __global__ __launch_bounds__(256) void combine_chunks(
   if (warp % WARPS) return;
   x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
   *(float2*)(out + ((i64)token * width + block) * 64 + lane * 2) = x;
-  char* to_rows = rows + (i64)block * 1216 * TILES;
+  u8* to_rows = rows + (i64)block * ACT_BYTES * TILES;
   store_rows<TILES>(to_rows, token, x.x, x.y);
   for (int behind = token + tokens; behind < 8 * TILES; behind += tokens)
     store_rows<TILES>(to_rows, behind, 0, 0);

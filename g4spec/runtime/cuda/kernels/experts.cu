@@ -98,8 +98,11 @@ struct RowsRole {
   template <class F, class Row>
   DEVICE void gather(const u8* rows, int count, Row row) {
     constexpr int UNITS = C::template UNITS<F>, NT = C::NT, BLOCKS = UNITS * F::UNIT / 64;
-    constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 6 + 31) / 32;
+    constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 8 + 31) / 32;
     int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // of row and column 0
+    const int word = lane % 8, pitch = word / 2 == 2 ? 4 : 8;    // 16s, 16s, 32s, split 32s
+    const int plane = word < 4 ? SPLIT16 + word / 2 * 64 + word % 2 * 4
+                      : word < 6 ? SUMS32 + word % 2 * 32 : SPLIT32 + word % 2 * 4;
 #pragma unroll
     for (int j = 0; j < HALVES; ++j) {  // 16 or 8 bytes of a row
       const int i = j * 32 + lane, block = i / (8 * NT), k16 = i / 4 % 4, t = i % 4;
@@ -109,9 +112,9 @@ struct RowsRole {
     }
 #pragma unroll
     for (int j = 0; j < SUMS; ++j) {  // of 16 and of 32
-      const int i = j * 32 + lane, block = i / 6, at = 1024 + i % 6 * 32;
-      sum_from[j] = block * ACT_BYTES * NT + at * NT;
-      sum_to[j] = block * ACT_BYTES + at;
+      const int block = j * 4 + lane / 8, within = pitch == 8 ? word % 2 * 4 : 0;
+      sum_from[j] = block * ACT_BYTES * NT + (plane - within) * NT + within;
+      sum_to[j] = block * ACT_BYTES + plane;
     }
     const int all = w.width / 64;
     for (int first = 0; first < all; first += BLOCKS, at.next()) {
@@ -126,8 +129,8 @@ struct RowsRole {
             copy_async<16 / NT>(tile + to[j] + column * 64, x + from[j] + m_at);
 #pragma unroll
         for (int j = 0; j < SUMS; ++j)
-          if (first + (j * 32 + lane) / 6 < all && j * 32 + lane < BLOCKS * 6)
-            copy_async<4>(tile + sum_to[j] + column * 4, x + sum_from[j] + m * 4);
+          if (first + j * 4 + lane / 8 < all && j * 4 + lane / 8 < BLOCKS)
+            copy_async<4>(tile + sum_to[j] + column * pitch, x + sum_from[j] + m * pitch);
       }
       barrier_arrive_copied(at.full());
     }
@@ -163,22 +166,12 @@ struct ConsumerRole {
   static DEVICE void team_sync() { meet<2, 32 * TEAM>(); }
   DEVICE bool owner() const { return warp < TEAM; }
 
-  template <class F>
-  DEVICE void add(Acc<1>& acc, const u8* unit, const u8* rows, int part) {
-    u8* scratch = at.s.scratch[warp];
-    typename F::template Factors<1> factors;
-    factors.load(unit, part, lane, 0);
-    __syncwarp();
-    factors.store(scratch, lane);
-    __syncwarp();
-    F::template multiply<1, 1>(acc, unit, rows, scratch, part, lane, 0);
-  }
-
   // The sum over all units of a product: each team adds every TEAMS-th slot.
   template <class F>
   DEVICE void multiply(Acc<1>& acc, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
     const int team = warp / TEAM, part = warp % TEAM, units = k / F::UNIT;
+    const typename F::template Lane<1, 1> of(at.s.scratch[warp], part, lane, 0);
     int next = 0;
     for (int u = 0; u < units; u += UNITS, at.next()) {
       const bool mine = next == team;
@@ -188,8 +181,10 @@ struct ConsumerRole {
       const u8 *weights = at.slot(), *rows = weights + UNITS * F::UNIT_BYTES;
 #pragma unroll
       for (int i = 0; i < UNITS; ++i)
-        if (u + i < units) add<F>(acc, weights + i * F::UNIT_BYTES, rows + i * BLOCKS, part);
-      __syncwarp();
+        if (u + i < units) {
+          of.multiply(acc, weights + i * F::UNIT_BYTES, rows + i * BLOCKS);
+          __syncwarp();
+        }
       if (lane == 0) barrier_arrive(at.empty());
     }
     add_teams(acc, team, part);
@@ -232,13 +227,15 @@ struct ConsumerRole {
     const uint2 v = ((const uint2*)halves)[lane];
     float sum = from_half(v.x) + from_half(v.x >> 16) + from_half(v.y) + from_half(v.y >> 16);
     sum += __shfl_xor_sync(FULL, sum, 1);
-    sum = -1024.0f * (sum + __shfl_xor_sync(FULL, sum, 2));
+    sum += __shfl_xor_sync(FULL, sum, 2);
     ((uint2*)block)[(warp / 2 * 32 + lane) * 2 + warp % 2] = v;
-    if (t == 0) ((float*)(block + 1024))[warp * 8 + g] = at.s.pairs[warp][g] = sum;
+    auto& of = at.s.channel_sums;
+    if (t == 0) of[warp][g] = sum;
     team_sync();
-    if (warp % 2 == 0 && lane < 8)
-      ((float*)(block + 1152))[warp / 2 * 8 + lane] =
-          at.s.pairs[warp][lane] + at.s.pairs[warp + 1][lane];
+    if (warp < 2 && lane < 8)
+      SumPlace(1, lane, warp).store32(block, of[warp * 2][lane], of[warp * 2 + 1][lane]);
+    if (warp == 2 && lane < 8)
+      SumPlace(1, lane, 0).store64(block, of[0][lane] + of[1][lane], of[2][lane] + of[3][lane]);
     team_sync();
     if (threadIdx.x == 0) add_release(arrived, 1);
   }

@@ -13,7 +13,8 @@
 #include "q8_0.cuh"
 
 // Bytes a cycle at which a CTA asks for its first weights: little more than its share of the memory's
-// rate (20 on an H200). All at once would stand in the way of what the kernels before still read.
+// rate (20 on an H200). What stands in the memory's queue stands before what the kernels in front
+// still read and write.
 constexpr int PACE = 23;
 
 // The units of a run, one after the other.
@@ -70,7 +71,7 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, const Run& ru
 #if ARCH >= 900
   const u32 began = cycles();
   for (int i = 0; i < first; ++i, at.next(w)) {
-    while (i > 1 && cycles() - began < (i - 1) * (S::WEIGHTS / PACE)) {
+    while (cycles() - began < i * (S::WEIGHTS / PACE)) {
     }
     barrier_expect(full + i, S::FILL);
     at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
@@ -127,8 +128,8 @@ template <class F, int NT, int ROWS, int STAGES, class Out>
 DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS>;
   u8* scratch = shared + STAGES * S::BYTES;
-  float* pairs = (float*)(scratch + CONSUMERS * S::SCRATCH);
-  u64* full = (u64*)((u8*)pairs + pair_bytes(NT));
+  float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
+  u64* full = (u64*)((u8*)sums + sum_bytes(NT));
   u64* empty = full + STAGES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -155,9 +156,8 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
 #else
   grid_wait();
 #endif
-  int used = 0;
-  consume<F, NT, ROWS, STAGES, S::BYTES, S::SCRATCH>(w, out, shared, full, empty, used,
-                                                     scratch + warp * S::SCRATCH, pairs, run);
+  consume<F, NT, ROWS, STAGES, S::SCRATCH>(w, out, {shared, full}, scratch + warp * S::SCRATCH, sums,
+                                           run);
 }
 
 #define WORK \

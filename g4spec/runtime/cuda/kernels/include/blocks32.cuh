@@ -13,12 +13,21 @@ struct Blocks32 {
   static constexpr float ZERO = MINIMUM ? 0.0f : (1 << (BITS - 1)) / 1024.0f;
   static constexpr float LOW = 1.0f + ZERO, HIGH = 1.0f + 16.0f * ZERO;
 
-  template <int PARTS>
-  using Factors = NoFactors;
+  template <int NT, int PARTS>
+  struct Lane {
+    u32 unit_at;
+    int warp, lane, part;
+
+    DEVICE Lane(u8*, int warp, int lane, int part)
+        : unit_at(now(warp / 4 * UNIT_BYTES)), warp(warp % 4), lane(lane), part(part) {}
+    DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
+      add<NT, PARTS>(acc, unit + unit_at, act, warp, lane, part);
+    }
+  };
 
   template <int NT, int PARTS>
-  static DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act, const u8*, int warp,
-                              int lane, int part) {
+  static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane,
+                         int part) {
     constexpr int STEPS = K / 32 < PARTS ? 1 : K / 32 / PARTS;  // of 32 k
     if (part * STEPS >= K / 32) return;
     const int g = lane / 4, t = lane % 4;

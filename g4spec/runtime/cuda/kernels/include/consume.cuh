@@ -58,7 +58,7 @@ struct Scales {
 
 // Results leave through one of these: value of weight row n for tokens m and m + 1.
 struct Plain {
-  static constexpr bool PAIRS = false;
+  static constexpr bool SUMS = false;
   float* y;  // [T, N], rows of y `stride` apart
   int n_rows, stride, tokens;
 
@@ -85,7 +85,7 @@ struct Plain {
 // gelu(gate) or silu(gate), times up, where tile 0 of a warp holds gates and tile 1 the rows of up
 // beside them. The result is what the next product reads: see "Rows" in g4spec/runtime/cuda/rows.py.
 struct Gated {
-  static constexpr bool PAIRS = true;
+  static constexpr bool SUMS = true;
   static constexpr float STORED = 1.0f / 64;  // of the value, as half; the row scale is 64
   u8* y;  // [channels / 64][ACT_BYTES * NT]
   int channels, tokens;
@@ -93,7 +93,7 @@ struct Gated {
 
   DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_inner(x)); }
 
-  // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_pairs`.
+  // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_sums`.
   template <int NT, int ROWS>
   DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8* scratch,
                     float* sums, int warp, int lane) const {
@@ -118,23 +118,25 @@ struct Gated {
       float sum = from_half(v.x) + from_half(v.x >> 16) + from_half(v.y) + from_half(v.y >> 16);
       sum += __shfl_xor_sync(FULL, sum, 1);
       sum += __shfl_xor_sync(FULL, sum, 2);
-      if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = -1024.0f * sum;
+      if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = sum;
       if (k16 * 16 >= channels) continue;
       const int at = NT == 1 ? ((s / 2) * 32 + lane) * 8 + (s % 2) * 4
                              : (s * 32 + lane) * 8 + nt * 4;
       *(uint2*)((u16*)block + at) = v;
-      if (t == 0) ((float*)(block + 1024 * NT))[s * 8 * NT + nt * 8 + g] = -1024.0f * sum;
     }
   }
 
-  // Sums of 32 channels: two warps'.
+  // Sums of 32 and 64 channels: four warps'.
   template <int NT, int ROWS>
-  DEVICE void write_pairs(int group, const float* sums, int warp, int lane) const {
+  DEVICE void write_sums(int group, const float* sums, int warp, int lane) const {
     const int k16 = group * (ROWS / 32) + warp;
-    if (warp % 2 || lane >= 8 * NT || k16 * 16 >= channels) return;
-    float* n32 = (float*)(y + (i64)(k16 / 4) * ACT_BYTES * NT + 1152 * NT);
-    n32[k16 % 4 / 2 * 8 * NT + lane] =
-        sums[warp * 8 * NT + lane] + sums[(warp + 1) * 8 * NT + lane];
+    if (warp % 4 || lane >= 8 * NT || k16 * 16 >= channels) return;
+    u8* block = y + (i64)(k16 / 4) * ACT_BYTES * NT;
+    const float* of = sums + warp * 8 * NT + lane;
+    const float a = of[0], b = of[8 * NT], c = of[16 * NT], d = of[24 * NT];
+    SumPlace(NT, lane, 0).store32(block, a, b);
+    SumPlace(NT, lane, 1).store32(block, c, d);
+    SumPlace(NT, lane, 0).store64(block, a + b, c + d);
   }
 };
 
@@ -154,7 +156,7 @@ struct Stage {
   static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
   static constexpr int SCRATCH = F::SCRATCH / TEAMS > OTHER ? F::SCRATCH / TEAMS : OTHER;
 };
-constexpr int pair_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
+constexpr int sum_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 
 // The CTAs that add to the last group of a run, `group`, beyond its own: those up to the returned
 // one. None if the run does not hold the group's first unit, or ends with its last.
@@ -176,34 +178,44 @@ DEVICE void leave(const Work& w, const Acc<NT>& acc, int group, int cta, bool ow
   if (threadIdx.x == 0) add_release(w.arrived + group, 1);
 }
 
-// The consumers' side. `ring`: STAGES slots of SLOT bytes, with their barriers; `used` counts the
-// slots consumed so far. `mine`: scratch of this warp, SCRATCH bytes from that of the next one.
-template <class F, int NT, int ROWS, int STAGES, int SLOT, int SCRATCH, class Out>
-DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u64* empty, int& used,
-                    u8* mine, float* pairs, const Run& run) {
+// Slots of SLOT bytes, one after the other and again, and their barriers.
+template <int STAGES, int SLOT>
+struct Ring {
+  const u8 *slots, *slot;
+  u64* full;  // of the slot; that of it empty is STAGES further
+  int at = 0;
+  u32 phase = 0;
+
+  DEVICE Ring(const u8* slots, u64* full) : slots(slots), slot(slots), full(full) {}
+  DEVICE void wait() const { barrier_wait(full, phase); }
+  DEVICE void leave() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(full + STAGES);
+    slot += SLOT, ++full;
+    if (++at == STAGES) slot = slots, full -= STAGES, at = 0, phase ^= 1;
+  }
+};
+
+// The consumers' side. `mine`: scratch of this warp, SCRATCH bytes from that of the next one.
+template <class F, int NT, int ROWS, int STAGES, int SCRATCH, class Out>
+DEVICE void consume(const Work& w, const Out& out, Ring<STAGES, Stage<F, NT, ROWS>::BYTES> ring,
+                    u8* mine, float* sums, const Run& run) {
   using S = Stage<F, NT, ROWS>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const Scales<NT> scales(w.row_scale, out.tokens, lane);
+  const typename F::template Lane<NT, TEAMS> of(mine, part, lane, team);
   for (int u = run.begin, group = run.group; u < run.end; ++group) {
     const bool first = u == group * w.units;
     const int until = min((group + 1) * w.units, run.end);
     Acc<NT> acc = {};
-    for (; u < until; ++u, ++used) {
-      const int s = used % STAGES;
-      const u8* stage = ring + s * SLOT;
-      barrier_wait(full + s, (used / STAGES) & 1);
-      typename F::template Factors<TEAMS> factors;
-      factors.load(stage + part / 4 * F::UNIT_BYTES, part % 4, lane, team);
-      __syncwarp();
-      factors.store(mine, lane);
-      __syncwarp();
-      F::template multiply<NT, TEAMS>(acc, stage + part / 4 * F::UNIT_BYTES, stage + S::WEIGHTS,
-                                      mine, part % 4, lane, team);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(empty + s);
+    for (int left = until - u; left; --left) {
+      ring.wait();
+      of.multiply(acc, ring.slot, ring.slot + S::WEIGHTS);
+      ring.leave();
     }
+    u = until;
     if constexpr (TEAMS > 1) {
       float* slot = (float*)mine + lane;
       if (team) {
@@ -224,22 +236,20 @@ DEVICE void consume(const Work& w, const Out& out, const u8* ring, u64* full, u6
       continue;
     }
     if (u == run.end) {  // what the CTAs after this one have left, in order of K
-      for (int c = last_contributor(w, run, group); c > run.cta; --c, ++used) {
-        const int s = used % STAGES;
-        barrier_wait(full + s, (used / STAGES) & 1);
-        const float* from = (const float*)(ring + s * SLOT) + part * 32 + lane;
+      for (int c = last_contributor(w, run, group); c > run.cta; --c) {
+        ring.wait();
+        const float* from = (const float*)ring.slot + part * 32 + lane;
         if (owner) {
 #pragma unroll
           for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
         }
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + s);
+        ring.leave();
       }
     }
-    if (owner) out.template write<NT, ROWS>(acc, group, scales, mine, pairs, part, lane);
-    if (TEAMS > 1 || Out::PAIRS) consumers_sync();  // what the teams exchanged has been read
-    if constexpr (Out::PAIRS) {
-      if (owner) out.template write_pairs<NT, ROWS>(group, pairs, part, lane);
+    if (owner) out.template write<NT, ROWS>(acc, group, scales, mine, sums, part, lane);
+    if (TEAMS > 1 || Out::SUMS) consumers_sync();  // what the teams exchanged has been read
+    if constexpr (Out::SUMS) {
+      if (owner) out.template write_sums<NT, ROWS>(group, sums, part, lane);
       consumers_sync();
     }
   }

@@ -59,7 +59,7 @@ template <class C>
 struct Fixed {
   u8 scratch[C::CONSUMERS][C::SCRATCH];
   float sums[2][C::TEAMS - 1][TEAM][8][32];  // of teams, twice so that one may be read meanwhile
-  float pairs[TEAM][8];
+  float channel_sums[TEAM][8];
   float scores[C::CONSUMERS * 20];
   typename C::Visits visits;
   u64 routed;

@@ -2,53 +2,51 @@
 //
 // Weights are the 16-row operand A, the rows of activations ("tokens") the 8-wide operand B. A warp
 // owns 32 rows of weights, two tiles of 16, and multiplies one unit of K at a time:
-// `F::multiply` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to `acc`, or part `part` of
-// `PARTS` of that K. What it needs of the unit's header, `F::Factors`, is unpacked before, into
-// F::SCRATCH / PARTS bytes of shared memory a warp.
+// `F::Lane<NT, PARTS>` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to its sums, or part
+// `part` of `PARTS` of that K; it keeps where a lane reads and writes, which no unit changes. What is
+// needed of a unit's header is unpacked into F::SCRATCH / PARTS bytes of shared memory a warp, while
+// the first operands come. Between two units the warp meets.
 // Integer codes go into the tensor cores as bit patterns of halves, without a conversion. With
-// nothing added (Q4_K, Q5_K) these are subnormal numbers, code * 2^-24, which tensor cores multiply
-// exactly; the scales make up for the factor. Others are 1024 + code; the accumulator starts at
-// -1024 times the sum of the activations, which removes the bias again.
+// nothing added (Q4_K, Q5_K, Q6_K) these are subnormal numbers, code * 2^-24, which tensor cores
+// multiply exactly; the scales make up for the factor. Others are 1024 + code; the accumulator starts
+// at -1024 times the sum of the activations, which removes the bias again.
 #pragma once
-#include "ptx.cuh"
+#include "rows.cuh"
 
 constexpr int GROUP = 128;           // rows of weights packed together
-constexpr int ACT_BYTES = 1216;      // of 64 k and 8 tokens, see g4spec/runtime/cuda/rows.py
 constexpr u32 MAGIC = 0x64006400u;   // 1024.0 twice in half precision
 constexpr int SUBNORMAL = 1 << 24;   // a code over what its bits are as a half
 
 template <int NT>
 using Acc = float[2][NT][4];  // [tile][8 tokens][rows g, g, g + 8, g + 8 x tokens 2t, 2t + 1]
 
+// B fragments of the two k16 steps of half `h` (32 k) of k64 `k64`: b[step][nt][2]. `rows`: with
+// the lane's 16 bytes added.
+template <int NT>
+DEVICE void fragments_of(u32 (&b)[2][NT][2], const u8* rows, int k64, int h) {
+  const uint4* p = (const uint4*)(rows + k64 * ACT_BYTES * NT);
+  if constexpr (NT == 1) {
+    const uint4 v = p[h * 32];
+    b[0][0][0] = v.x, b[0][0][1] = v.y, b[1][0][0] = v.z, b[1][0][1] = v.w;
+  } else {
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      const uint4 v = p[(h * 2 + s) * 32];
+      b[s][0][0] = v.x, b[s][0][1] = v.y, b[s][1][0] = v.z, b[s][1][1] = v.w;
+    }
+  }
+}
 // Activations of one k64 in shared memory.
 template <int NT>
 struct Activations {
   const u8* at;
 
-  // B fragments of the two k16 steps of half `h` (32 k): b[step][nt][2].
   DEVICE void fragments(u32 (&b)[2][NT][2], int h, int lane) const {
-    const uint4* p = (const uint4*)at;
-    if constexpr (NT == 1) {
-      uint4 v = p[h * 32 + lane];
-      b[0][0][0] = v.x, b[0][0][1] = v.y, b[1][0][0] = v.z, b[1][0][1] = v.w;
-    } else {
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        uint4 v = p[(h * 2 + s) * 32 + lane];
-        b[s][0][0] = v.x, b[s][0][1] = v.y, b[s][1][0] = v.z, b[s][1][1] = v.w;
-      }
-    }
+    fragments_of<NT>(b, at + lane * 16, 0, h);
   }
-  // -1024 times the sums of 32 (16) activations, for tokens 2t and 2t + 1 of tile nt.
+  // -1024 times the sums of 32 activations, for tokens 2t and 2t + 1 of tile nt.
   DEVICE float2 sums32(int h, int nt, int t) const {
-    return *(const float2*)(at + 1152 * NT + (h * 8 * NT + nt * 8 + 2 * t) * 4);
-  }
-  DEVICE float2 sums16(int k16, int nt, int t) const {
-    return *(const float2*)(at + 1024 * NT + (k16 * 8 * NT + nt * 8 + 2 * t) * 4);
-  }
-  // The sum of 32 activations of one token.
-  DEVICE float sum32(int h, int token) const {
-    return *(const float*)(at + 1152 * NT + (h * 8 * NT + token) * 4) * (-1.0f / 1024);
+    return *(const float2*)(at + SUMS32 * NT + (h * 8 * NT + nt * 8 + 2 * t) * 4);
   }
 };
 
@@ -99,8 +97,3 @@ DEVICE float gelu_inner(float x) { return 1.5957691216057308f * (x + 0.044715f *
 
 // Where a lane finds the values of its four rows: g, g + 8 of both tiles, side by side.
 DEVICE int row_slot(int row) { return (row % 8) * 4 + row / 8; }
-
-struct NoFactors {  // of formats whose header is read as it is
-  DEVICE void load(const u8*, int, int, int) {}
-  DEVICE void store(u8*, int) const {}
-};

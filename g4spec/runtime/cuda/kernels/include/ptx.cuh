@@ -91,6 +91,8 @@ DEVICE u32 bits_from(u32 low, u32 high, u32 shift) {
 // An integer below 2^23 as float, in two instructions.
 DEVICE float small_float(u32 v) { return __uint_as_float(v | 0x4b000000u) - 8388608.0f; }
 
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
 // ---- what the compiler is told ----
 
 // Has a number computed here, not where it is used: before a wait.
@@ -98,10 +100,18 @@ DEVICE u32 now(u32 x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+DEVICE int now(int x) { return (int)now((u32)x); }
+DEVICE float now(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 DEVICE const float* now(const float* p) {
   asm volatile("" : "+l"(p));
   return p;
 }
+
+// A place in shared memory, computed here.
+DEVICE u8* kept(const u8* p) { return (u8*)__cvta_shared_to_generic(now(shared_address(p))); }
 
 DEVICE u32 cycles() {  // of the multiprocessor's clock, so far
   u32 n;
@@ -123,8 +133,6 @@ DEVICE void meet() {
 }
 
 // ---- memory ----
-
-DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE uint4 load_stream(const void* p) {  // global memory that is read once
   uint4 v;

@@ -3,6 +3,10 @@
 #pragma once
 #include "ptx.cuh"
 
+// Bytes of 64 values of 8 rows, and where their sums are: of 16 in two halves each, of 32 as floats
+// and in two halves each.
+constexpr int ACT_BYTES = 1280, SPLIT16 = 1024, SUMS32 = 1152, SPLIT32 = 1216;
+
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
 DEVICE float sum4(float4 v) { return (v.x + v.y) + (v.z + v.w); }
@@ -17,20 +21,47 @@ DEVICE bool finite4(float4 v) {  // NaN - NaN and inf - inf are NaN
   return sum4({v.x - v.x, v.y - v.y, v.z - v.z, v.w - v.w}) == 0.0f;
 }
 
+// Two sums as halves, and what halves leave of them.
+DEVICE uint2 split_sums(float a, float b) {
+  const u32 high = pack_halves(a, b);
+  return {high, pack_halves(a - from_half((u16)high), b - from_half((u16)(high >> 16)))};
+}
+// Where the sums of row m go, in bytes from the start of its block: those of half `half`, and those of
+// both.
+struct SumPlace {
+  u32 split16, sums32, split32;
+
+  SumPlace() = default;
+  DEVICE SumPlace(int tiles, int m, int half) {
+    const int at = half * 8 * tiles + m;
+    split16 = SPLIT16 * tiles + at * 8;
+    sums32 = SUMS32 * tiles + at * 4;
+    split32 = SPLIT32 * tiles + m * 8;
+  }
+  DEVICE void store32(u8* block, float a, float b) const {  // a, b: of 16
+    *(uint2*)(block + split16) = split_sums(a, b);
+    *(float*)(block + sums32) = -1024.0f * (a + b);
+  }
+  DEVICE void store64(u8* block, float a, float b) const {  // a, b: of 32
+    *(uint2*)(block + split32) = split_sums(a, b);
+  }
+};
+
 // Where values 4 i .. 4 i + 3 of row m go, in bytes.
 struct RowPlace {
-  static constexpr u32 NOWHERE = ~0u;
-  u32 halves, n16, n32;  // NOWHERE in lanes that do not write sums
+  u32 block, halves;
+  int quad;  // of 16
+  SumPlace sums;
 
   RowPlace() = default;
   DEVICE RowPlace(int tiles, int m, int i) {
-    const int block = i / 16 * (1216 * tiles), sums = block + 1024 * tiles + m * 4;
     const int k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
-    const int at = tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
-                              : (k16 * 32 + lane) * 16 + m / 8 * 8;
-    halves = now(block + at);
-    n16 = now(i % 4 == 0 ? sums + k16 * 32 * tiles : NOWHERE);
-    n32 = now(i % 8 == 0 ? sums + (4 + k16 / 2) * 32 * tiles : NOWHERE);
+    quad = now(i % 16);
+    block = now(i / 16 * (ACT_BYTES * tiles));
+    halves = now(tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
+                            : (k16 * 32 + lane) * 16 + m / 8 * 8);
+    sums = SumPlace(tiles, m, k16 / 2);
+    sums.split16 = now(sums.split16), sums.sums32 = now(sums.sums32);
   }
 
   // All lanes of a warp call it, with consecutive i that start at a multiple of 16; `valid` is the
@@ -40,10 +71,12 @@ struct RowPlace {
     float sum = (from_half(h.x) + from_half(h.x >> 16)) + (from_half(h.y) + from_half(h.y >> 16));
     sum += __shfl_xor_sync(FULL, sum, 1);
     sum += __shfl_xor_sync(FULL, sum, 2);
-    const float sum16 = -1024.0f * sum, sum32 = sum16 + __shfl_xor_sync(FULL, sum16, 4);
+    const float next16 = __shfl_xor_sync(FULL, sum, 4), sum32 = sum + next16;
+    const float next32 = __shfl_xor_sync(FULL, sum32, 8);
     if (!valid) return;
-    *(uint2*)(rows + halves) = h;
-    if (n16 != NOWHERE) *(float*)(rows + n16) = sum16;
-    if (n32 != NOWHERE) *(float*)(rows + n32) = sum32;
+    u8* to = rows + block;
+    *(uint2*)(to + halves) = h;
+    if (quad % 8 == 0) sums.store32(to, sum, next16);
+    if (quad == 0) sums.store64(to, sum32, next32);
   }
 };
