@@ -294,7 +294,7 @@ UNITS = [
         (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
                     (1, ADD, ROWS), (1, PLAIN, SCALED), (1, NORM, SCALED), (1, PLAIN, FLOATS)]),
         (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS)]),
-        (2816, 96, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
+        (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
         (16128, 96, [(1, PLAIN, ROWS)]),
         (26880, 64, [(1, PLAIN, SCALED)]),
     )

@@ -45,7 +45,7 @@ struct WeightsRole {
       barrier_wait(at.empty(), at.phase ^ 1);
 #if ARCH >= 900
       barrier_expect(at.full(), bytes);
-      bulk_copy(at.slot(), from, bytes, at.full());
+      bulk_copy_once(at.slot(), from, bytes, at.full());
 #else
       for (int b = lane * 16; b < bytes; b += 512) copy16(at.slot() + b, from + b);
       barrier_arrive_copied(at.full());

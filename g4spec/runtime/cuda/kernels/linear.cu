@@ -38,7 +38,7 @@ struct Units {
     for (int half = 0; half < HALVES; ++half) {
       const u8* from = weights + (i64)half * w.units * F::UNIT_BYTES;
 #if ARCH >= 900
-      bulk_copy(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full);
+      bulk_copy_once(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full);
 #else
 #pragma unroll 4
       for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)

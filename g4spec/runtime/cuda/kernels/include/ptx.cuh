@@ -266,6 +266,15 @@ DEVICE void bulk_copy(void* to_shared, const void* from_global, u32 bytes, u64* 
       ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
       : "memory");
 }
+// The same of what is read once: it leaves L2 before other data.
+DEVICE void bulk_copy_once(void* to_shared, const void* from_global, u32 bytes, u64* bar) {
+  asm volatile(
+      "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], policy;\n}"
+      ::"r"(shared_address(to_shared)), "l"(from_global), "r"(bytes), "r"(shared_address(bar))
+      : "memory");
+}
 #endif
 
 #if ARCH >= 800
