@@ -14,16 +14,7 @@ struct Blocks32 {
   static constexpr float LOW = 1.0f + ZERO, HIGH = 1.0f + 16.0f * ZERO;
 
   template <int NT, int PARTS>
-  struct Lane {
-    u32 unit_at;
-    int warp, lane, part;
-
-    DEVICE Lane(u8*, int warp, int lane, int part)
-        : unit_at(now(warp / 4 * UNIT_BYTES)), warp(warp % 4), lane(lane), part(part) {}
-    DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
-      add<NT, PARTS>(acc, unit + unit_at, act, warp, lane, part);
-    }
-  };
+  using Lane = PlainLane<Blocks32, NT, PARTS>;
 
   template <int NT, int PARTS>
   static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane,

@@ -97,3 +97,16 @@ DEVICE float gelu_inner(float x) { return 1.5957691216057308f * (x + 0.044715f *
 
 // Where a lane finds the values of its four rows: g, g + 8 of both tiles, side by side.
 DEVICE int row_slot(int row) { return (row % 8) * 4 + row / 8; }
+
+// Of formats whose header is read as it is: `F::add` does the work.
+template <class F, int NT, int PARTS>
+struct PlainLane {
+  u32 unit_at;
+  int warp, lane, part;
+
+  DEVICE PlainLane(u8*, int warp, int lane, int part)
+      : unit_at(now(warp / 4 * F::UNIT_BYTES)), warp(warp % 4), lane(lane), part(part) {}
+  DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
+    F::template add<NT, PARTS>(acc, unit + unit_at, act, warp, lane, part);
+  }
+};
