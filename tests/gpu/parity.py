@@ -58,10 +58,14 @@ def stored(packed: Rows) -> torch.Tensor:
     parts = values, sums16, sums32, floats = unpack(packed)
     assert values.shape == (8 * packed.tiles, packed.width)
     assert not any(part[packed.count :].any() for part in parts)
-    for columns, sums in ((16, sums16), (32, sums32), (32, floats / -1024.0)):
+    of_halves = 2.0**-21, 2.0**-25  # two roundings; the last bit of a subnormal half
+    for columns, sums, (share, least) in (
+        (16, sums16, of_halves),
+        (32, sums32, of_halves),
+        (32, floats / -1024.0, (2.0**-22, 0.0)),
+    ):
         groups = values.double().unflatten(1, (-1, columns))
-        want = groups.sum(-1)
-        bound = groups.abs().sum(-1) * 2.0**-21 + 2.0**-25  # the last bit of a subnormal half
+        want, bound = groups.sum(-1), groups.abs().sum(-1) * share + least
         right = (sums.double() - want).abs() <= bound
         assert bool((right | want.isnan() & sums.isnan()).all())
     return values[: packed.count]

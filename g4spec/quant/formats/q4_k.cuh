@@ -38,27 +38,11 @@ struct Affine {
     }
   };
 
-  // What a lane multiplies of 64 k.
-  template <int NT>
-  struct Operands {
-    uint4 w[2];  // of both tiles
-    u32 fifths[2], b[2][2][NT][2];
-
-    DEVICE Operands(const u8* codes, const u8* upper, const u8* rows, int k64) {
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        w[tile] = ((const uint4*)codes)[tile * 128 + k64 * 32];
-        if constexpr (BITS == 5) fifths[tile] = ((const u32*)upper)[tile * 128 + k64 * 32];
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) fragments_of<NT>(b[h], rows, k64, h);
-    }
-  };
-
   template <int NT, int PARTS>
   struct Lane {
     static constexpr int MINS = 1024 / PARTS, DMINS = 1536 / PARTS;  // in scratch
     static constexpr int PAIRS = 4 / PARTS;  // of groups
+    using Operands = KOperands<NT, u32, BITS == 5>;
     int lane, part;
     float share;  // of d
     u32 codes, upper, header, rows, sums;  // offsets
@@ -93,20 +77,23 @@ struct Affine {
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
       const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
       const Factors<PARTS> factors(*(const uint4*)(unit + header), share, part);
-      Operands<NT> next(w, u, x, 0);
+      Operands next(w, u, x, 0);
       store(factors);
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < PAIRS; ++j) {
-        const Operands<NT> now = next;
-        if (j + 1 < PAIRS) next = Operands<NT>(w, u, x, j + 1);
-        add(acc, now, j);
+        const Operands own = next;
+        if (j + 1 < PAIRS) next = Operands(w, u, x, j + 1);
+        add(acc, own, j);
+#if ARCH < 900
+        __syncwarp();  // or registers are spilled for operands asked for too early
+#endif
       }
       subtract_mins(acc, act + sums);
     }
 
     // 64 k, which are two groups.
-    DEVICE void add(Acc<NT>& acc, const Operands<NT>& of, int j) const {
+    DEVICE void add(Acc<NT>& acc, const Operands& of, int j) const {
       const auto& w = of.w;
       float c[2][2][NT][4];  // [half][tile]: chains of two products, side by side
       float zero[4] = {0, 0, 0, 0};
@@ -117,7 +104,7 @@ struct Affine {
           const int h = i / 2, tile = i % 2;
           u32 a[4];
           subnormal_nibbles(a, step ? (h ? w[tile].w : w[tile].y) : (h ? w[tile].z : w[tile].x));
-          if constexpr (BITS == 5) add_fifths(a, of.fifths[tile], h * 2 + step);
+          if constexpr (BITS == 5) add_fifths(a, of.upper[tile], h * 2 + step);
 #pragma unroll
           for (int nt = 0; nt < NT; ++nt) {
             const auto& frag = of.b[h][step][nt];

@@ -27,28 +27,11 @@ struct Q6K {
     }
   };
 
-  // What a lane multiplies of 64 k.
-  template <int NT>
-  struct Operands {
-    uint4 w[2];  // of both tiles
-    uint2 u[2];
-    u32 b[2][2][NT][2];
-
-    DEVICE Operands(const u8* codes, const u8* upper, const u8* rows, int k64) {
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        w[tile] = ((const uint4*)codes)[tile * 128 + k64 * 32];
-        u[tile] = ((const uint2*)upper)[tile * 128 + k64 * 32];
-      }
-#pragma unroll
-      for (int h = 0; h < 2; ++h) fragments_of<NT>(b[h], rows, k64, h);
-    }
-  };
-
   template <int NT, int PARTS>
   struct Lane {
     static constexpr int ZEROS = 2048 / PARTS;  // in scratch
     static constexpr int SIDES = 2 / PARTS;     // of 8 groups
+    using Operands = KOperands<NT, uint2>;
     float share;  // of d
     u32 codes, upper, header, d, rows, own, sums;  // offsets
     u8* put;                                       // in scratch
@@ -78,27 +61,27 @@ struct Q6K {
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
       const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
       const Factors<PARTS> factors(unit + header, from_half(*(const u16*)(unit + d)), share);
-      Operands<NT> next(w, u, x, 0);
+      Operands next(w, u, x, 0);
       store(factors);
       __syncwarp();
 #pragma unroll
       for (int j = 0; j < 4 / PARTS; ++j) {
-        const Operands<NT> now = next;
-        if (j + 1 < 4 / PARTS) next = Operands<NT>(w, u, x, j + 1);
+        const Operands own = next;
+        if (j + 1 < 4 / PARTS) next = Operands(w, u, x, j + 1);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) add(acc, now, j, h);
+        for (int h = 0; h < 2; ++h) add(acc, own, j, h);
       }
       subtract_zeros(acc, unit + own, act + sums);
     }
 
     // 32 k, which are two groups.
-    DEVICE void add(Acc<NT>& acc, const Operands<NT>& of, int j, int h) const {
+    DEVICE void add(Acc<NT>& acc, const Operands& of, int j, int h) const {
       const float4 s0 = ((const float4*)scales)[(j * 4 + h * 2) * 8];
       const float4 s1 = ((const float4*)scales)[(j * 4 + h * 2 + 1) * 8];
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         const uint4 w = of.w[tile];
-        const uint2 u = of.u[tile];
+        const uint2 u = of.upper[tile];
         u32 a[2][4];
         codes_of(a, h ? w.z : w.x, h ? w.w : w.y, h ? u.y : u.x);
 #pragma unroll

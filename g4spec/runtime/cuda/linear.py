@@ -193,10 +193,14 @@ def shares(
 def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
     """How a product is cut, and `slices` of it. The fewer rows a stage has, the more groups there
     are, and the fewer slices of each it takes."""
-    how, narrow = _cut(x, weight), _cut(x, weight, narrow=True)
+    how = _cut(x, weight)
     n = slices(*_size(weight, how), count, most)
-    fewer = slices(*_size(weight, narrow), count, most) if n > FEW_SLICES else 0
-    return (narrow, fewer) if fewer else (how, n)
+    if n > FEW_SLICES:
+        narrow = _cut(x, weight, narrow=True)
+        fewer = slices(*_size(weight, narrow), count, most)
+        if fewer:
+            return narrow, fewer
+    return how, n
 
 
 def _cut(x: Rows, weight: Weight, narrow: bool = False) -> Cut:
@@ -244,7 +248,7 @@ def _units() -> list[Unit]:
         for tiles in (1, 2):
             a, b = (cut(type, 256, 2, tiles, arch) for type in ("q4_k", "q6_k"))
             names[two(a, b)] = max(a.shared, b.shared)
-        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 32))
+        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 16))
     return out
 
 

@@ -100,9 +100,8 @@ struct RowsRole {
     constexpr int UNITS = C::template UNITS<F>, NT = C::NT, BLOCKS = UNITS * F::UNIT / 64;
     constexpr int HALVES = (BLOCKS * 8 * NT + 31) / 32, SUMS = (BLOCKS * 8 + 31) / 32;
     int from[HALVES], to[HALVES], sum_from[SUMS], sum_to[SUMS];  // of row and column 0
-    const int word = lane % 8, pitch = word / 2 == 2 ? 4 : 8;    // 16s, 16s, 32s, split 32s
-    const int plane = word < 4 ? SPLIT16 + word / 2 * 64 + word % 2 * 4
-                      : word < 6 ? SUMS32 + word % 2 * 32 : SPLIT32 + word % 2 * 4;
+    const int word = lane % 8;  // of a row's sums
+    const int pitch = sum_word(1, 1, word) - sum_word(1, 0, word);
 #pragma unroll
     for (int j = 0; j < HALVES; ++j) {  // 16 or 8 bytes of a row
       const int i = j * 32 + lane, block = i / (8 * NT), k16 = i / 4 % 4, t = i % 4;
@@ -112,9 +111,9 @@ struct RowsRole {
     }
 #pragma unroll
     for (int j = 0; j < SUMS; ++j) {  // of 16 and of 32
-      const int block = j * 4 + lane / 8, within = pitch == 8 ? word % 2 * 4 : 0;
-      sum_from[j] = block * ACT_BYTES * NT + (plane - within) * NT + within;
-      sum_to[j] = block * ACT_BYTES + plane;
+      const int block = j * 4 + lane / 8;
+      sum_from[j] = block * ACT_BYTES * NT + sum_word(NT, 0, word);
+      sum_to[j] = block * ACT_BYTES + sum_word(1, 0, word);
     }
     const int all = w.width / 64;
     for (int first = 0; first < all; first += BLOCKS, at.next()) {

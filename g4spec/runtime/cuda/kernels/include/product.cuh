@@ -36,6 +36,24 @@ DEVICE void fragments_of(u32 (&b)[2][NT][2], const u8* rows, int k64, int h) {
     }
   }
 }
+// What a lane multiplies of 64 k: 4-bit codes of both tiles, upper bits of them, and activations.
+template <int NT, class Upper, bool HAS_UPPER = true>
+struct KOperands {
+  uint4 w[2];
+  Upper upper[2];
+  u32 b[2][2][NT][2];
+
+  DEVICE KOperands(const u8* codes, const u8* uppers, const u8* rows, int k64) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      w[tile] = ((const uint4*)codes)[tile * 128 + k64 * 32];
+      if constexpr (HAS_UPPER) upper[tile] = ((const Upper*)uppers)[tile * 128 + k64 * 32];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) fragments_of<NT>(b[h], rows, k64, h);
+  }
+};
+
 // Activations of one k64 in shared memory.
 template <int NT>
 struct Activations {

@@ -47,6 +47,12 @@ struct SumPlace {
   }
 };
 
+// Where the eight words of a row's sums are: split 16s of both halves, 32s, split 32s.
+DEVICE int sum_word(int tiles, int m, int word) {
+  const SumPlace at(tiles, m, word < 4 ? word / 2 : word % 2);
+  return word < 4 ? at.split16 + word % 2 * 4 : word < 6 ? at.sums32 : at.split32 + word % 2 * 4;
+}
+
 // Where values 4 i .. 4 i + 3 of row m go, in bytes.
 struct RowPlace {
   u32 block, halves;
