@@ -59,28 +59,36 @@ DEVICE void advance(int i, Cursor<S, PARTS>& ahead, const Work<S::KEYS>& work, i
   commit_copies();
 }
 
-// Rows of an item to shared memory, and what each of them sees.
+// Where the row of a lane comes from, of those of an item that a warp loads, or -1; what it sees goes
+// to shared memory.
 template <class S>
-DEVICE void load_rows(char* shared, const Args& args, const Item& item, int warp) {
-  constexpr int PIECES = S::D / 8, OWN = S::ROWS / S::QW;  // of a row, rows of a warp
+DEVICE int find_row(char* shared, const Args& args, const Item& item, int warp) {
+  constexpr int OWN = S::ROWS / S::QW;  // rows of a warp
   const int lane = threadIdx.x % 32, first = item.rows * S::ROWS, rows = args.tokens * args.group;
   const int mine = first + warp * OWN + lane;
   const int token = mine < rows ? (u32)mine / (u32)args.group : 0;
   const int head = item.head * args.group + mine - token * args.group;
-  const int offset = mine < rows ? token * args.n_kv * args.group + head : -1;
-#pragma unroll
-  for (int i = 0; i < OWN; ++i) {
-    const int r = warp * OWN + i, from = __shfl_sync(FULL, offset, i);
-#pragma unroll
-    for (int piece = lane; piece < PIECES; piece += 32) {
-      char* to = shared + S::Q_AT + place_of_row<S>(r, piece);
-      if (from >= 0) copy16(to, args.q + (i64)from * S::D + piece * 8);
-      else *(uint4*)to = {0, 0, 0, 0};
-    }
-  }
   if (lane < OWN) {
     const int last = mine < rows ? (int)__ldcg(args.last + token) : -1;
     ((int2*)(shared + S::SEES_AT))[mine - first] = {(int)__ldcg(args.first + token), last};
+  }
+  return mine < rows ? token * args.n_kv * args.group + head : -1;
+}
+
+// Rows of an item to shared memory. `row`: what `find_row` found.
+template <class S>
+DEVICE void load_rows(char* shared, const Args& args, int row, int warp) {
+  constexpr int PIECES = S::D / 8, OWN = S::ROWS / S::QW;  // of a row, rows of a warp
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < OWN; ++i) {
+    const int from = __shfl_sync(FULL, row, i);
+#pragma unroll
+    for (int piece = lane; piece < PIECES; piece += 32) {
+      char* to = shared + S::Q_AT + place_of_row<S>(warp * OWN + i, piece);
+      if (from >= 0) copy16(to, args.q + (i64)from * S::D + piece * 8);
+      else *(uint4*)to = {0, 0, 0, 0};
+    }
   }
 }
 
@@ -160,8 +168,9 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
   auto load = [&](int stage, const Cursor<S, S::KS>& at) {
     load_keys<S>(stages + stage * S::K_STAGE, args.k, args.v, at, args.capacity, thread);
   };
+  const int row = work.count ? find_row<S>(shared, args, work.items[0], warp) : -1;
   auto ahead = fill<S::KS, S::KR, S>(work, args, settled, load, [&] {
-    if (work.count) load_rows<S>(shared, args, work.items[0], warp);
+    if (work.count) load_rows<S>(shared, args, row, warp);
   });
   float* last = (float*)(shared + S::LAST_AT) + warp * S::ROWS;  // each warp has its own
   int tile = 0;  // so far, over all items
@@ -169,7 +178,7 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
   for (int round = 0; round < work.count; ++round) {
     const Item item = work.items[round], before = work.items[most(0, round - 1)];
     if (item.head != before.head || item.rows != before.rows) {
-      load_rows<S>(shared, args, item, warp);
+      load_rows<S>(shared, args, find_row<S>(shared, args, item, warp), warp);
       commit_copies();
       wait_copies<0>();
     }
