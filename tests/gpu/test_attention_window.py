@@ -67,7 +67,11 @@ class Layer:
         return (at - self.window + 1).clamp(min=0), at
 
     def attend(
-        self, y: torch.Tensor, skip: int = 0, last: torch.Tensor | None = None
+        self,
+        y: torch.Tensor,
+        skip: int = 0,
+        last: torch.Tensor | None = None,
+        at_once: int | None = None,
     ) -> torch.Tensor:
         """Halves [T, N] of rows y, `skip` positions behind the start. `last`: what they see."""
         first, at = self.span(y.shape[1], skip)
@@ -75,7 +79,7 @@ class Layer:
         del junk  # what the kernel leaves unwritten is NaN
         q = Unfinished(self.heads, y, at)
         out = attention_window.attend(
-            q, self.kv, first, at if last is None else last, SCALE, self.arrived
+            q, self.kv, first, at if last is None else last, SCALE, self.arrived, at_once
         )
         assert not self.arrived.any()
         return parity.stored(out)
@@ -116,6 +120,21 @@ def test_a_row_has_the_same_bits_beside_any_others(
         for skip in range(0, 16, step):
             some = alone.attend(y[:, skip : skip + step].contiguous(), skip)
             assert torch.equal(some, together[skip : skip + step]), (step, skip)
+
+
+@pytest.mark.parametrize("start", [1500, 0, 250, 1020, 4090])
+@pytest.mark.parametrize("count", [16, 3, 11])
+@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
+def test_how_many_chunks_a_block_has_changes_nothing(
+    n_kv: int, window: int, slices: int, start: int, count: int
+) -> None:
+    layer = Layer(n_kv, window, slices, start)
+    y, others = layer.product(count), [layer.copy(), layer.copy()]
+    want = layer.attend(y, at_once=1 << 20)  # one
+    for other, at_once in zip(others, (1, 2 * n_kv * -(-count // 4)), strict=True):
+        assert torch.equal(other.attend(y, at_once=at_once), want)
+        for mine, theirs in zip(planes(other.kv), planes(layer.kv), strict=True):
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("start", [120, 700])

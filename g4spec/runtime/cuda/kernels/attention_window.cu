@@ -1,11 +1,11 @@
 // Attention of a layer with a window in one launch, from the product of queries, keys and values to
 // the input of the next product: heads of 256, two of queries for each of keys, Q8_0 caches.
 //
-// A block has the keys of one chunk (CHUNK absolute positions) of one head, and four tokens. What was
-// settled before this step comes to shared memory before the kernel in front has ended; then each
-// warp finishes heads (head.cuh): queries go to shared memory, and the step's keys and values, which
-// the block with their token also takes to the cache. If the tokens see several chunks, the last of
-// their blocks to arrive adds them, in their order.
+// A block has one head, four tokens, and some of the chunks (CHUNK absolute positions) that they see,
+// the newest first. What was settled before this step comes to shared memory, of the first chunk
+// before the kernel in front has ended; then each warp finishes heads (head.cuh): queries go to shared
+// memory, and the step's keys and values, which the block with their token also takes to the cache.
+// If the tokens see several chunks, the last of their blocks to arrive adds them, in their order.
 // Row r of the 8-wide operand is token r / 2 of the four, head r % 2.
 #include "attend_tiles.cuh"
 #include "head.cuh"
@@ -43,6 +43,9 @@ struct Part {
   int slot, chunks;        // chunk number `slot` of those that the tokens see
   int start, settled;      // its first position; the first position of this step
   Span span;
+
+  template <class W>
+  DEVICE void at(int chunk) { slot = chunk, start = (span.lo / W::CHUNK + chunk) * W::CHUNK; }
 
   // Where its rows are among partial results, of chunk number `chunk`.
   DEVICE int place(int chunk) const { return (chunk * blocks + block) * 8; }
@@ -120,8 +123,8 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* share
              (u16*)cache_scales);
 }
 
-// The step's own heads, a warp each: queries of the block's tokens (warps 0 to 7), and keys and values
-// of all tokens that lie in the chunk.
+// The step's own heads, a warp each: queries of the block's tokens (warps 0 to 7) with its first chunk,
+// and keys and values of all tokens that lie in a chunk.
 template <class W, int SLICES>
 struct Own {
   static constexpr int ROUNDS = 3;
@@ -141,26 +144,26 @@ struct Own {
       angles[t * (D / 2) + threadIdx.x % (D / 2)] = cos_sin((float)(p.settled + t) * freq);
   }
   // Token and kind of a warp's vector; token -1: none.
-  DEVICE int2 vector(int round, const Args& a, const Part& p) const {
+  DEVICE int2 vector(int round, bool queries, const Args& a, const Part& p) const {
     const int warp = threadIdx.x / 32, i = round * WARPS + warp - 2 * TOKENS;
-    if (i < 0) return {warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
+    if (i < 0) return {queries && warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
     const int t = i / 2;
     const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK;
     return {t < a.tokens && stored ? t : -1, 2 + i % 2};
   }
-  DEVICE void finish_all(char* shared, const Args& a, const Part& p) const {
+  DEVICE void finish_all(char* shared, bool queries, const Args& a, const Part& p) const {
     Vector x[ROUNDS];
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int2 v = vector(i, a, p);
+      const int2 v = vector(i, queries, a, p);
       const int head = v.y < 2 ? 2 * p.head + v.y : v.y * a.n_kv + p.head;
       if (v.x >= 0) x[i].template load<SLICES>(a.y, v.x, a.tokens, 4 * a.n_kv, head);
     }
     __syncthreads();  // angles, and scales of zero
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
-      const int2 v = vector(i, a, p);
+      const int2 v = vector(i, queries, a, p);
       if (v.x >= 0) finish<W>(x[i], weights[i > 0], v.y, v.x, shared, a, p);
     }
   }
@@ -245,37 +248,43 @@ DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row
   return v;
 }
 
-// Leaves what this block has of a row; whether it is the last one with its tokens.
+// Each thread has four columns of one of the eight rows.
+struct Columns {
+  int row = threadIdx.x / (D / 4), quad = threadIdx.x % (D / 4);
+};
+
 template <class W, int TILES>
-DEVICE bool last_to_arrive(char* shared, const Args& a, const Part& p, int row, int quad) {
+DEVICE void leave(char* shared, const Args& a, const Part& p) {
+  const Columns c;
+  const i64 place = p.place(p.slot) + c.row;
+  const float weight = weight_of<W>(shared, c.row);
+  __stcg((float4*)a.sums + place * (D / 4) + c.quad, values_of<W, TILES>(shared, p, c.row, c.quad));
+  if (c.quad == 0)
+    __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::FADE_AT))[c.row], weight});
+}
+
+// Whether this block is the last one of these tokens.
+DEVICE bool last_to_arrive(const Args& a, const Part& p) {
   __shared__ bool last;
-  const i64 place = p.place(p.slot) + row;
-  const float weight = weight_of<W>(shared, row);
-  __stcg((float4*)a.sums + place * (D / 4) + quad, values_of<W, TILES>(shared, p, row, quad));
-  if (quad == 0)
-    __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::FADE_AT))[row], weight});
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = add_acquire_release(a.arrived + p.block, 1) == p.chunks - 1;
+    last = add_acquire_release(a.arrived + p.block, 1) == least(p.chunks, (int)gridDim.z) - 1;
     if (last) a.arrived[p.block] = 0;
   }
   __syncthreads();
   return last;
 }
 
-// Each thread has four columns of one of the eight rows.
 template <class W, int TILES>
 DEVICE void write(char* shared, const Args& a, const Part& p) {
-  const int row = threadIdx.x / (D / 4), quad = threadIdx.x % (D / 4), tiles = tiles_of(a.tokens);
-  const bool whole = p.chunks == 1;
-  if (!whole && !last_to_arrive<W, TILES>(shared, a, p, row, quad)) return;
-  const int column = (p.head * 2 + row % 2) * (D / 4) + quad;
-  for (int token = p.from + row / 2; token < 8 * tiles; token += gridDim.y * TOKENS) {
+  const Columns c;
+  const int tiles = tiles_of(a.tokens), column = (p.head * 2 + c.row % 2) * (D / 4) + c.quad;
+  for (int token = p.from + c.row / 2; token < 8 * tiles; token += gridDim.y * TOKENS) {
     float4 v = {0, 0, 0, 0};
     if (token < a.tokens) {
       float total;
-      if (whole) v = values_of<W, TILES>(shared, p, row, quad), total = weight_of<W>(shared, row);
-      else v = combined<W>(shared, a, p, row, quad, total);
+      if (p.chunks > 1) v = combined<W>(shared, a, p, c.row, c.quad, total);
+      else v = values_of<W, TILES>(shared, p, c.row, c.quad), total = weight_of<W>(shared, c.row);
       v = mul4(v, reciprocal(total));
     }
     RowPlace(tiles, token, column).store(a.rows, v, true);
@@ -319,7 +328,8 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
 
 // y [SLICES][tokens][4 n_kv heads][256]: two heads of queries for each of keys, keys, values. What
 // rows see, `first` .. `last`, both rising, and their consecutive `positions` were written by kernels
-// that had ended before the one in front started. Grid: [n_kv, tokens / 4, chunks that can be seen].
+// that had ended before the one in front started. Grid: [n_kv, tokens / 4, any], which changes nothing
+// about the result.
 template <int TILES, int SLICES>
 __global__ __launch_bounds__(512, 1) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
@@ -335,7 +345,7 @@ __global__ __launch_bounds__(512, 1) void attend_window(
                   rows, tokens, n_kv, flags, capacity, eps, scale * 1.44269504f};
   Part p;
   p.head = blockIdx.x, p.from = blockIdx.y * TOKENS, p.count = least(tokens - p.from, TOKENS);
-  p.block = blockIdx.y * n_kv + p.head, p.blocks = gridDim.y * n_kv, p.slot = blockIdx.z;
+  p.block = blockIdx.y * n_kv + p.head, p.blocks = gridDim.y * n_kv;
   // What was there before is all asked for at once.
   const int end = p.from + p.count - 1, token = least(p.from + (int)threadIdx.x / 2, end);
   p.span = {(int)__ldcg(first + p.from), (int)__ldcg(last + end), (int)__ldcg(first + end),
@@ -344,17 +354,25 @@ __global__ __launch_bounds__(512, 1) void attend_window(
   int2 sees = {(int)__ldcg(first + token), (int)__ldcg(last + token)};
   const Own<W, SLICES> own(a, freqs);
   p.chunks = p.span.hi / W::CHUNK - p.span.lo / W::CHUNK + 1;
-  if (p.slot >= p.chunks) return;
-  p.start = (p.span.lo / W::CHUNK + p.slot) * W::CHUNK;
+  if ((int)blockIdx.z >= p.chunks) return;
+  p.at<W>(p.chunks - 1 - blockIdx.z);
   load_settled<W>(shared, a, p);
   if ((int)threadIdx.x >= p.count * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::SEES_AT))[threadIdx.x] = sees;
   own.set_angles(shared, a, p);
-  own.finish_all(shared, a, p);
-  wait_copies<0>();
-  __syncthreads();
-  clean<W>(shared, p);
-  attend<W, TILES>(shared, a, p);
-  write<W, TILES>(shared, a, p);
+#pragma unroll 1
+  for (bool first = true;; first = false) {
+    own.finish_all(shared, first, a, p);
+    wait_copies<0>();
+    __syncthreads();
+    clean<W>(shared, p);
+    attend<W, TILES>(shared, a, p);
+    if (p.chunks > 1) leave<W, TILES>(shared, a, p);
+    if (p.slot < (int)gridDim.z) break;
+    p.at<W>(p.slot - gridDim.z);
+    __syncthreads();  // sums have been read
+    load_settled<W>(shared, a, p);
+  }
+  if (p.chunks == 1 || last_to_arrive(a, p)) write<W, TILES>(shared, a, p);
 #endif
 }
