@@ -3,8 +3,9 @@
     python benchmarks/gpu_steps.py [31b 26b-a4b ...] [--contexts 64 4096 32768] [--cache-type q8_0]
 
 Measured as `g4spec bench --synthetic` does it (random weights, forced acceptance), with the kernels
-of one step at the last context by the time they add. Writes `results/<date>-gpu-steps.json`. Exit
-code 1 if a required figure is missed; they were set for an H200 and mean nothing on another GPU.
+of one step by the time they add, and what steps take in a row for half a second, when power limits
+the clock. Writes `results/<date>-gpu-steps.json`. Exit code 1 if a required figure is missed; they
+were set for an H200 and mean nothing on another GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import datetime
 import functools
 import json
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -54,9 +56,29 @@ def kernels(play: Any, times: int = 5) -> dict[str, float]:
     return {name: round(us / 1e3 / times, 4) for name, us in total.most_common() if us}
 
 
-def keep(into: dict[str, dict[str, float]], rows: int, play: Any) -> None:
+def sustained(play: Any, seconds: float = 0.5) -> dict[str, float]:
+    """Milliseconds of a step among others without a pause; watts and megahertz in the end."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    times = max(10, round(seconds * 1e3 / steps.milliseconds(play, 3)))
+    begin = time.perf_counter()
+    for _ in range(times):
+        play()
+    time.sleep(0.9 * seconds)
+    watts = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+    clock = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
+    torch.cuda.synchronize()
+    each = (time.perf_counter() - begin) * 1e3 / times
+    return {"ms": round(each, 3), "watts": watts, "clock_mhz": clock}
+
+
+def keep(into: dict[str, dict[str, Any]], context: int, rows: int, play: Any) -> None:
     if rows in (1, 16):
-        into[f"{rows} rows"] = kernels(play)
+        into["kernels_ms"][f"{rows} rows at {context}"] = kernels(play)
+    if rows in (1, 8, 16):
+        into["sustained"][f"{rows} rows at {context}"] = sustained(play)
 
 
 def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
@@ -83,10 +105,9 @@ def main() -> int:
     results, found = [], []
     for name in args.models:
         ops: Any = devices.select("cuda", args.cache_type)[0]
-        step: dict[str, dict[str, float]] = {}
-        result = steps.measure(name, ops, protocol, functools.partial(keep, step))
-        result["kernels_ms"] = step
-        results.append(result)
+        seen: dict[str, dict[str, Any]] = {"kernels_ms": {}, "sustained": {}}
+        result = steps.measure(name, ops, protocol, functools.partial(keep, seen))
+        results.append(result | seen)
         found += goals(result)
         for row in result["rows"]:
             print(name, *(f"{k} {v:g}" for k, v in row.items() if v is not None), flush=True)

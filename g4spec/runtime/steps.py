@@ -58,7 +58,7 @@ class Protocol:
                              "token included", found=self.accept_length)  # fmt: skip
 
 
-Watch = Callable[[int, Callable[[], Any]], Any]
+Watch = Callable[[int, int, Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def measure(
     file's contents.
 
     Args:
-        watch: is given each number of rows, and what plays a step of so many, at the last context.
+        watch: is given each context and number of rows, and what plays a step of so many there.
     """
     check(name, protocol.type)
     with torch.cuda.device(ops.device):
@@ -92,11 +92,13 @@ def measure(
         drafter = None
         if name in synthetic.DRAFTS:
             drafter = synthetic.draft(name, protocol.draft_type, ops, target)
-        rows = [_at(context, target, drafter, protocol) for context in protocol.contexts]
-        if watch is not None:
-            for count in ROWS:
+        rows = []
+        for context in protocol.contexts:
+            rows.append(_at(context, target, drafter, protocol))
+            if watch is not None:
                 step: Any = target._step
-                watch(count, step.recording(count).replay)
+                for count in ROWS:
+                    watch(context, count, step.recording(count).replay)
     held = weight_bytes(target.model.w) + pairs
     step = held - _idle_bytes(target.model.w, target.config.layers[0])
     plain = rows[0].steps[1]
