@@ -1,8 +1,9 @@
 """Times steps and cycles of models with random weights on a GPU (`bench --synthetic`).
 
 A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
-not what Python adds. A cycle is timed by the clock with everything in it, and accepts as many
-drafts as it is told to: random weights predict nothing.
+not what Python adds. It has been played for a while before, so that the GPU's clock is what power
+allows for such steps, and not for the prompt that was read before. A cycle is timed by the clock
+with everything in it, and accepts as many drafts as it is told to: random weights predict nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SCHEMA = "g4spec.synthetic/1"
 ROWS = (1, 2, 4, 8, 16)
 CONTEXTS = (64, 4096)
 WARM = 3
+SETTLE = 0.25
+"""Seconds for which a step is played before it is timed."""
 
 LABEL = "random weights, made on the GPU; acceptance forced: speed only, nothing about quality"
 
@@ -123,9 +126,13 @@ def check(name: str, type: str) -> None:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
 
 
-def milliseconds(run: Callable[[], Any], times: int = 20) -> float:
-    """Median time on the GPU of what `run` launches."""
+def milliseconds(run: Callable[[], Any], times: int = 20, settle: float = 0.0) -> float:
+    """Median time on the GPU of what `run` launches, `settle` seconds after it did so first."""
     run()
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < settle:
+        run()
+        torch.cuda.synchronize()
     out = []
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -170,7 +177,7 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
         ids = _tokens(target, rows)
         logits = target.step(ids, context).logits
         assert bool(logits.isfinite().all()), (context, rows)
-        steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times)
+        steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times, SETTLE)
     if drafter is None:
         return Row(context, fill, steps, None, None, round(1e3 / steps[1], 1))
     cycle = round(median(_cycles(target, drafter, context, protocol)), 3)

@@ -35,10 +35,10 @@ def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, turning: int) 
     test_attention.check(torch.randn(1, 8, dim).half(), kv, [0], [n - 1])
 
 
-@pytest.mark.parametrize(("start", "count"), [(250, 13), (400, 1)])
-def test_attention_of_a_layer_with_a_window(start: int, count: int) -> None:
+@pytest.mark.parametrize(("start", "count", "at_once"), [(250, 13, None), (400, 3, 1)])
+def test_attention_of_a_layer_with_a_window(start: int, count: int, at_once: int | None) -> None:
     layer = test_attention_window.Layer(2, 300, 4, start)
-    assert layer.attend(layer.product(count)).isfinite().all()
+    assert layer.attend(layer.product(count), at_once=at_once).isfinite().all()
 
 
 def test_experts_of_a_layer() -> None:
