@@ -159,7 +159,8 @@ class Engine:
         self.notes: list[str] = []
         self._auto: Auto | None = None
         target.taps = draft.taps if draft else ()
-        self.player = target.ops.player(target, draft)
+        self.plain = target.ops.player(target, None)
+        self.player = target.ops.player(target, draft) if draft else None
 
     @classmethod
     def load(
@@ -213,7 +214,9 @@ class Engine:
         self._check_prompt(prompt)
         stats = Stats(prompt_tokens=len(prompt))
         sampler = replace(options.sampler, suppress=self.tokenizer.suppress_ids)
-        player = self.player if self.player and self.player.ready(sampler) else None
+        draft = None if options.draft_max == 0 else self.draft
+        player = self.player if draft else self.plain
+        player = player if player and player.ready(sampler) else None
         length = self._length(options, player)
         started = time.perf_counter()
         if self.draft:
@@ -223,7 +226,6 @@ class Engine:
                 self.draft.commit(read)
         logits = self.target.logits(read.hidden[-1:])[0]
         stats.prefill_seconds = time.perf_counter() - started
-        draft = None if options.draft_max == 0 else self.draft
         chooser = self.target.ops.chooser(sampler)
         cycles = Speculation(self.target, Backlog(draft), chooser, length, logits,
                              len(prompt), options.n_predict, player)  # fmt: skip

@@ -86,7 +86,8 @@ class Ops(SimpleOps):
     def player(
         self, target: Target, draft: Draft | None, forced: int | None = None
     ) -> Player | None:
-        """What plays cycles of the two as a whole, where a backend can; else the loop does it.
+        """What plays cycles of the two as a whole, or without a draft plain steps, where a backend
+        can; else the loop does it.
 
         Args:
             forced: accept so many drafted tokens, whatever they are (for measurements).

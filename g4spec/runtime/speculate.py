@@ -56,7 +56,8 @@ class Played:
 
 
 class Player(Protocol):
-    """Plays cycles of one target and one draft, with the draft brought up to date in each."""
+    """Plays cycles of one target and one draft, with the draft brought up to date in each; or of a
+    target alone."""
 
     def ready(self, sampler: Sampler) -> bool:
         """Take another sampler; False where it cannot."""
@@ -68,8 +69,8 @@ class Player(Protocol):
         ...
 
     def start(self, count: int) -> None:
-        """Start a cycle of `count` drafted tokens where the one before it will have ended. Two may
-        be started and not yet asked for."""
+        """Start a cycle of `count` drafted tokens, none without a draft, where the one before it
+        will have ended. Two may be started and not yet asked for."""
         ...
 
     def result(self) -> Played:
@@ -130,7 +131,7 @@ class Speculation:
         backlog: holds the prompt as the target has read it, and the draft if there is one.
         logits: of the prompt's last row, [V]. `position`: where the first new token goes.
         limit: most tokens to choose.
-        player: plays cycles with a draft, if given; it has been told the sampler.
+        player: plays cycles, with the draft if there is one; it has been told the sampler.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Speculation:
         while left > 0 and position < self.target.n_ctx:
             room = min(left - 1, self.target.n_ctx - 1 - position)
             count = self._count(room)
-            if count and self._player:
+            if self._player and (count or self.backlog.draft is None):
                 cycle = self._play(self._player, token, position, count, room)
             else:
                 cycle = self._step(token, position, count)
@@ -202,7 +203,8 @@ class Speculation:
         length, even where all of this one is accepted."""
         started = time.perf_counter()
         if not self._ahead:
-            self.backlog.flush()
+            if self.backlog.draft is not None:
+                self.backlog.flush()
             player.begin(token, position)
             player.start(count)
         self._ahead = self.length.steady and room - (count + 1) >= count

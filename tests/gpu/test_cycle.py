@@ -68,11 +68,12 @@ def cycles(
     engine: Engine, options: Options, *, parts: bool = False, prompt: list[int] = PROMPT
 ) -> tuple[Run, list[tuple[Any, ...]]]:
     """A finished run, and what its cycles did; with `parts` by the loop alone."""
-    player = engine.player
-    engine.player = None if parts else player
+    players = engine.player, engine.plain
+    if parts:
+        engine.player = engine.plain = None
     run = engine.generate(prompt, options)
     did = [(c.tokens, c.logits, c.drafted, c.accepted) for c in run]
-    engine.player = player
+    engine.player, engine.plain = players
     return run, did
 
 
@@ -116,6 +117,28 @@ def test_every_length_does_what_the_loop_does(
         assert run.ids == plain.ids, count
     assert did == cycles(engine, options(count, 16, sampler), parts=True)[1]
     assert run.stats.accepted > 5
+
+
+@pytest.mark.parametrize("sampler", [GREEDY, HOT, NARROW], ids=["greedy", "hot", "narrow"])
+@pytest.mark.parametrize("draft", [None, "zlab"])
+def test_plain_steps_do_what_the_loop_does(
+    folder: Path, draft: str | None, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other without the host; to the end of the context, and up to a stop."""
+    room, done = 20, list[str]()
+    path = None if draft is None else folder / f"{draft}.gguf"
+    engine = Engine.load(folder / "target.gguf", path, n_ctx=len(PROMPT) + room, device="cuda",
+                         chunk=64)  # fmt: skip
+    wanted, did = cycles(engine, options(0, 999, sampler), parts=True)
+    for name in ("start", "result"):
+        monkeypatch.setattr(cycle.Cycles, name, noted(getattr(cycle.Cycles, name), name, done))
+    run, played = cycles(engine, options(0, 999, sampler))
+    assert run.ids == wanted.ids and played == did and run.stats.stop_reason == "context"
+    assert done == ["start"] + ["start", "result"] * (room - 1) + ["result"]
+    engine.stop_ids = frozenset({wanted.ids[9]})
+    for parts in (False, True, False):
+        run, _ = cycles(engine, options(0, 999, sampler, ignore_eos=False), parts=parts)
+        assert run.ids == wanted.ids[: wanted.ids.index(wanted.ids[9])]
 
 
 @pytest.mark.parametrize("name", [n for n in MAKE if n != "zlab"])

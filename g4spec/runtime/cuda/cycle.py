@@ -1,7 +1,8 @@
 """Whole cycles on the GPU: proposal, step, choice, acceptance and the draft's commit follow each
 other without the host, which may start a cycle before it has read what the one before it did.
 
-A cycle is two CUDA graphs, one behind the other, so that events between them tell what each takes.
+A cycle is two CUDA graphs, one behind the other, so that events between them tell what each takes;
+without a draft it is one, a step of one row.
 Where the sequence stands, and how many drafted tokens count, are numbers in device memory: a
 proposal of any length and position is the same graph, and so is a step of the same number of rows.
 Rows behind those that count are padding, see `g4spec.runtime.graphs`. Rows of rejected tokens are
@@ -77,12 +78,13 @@ class Cycles:
     """Cycles of a target and a draft (`g4spec.runtime.speculate.Player`).
 
     Args:
+        draft: or None: cycles of no drafted tokens.
         pool: memory that all recordings share.
         forced: accept so many drafted tokens, whatever they are (for measurements).
     """
 
     def __init__(
-        self, target: Target, draft: Recordable, pool: Any, forced: int | None = None
+        self, target: Target, draft: Recordable | None, pool: Any, forced: int | None = None
     ) -> None:
         self._target, self._draft, self._pool = target, draft, pool
         device = target.ops.device
@@ -116,18 +118,21 @@ class Cycles:
 
     def start(self, count: int) -> None:
         """Start a cycle of `count` drafted tokens where the one before it ends."""
-        assert 1 <= count <= self._draft.max_tokens and len(self._waiting) < AHEAD
+        draft = self._draft
+        assert 1 <= count <= draft.max_tokens if draft else count == 0, count
+        assert len(self._waiting) < AHEAD
         if count != self._count:
             self._on.state[3:].fill_(1 + count)
             self._count = count
         slot = self._slots[0]
         self._slots.rotate()
-        drafts = self._draft.max_tokens if self._draft.at_once else count
         rows = next(size for size in STEPS if size > count)
         slot.begun.record()
-        self._recorded("proposal", drafts, self._propose).replay()
+        if draft:
+            drafts = draft.max_tokens if draft.at_once else count
+            self._recorded("proposal", drafts, self._propose).replay()
         slot.proposed.record()
-        self._recorded("step", rows, self._verify).replay()
+        self._recorded("step", rows, self._verify if draft else self._plain).replay()
         slot.seen.whole.copy_(self._on.whole, non_blocking=True)
         slot.ended.record()
         self._waiting.append((slot, count))
@@ -163,11 +168,22 @@ class Cycles:
             self._made[key] = graphs.Capture(lambda: run(size), self._pool)
         return self._made[key]
 
-    def _propose(self, count: int) -> tuple[()]:
-        """The first half: where the step stands, and what it reads."""
+    def _place(self) -> None:
+        """Where the step stands, and the first token that it reads."""
         on = self._on
         on.ids[:1].copy_(on.state[1:2])
         torch.add(on.state[:1], self._rows, out=on.positions)
+
+    def _plain(self, size: int) -> tuple[()]:
+        """A cycle without a draft."""
+        self._place()
+        return self._verify(size)
+
+    def _propose(self, count: int) -> tuple[()]:
+        """The first half: what the step reads."""
+        on = self._on
+        assert self._draft is not None
+        self._place()
 
         def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
             chosen = self._chosen(logits, on.positions[at : at + len(logits)])
@@ -185,7 +201,8 @@ class Cycles:
         hidden, taps, logits = self._target.run(ids, positions)
         chosen = self._chosen(logits, positions)
         self._state.accept(chosen.ids, ids, forced=self._forced)
-        self._draft.take(Unseen(ids, positions, hidden, taps), on.state[2:3])
+        if self._draft is not None:
+            self._draft.take(Unseen(ids, positions, hidden, taps), on.state[2:3])
         on.chosen[:size].copy_(chosen.ids)
         on.bad[:size].copy_(chosen.bad)
         on.logits[:size].copy_(chosen.values)

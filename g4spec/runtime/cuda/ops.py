@@ -129,7 +129,7 @@ class CudaOps(Ops):
     def player(
         self, target: Target, draft: Draft | None, forced: int | None = None
     ) -> Player | None:
-        if not isinstance(draft, Recordable) or not draft.recordable:
+        if draft is not None and not (isinstance(draft, Recordable) and draft.recordable):
             return None
         return Cycles(target, draft, self._pool, forced)
 
