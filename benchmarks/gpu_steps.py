@@ -15,7 +15,6 @@ import datetime
 import functools
 import json
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -62,15 +61,20 @@ def sustained(play: Any, seconds: float = 0.5) -> dict[str, float]:
 
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = max(10, round(seconds * 1e3 / steps.milliseconds(play, 3)))
-    begin = time.perf_counter()
-    for _ in range(times):
+    begin.record()
+    for i in range(times):
         play()
-    time.sleep(0.9 * seconds)
+        if i == times * 9 // 10:
+            late = torch.cuda.Event()
+            late.record()
+    end.record()
+    late.synchronize()
     watts = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
     clock = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
-    torch.cuda.synchronize()
-    each = (time.perf_counter() - begin) * 1e3 / times
+    end.synchronize()
+    each = begin.elapsed_time(end) / times
     return {"ms": round(each, 3), "watts": watts, "clock_mhz": clock}
 
 
