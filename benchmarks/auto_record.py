@@ -56,7 +56,7 @@ def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)
-    measured = [engine._measure() for _ in range(MEASURED)]
+    measured = [engine._measure(engine.player, engine.plain) for _ in range(MEASURED)]
     return {
         "longest": engine.draft.max_tokens,
         "seconds": {str(n): round(min(m[n] for m in measured), 5) for n in measured[0]},

@@ -159,7 +159,7 @@ class Engine:
         self.notes: list[str] = []
         self._auto: Auto | None = None
         target.taps = draft.taps if draft else ()
-        self.plain = target.ops.player(target, None)
+        self.plain = target.ops.player(target, None, keep=draft is not None)
         self.player = target.ops.player(target, draft) if draft else None
 
     @classmethod
@@ -215,9 +215,9 @@ class Engine:
         stats = Stats(prompt_tokens=len(prompt))
         sampler = replace(options.sampler, suppress=self.tokenizer.suppress_ids)
         draft = None if options.draft_max == 0 else self.draft
-        player = self.player if draft else self.plain
-        player = player if player and player.ready(sampler) else None
-        length = self._length(options, player)
+        players = self.player if draft else None, self.plain
+        player, plain = (p if p and p.ready(sampler) else None for p in players)
+        length = self._length(options, player, plain)
         started = time.perf_counter()
         if self.draft:
             self.draft.reset()
@@ -228,7 +228,7 @@ class Engine:
         stats.prefill_seconds = time.perf_counter() - started
         chooser = self.target.ops.chooser(sampler)
         cycles = Speculation(self.target, Backlog(draft), chooser, length, logits,
-                             len(prompt), options.n_predict, player)  # fmt: skip
+                             len(prompt), options.n_predict, player, plain)  # fmt: skip
         return Run(self, cycles, options, stats)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
@@ -242,16 +242,16 @@ class Engine:
                              expected=f"at most {self.n_ctx} tokens", found=len(prompt),
                              fix=f"use -c {len(prompt) + 256} or more")  # fmt: skip
 
-    def _length(self, options: Options, player: Player | None) -> Length:
+    def _length(self, options: Options, player: Player | None, plain: Player | None) -> Length:
         if options.draft_max != "auto":
             return Fixed(options.draft_max)
         if self.draft is None:
             return Fixed(0)
         if self._auto is None:
-            self._auto = Auto(self._measure(player))
+            self._auto = Auto(self._measure(player, plain))
         return self._auto
 
-    def _measure(self, player: Player | None) -> dict[int, float]:
+    def _measure(self, player: Player | None, plain: Player | None) -> dict[int, float]:
         """Seconds of a cycle without a draft, with 1 and with the most drafted tokens; bringing the
         draft up to date is part of a cycle with one."""
         assert self.draft is not None
@@ -264,10 +264,14 @@ class Engine:
             if player:  # its cycles end with a commit, those in parts begin with one
                 self.draft.commit(read)
             began = time.perf_counter()
-            if count and player:
-                player.begin(2, at)
-                player.start(count)
-                player.result()
+            if plays := player if count else plain:
+                plays.begin(2, at)
+                plays.start(count)
+                if count == 0:  # one that follows another, as they do
+                    plays.start(0)
+                    plays.result()
+                    began = time.perf_counter()
+                plays.result()
             else:
                 if count:
                     self.draft.commit(read)

@@ -29,16 +29,15 @@ PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 
 
 class Length(Protocol):
-    """A policy for the number of drafted tokens.
-
-    Attributes:
-        steady: whether `next` depends on `most` alone.
-    """
-
-    steady: bool
+    """A policy for the number of drafted tokens."""
 
     def next(self, most: int) -> int:
         """Tokens to draft now, at most `most`."""
+        ...
+
+    def again(self, count: int, most: int) -> bool:
+        """Whether the next answer is certain to be `count`, like the last one, whatever is observed
+        meanwhile, with room for `most` at least. A policy may decide so by saying it."""
         ...
 
     def observe(self, count: int, accepted: int, seconds: float) -> None:
@@ -53,13 +52,14 @@ class Length(Protocol):
 class Fixed:
     """Always the same number."""
 
-    steady = True
-
     def __init__(self, count: int) -> None:
         self.count = count
 
     def next(self, most: int) -> int:
         return min(self.count, most)
+
+    def again(self, count: int, most: int) -> bool:
+        return count == min(self.count, most)
 
     def observe(self, count: int, accepted: int, seconds: float) -> None:
         pass
@@ -134,8 +134,6 @@ class Auto:
         memory: cycles after which an observation's weight has halved.
     """
 
-    steady = False
-
     def __init__(self, measured: dict[int, float], memory: int = 12) -> None:
         self.costs = Costs(measured)
         self._keep = 0.5 ** (1.0 / memory)
@@ -145,15 +143,21 @@ class Auto:
         self._uncapped = 0.0
         self._asked = 0
         self._since_draft = 0
+        self._certain = False  # that the next answer is 0
 
     def next(self, most: int) -> int:
-        count = self._best(most)
-        if count == 0 and self._since_draft >= PROBE:
+        count = 0 if self._certain else self._best(most)
+        if count == 0 and not self._certain and self._since_draft >= PROBE:
             count = min(2, most)
             count = count if self._affordable(count) else 0
         self._since_draft = 0 if count else self._since_draft + 1
-        self._asked = count
+        self._asked, self._certain = count, False
         return count
+
+    def again(self, count: int, most: int) -> bool:
+        """Of plain steps, where a draft would not be asked for now: it comes a step later then."""
+        self._certain = count == 0 and self._since_draft < PROBE and self._best(most) == 0
+        return self._certain
 
     def _affordable(self, count: int) -> bool:
         step = self.costs[0]

@@ -84,13 +84,18 @@ class Ops(SimpleOps):
         return direct
 
     def player(
-        self, target: Target, draft: Draft | None, forced: int | None = None
+        self,
+        target: Target,
+        draft: Draft | None,
+        forced: int | None = None,
+        keep: bool = False,
     ) -> Player | None:
         """What plays cycles of the two as a whole, or without a draft plain steps, where a backend
         can; else the loop does it.
 
         Args:
             forced: accept so many drafted tokens, whatever they are (for measurements).
+            keep: whether plain steps bring what a draft is given of them later (`Played.read`).
         """
         return None
 

@@ -48,11 +48,13 @@ class Played:
     Attributes:
         cycle: its times are the backend's own, without what the host took.
         refused: whether the draft's logits were not finite. bad: the same of the target's.
+        read: what a plain step has read, for a draft that has not been given it.
     """
 
     cycle: Cycle
     refused: bool
     bad: bool
+    read: Committed | None = None
 
 
 class Player(Protocol):
@@ -131,7 +133,8 @@ class Speculation:
         backlog: holds the prompt as the target has read it, and the draft if there is one.
         logits: of the prompt's last row, [V]. `position`: where the first new token goes.
         limit: most tokens to choose.
-        player: plays cycles, with the draft if there is one; it has been told the sampler.
+        player: plays cycles with a draft, if given; it has been told the sampler.
+        plain: the same of plain steps.
     """
 
     def __init__(
@@ -144,12 +147,14 @@ class Speculation:
         position: int,
         limit: int,
         player: Player | None = None,
+        plain: Player | None = None,
     ) -> None:
         self.target, self.backlog = target, backlog
         self.chooser, self.length = chooser, length
         self.failed: str | None = None
         self._logits, self._position, self._limit = logits, position, limit
-        self._player, self._ahead = player, False
+        self._player, self._plain = player, plain
+        self._ahead: Player | None = None  # has started a cycle that has not been asked for
 
     def __iter__(self) -> Iterator[Cycle]:
         position, left = self._position, self._limit
@@ -159,8 +164,9 @@ class Speculation:
         while left > 0 and position < self.target.n_ctx:
             room = min(left - 1, self.target.n_ctx - 1 - position)
             count = self._count(room)
-            if self._player and (count or self.backlog.draft is None):
-                cycle = self._play(self._player, token, position, count, room)
+            player = self._player if count else self._plain
+            if player:
+                cycle = self._play(player, token, position, count, room)
             else:
                 cycle = self._step(token, position, count)
             n = len(cycle.tokens)
@@ -202,15 +208,18 @@ class Speculation:
         """A cycle as a whole; the next one is started too, if it is certain to be of the same
         length, even where all of this one is accepted."""
         started = time.perf_counter()
-        if not self._ahead:
-            if self.backlog.draft is not None:
+        if self._ahead is not player:
+            if count:
                 self.backlog.flush()
             player.begin(token, position)
             player.start(count)
-        self._ahead = self.length.steady and room - (count + 1) >= count
+        later = room - (count + 1)  # room of the next one at least
+        self._ahead = player if later >= count and self._again(count, later) else None
         if self._ahead:
             player.start(count)
         played = player.result()
+        if played.read:
+            self.backlog.add(played.read)
         cycle, waited = played.cycle, time.perf_counter() - started
         if played.bad:
             raise NotFinite.of_logits()
@@ -219,6 +228,12 @@ class Speculation:
         # The longer of both: cycles may have run while nobody waited, or waited for the host.
         cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
         return cycle
+
+    def _again(self, count: int, room: int) -> bool:
+        """Whether the next cycle is one of `count` tokens too."""
+        if self.backlog.draft is None or self.failed:
+            return True
+        return self.length.again(count, min(room, self.backlog.draft.max_tokens))
 
     def _fail(self, error: NotFinite) -> None:
         self.failed = f"the draft cannot be used, going on without it: {error}"

@@ -12,7 +12,7 @@ import torch
 from g4spec import convert
 from g4spec.runtime.cuda import cycle
 from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.length import Fixed
+from g4spec.runtime.length import Auto, Fixed
 from g4spec.runtime.sampling import Sampler
 from tests import tiny, tiny_drafts
 from tests.emulator import unseen
@@ -153,15 +153,16 @@ def test_every_kind_does_what_the_loop_does(folder: Path, name: str) -> None:
 
 
 class Turns(Fixed):
-    """One number of tokens after the other; 0 is a step in parts."""
-
-    steady = False
+    """One number of tokens after the other."""
 
     def __init__(self, *counts: int) -> None:
         self._counts = itertools.cycle(counts)
 
     def next(self, most: int) -> int:
         return min(next(self._counts), most)
+
+    def again(self, count: int, most: int) -> bool:
+        return False
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-two", "p-eagle"])
@@ -173,7 +174,7 @@ def test_what_a_chain_keeps_is_what_the_loop_keeps(
     draft: Any = engine.draft
     plain, _ = cycles(engine, options(0, 24))
     help_out(engine, PROMPT + plain.ids, 3)
-    monkeypatch.setattr(engine, "_length", lambda options, player: Turns(3, 0, 5, 1, 0, 0, 2))
+    monkeypatch.setattr(engine, "_length", lambda *args: Turns(3, 0, 5, 1, 0, 0, 2))
     for parts in (False, True):
         run, did = cycles(engine, options(5, 24), parts=parts)
         assert run.ids == plain.ids and 0 < run.stats.accepted < run.stats.drafted
@@ -218,8 +219,7 @@ def test_the_host_reads_once_a_cycle_and_one_late(
     for number, _ in enumerate(run):
         if number == 0:  # after the prompt
             monkeypatch.setattr(event, "synchronize", synchronize)
-    last = 1  # token, which no draft precedes: a step of the loop
-    assert done.count("result") == run.stats.cycles - last and waits == run.stats.cycles
+    assert done.count("result") == run.stats.cycles == waits
     assert done[:6] == ["start", "start", "result", "start", "result", "start"]
 
 
@@ -259,16 +259,49 @@ def test_the_end_of_the_context(folder: Path) -> None:
             assert run.ids == plain.ids[: room + 1] and run.stats.stop_reason == "context"
 
 
-def test_auto_plays_cycles_one_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cost", [1.0, 9.0])
+def test_auto_plays_cycles_one_at_a_time_and_plain_steps_ahead(
+    folder: Path, cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, done = load(folder), list[str]()
     plain, _ = cycles(engine, options(0))
     help_out(engine, PROMPT + plain.ids, 15)
-    monkeypatch.setattr(engine, "_measure", lambda player: {0: 1.0, 1: 1.0, 15: 1.0})
+    monkeypatch.setattr(engine, "_measure", lambda *players: {0: 1.0, 1: cost, 15: cost})
     for name in ("start", "result"):
         monkeypatch.setattr(cycle.Cycles, name, noted(getattr(cycle.Cycles, name), name, done))
     run, _ = cycles(engine, options("auto"))
-    assert run.ids == plain.ids and run.stats.drafted
-    assert done == ["start", "result"] * (len(done) // 2)
+    assert run.ids == plain.ids
+    if run.stats.drafted:
+        assert cost == 1.0 and "start start" not in " ".join(done)
+    else:
+        assert done == ["start"] + ["start", "result"] * (run.stats.cycles - 1) + ["result"]
+
+
+def test_a_draft_is_brought_up_to_date_after_steps_that_ran_ahead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain steps for which a draft is not asked, then cycles with it: as in parts."""
+    engine = load(folder)
+    plain, _ = cycles(engine, options(0))
+    help_out(engine, PROMPT + plain.ids, 15)
+
+    class Late(Auto):
+        def _best(self, most: int) -> int:
+            return min(5, most) if len(answers) > 6 else 0
+
+        def next(self, most: int) -> int:
+            answers.append(super().next(most))
+            return answers[-1]
+
+    found = []
+    for parts in (False, True):
+        answers: list[int] = []
+        late = Late({0: 1.0, 1: 1.0, 15: 1.0})
+        monkeypatch.setattr(engine, "_length", lambda *args, late=late: late)
+        run, did = cycles(engine, options("auto"), parts=parts)
+        assert run.ids == plain.ids and run.stats.accepted and answers[:8] == [0] * 7 + [5]
+        found.append(did)
+    assert found[0] == found[1]
 
 
 def test_a_draft_that_is_no_use_is_left_out(folder: Path) -> None:

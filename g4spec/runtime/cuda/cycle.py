@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.models.spec import MAX_STEP_ROWS, Recordable, Unseen
+from g4spec.models.spec import MAX_STEP_ROWS, Committed, Recordable, Unseen
 from g4spec.runtime import graphs
 from g4spec.runtime.cuda.choose import Choice, Chosen, CycleState
 from g4spec.runtime.speculate import Cycle, Played
@@ -81,12 +81,18 @@ class Cycles:
         draft: or None: cycles of no drafted tokens.
         pool: memory that all recordings share.
         forced: accept so many drafted tokens, whatever they are (for measurements).
+        keep: whether cycles without a draft bring `Played.read`.
     """
 
     def __init__(
-        self, target: Target, draft: Recordable | None, pool: Any, forced: int | None = None
+        self,
+        target: Target,
+        draft: Recordable | None,
+        pool: Any,
+        forced: int | None = None,
+        keep: bool = False,
     ) -> None:
-        self._target, self._draft, self._pool = target, draft, pool
+        self._target, self._draft, self._pool, self._keep = target, draft, pool, keep
         device = target.ops.device
         self._on = _Numbers.empty(device)
         self._state = CycleState(device, self._on.state)
@@ -95,7 +101,7 @@ class Cycles:
         self._choice: Choice | None = None
         self._made: dict[tuple[str, int, tuple[str, ...]], graphs.Capture] = {}
         self._slots = deque(_Slot.empty() for _ in range(AHEAD))
-        self._waiting: deque[tuple[_Slot, int]] = deque()
+        self._waiting: deque[tuple[_Slot, int, list[torch.Tensor]]] = deque()
         self._stands: tuple[int, int] | None = None
         self._count = 0
 
@@ -132,14 +138,16 @@ class Cycles:
             drafts = draft.max_tokens if draft.at_once else count
             self._recorded("proposal", drafts, self._propose).replay()
         slot.proposed.record()
-        self._recorded("step", rows, self._verify if draft else self._plain).replay()
+        step = self._recorded("step", rows, self._verify if draft else self._plain)
+        step.replay()
+        kept = [rows.clone() for rows in step.outputs] if self._keep else []
         slot.seen.whole.copy_(self._on.whole, non_blocking=True)
         slot.ended.record()
-        self._waiting.append((slot, count))
+        self._waiting.append((slot, count, kept))
 
     def result(self) -> Played:
         """Wait for the oldest cycle that was started."""
-        slot, count = self._waiting.popleft()
+        slot, count, kept = self._waiting.popleft()
         slot.ended.synchronize()
         position, anchor, accepted, _ = slot.seen.state.tolist()
         self._stands = anchor, position
@@ -153,9 +161,15 @@ class Cycles:
             slot.proposed.elapsed_time(slot.ended) * 1e-3,
         )
         refused = bool(slot.seen.unfit[:count].any())
-        return Played(cycle, refused, bool(slot.seen.bad[used].any()))
+        played = Played(cycle, refused, bool(slot.seen.bad[used].any()))
+        if kept:
+            start = int(slot.seen.positions[0])
+            played.read = Committed(slot.seen.ids[:1].tolist(), start, *kept)
+        return played
 
-    def _recorded(self, name: str, size: int, run: Callable[[int], tuple[()]]) -> graphs.Capture:
+    def _recorded(
+        self, name: str, size: int, run: Callable[[int], tuple[torch.Tensor, ...]]
+    ) -> graphs.Capture:
         """A half as a graph. It runs twice before, see `graphs.Recorded`, from the numbers that the
         first replay finds."""
         assert self._choice is not None
@@ -174,7 +188,7 @@ class Cycles:
         on.ids[:1].copy_(on.state[1:2])
         torch.add(on.state[:1], self._rows, out=on.positions)
 
-    def _plain(self, size: int) -> tuple[()]:
+    def _plain(self, size: int) -> tuple[torch.Tensor, ...]:
         """A cycle without a draft."""
         self._place()
         return self._verify(size)
@@ -194,8 +208,9 @@ class Cycles:
         on.ids[1 : 1 + count].copy_(drafted)
         return ()
 
-    def _verify(self, size: int) -> tuple[()]:
-        """The second half: a step of `size` rows, and what follows from it."""
+    def _verify(self, size: int) -> tuple[torch.Tensor, ...]:
+        """The second half: a step of `size` rows, and what follows from it. Returns what a draft is
+        given of them."""
         on = self._on
         ids, positions = on.ids[:size], on.positions[:size]
         hidden, taps, logits = self._target.run(ids, positions)
@@ -206,7 +221,7 @@ class Cycles:
         on.chosen[:size].copy_(chosen.ids)
         on.bad[:size].copy_(chosen.bad)
         on.logits[:size].copy_(chosen.values)
-        return ()
+        return hidden, taps
 
     def _chosen(self, logits: torch.Tensor, positions: torch.Tensor) -> Chosen:
         assert self._choice is not None

@@ -127,11 +127,15 @@ class CudaOps(Ops):
         return graphs.Recorded(self, run, sizes, keep, self._pool)
 
     def player(
-        self, target: Target, draft: Draft | None, forced: int | None = None
+        self,
+        target: Target,
+        draft: Draft | None,
+        forced: int | None = None,
+        keep: bool = False,
     ) -> Player | None:
         if draft is not None and not (isinstance(draft, Recordable) and draft.recordable):
             return None
-        return Cycles(target, draft, self._pool, forced)
+        return Cycles(target, draft, self._pool, forced, keep)
 
     def chooser(self, sampler: Sampler) -> Chooser:
         return CudaSampler(sampler, self.device)
