@@ -63,11 +63,16 @@ class Bill:
         self.stretch = max(self.stretch, beyond - self._lowest)
 
 
-def replay(length: Length, costs: Costs, held: str, most: int, bill: Bill) -> None:
-    """Decode one recorded text, a hexadecimal digit a place; its end is not known before."""
+def replay(
+    length: Length, costs: Costs, held: str, most: int, bill: Bill, ahead: bool = False
+) -> None:
+    """Decode one recorded text, a hexadecimal digit a place; its end is not known before. `ahead`:
+    by a player that asks what comes next before it knows what a cycle has found."""
     at = 0
     while at < len(held):
         count = length.next(most)
+        if ahead:
+            length.again(count, most)
         accepted = min(count, int(held[at], 16))
         length.observe(count, accepted, costs[count])
         bill.add(accepted + 1, costs[count])

@@ -122,8 +122,9 @@ class Auto:
     of every plain step's time and all time that drafts win, and pays for what they lose. It is
     never negative, so at the end of every cycle since the policy was made, decoding has taken at
     most 1 + `MARGIN` times what plain decoding would have, whatever the draft does, as far as costs
-    are known before a cycle; one that took longer is made up for before the next draft. The balance
-    never exceeds `CREDIT` steps, so any stretch of text costs at most `MARGIN` and that much.
+    are known before a cycle; one that took longer is made up for before the next draft is asked
+    for. The balance never exceeds `CREDIT` steps, so any stretch of text costs at most `MARGIN` and
+    that much.
 
     The bound has a price: where a draft of one token costs 1.2 steps, the first one of a new engine
     comes after 9 tokens, and no rule that keeps the bound can be earlier. Later texts begin with
@@ -143,28 +144,34 @@ class Auto:
         self._uncapped = 0.0
         self._asked = 0
         self._since_draft = 0
-        self._certain = False  # that the next answer is 0
+        self._certain: int | None = None  # the next answer, where `again` has given it
 
     def next(self, most: int) -> int:
-        count = 0 if self._certain else self._best(most)
-        if count == 0 and not self._certain and self._since_draft >= PROBE:
-            count = min(2, most)
-            count = count if self._affordable(count) else 0
+        if self._certain is None:
+            count = self._best(most, self._balance)
+            if count == 0 and self._since_draft >= PROBE:
+                count = min(2, most)
+                count = count if self._affordable(count, self._balance) else 0
+        else:
+            count = min(self._certain, most)
         self._since_draft = 0 if count else self._since_draft + 1
-        self._asked, self._certain = count, False
+        self._asked, self._certain = count, None
         return count
 
     def again(self, count: int, most: int) -> bool:
-        """Of plain steps, where a draft would not be asked for now: it comes a step later then."""
-        self._certain = count == 0 and self._since_draft < PROBE and self._best(most) == 0
-        return self._certain
+        """Where it is the answer now, even if all of this cycle should be wasted. What would change
+        the answer does so a cycle later then."""
+        lost = self.costs[count] - (1 + MARGIN) * self.costs[0]  # if nothing is accepted
+        same = self._best(most, self._balance - lost) == count
+        self._certain = count if same and (count or self._since_draft < PROBE) else None
+        return self._certain is not None
 
-    def _affordable(self, count: int) -> bool:
+    def _affordable(self, count: int, balance: float) -> bool:
         step = self.costs[0]
-        saved = self._balance if count == 1 else RISK * self._balance
+        saved = balance if count == 1 else RISK * balance
         return self.costs[count] - step <= saved + MARGIN * step
 
-    def _best(self, most: int) -> int:
+    def _best(self, most: int, balance: float) -> int:
         """The affordable length with the most expected tokens per second; 0 if none beats plain
         decoding."""
         best, rate = 0, 1.0 / self.costs[0]
@@ -175,7 +182,7 @@ class Auto:
             accept = (held + PRIOR_WEIGHT * accept) / (tried + PRIOR_WEIGHT)
             reach *= accept
             expected += reach
-            if expected / self.costs[count] > rate and self._affordable(count):
+            if expected / self.costs[count] > rate and self._affordable(count, balance):
                 best, rate = count, expected / self.costs[count]
         return best
 

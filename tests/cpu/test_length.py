@@ -57,26 +57,31 @@ def test_never_costs_more_than_the_margin(name: str, accept: float, ahead: bool)
 
 def test_what_is_certain_before_a_cycle_has_ended() -> None:
     auto = Auto({0: 1.0, 1: 1.3, 15: 1.5})
-    assert auto.next(15) == 0 and auto.again(0, 15)
-    for _ in range(40):  # a draft may be paid for again: not now
+    while auto.again(auto.next(15), 15):  # plain steps, until a draft can be paid for
         auto.observe(0, 0, 1.0)
-    assert auto.next(15) == 0
     auto.observe(0, 0, 1.0)
     count = auto.next(15)
-    assert count and not auto.again(count, 15)
+    assert count and not auto.again(count, 15)  # it could not be paid for twice
+    for _ in range(20):
+        auto.observe(count, count, 1.5)
+        count = auto.next(15)
+    assert count and auto.again(count, 15)
+    auto.observe(count, 0, 1.5)
+    assert auto.next(15) == count
     fixed = Fixed(5)
     assert fixed.again(5, 9) and fixed.again(4, 4) and not fixed.again(3, 9)
 
 
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("good", [0, 1, 7, 30, 300])
-def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int, ahead: bool) -> None:
     """All is accepted until the policy trusts the draft, then nothing ever again, or in turns."""
     costs = Costs(MACHINES[name])
     for again in (10**9, good + 150):
         bill = play(Auto(MACHINES[name]), costs,
                     lambda count, bill, again=again: 15 * (bill.tokens % again < good),
-                    15, 1200)  # fmt: skip
+                    15, 1200, ahead)  # fmt: skip
         assert bill.seconds <= 1.02 * bill.tokens * costs[0] * (1 + 1e-12)
 
 
@@ -86,22 +91,24 @@ def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int) -> None
     one=st.floats(0.9, 3.0),
     longest=st.floats(1.0, 6.0),
     answers=st.lists(st.integers(0, 15), min_size=1, max_size=300),
+    ahead=st.booleans(),
 )
 def test_never_costs_more_whatever_is_accepted(
-    plain: float, one: float, longest: float, answers: list[int]
+    plain: float, one: float, longest: float, answers: list[int], ahead: bool
 ) -> None:
     table = {0: plain, 1: one * plain, 15: one * longest * plain}
     turns = iter(answers)
-    play(Auto(table), Costs(table), lambda count, bill: next(turns, 0), 15, 400)
+    play(Auto(table), Costs(table), lambda count, bill: next(turns, 0), 15, 400, ahead)
 
 
 @pytest.mark.parametrize("name", recordings())
-def test_never_costs_more_in_recorded_texts(name: str) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
     recording = recordings()[name]
     for table in (recording.seconds, *MACHINES.values()):
         auto, costs, bill = Auto(table), Costs(table), Bill(table[0])
         for text in [t for texts in recording.texts.values() for t in texts]:
-            replay(auto, costs, text, recording.longest, bill)
+            replay(auto, costs, text, recording.longest, bill, ahead)
             assert bill.over <= 1e-9
             assert bill.stretch <= CREDIT * costs[0] + 1e-9
 
@@ -178,7 +185,8 @@ def rate(costs: Costs, accept: list[float], count: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["dflash", "dflash-speculators", "assistant", "dflash-other"])
-def test_comes_close_to_the_best_fixed_length_in_recorded_texts(name: str) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_comes_close_to_the_best_fixed_length_in_recorded_texts(name: str, ahead: bool) -> None:
     """One engine for all texts, in two rounds: the best length of each category is another one."""
     recording = recordings()[name]
     for table in (recording.seconds, *MACHINES.values()):
@@ -187,10 +195,10 @@ def test_comes_close_to_the_best_fixed_length_in_recorded_texts(name: str) -> No
             for texts in recording.texts.values():
                 bill = Bill(table[0])
                 for text in texts:
-                    replay(auto, costs, text, recording.longest, bill)
+                    replay(auto, costs, text, recording.longest, bill, ahead)
                 best = best_fixed(costs, texts, recording.longest)
                 shares.append(bill.tokens / bill.seconds / best)
-        assert sum(shares) / len(shares) > 0.92
+        assert sum(shares) / len(shares) > (0.91 if ahead else 0.92)
 
 
 def test_a_later_text_has_a_draft_from_its_first_token() -> None:
