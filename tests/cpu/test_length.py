@@ -113,13 +113,16 @@ def test_never_costs_more_in_recorded_texts(name: str, ahead: bool) -> None:
             assert bill.stretch <= CREDIT * costs[0] + 1e-9
 
 
-def test_never_costs_more_when_texts_end_inside_a_proposal() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
     """Tokens behind a stop token are nothing won: plain decoding would not have chosen them."""
     table = MACHINES["31B on an H200, llama.cpp"]
     auto, costs, bill, rng = Auto(table), Costs(table), Bill(table[0]), random.Random(5)
     for _ in range(600):
         count = auto.next(15)
         needed = 1 if count and rng.random() < 0.5 else count + 1
+        if ahead:
+            auto.again(count, 15)
         auto.observe(count, count, costs[count])
         auto.cut(count + 1 - needed)
         bill.add(needed, costs[count])
