@@ -203,5 +203,3 @@ class Auto:
     def cut(self, tokens: int) -> None:
         step = self.costs[0]
         self._balance = min(self._uncapped - (1 + MARGIN) * tokens * step, CREDIT * step)
-        if tokens:
-            self._certain = None  # what was started is dropped
