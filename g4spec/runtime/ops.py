@@ -84,11 +84,7 @@ class Ops(SimpleOps):
         return direct
 
     def player(
-        self,
-        target: Target,
-        draft: Draft | None,
-        forced: int | None = None,
-        keep: bool = False,
+        self, target: Target, draft: Draft | None, forced: int | None = None, keep: bool = False
     ) -> Player | None:
         """What plays cycles of the two as a whole, or without a draft plain steps, where a backend
         can; else the loop does it.

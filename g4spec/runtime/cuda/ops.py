@@ -127,11 +127,7 @@ class CudaOps(Ops):
         return graphs.Recorded(self, run, sizes, keep, self._pool)
 
     def player(
-        self,
-        target: Target,
-        draft: Draft | None,
-        forced: int | None = None,
-        keep: bool = False,
+        self, target: Target, draft: Draft | None, forced: int | None = None, keep: bool = False
     ) -> Player | None:
         if draft is not None and not (isinstance(draft, Recordable) and draft.recordable):
             return None
