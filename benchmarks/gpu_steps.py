@@ -57,10 +57,6 @@ def kernels(play: Any, times: int = 5) -> dict[str, float]:
 
 def sustained(play: Any, seconds: float = 0.5) -> dict[str, float]:
     """Milliseconds of a step among others without a pause; watts and megahertz in the end."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = max(10, round(seconds * 1e3 / steps.milliseconds(play, 3)))
     begin.record()
@@ -71,8 +67,7 @@ def sustained(play: Any, seconds: float = 0.5) -> dict[str, float]:
             late.record()
     end.record()
     late.synchronize()
-    watts = pynvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
-    clock = pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)
+    watts, clock = torch.cuda.power_draw() / 1e3, torch.cuda.clock_rate()
     end.synchronize()
     each = begin.elapsed_time(end) / times
     return {"ms": round(each, 3), "watts": watts, "clock_mhz": clock}

@@ -77,10 +77,9 @@ class Layer:
         first, at = self.span(y.shape[1], skip)
         junk = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         del junk  # what the kernel leaves unwritten is NaN
-        q = Unfinished(self.heads, y, at)
-        out = attention_window.attend(
-            q, self.kv, first, at if last is None else last, SCALE, self.arrived, at_once
-        )
+        q, last = Unfinished(self.heads, y, at), at if last is None else last
+        blocks = at_once or torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        out = attention_window.attend(q, self.kv, first, last, SCALE, self.arrived, blocks)
         assert not self.arrived.any()
         return parity.stored(out)
 

@@ -279,6 +279,29 @@ def test_auto_runs_ahead_where_it_is_certain(
         assert done == ["start"] + ["start", "result"] * (run.stats.cycles - 1) + ["result"]
 
 
+@pytest.mark.parametrize("parts", [False, True])
+def test_auto_measures_what_will_be_done(
+    folder: Path, parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cycles and plain steps as they are played, or parts; nothing of it is left behind."""
+    engine, started = load(folder), list[int]()
+    plain, _ = cycles(engine, options(0, 12))
+    start = cycle.Cycles.start
+
+    def noting(self: Any, count: int) -> None:
+        started.append(count)
+        start(self, count)
+
+    monkeypatch.setattr(cycle.Cycles, "start", noting)
+    players = (None, None) if parts else (engine.player, engine.plain)
+    assert engine.player is not None and engine.player.ready(GREEDY)
+    costs = engine._measure(*players)
+    assert list(costs) == [0, 1, 15] and min(costs.values()) > 0
+    assert started == ([] if parts else [0, 0, 1, 15] * 3)
+    run, _ = cycles(engine, options("auto", 12), parts=parts)
+    assert run.ids == plain.ids
+
+
 def test_a_draft_is_brought_up_to_date_after_steps_that_ran_ahead(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

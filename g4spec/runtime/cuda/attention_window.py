@@ -60,7 +60,7 @@ def attend(
     last: torch.Tensor,
     scale: float,
     arrived: torch.Tensor,
-    at_once: int | None = None,
+    at_once: int,
 ) -> Rows:
     """softmax(scale * q k) v of T <= 16 rows over positions first[t] .. last[t], after the rows'
     own keys and values have gone to `kv`.
@@ -69,16 +69,13 @@ def attend(
         first, last: int64 [T], rising, both ends included, last[t] not beyond the step's last
             position; written like `q.positions`.
         arrived: int32 counters [4 n_kv or more], zero; they are zero again afterwards.
-        at_once: about how many blocks to cut the work into, by default as many as the GPU has
-            multiprocessors; it changes nothing about the result.
+        at_once: blocks that may run at once; it changes nothing about the result.
     """
     h, count = q.heads, len(q.positions)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
     assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM) and count <= MOST
     tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-count // TOKENS)
     assert len(arrived) >= blocks * h.n_kv
-    if at_once is None:
-        at_once = torch.cuda.get_device_properties(q.y.device).multi_processor_count
     y = empty(count, h.n_q * HEAD_DIM, q.y.device)
     sums = torch.empty(chunks, blocks * h.n_kv, 8, HEAD_DIM, device=q.y.device)
     tops = torch.empty(chunks, blocks * h.n_kv, 8, 2, device=q.y.device)

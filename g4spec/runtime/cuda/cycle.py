@@ -2,12 +2,12 @@
 other without the host, which may start a cycle before it has read what the one before it did.
 
 A cycle is two CUDA graphs, one behind the other, so that events between them tell what each takes;
-without a draft it is one, a step of one row.
-Where the sequence stands, and how many drafted tokens count, are numbers in device memory: a
-proposal of any length and position is the same graph, and so is a step of the same number of rows.
-Rows behind those that count are padding, see `g4spec.runtime.graphs`. Rows of rejected tokens are
-appended to the draft's caches like those of the target: the next cycle overwrites them before
-anything looks there, and rings have room for more than one step.
+without a draft it is one, a step of one row. Where the sequence stands, and how many drafted tokens
+count, are numbers in device memory: a proposal of any length and position is the same graph, and so
+is a step of the same number of rows. Rows behind those that count are padding, see
+`g4spec.runtime.graphs`. Rows of rejected tokens are appended to the draft's caches like those of
+the target: the next cycle overwrites them before anything looks there, and rings have room for more
+than one step.
 """
 
 from __future__ import annotations

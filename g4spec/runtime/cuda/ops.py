@@ -214,7 +214,8 @@ class CudaOps(Ops):
         self, q: Any, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float
     ) -> Any:
         if isinstance(q, Unfinished):
-            return attention_window.attend(q, kv, first, last, scale, self._exchange.arrived)
+            by = self._exchange
+            return attention_window.attend(q, kv, first, last, scale, by.arrived, by.count)
         if q.dtype is torch.float16 and len(q) <= rows.MOST:
             settled = None if self.portable else kv.positions
             out = attention.attend(q, kv, first, last, scale, settled, plain=self.portable)
