@@ -55,6 +55,7 @@ inline bool finish(std::vector<Block>& blocks, char* stacks) {
   const size_t n = block_size.x * block_size.y * block_size.z, warps = (n + 31) / 32;
   std::vector<size_t> order(blocks.size() * warps);
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  const unsigned slow = 1u << chance() % 16;  // copies arrive soon, or late and in any order
   for (;;) {
     std::shuffle(order.begin(), order.end(), chance);
     bool moved = false, left = false;
@@ -69,7 +70,7 @@ inline bool finish(std::vector<Block>& blocks, char* stacks) {
         resume(t, stacks + (w / warps * n + i) * STACK);
         if (!failed.empty()) return false;
       }
-      if (chance() % 4 == 0) moved |= deliver(b);
+      if (chance() % slow == 0) moved |= deliver(b);
     }
     if (!left) return true;
     if (moved) continue;

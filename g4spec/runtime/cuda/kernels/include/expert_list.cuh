@@ -65,12 +65,14 @@ struct Fixed {
   u64 routed;
 };
 
-// BYTES in all, with as many slots as fit.
+// BYTES in all, with as many slots as fit that teams can share: within a product a slot is always the
+// same team's, for of its barrier a team would not see whether what it finds there is the other's.
 template <class C, int BYTES>
 struct Shared : Fixed<C> {
   using Base = C;
-  static constexpr int STAGES = (BYTES - (int)sizeof(Fixed<C>)) / (C::SLOT + 16);
-  static_assert(STAGES >= 2, "too little shared memory");
+  static constexpr int FIT = (BYTES - (int)sizeof(Fixed<C>)) / (C::SLOT + 16);
+  static constexpr int STAGES = FIT / C::TEAMS * C::TEAMS;
+  static_assert(STAGES > 0, "too little shared memory");
   alignas(16) u8 slots[STAGES][C::SLOT];
   u64 full[STAGES], empty[STAGES];
 };
