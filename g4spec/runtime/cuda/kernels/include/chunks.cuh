@@ -56,42 +56,48 @@ struct __align__(8) Item {
 };
 constexpr int ITEMS = 264;  // most of a block
 
-// What a block does, in shared memory. The tiles of all (head, rows) pairs, one pair after the
-// other and each from its last tile on, are cut into equal shares; a block has the items that begin
-// in its share. So the large chunks come first and a block meets few pairs.
+// What a block does, in shared memory. Each (head, rows) pair has as many blocks as any other, so
+// that blocks with the same keys read them at the same time. From the last chunk on, each goes to the
+// block of its pair that has least to do so far.
 template <int KEYS>  // of a tile
 struct Work {
+  static constexpr int COST = 4;  // of a tile, where that of a chunk by itself is 1
   Item items[ITEMS];
   int count, all_from, all_to, capacity;
 
-  // The first item that begins at or behind tile `x` of all.
-  static DEVICE int first_item(const Chunks& chunks, const Span& span, int per_pair, int x) {
-    const int end = span.hi / KEYS + 1, tiles = end - span.lo / KEYS;
-    const int pair = (u32)x / (u32)tiles, skip = x - pair * tiles, high = chunks.of(span.hi);
-    const int chunk = chunks.of((end - 1 - skip) * KEYS);
-    const int begins = end - least(end, chunks.start(chunk + 1) / KEYS);
-    return pair * per_pair + high - chunk + (begins != skip);
-  }
-  // By one warp.
+  // By one warp, whose lanes stand for blocks. Where there are more, 32 or fewer of them have every
+  // second (third ..) chunk.
   DEVICE void set(const Chunks& chunks, const Span& span, int n_kv, int row_blocks, int ring) {
-    const int low = chunks.of(span.lo), high = chunks.of(span.hi), per_pair = high - low + 1;
-    const u32 pairs = n_kv * row_blocks, b = blockIdx.x;
-    const u32 tiles = (span.hi / KEYS - span.lo / KEYS + 1) * pairs;
-    int from = b, to = b + (b < per_pair * pairs);  // one each, if there are enough blocks
-    if (per_pair * pairs > gridDim.x) {
-      from = first_item(chunks, span, per_pair, tiles * b / gridDim.x);
-      to = first_item(chunks, span, per_pair, tiles * (b + 1) / gridDim.x);
+    const int lane = threadIdx.x % 32, low = chunks.of(span.lo), high = chunks.of(span.hi);
+    const u32 each = gridDim.x / (u32)(n_kv * row_blocks), turns = (each + 31) / 32;
+    const u32 blocks = each / turns, place = blockIdx.x / blocks, own = blockIdx.x - place * blocks;
+    const u32 pair = place / turns, head = pair / (u32)row_blocks, rows = pair - head * row_blocks;
+    Item item;
+    auto open = [&](int chunk) {  // what it costs; nothing if there is none
+      if (chunk < low || head >= n_kv) return 0;
+      const int begin = most(chunks.start(chunk), span.lo) / KEYS;
+      const int end = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS + 1;
+      item = {(u16)begin, (u16)end, (u16)(chunk - low), (u8)head, (u8)rows};
+      return ((end - begin) * COST + 1) * 32;
+    };
+    int chunk = high - (place - pair * turns) - lane * turns, found = 0;
+    u32 cost = open(chunk), load = lane < blocks ? cost + lane : ~0u;  // and which block it is
+    if (cost && lane == own) items[0] = item, found = 1;
+    found = __shfl_sync(FULL, found, own);
+    chunk -= blocks * turns;
+    while (__shfl_sync(FULL, cost = open(chunk), 0)) {
+#pragma unroll 8
+      for (int i = 0; i < 32; ++i) {
+        const u32 more = __shfl_sync(FULL, cost, i), free = __reduce_min_sync(FULL, load);
+        if (load == free) load += more;
+        const bool mine = more && free % 32 == own;
+        if (mine && lane == i) items[found] = item;
+        found += mine;
+      }
+      chunk -= 32 * turns;
     }
-    for (int i = from + threadIdx.x; i < to; i += 32) {
-      const u32 pair = (u32)i / (u32)per_pair, head = pair / (u32)row_blocks;
-      const int chunk = high - (i - (int)pair * per_pair);
-      const int begin = most(chunks.start(chunk), span.lo);
-      const int last = least(chunks.start(chunk + 1) - 1, span.hi);
-      items[i - from] = {(u16)(begin / KEYS), (u16)(last / KEYS + 1), (u16)(chunk - low),
-                         (u8)head, (u8)(pair - head * row_blocks)};
-    }
-    if (threadIdx.x == 0)
-      count = to - from, all_from = span.all_from, all_to = span.all_to, capacity = ring;
+    if (lane == 0)
+      count = found, all_from = span.all_from, all_to = span.all_to, capacity = ring;
   }
   DEVICE bool whole(int tile) const {  // does every row see all of it?
     return tile * KEYS >= all_from && tile * KEYS + KEYS - 1 <= all_to;
