@@ -63,6 +63,17 @@ def test_products_around_their_ring_and_side_by_side() -> None:
     assert linear.linear_two(x, first.alone, second.alone, by).isfinite().all()
 
 
+def test_teams_that_take_turns_with_an_odd_number_of_stages() -> None:
+    g, by = torch.Generator().manual_seed(0), linear.Exchange(torch.device("cpu"))
+    by.count = 1  # a CTA has all units of K
+    matrix, _ = parity.matrix(g, "q6_k", 128, 24 * 256)
+    how = linear.cut("q6_k", 256, 1, 2, launch.arch())
+    assert how.stages % 2 and how.rows == 128, how
+    x = rows.pack_rows(torch.randn(12, 24 * 256, generator=g))
+    first, *more = (linear.linear(x, matrix.alone, by) for _ in range(8))
+    assert all(torch.equal(first, y) for y in more)  # in whatever order copies arrive
+
+
 @pytest.mark.parametrize(("dim", "group", "window"), [(256, 2, 100), (512, 2, None)])
 def test_attention_of_many_rows(dim: int, group: int, window: int | None) -> None:
     n_ctx, n_kv, own, device = 256, 2, dim != 512, torch.device("cpu")

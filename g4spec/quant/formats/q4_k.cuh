@@ -9,83 +9,73 @@ struct Affine {
   static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = 1664;
 
   // The factors of a row's groups, one lane a row.
-  template <int PARTS>
   struct Factors {
-    float scales[8 / PARTS], dmin;
-    u32 mins[4 / PARTS];  // pairs of codes
+    float scales[8], dmin;
+    u32 mins[4];  // pairs of codes
 
     // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it. All factors
     // undo the 2^-24 of the codes.
-    DEVICE Factors(uint4 h, float share, int part) {
+    DEVICE Factors(uint4 h, float share) {
       const float d = from_half(h.x) * share;
       const float bias = -8388608.0f * d;
-      u32 scale = h.y, scale_end = h.w & 0xffff, min = h.z, min_end = h.w >> 16;
-      if (PARTS > 1 && part) {
-        scale = bits_from(scale, scale_end, 24);
-        min = bits_from(min, min_end, 24);
-      }
+      const u32 scale = h.y, scale_end = h.w & 0xffff, min = h.z, min_end = h.w >> 16;
       dmin = from_half(h.x >> 16) * SUBNORMAL;
 #pragma unroll
-      for (int i = 0; i < 8 / PARTS; ++i) {  // d * (2^23 + scale) - d * 2^23, which is exact
+      for (int i = 0; i < 8; ++i) {  // d * (2^23 + scale) - d * 2^23, which is exact
         const u32 bits = and_or(bits_from(scale, scale_end, 6 * i), 63, 0x4b000000u);
         scales[i] = fmaf(d, __uint_as_float(bits), bias);
       }
 #pragma unroll
-      for (int i = 0; i < 4 / PARTS; ++i) {
+      for (int i = 0; i < 4; ++i) {
         const u32 two = bits_from(min, min_end, 12 * i);
         mins[i] = and_or(two << 10, 0x3f0000u, two & 0x3fu);
       }
     }
   };
 
-  template <int NT, int PARTS>
+  template <int NT>
   struct Lane {
-    static constexpr int MINS = 1024 / PARTS, DMINS = 1536 / PARTS;  // in scratch
-    static constexpr int PAIRS = 4 / PARTS;  // of groups
+    static constexpr int MINS = 1024, DMINS = 1536;  // in scratch
     using Operands = KOperands<NT, u32, BITS == 5>;
-    int lane, part;
     float share;  // of d
     u32 codes, upper, header, rows, sums;  // offsets
     u8 *put, *put_mins;                    // in scratch
     const u8 *scales, *mins;
 
-    DEVICE Lane(u8* scratch, int warp, int lane, int part) : lane(lane), part(part) {
-      const int g = lane / 4, t = lane % 4, k64 = part * PAIRS, unit = warp / 4 * UNIT_BYTES;
-      const int at = (warp % 4 * 2 * 4 + k64) * 32 + lane;
+    DEVICE Lane(u8* scratch, int warp, int lane) {
+      const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
+      const int at = warp % 4 * 256 + lane;
       share = now(SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
       codes = now(unit + at * 16);
       upper = now(unit + UPPER + at * 4);
       header = now(unit + HEADER + (warp % 4 * 32 + lane) * 16);
-      rows = now(k64 * ACT_BYTES * NT + lane * 16);
-      sums = now((k64 + t % PAIRS) * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
+      rows = now(lane * 16);
+      sums = now(t * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
       put = kept(scratch + row_slot(lane) * 4);
-      put_mins = kept(scratch + MINS + lane * PAIRS * 4);
+      put_mins = kept(scratch + MINS + lane * 16);
       scales = kept(scratch + g * 16);
-      mins = kept(scratch + MINS + (g * PAIRS + t % PAIRS) * 4);
+      mins = kept(scratch + MINS + (g * 4 + t) * 4);
     }
 
-    DEVICE void store(const Factors<PARTS>& f) const {
+    DEVICE void store(const Factors& f) const {
 #pragma unroll
-      for (int i = 0; i < 8 / PARTS; ++i) ((float*)put)[i * 32] = f.scales[i];
-      if constexpr (PARTS == 1)
-        *(uint4*)put_mins = {f.mins[0], f.mins[1], f.mins[2], f.mins[3]};
-      else
-        *(uint2*)put_mins = {f.mins[0], f.mins[1]};
+      for (int i = 0; i < 8; ++i) ((float*)put)[i * 32] = f.scales[i];
+      *(uint4*)put_mins = {f.mins[0], f.mins[1], f.mins[2], f.mins[3]};
       *(float*)(put + DMINS) = f.dmin;
     }
 
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
       const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
-      const Factors<PARTS> factors(*(const uint4*)(unit + header), share, part);
+      const Factors factors(*(const uint4*)(unit + header), share);
       Operands next(w, u, x, 0);
       store(factors);
       __syncwarp();
 #pragma unroll
-      for (int j = 0; j < PAIRS; ++j) {
+      for (int j = 0; j < 4; ++j) {
         const Operands own = next;
-        if (j + 1 < PAIRS) next = Operands(w, u, x, j + 1);
+        if (j + 1 < 4) next = Operands(w, u, x, j + 1);
         add(acc, own, j);
-#if ARCH < 900
+#if ARCH < 900 || ARCH >= 1200
         __syncwarp();  // or registers are spilled for operands asked for too early
 #endif
       }
@@ -123,19 +113,16 @@ struct Affine {
     }
 
     // The minima are whole numbers: one product with the sums of the activations, whose upper and
-    // lower halves are the two sides of its K. Lanes beyond the pairs hold zeros.
+    // lower halves are the two sides of its K.
     DEVICE void subtract_mins(Acc<NT>& acc, const u8* sums) const {
       const float4 dmin = *(const float4*)(scales + DMINS);
       uint2 s[NT];
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        s[nt] = ((const uint2*)sums)[nt * 8];
-        if (PAIRS < 4 && lane % 4 >= PAIRS) s[nt] = {0, 0};
-      }
+      for (int nt = 0; nt < NT; ++nt) s[nt] = ((const uint2*)sums)[nt * 8];
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        const u32 m0 = ((const u32*)mins)[tile * 16 * PAIRS];
-        const u32 m1 = ((const u32*)mins)[(tile * 16 + 8) * PAIRS];
+        const u32 m0 = ((const u32*)mins)[tile * 64];
+        const u32 m1 = ((const u32*)mins)[tile * 64 + 32];
         const u32 a[4] = {m0, m1, m0, m1};
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {

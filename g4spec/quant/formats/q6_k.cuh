@@ -6,9 +6,8 @@ struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
 
-  template <int PARTS>
   struct Factors {  // of a row's groups, one lane a row
-    float scales[16 / PARTS], zero;
+    float scales[16], zero;
 
     // Rows g + 8 of a tile carry codes times 16, so their scales are divided by it. All factors
     // undo the 2^-24 of the codes.
@@ -16,7 +15,7 @@ struct Q6K {
       const float d = whole * share, bias = -32896.0f * d;
       zero = -32.0f * whole;
 #pragma unroll
-      for (int i = 0; i < 4 / PARTS; ++i) {  // d * (2^15 + 128 + scale) - d * (2^15 + 128): exact
+      for (int i = 0; i < 4; ++i) {  // d * (2^15 + 128 + scale) - d * (2^15 + 128): exact
         const u32 four = ((const u32*)header)[i] ^ 0x80808080u;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
@@ -27,47 +26,46 @@ struct Q6K {
     }
   };
 
-  template <int NT, int PARTS>
+  template <int NT>
   struct Lane {
-    static constexpr int ZEROS = 2048 / PARTS;  // in scratch
-    static constexpr int SIDES = 2 / PARTS;     // of 8 groups
+    static constexpr int ZEROS = 2048;  // in scratch
     using Operands = KOperands<NT, uint2>;
     float share;  // of d
     u32 codes, upper, header, d, rows, own, sums;  // offsets
     u8* put;                                       // in scratch
     const u8* scales;
 
-    DEVICE Lane(u8* scratch, int warp, int lane, int part) {
-      const int g = lane / 4, t = lane % 4, k64 = part * (4 / PARTS), unit = warp / 4 * UNIT_BYTES;
-      const int at = (warp % 4 * 2 * 4 + k64) * 32 + lane, row = warp % 4 * 32;
+    DEVICE Lane(u8* scratch, int warp, int lane) {
+      const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
+      const int at = warp % 4 * 256 + lane, row = warp % 4 * 32;
       share = now(SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
       codes = now(unit + at * 16);
       upper = now(unit + UPPER + at * 8);
-      header = now(unit + SCALES + (row + lane) * 16 + part * (16 / PARTS));
+      header = now(unit + SCALES + (row + lane) * 16);
       d = now(unit + D + (row + lane) * 2);
-      rows = now(k64 * ACT_BYTES * NT + lane * 16);
-      own = now(unit + SCALES + (row + g) * 16 + part * 8 + t * 2);
-      sums = now((k64 + t / 2) * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
+      rows = now(lane * 16);
+      own = now(unit + SCALES + (row + g) * 16 + t * 2);
+      sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
       put = kept(scratch + row_slot(lane) * 4);
       scales = kept(scratch + g * 16);
     }
 
-    DEVICE void store(const Factors<PARTS>& f) const {
+    DEVICE void store(const Factors& f) const {
 #pragma unroll
-      for (int i = 0; i < 16 / PARTS; ++i) ((float*)put)[i * 32] = f.scales[i];
+      for (int i = 0; i < 16; ++i) ((float*)put)[i * 32] = f.scales[i];
       *(float*)(put + ZEROS) = f.zero;
     }
 
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
       const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
-      const Factors<PARTS> factors(unit + header, from_half(*(const u16*)(unit + d)), share);
+      const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
       Operands next(w, u, x, 0);
       store(factors);
       __syncwarp();
 #pragma unroll
-      for (int j = 0; j < 4 / PARTS; ++j) {
+      for (int j = 0; j < 4; ++j) {
         const Operands own = next;
-        if (j + 1 < 4 / PARTS) next = Operands(w, u, x, j + 1);
+        if (j + 1 < 4) next = Operands(w, u, x, j + 1);
 #pragma unroll
         for (int h = 0; h < 2; ++h) add(acc, own, j, h);
       }
@@ -112,13 +110,13 @@ struct Q6K {
     }
 
     // Scales are whole numbers: a product of them with the sums of the activations, which are two
-    // halves each. With 8 groups, those are the two sides of its K.
+    // halves each. The unit's first and last 8 groups are the two sides of its K.
     DEVICE void subtract_zeros(Acc<NT>& acc, const u8* own, const u8* sums) const {
       const float4 zero = *(const float4*)(scales + ZEROS);
-      uint2 s[NT][SIDES];
-      u32 a[2][SIDES][2];
+      uint2 s[NT][2];
+      u32 a[2][2][2];
 #pragma unroll
-      for (int side = 0; side < SIDES; ++side) {
+      for (int side = 0; side < 2; ++side) {
         const u8* from = sums + side * 2 * ACT_BYTES * NT;
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
@@ -129,12 +127,12 @@ struct Q6K {
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
         const auto& x = a[tile];
-        const u32 of[4] = {x[0][0], x[0][1], x[SIDES - 1][0], x[SIDES - 1][1]};
+        const u32 of[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           float c[4] = {0, 0, 0, 0};
-          if constexpr (SIDES == 2) mma_f16(c, of, s[nt][0].x, s[nt][SIDES - 1].x, c);
-          mma_f16(c, of, SIDES == 2 ? s[nt][0].y : s[nt][0].x, s[nt][SIDES - 1].y, c);
+          mma_f16(c, of, s[nt][0].x, s[nt][1].x, c);
+          mma_f16(c, of, s[nt][0].y, s[nt][1].y, c);
           fold(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
         }
       }

@@ -6,20 +6,16 @@ template <int K>
 struct Q80 {
   static constexpr int UNIT = K, UNIT_BYTES = K * 136, SCRATCH = 0;
 
-  template <int NT, int PARTS>
-  using Lane = PlainLane<Q80, NT, PARTS>;
+  template <int NT>
+  using Lane = PlainLane<Q80, NT>;
 
-  template <int NT, int PARTS>
-  static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane,
-                         int part) {
-    constexpr int STEPS = K / 32 < PARTS ? 1 : K / 32 / PARTS;  // of 32 k
-    if (part * STEPS >= K / 32) return;
+  template <int NT>
+  static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane) {
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * 2 * K;
     const uint2* scales = (const uint2*)(unit + K * 128);
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      const int k32 = part * STEPS + j;
+#pragma unroll 4
+    for (int k32 = 0; k32 < K / 32; ++k32) {
       const auto rows = activations<NT>(act, k32 / 2);
       u32 b[2][NT][2];
       rows.fragments(b, k32 % 2, lane);

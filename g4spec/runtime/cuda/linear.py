@@ -64,9 +64,9 @@ class Cut:
         stage = max(self.stage, self.rows * 8 * self.tiles * 4)
         teams = CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
-        scratch = max(SCRATCH.get(self.type, 0) // teams, other)
+        scratch = max(SCRATCH.get(self.type, 0), other)
         sums = CONSUMERS * 8 * self.tiles * 4
-        return self.stages * (stage + 16) + CONSUMERS * scratch + sums
+        return self.stages * (stage + 16 * teams) + CONSUMERS * scratch + sums
 
     @property
     def stage(self) -> int:

@@ -170,7 +170,7 @@ struct ConsumerRole {
   DEVICE void multiply(Acc<1>& acc, int k) {
     constexpr int UNITS = C::template UNITS<F>, BLOCKS = C::template BLOCKS<F>;
     const int team = warp / TEAM, part = warp % TEAM, units = k / F::UNIT;
-    const typename F::template Lane<1, 1> of(at.s.scratch[warp], part, lane, 0);
+    const typename F::template Lane<1> of(at.s.scratch[warp], part, lane);
     int next = 0;
     for (int u = 0; u < units; u += UNITS, at.next()) {
       const bool mine = next == team;

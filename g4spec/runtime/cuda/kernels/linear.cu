@@ -58,9 +58,17 @@ struct Units {
   }
 };
 
+// Until the slot that unit i comes to is empty.
+template <int STAGES, int COUNT>
+DEVICE void wait_empty(u64* full, int i) {
+  i -= STAGES;
+  barrier_wait(full + COUNT + i % COUNT, i / COUNT & 1);
+}
+
 template <class F, int NT, int ROWS, int STAGES>
-DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, const Run& run, int lane) {
+DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane) {
   using S = Stage<F, NT, ROWS>;
+  constexpr int COUNT = STAGES * S::TEAMS;  // of barriers, see Ring
   using U = Units<F, S, ROWS / GROUP>;
 #if ARCH >= 900
   if (lane) return;
@@ -86,13 +94,14 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, const Run& ru
     early.copy_rows(w, stages + i * S::BYTES, full + i, lane);
 #endif
   for (int i = first; i < count; ++i, at.next(w)) {
-    const int s = i % STAGES;
-    barrier_wait(empty + s, (i / STAGES - 1) & 1);
+    u8* to = stages + i % STAGES * S::BYTES;
+    u64* filled = full + i % COUNT;
+    wait_empty<STAGES, COUNT>(full, i);
 #if ARCH >= 900
-    barrier_expect(full + s, S::FILL);
+    barrier_expect(filled, S::FILL);
 #endif
-    at.copy_weights(w, stages + s * S::BYTES, full + s, lane);
-    at.copy_rows(w, stages + s * S::BYTES, full + s, lane);
+    at.copy_weights(w, to, filled, lane);
+    at.copy_rows(w, to, filled, lane);
   }
   // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
   grid_launch();
@@ -109,17 +118,17 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, const Run& ru
   __syncwarp();
 #endif
   for (int i = count; i < count + last - run.cta; ++i) {
-    const int s = i % STAGES;
+    u8* to = stages + i % STAGES * S::BYTES;
+    u64* filled = full + i % COUNT;
     const float* from = w.partial + (i64)(run.cta + 1 + i - count) * (LEFT<NT, ROWS> / 4);
-    if (i >= STAGES) barrier_wait(empty + s, (i / STAGES - 1) & 1);
+    if (i >= STAGES) wait_empty<STAGES, COUNT>(full, i);
 #if ARCH >= 900
-    barrier_expect(full + s, LEFT<NT, ROWS>);
-    bulk_copy(stages + s * S::BYTES, from, LEFT<NT, ROWS>, full + s);
+    barrier_expect(filled, LEFT<NT, ROWS>);
+    bulk_copy(to, from, LEFT<NT, ROWS>, filled);
 #else
 #pragma unroll 4
-    for (int b = lane * 16; b < LEFT<NT, ROWS>; b += 512)
-      copy16(stages + s * S::BYTES + b, (const u8*)from + b);
-    barrier_arrive_copied(full + s);
+    for (int b = lane * 16; b < LEFT<NT, ROWS>; b += 512) copy16(to + b, (const u8*)from + b);
+    barrier_arrive_copied(filled);
 #endif
   }
 }
@@ -127,22 +136,22 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, u64* empty, const Run& ru
 template <class F, int NT, int ROWS, int STAGES, class Out>
 DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS>;
+  using R = RingOf<F, NT, ROWS, STAGES>;
   u8* scratch = shared + STAGES * S::BYTES;
   float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)sums + sum_bytes(NT));
-  u64* empty = full + STAGES;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; ++s) {
-      barrier_init(full + s, ARCH >= 900 ? 1 : 32);
-      barrier_init(empty + s, CONSUMERS);
+    for (int i = 0; i < R::COUNT; ++i) {
+      barrier_init(full + i, ARCH >= 900 ? 1 : 32);
+      barrier_init(full + R::COUNT + i, ROWS / 32);
     }
     barrier_init_fence();
   }
   __syncthreads();
   const Run run(w, cta);
   if (warp == CONSUMERS) {
-    feed<F, NT, ROWS, STAGES>(w, shared, full, empty, run, lane);
+    feed<F, NT, ROWS, STAGES>(w, shared, full, run, lane);
     return;
   }
 #if ARCH >= 900
@@ -156,8 +165,8 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
 #else
   grid_wait();
 #endif
-  consume<F, NT, ROWS, STAGES, S::SCRATCH>(w, out, {shared, full}, scratch + warp * S::SCRATCH, sums,
-                                           run);
+  consume<F, NT, ROWS, STAGES, S::SCRATCH>(w, out, R{shared, full}, scratch + warp * S::SCRATCH,
+                                           sums, run);
 }
 
 #define WORK \

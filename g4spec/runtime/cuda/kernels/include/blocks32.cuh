@@ -13,22 +13,19 @@ struct Blocks32 {
   static constexpr float ZERO = MINIMUM ? 0.0f : (1 << (BITS - 1)) / 1024.0f;
   static constexpr float LOW = 1.0f + ZERO, HIGH = 1.0f + 16.0f * ZERO;
 
-  template <int NT, int PARTS>
-  using Lane = PlainLane<Blocks32, NT, PARTS>;
+  template <int NT>
+  using Lane = PlainLane<Blocks32, NT>;
 
-  template <int NT, int PARTS>
-  static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane,
-                         int part) {
-    constexpr int STEPS = K / 32 < PARTS ? 1 : K / 32 / PARTS;  // of 32 k
-    if (part * STEPS >= K / 32) return;
+  template <int NT>
+  static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane) {
     const int g = lane / 4, t = lane % 4;
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + g;
     const uint2* m = (const uint2*)(unit + CODES + UPPER + PLANE) + warp * 8 + g;
-#pragma unroll
-    for (int j = 0; j < STEPS; ++j) {
-      const int k32 = part * STEPS + j, k64 = k32 / 2, h = k32 % 2;
+#pragma unroll 4
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      const int k64 = k32 / 2, h = k32 % 2;
       const uint4 w[2] = {codes[k64 * 32], codes[K / 2 + k64 * 32]};
       u32 fifths[2];
       if constexpr (BITS == 5) fifths[0] = upper[k64 * 32], fifths[1] = upper[K / 2 + k64 * 32];

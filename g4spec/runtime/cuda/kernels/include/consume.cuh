@@ -9,7 +9,7 @@
 #pragma once
 #include "product.cuh"
 
-constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which share the K of a unit
+constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which take turns with units
 constexpr int THREADS = 32 * (CONSUMERS + 1);
 
 DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
@@ -154,7 +154,7 @@ struct Stage {
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
   // of a warp: factors of a unit, the sums of a team, or an epilogue's
   static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
-  static constexpr int SCRATCH = F::SCRATCH / TEAMS > OTHER ? F::SCRATCH / TEAMS : OTHER;
+  static constexpr int SCRATCH = F::SCRATCH > OTHER ? F::SCRATCH : OTHER;
 };
 constexpr int sum_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 
@@ -178,42 +178,58 @@ DEVICE void leave(const Work& w, const Acc<NT>& acc, int group, int cta, bool ow
   if (threadIdx.x == 0) add_release(w.arrived + group, 1);
 }
 
-// Slots of SLOT bytes, one after the other and again, and their barriers.
-template <int STAGES, int SLOT>
+// Slots of SLOT bytes. What comes n-th, for team n % TEAMS, is in slot n % STAGES. It has a barrier
+// n % COUNT, which only its team waits for: of a slot's barrier that teams share, a team would not see
+// whether what it finds there is the other's.
+template <int STAGES, int SLOT, int TEAMS>
 struct Ring {
-  const u8 *slots, *slot;
-  u64* full;  // of the slot; that of it empty is STAGES further
-  int at = 0;
-  u32 phase = 0;
+  static constexpr int COUNT = STAGES * TEAMS;
+  const u8* slots;
+  u64* full;  // [COUNT], then as many of slots that are empty again
+  const u8* slot;
+  int at;
+  u32 phase;
 
-  DEVICE Ring(const u8* slots, u64* full) : slots(slots), slot(slots), full(full) {}
-  DEVICE void wait() const { barrier_wait(full, phase); }
-  DEVICE void leave() {
+  DEVICE void to(int n) {
+    at = n % COUNT, phase = n / COUNT & 1;
+    slot = slots + n % STAGES * SLOT;
+  }
+  DEVICE void wait() const { barrier_wait(full + at, phase); }
+  DEVICE void leave() const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(full + STAGES);
-    slot += SLOT, ++full;
-    if (++at == STAGES) slot = slots, full -= STAGES, at = 0, phase ^= 1;
+    if (threadIdx.x % 32 == 0) barrier_arrive(full + COUNT + at);
+  }
+  DEVICE void next() {  // of the same team
+    at += TEAMS;
+    if (at >= COUNT) at -= COUNT, phase ^= 1;
+    slot = slots + (TEAMS > 1 && at >= STAGES ? at - STAGES : at) * SLOT;
   }
 };
 
+template <class F, int NT, int ROWS, int STAGES>
+using RingOf = Ring<STAGES, Stage<F, NT, ROWS>::BYTES, Stage<F, NT, ROWS>::TEAMS>;
+
 // The consumers' side. `mine`: scratch of this warp, SCRATCH bytes from that of the next one.
 template <class F, int NT, int ROWS, int STAGES, int SCRATCH, class Out>
-DEVICE void consume(const Work& w, const Out& out, Ring<STAGES, Stage<F, NT, ROWS>::BYTES> ring,
+DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES> ring,
                     u8* mine, float* sums, const Run& run) {
   using S = Stage<F, NT, ROWS>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const Scales<NT> scales(w.row_scale, out.tokens, lane);
-  const typename F::template Lane<NT, TEAMS> of(mine, part, lane, team);
+  const typename F::template Lane<NT> of(mine, part, lane);
+  ring.to(team);
+  int own = run.begin + team;  // the team's next unit
   for (int u = run.begin, group = run.group; u < run.end; ++group) {
     const bool first = u == group * w.units;
     const int until = min((group + 1) * w.units, run.end);
     Acc<NT> acc = {};
-    for (int left = until - u; left; --left) {
+    for (; own < until; own += TEAMS) {
       ring.wait();
       of.multiply(acc, ring.slot, ring.slot + S::WEIGHTS);
       ring.leave();
+      ring.next();
     }
     u = until;
     if constexpr (TEAMS > 1) {
@@ -235,14 +251,14 @@ DEVICE void consume(const Work& w, const Out& out, Ring<STAGES, Stage<F, NT, ROW
       leave<NT, ROWS>(w, acc, group, run.cta, owner, part * 32 + lane);
       continue;
     }
-    if (u == run.end) {  // what the CTAs after this one have left, in order of K
-      for (int c = last_contributor(w, run, group); c > run.cta; --c) {
+    if (owner && u == run.end) {  // what the CTAs after this one have left, in order of K
+      const int last = last_contributor(w, run, group) - run.cta;
+      for (int c = 0; c < last; ++c) {
+        ring.to(run.end - run.begin + c);
         ring.wait();
         const float* from = (const float*)ring.slot + part * 32 + lane;
-        if (owner) {
 #pragma unroll
-          for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
-        }
+        for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
         ring.leave();
       }
     }

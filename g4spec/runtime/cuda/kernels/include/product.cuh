@@ -2,10 +2,10 @@
 //
 // Weights are the 16-row operand A, the rows of activations ("tokens") the 8-wide operand B. A warp
 // owns 32 rows of weights, two tiles of 16, and multiplies one unit of K at a time:
-// `F::Lane<NT, PARTS>` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to its sums, or part
-// `part` of `PARTS` of that K; it keeps where a lane reads and writes, which no unit changes. What is
-// needed of a unit's header is unpacked into F::SCRATCH / PARTS bytes of shared memory a warp, while
-// the first operands come. Between two units the warp meets.
+// `F::Lane<NT>` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to its sums; it keeps where a
+// lane reads and writes, which no unit changes. What is needed of a unit's header is unpacked into
+// F::SCRATCH bytes of shared memory a warp, while the first operands come. Between two units the
+// warp meets.
 // Integer codes go into the tensor cores as bit patterns of halves, without a conversion. With
 // nothing added (Q4_K, Q5_K, Q6_K) these are subnormal numbers, code * 2^-24, which tensor cores
 // multiply exactly; the scales make up for the factor. Others are 1024 + code; the accumulator starts
@@ -117,14 +117,14 @@ DEVICE float gelu_inner(float x) { return 1.5957691216057308f * (x + 0.044715f *
 DEVICE int row_slot(int row) { return (row % 8) * 4 + row / 8; }
 
 // Of formats whose header is read as it is: `F::add` does the work.
-template <class F, int NT, int PARTS>
+template <class F, int NT>
 struct PlainLane {
   u32 unit_at;
-  int warp, lane, part;
+  int warp, lane;
 
-  DEVICE PlainLane(u8*, int warp, int lane, int part)
-      : unit_at(now(warp / 4 * F::UNIT_BYTES)), warp(warp % 4), lane(lane), part(part) {}
+  DEVICE PlainLane(u8*, int warp, int lane)
+      : unit_at(now(warp / 4 * F::UNIT_BYTES)), warp(warp % 4), lane(lane) {}
   DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
-    F::template add<NT, PARTS>(acc, unit + unit_at, act, warp, lane, part);
+    F::template add<NT>(acc, unit + unit_at, act, warp, lane);
   }
 };
