@@ -92,8 +92,8 @@ def tile_keys(head_dim: int) -> int:
 def choose(head_dim: int, kind: Kind, rows: int, arch: str, turning: int = 0) -> tuple[Shape, int]:
     """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
 
-    As few blocks as fit, then tiles in as few parts as leave two of each in flight. `turning`: of
-    the cache.
+    As few blocks as fit, then tiles in as few parts as leave room for two of each. `turning`: of the
+    cache.
     """
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):
@@ -106,15 +106,15 @@ def choose(head_dim: int, kind: Kind, rows: int, arch: str, turning: int = 0) ->
 
 
 def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | None:
-    """`Shape` with its tiles cut into parts so that two parts or more of each are in flight."""
+    """`Shape` with its tiles cut into as few parts as leave room for two of each."""
     keys = tile_keys(head_dim)
-    for least, parts in itertools.product((6, 5, 4), (1, 2, 4, 8)):
+    for parts in (1, 2, 4, 8):
         if head_dim // parts < 64 or keys // parts < 16:
             continue
         shape = Shape(head_dim, kind, tiles, parts, parts)
         room = min(nvrtc.SHARED_LIMIT[arch] - _STATIC - shape.fixed, _RING[head_dim])
         count = room // max(shape.stages)
-        if count >= least:
+        if count >= 4:
             return Shape(head_dim, kind, tiles, parts, parts, count // 2, (count + 1) // 2)
     return None
 

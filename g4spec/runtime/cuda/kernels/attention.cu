@@ -275,10 +275,10 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
     float out[S::DP / 16][S::NT][4] = {}, sums[S::NT] = {};
 #pragma unroll 1
     for (int at = work.items[round].tile; at < work.items[round].end; ++at, ++tile) {
-#pragma unroll 1
+#pragma unroll S::VS > 2 ? 1 : 2
       for (int i = 0; i < S::VS; ++i) {
         const int part = tile * S::VS + i;
-        char* stage = shared + S::V_AT + part % S::VR * S::V_STAGE;
+        char* stage = shared + S::V_AT + (S::VR == S::VS ? i : part % S::VR) * S::V_STAGE;
         advance<S::VR>(part, ahead, work, i ? GATHER : WRITTEN + tile % 2, i ? 32 * S::PW : ALL,
                        load);
         if (!work.whole(at)) {
