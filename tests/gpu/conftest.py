@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.emulator import kernels
 from tests.gpu.device import EMULATED
@@ -15,6 +16,11 @@ CASES = 2
 """Of each test, the first and the last."""
 LONG = {"test_engine.py", "test_portable_engine.py", "test_synthetic.py"}
 SKIP = pytest.mark.skip(reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # of pytest-xdist: as many processes as cores
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
