@@ -27,6 +27,7 @@ from g4spec.models.spec import (
     Committed,
     LayerSpec,
     Pick,
+    Reach,
     TensorSpec,
     Unseen,
 )
@@ -254,12 +255,14 @@ class Drafter(WeightedDrafter):
         x = ops.linear(ops.concat([e, hidden]), w["nextn.pre_projection.weight"])
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h = ops.norm_rows(x, norms[0], eps)
+        spans = ops.spans(positions, {Reach.causal(s.window) for s in layers})
+        before = positions - 1
         for spec, freqs, following in zip(layers, self._freqs, [*norms[1:], None], strict=True):
             b = f"blk.{spec.index}."
             cache = self.target.kv(self.target.config.donor(spec.window is not None))
             q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), positions, cache)
-            first, _ = ops.span(positions, spec.window)
-            h = ops.linear(ops.attend(q, cache, first, positions - 1, 1.0),
+            first, _ = spans[Reach.causal(spec.window)]
+            h = ops.linear(ops.attend(q, cache, first, before, 1.0),
                            w[b + "attn_output.weight"], parts=True)  # fmt: skip
             x, h = gemma4.sandwich(ops, w, b, x, h, eps, following)
         x = ops.rms_norm(x, w["output_norm.weight"], eps)

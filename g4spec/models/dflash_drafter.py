@@ -17,6 +17,7 @@ from g4spec.models.spec import (
     Committed,
     LayerSpec,
     Pick,
+    Reach,
     Unseen,
 )
 
@@ -137,14 +138,14 @@ class Drafter(WeightedDrafter):
         if c.own_embed:
             x = ops.embed(w["token_embd.weight"], ids, c.embed_scale)
         else:
-            x = self.target.embed(ids, scaled=False) * c.embed_scale
-        kinds = {(s.window, s.causal) for s in c.layers}
-        spans = {kind: self._interval(*kind, positions) for kind in kinds}
+            x = self.target.embed(ids, scaled=False)
+            x = x if c.embed_scale == 1.0 else x * c.embed_scale
+        reaches = [self._reach(s.window, s.causal) for s in c.layers]
+        spans = ops.spans(positions, set(reaches))
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in c.layers]
         h = (ops.rms_norm if self.numbers else ops.norm_rows)(x, norms[0], c.eps)
-        for spec, following in zip(c.layers, [*norms[1:], None], strict=True):
-            span = spans[spec.window, spec.causal]
-            x, h = self._layer(spec, x, h, positions, span, following)
+        for spec, reach, following in zip(c.layers, reaches, [*norms[1:], None], strict=True):
+            x, h = self._layer(spec, x, h, positions, spans[reach], following)
         rows = ops.rms_norm(x, w["output_norm.weight"], c.eps)
         return rows, self.logits(rows)
 
@@ -193,14 +194,8 @@ class Drafter(WeightedDrafter):
         h = self.after(b + "ffn", self.gated(b, h, parts=not self.numbers), kept)
         return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=self.numbers)
 
-    def _interval(
-        self, window: int | None, causal: bool, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and last position each row of the block sees, [B] each."""
-        last = positions if causal else positions * 0 + positions[-1:]
+    def _reach(self, window: int | None, causal: bool) -> Reach:
+        """What the rows of a block see in a layer."""
         if window is not None and not self.config.window_from_anchor:
-            return (positions - window + 1).clamp(min=0), last
-        back = window or self.window
-        if back is None:
-            return positions * 0, last
-        return positions * 0 + (positions[:1] - back).clamp(min=0), last
+            return Reach(window - 1, to_last=not causal)
+        return Reach(window or self.window, from_first=True, to_last=not causal)

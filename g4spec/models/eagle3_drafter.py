@@ -14,6 +14,7 @@ from g4spec.models.spec import (
     Committed,
     LayerSpec,
     Pick,
+    Reach,
     Unseen,
 )
 
@@ -176,8 +177,8 @@ class Drafter(WeightedDrafter):
         e = (ops.embed(w["token_embd.weight"], ids, 1.0) if c.own_embed
              else self.target.embed(ids, scaled=False))  # fmt: skip
         x, last = features, len(c.layers) - 1
-        spans = {window: ops.span(seen_from, window)[0]
-                 for window in {s.window or self.window for s in c.layers}}  # fmt: skip
+        reaches = [Reach.causal(s.window or self.window) for s in c.layers]
+        spans = ops.spans(seen_from, set(reaches))
         for spec in c.layers:
             b = f"blk.{spec.index}."
             if spec.index == 0:
@@ -188,7 +189,7 @@ class Drafter(WeightedDrafter):
             q = ops.qkv(h, self._attention(spec), positions, self.kv[spec.index], queries=not done)
             if done:
                 break
-            first = spans[spec.window or self.window]
+            first, _ = spans[reaches[spec.index]]
             h = ops.attend(q, self.kv[spec.index], first, positions, spec.head_dim**-0.5)
             h = ops.linear(h, w[b + "attn_output.weight"], parts=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])

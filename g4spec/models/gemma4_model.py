@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from g4spec.models.gemma4_config import Config
-from g4spec.models.spec import Attention, ExpertLayer, LayerSpec
+from g4spec.models.spec import Attention, ExpertLayer, LayerSpec, Reach
 
 if TYPE_CHECKING:
     import torch
@@ -55,13 +55,13 @@ class Model:
         x = self.embed(ids, scaled=True)
         per_layer = self._per_layer_inputs(ids, x)
         layers = self.config.layers
-        spans = {window: ops.span(positions, window) for window in {s.window for s in layers}}
+        spans = ops.spans(positions, {Reach.causal(s.window) for s in layers})
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h, tapped = ops.norm_rows(x, norms[0], eps), {}
         for spec, following in zip(layers, [*norms[1:], None], strict=True):
             if spec.index in taps:
                 tapped[spec.index] = x
-            h = self._attention(spec, h, positions, spans[spec.window], kv)
+            h = self._attention(spec, h, positions, spans[Reach.causal(spec.window)], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
             x, h = sandwich(ops, w, f"blk.{spec.index}.", x, h, eps, following, spec, ple)
         if len(layers) in taps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from g4spec.errors import InputError
 
@@ -29,6 +29,25 @@ GEMMA_STOP_IDS = frozenset({1, 106, 50})
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 """What a tensor is for, which decides its type: `matrix`, `embed` and `output` are quantized,
 `vector` (norms, scales) stays F32, `index` stays an integer."""
+
+
+class Reach(NamedTuple):
+    """Which positions a row of consecutive ones sees.
+
+    Attributes:
+        back: how many positions in front of its own, or None: from 0 on.
+        from_first: in front of the first row's position instead.
+        to_last: up to the last row's position instead of its own.
+    """
+
+    back: int | None
+    from_first: bool = False
+    to_last: bool = False
+
+    @classmethod
+    def causal(cls, window: int | None) -> Reach:
+        """The last `window` positions, its own included."""
+        return cls(None if window is None else window - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ for tiles of 16 rows. A block that is masked for a row contributes exact zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.models.spec import MAX_STEP_ROWS
+from g4spec.models.spec import MAX_STEP_ROWS, Reach
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.simple_ops import TILE, SimpleOps, in_order, pad_rows
 
@@ -42,6 +42,9 @@ Graph = Callable[..., tuple[torch.Tensor, ...]]
 
 Reader = Callable[..., tuple[torch.Tensor, dict[int, torch.Tensor]]]
 """(ids, first position, taps) -> what a model's `forward` returns."""
+
+Spans = dict[Reach, tuple[torch.Tensor, torch.Tensor]]
+"""First and last position that rows see, int64 [T] each."""
 
 BLOCK = 64
 """Keys per attention block; block b holds absolute positions [64 b, 64 b + 64)."""
@@ -113,13 +116,15 @@ class Ops(SimpleOps):
 
         return read
 
-    def span(
-        self, positions: torch.Tensor, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """First and last position that causal rows at `positions` [T] see, [T] each."""
-        if window is None:
-            return torch.zeros_like(positions), positions
-        return (positions - window + 1).clamp(min=0), positions
+    def spans(self, positions: torch.Tensor, reaches: Iterable[Reach]) -> Spans:
+        """What rows at consecutive `positions` [T] see."""
+        out = {}
+        for reach in reaches:
+            own = positions[:1].expand_as(positions) if reach.from_first else positions
+            last = positions[-1:].expand_as(positions) if reach.to_last else positions
+            first = own * 0 if reach.back is None else (own - reach.back).clamp(min=0)
+            out[reach] = first.contiguous(), last.contiguous()
+        return out
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         """`rms_norm` of x [T, H] as rows."""

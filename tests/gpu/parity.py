@@ -6,6 +6,7 @@ largest error allowed as a share of the largest wanted value of a row.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from g4spec import quant
-from g4spec.models.spec import Attention, CacheShape, ExpertLayer
+from g4spec.models.spec import Attention, CacheShape, ExpertLayer, Reach
 from g4spec.runtime.cuda import packing, products
 from g4spec.runtime.cuda.matrix import Matrix
 from g4spec.runtime.cuda.rows import Rows, unpack
@@ -287,6 +288,19 @@ def cache(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             yield a, b, 0.0
 
 
+def spans(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    backs = (None, 0, 7, 1023)
+    for start, count in ((0, 1), (3, 16), (5000, 130)):
+        positions = torch.arange(start, start + count)
+        for ways in itertools.product((False, True), repeat=2):
+            reaches = [Reach(back, *ways) for back in backs]
+            got = cuda.spans(positions.to(DEVICE), reaches)
+            want = ref.spans(positions, reaches)
+            for reach in reaches:
+                for a, b in zip(got[reach], want[reach], strict=True):
+                    yield a[None], b[None], 0.0
+
+
 def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     """Sizes that are recorded, padded and too long; outputs that are kept and that are not."""
 
@@ -307,7 +321,7 @@ def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (embed, linear, logits, rms_norm, norm_rows, norm_residual_norm, qkv, attend, gated,
-                 modulated, per_layer_inputs, experts, expert_layer, cache, graph)
+                 modulated, per_layer_inputs, experts, expert_layer, cache, spans, graph)
 }  # fmt: skip
 
 ELSEWHERE = {

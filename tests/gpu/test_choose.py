@@ -168,9 +168,10 @@ def test_accept(rows: int) -> None:
         chosen[held] = 7
         state.set(50, 100, 16)
         positions = torch.full((20,), -1, dtype=torch.int64, device=DEVICE)
-        state.accept(chosen, ids, next_ids=ids, next_positions=positions)
+        state.accept(chosen, ids)
         assert state.values.tolist() == [50 + held + 1, 7, held, 16]
-        assert int(ids[0]) == 7
+        state.place(ids, positions)
+        assert ids.tolist() == [7, *range(101, 100 + rows)]
         assert positions.tolist() == list(range(50 + held + 1, 50 + held + 21))
 
 

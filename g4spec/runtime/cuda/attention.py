@@ -92,8 +92,8 @@ def tile_keys(head_dim: int) -> int:
 def choose(head_dim: int, kind: Kind, rows: int, arch: str, turning: int = 0) -> tuple[Shape, int]:
     """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
 
-    As few blocks as fit, then tiles in as few parts as leave room for two of each. `turning`: of the
-    cache.
+    As few blocks as fit, then tiles in as few parts as leave room for two of each. `turning`: of
+    the cache.
     """
     options = (1, 2, 4)  # more would not fit in registers
     for most in reversed(options):

@@ -92,26 +92,35 @@ class Choice:
     def _blocks(self) -> int:
         return -(-self.columns // SPAN)
 
-    def __call__(self, logits: torch.Tensor, positions: torch.Tensor, ahead: int = 1) -> Chosen:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        ahead: int = 1,
+        into: Chosen | None = None,
+    ) -> Chosen:
         """A token for each row.
 
         Args:
             logits: float32 [T, columns], raw.
             positions: int64 [T]; the token of row t stands at positions[t] + ahead.
+            into: where the answer goes, and what is returned.
         """
         assert logits.shape == (len(positions), self.columns), (logits.shape, self.columns)
         mode = self.mode[0]
         if mode == "sorted":
-            return self._sorted(logits, positions, ahead)
+            return self._sorted(logits, positions, ahead, into)
         common = (
             logits, positions, self.tokens, self._suppressed, np.int32(self.columns),
             np.int32(ahead), np.float32(self.scale), np.float32(self.cap),
         )  # fmt: skip
-        return self._launch(mode, common, len(logits))
+        return self._launch(mode, common, len(logits), into)
 
-    def _launch(self, mode: str, common: tuple[object, ...], rows: int) -> Chosen:
+    def _launch(
+        self, mode: str, common: tuple[object, ...], rows: int, into: Chosen | None
+    ) -> Chosen:
         device, blocks = self._sampling.device, self._blocks
-        chosen = Chosen(
+        chosen = into or Chosen(
             torch.empty(rows, dtype=torch.int64, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.int32, device=device),
@@ -133,7 +142,9 @@ class Choice:
         )  # fmt: skip
         return chosen
 
-    def _sorted(self, logits: torch.Tensor, positions: torch.Tensor, ahead: int) -> Chosen:
+    def _sorted(
+        self, logits: torch.Tensor, positions: torch.Tensor, ahead: int, into: Chosen | None
+    ) -> Chosen:
         """Other filters: torch sorts each row by itself, so that no row depends on another."""
         z = logits * self.scale
         z = self.cap * torch.tanh(z / self.cap) if self.cap else z
@@ -146,7 +157,7 @@ class Choice:
             z, positions, self.tokens, None, np.int32(self.columns), np.int32(ahead),
             np.float32(1.0), np.float32(0.0),
         )  # fmt: skip
-        return self._launch("sampled", common, len(z))
+        return self._launch("sampled", common, len(z), into)
 
     def _filtered(self, z: torch.Tensor) -> torch.Tensor:
         """`Sampler._filtered` without a look at values on the host. NaN stays the largest."""
@@ -195,14 +206,19 @@ class CycleState:
         """Begin at `position` with token `anchor`, steps of `rows` rows."""
         self.values.copy_(torch.tensor([position, anchor, 0, rows]))
 
+    def place(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """The anchor becomes the first of `ids`; position, position + 1 ... become `positions` (32
+        at most). Whatever follows this kernel may read them early."""
+        launch.kernel("accept.cu", "place")(
+            1, 32, self.values, ids, positions, np.int32(len(positions)), pdl=False
+        )
+
     def accept(
         self,
         chosen: torch.Tensor,
         ids: torch.Tensor,
         *,
         forced: torch.Tensor | None = None,
-        next_ids: torch.Tensor | None = None,
-        next_positions: torch.Tensor | None = None,
     ) -> None:
         """Commit the choices of a step up to the first one that was not drafted, included.
 
@@ -210,15 +226,11 @@ class CycleState:
             chosen: int64 [T], T <= 16: choices of the step's rows.
             ids: int64 [T]: what the step read, the anchor and drafted tokens.
             forced: int64 [1] or None: accept so many drafts, whatever they are.
-            next_ids: int64 [1 or more] or None: the first one becomes the new anchor; may be `ids`.
-            next_positions: int64 [n <= 32] or None: becomes new position, + 1, ...
         """
         assert len(chosen) == len(ids) <= 16, (len(chosen), len(ids))
-        room = 0 if next_positions is None else len(next_positions)
         launch.kernel("accept.cu", "accept")(
-            1, 32, chosen, ids, self.values, forced, next_ids, next_positions,
-            np.int32(len(chosen)), np.int32(room),
-        )  # fmt: skip
+            1, 32, chosen, ids, self.values, forced, np.int32(len(chosen))
+        )
 
 
 UNITS = [
@@ -235,5 +247,5 @@ UNITS = [
         ),
         max_registers=80,
     ),
-    Unit("accept.cu", ("accept",), max_registers=40),
+    Unit("accept.cu", ("accept", "place"), max_registers=40),
 ]

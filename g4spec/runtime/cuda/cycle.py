@@ -36,21 +36,24 @@ FIELDS = 6
 
 
 class _Numbers:
-    """All that a cycle reads and leaves behind, int64 in one piece, so that one copy shows it.
+    """All that a cycle reads and leaves behind, int64 but where it says so, in one piece so that
+    one copy shows it.
 
     Attributes:
         state: position, anchor, accepted, rows that count (`CycleState`).
         ids, positions: [16] of the step's rows: the anchor, then what was drafted.
-        unfit: [16], not 0 where the draft's logits were no numbers.
-        chosen, bad, logits: [16] of the step's rows: choice, whether there was none, and the
-            choice's logit (float64, as bits).
+        unfit: int32 [16], not 0 where the draft's logits were no numbers.
+        chosen, bad, logits: [16] of the step's rows: choice, whether there was none (int32), and
+            the choice's logit (float32).
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole, self.state = whole, whole[:4]
         lines = whole[4:].view(FIELDS, MAX_STEP_ROWS).unbind()
-        self.ids, self.positions, self.unfit, self.chosen, self.bad, logits = lines
-        self.logits = logits.view(torch.float64)
+        self.ids, self.positions, self.chosen, *narrow = lines
+        unfit, bad, logits = (line[: MAX_STEP_ROWS // 2] for line in narrow)
+        self.unfit, self.bad = unfit.view(torch.int32), bad.view(torch.int32)
+        self.logits = logits.view(torch.float32)
 
     @classmethod
     def empty(cls, device: torch.device | str) -> _Numbers:
@@ -97,7 +100,6 @@ class Cycles:
         self._on = _Numbers.empty(device)
         self._state = CycleState(device, self._on.state)
         self._forced = None if forced is None else torch.tensor([forced], device=device)
-        self._rows = torch.arange(MAX_STEP_ROWS, device=device)
         self._choice: Choice | None = None
         self._made: dict[tuple[str, int, tuple[str, ...]], graphs.Capture] = {}
         self._slots = deque(_Slot.empty() for _ in range(AHEAD))
@@ -182,30 +184,26 @@ class Cycles:
             self._made[key] = graphs.Capture(lambda: run(size), self._pool)
         return self._made[key]
 
-    def _place(self) -> None:
-        """Where the step stands, and the first token that it reads."""
-        on = self._on
-        on.ids[:1].copy_(on.state[1:2])
-        torch.add(on.state[:1], self._rows, out=on.positions)
-
     def _plain(self, size: int) -> tuple[torch.Tensor, ...]:
         """A cycle without a draft."""
-        self._place()
+        self._state.place(self._on.ids, self._on.positions)
         return self._verify(size)
 
     def _propose(self, count: int) -> tuple[()]:
         """The first half: what the step reads."""
         on = self._on
         assert self._draft is not None
-        self._place()
+        self._state.place(on.ids, on.positions)
+        drafts = on.ids[1:]
 
         def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
-            chosen = self._chosen(logits, on.positions[at : at + len(logits)])
-            on.unfit[at : at + len(logits)].copy_(chosen.bad)
-            return chosen.ids
+            rows = slice(at, at + len(logits))
+            into = Chosen(drafts[rows], torch.empty_like(logits[:, 0]), on.unfit[rows])
+            return self._chosen(logits, on.positions[rows], into).ids
 
         drafted = self._draft.fill(on.ids[:1], on.positions, count, pick)
-        on.ids[1 : 1 + count].copy_(drafted)
+        if drafted.data_ptr() != drafts.data_ptr():  # not what one call of `pick` returned
+            drafts[:count].copy_(drafted)
         return ()
 
     def _verify(self, size: int) -> tuple[torch.Tensor, ...]:
@@ -214,15 +212,13 @@ class Cycles:
         on = self._on
         ids, positions = on.ids[:size], on.positions[:size]
         hidden, taps, logits = self._target.run(ids, positions)
-        chosen = self._chosen(logits, positions)
+        chosen = Chosen(on.chosen[:size], on.logits[:size], on.bad[:size])
+        self._chosen(logits, positions, chosen)
         self._state.accept(chosen.ids, ids, forced=self._forced)
         if self._draft is not None:
             self._draft.take(Unseen(ids, positions, hidden, taps), on.state[2:3])
-        on.chosen[:size].copy_(chosen.ids)
-        on.bad[:size].copy_(chosen.bad)
-        on.logits[:size].copy_(chosen.values)
         return hidden, taps
 
-    def _chosen(self, logits: torch.Tensor, positions: torch.Tensor) -> Chosen:
+    def _chosen(self, logits: torch.Tensor, positions: torch.Tensor, into: Chosen) -> Chosen:
         assert self._choice is not None
-        return self._choice(logits.contiguous(), positions)
+        return self._choice(logits.contiguous(), positions, into=into)

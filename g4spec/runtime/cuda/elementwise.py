@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import torch
 
+from g4spec.models.spec import Reach
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.rows import MOST, Rows, address, tiles
 from g4spec.runtime.cuda.rows import empty as empty_rows
 from g4spec.runtime.cuda.units import Unit
+from g4spec.runtime.ops import Spans
 
 Activation = Literal["gelu_tanh", "silu"]
 ACTIVATIONS = ("gelu_tanh", "silu")
@@ -21,6 +24,9 @@ GATED_SCALE = 64.0
 """Row scale of products of an activation: they may exceed half precision."""
 
 THREADS = 128
+
+MOST_REACHES = 4
+"""Of one call of `spans`."""
 
 
 @functools.cache
@@ -93,8 +99,22 @@ def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
     return x
 
 
+def spans(positions: torch.Tensor, reaches: Sequence[Reach]) -> Spans:
+    """See `Ops.spans`; at most four reaches."""
+    assert len(reaches) <= MOST_REACHES, reaches
+    out = torch.empty(len(reaches), 2, len(positions), dtype=torch.int64, device=positions.device)
+    back = [-1 if r.back is None else r.back for r in reaches]
+    back += [0] * (MOST_REACHES - len(reaches))
+    flags = sum((r.from_first + 2 * r.to_last) << 2 * i for i, r in enumerate(reaches))
+    launch.kernel("elementwise.cu", "spans")(
+        (-(-len(positions) // THREADS), len(reaches)), THREADS, positions, out,
+        *map(np.int32, (len(positions), *back, flags)), pdl=False,
+    )  # fmt: skip
+    return {reach: (first, last) for reach, (first, last) in zip(reaches, out, strict=True)}
+
+
 UNITS = [
     Unit("elementwise.cu", (*(f"gated<{a}, {r}>" for a in (0, 1) for r in (0, 1)),
                             f"per_layer_inputs<{THREADS // 32}>", "softcap<true>",
-                            "softcap<false>"), max_registers=48),
+                            "softcap<false>", "spans"), max_registers=48),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ it is asked for, rows are float32 throughout and meet matrices as their file hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +42,12 @@ from g4spec.runtime.cuda.long_reader import LongReader
 from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
 from g4spec.runtime.cuda.rows import Residual, Rows
 from g4spec.runtime.cuda.sampler import CudaSampler
-from g4spec.runtime.ops import Graph, Ops, Reader, Run
+from g4spec.runtime.ops import Graph, Ops, Reader, Run, Spans
 from g4spec.runtime.simple_ops import in_order
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer
+    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer, Reach
     from g4spec.runtime.sampling import Sampler
     from g4spec.runtime.speculate import Player
     from g4spec.runtime.target import Target
@@ -162,6 +162,9 @@ class CudaOps(Ops):
         return rows.rms_norm(x, weight, eps)
 
     # ---- fused operations
+
+    def spans(self, positions: torch.Tensor, reaches: Iterable[Reach]) -> Spans:
+        return elementwise.spans(positions, list(reaches))
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         if not self._as_rows(x):
@@ -291,9 +294,8 @@ class CudaOps(Ops):
             if len(x) <= rows.MOST:
                 self.without_kernel.add("choice of experts")
             return super().expert_layer(h, x, e, following, scale)
-        x, (dense, routed) = Residual(e.post_attention, e.eps).rows(
-            h, x, [e.ffn_norm, e.expert_norm]
-        )
+        end = Residual(e.post_attention, e.eps)
+        x, (dense, routed) = end.rows(h, x, [e.ffn_norm, e.expert_norm])
         layer(x, dense, routed)
         return layer.finish(x, following)
 

@@ -12,10 +12,8 @@ struct State {
 // choices up to the first one that was not drafted, which becomes the next anchor.
 //
 // forced: null, or how many drafts to accept whatever they are (for measurements).
-// next_ids: [1 or more] or null, gets the anchor. next_positions: [room] or null, gets
-// position, position + 1, ...
 __global__ void accept(const i64* chosen, const i64* ids, State* state, const i64* forced,
-                       i64* next_ids, i64* next_positions, int rows, int room) {
+                       int rows) {
   grid_launch();
   grid_wait();
   const int i = threadIdx.x;
@@ -25,9 +23,12 @@ __global__ void accept(const i64* chosen, const i64* ids, State* state, const i6
   const int n = __ffs(~__ballot_sync(FULL, held)) - 1;
   const i64 position = state->position + n + 1, anchor = chosen[n];
   __syncwarp();
-  if (i == 0) {
-    state->position = position, state->anchor = anchor, state->accepted = n;
-    if (next_ids) next_ids[0] = anchor;
-  }
-  if (next_positions && i < room) next_positions[i] = position + i;
+  if (i == 0) state->position = position, state->anchor = anchor, state->accepted = n;
+}
+
+// Where the next step stands: its first token, and its positions [room].
+__global__ void place(const State* state, i64* ids, i64* positions, int room) {
+  const int i = threadIdx.x;
+  if (i == 0) ids[0] = state->anchor;
+  if (i < room) positions[i] = state->position + i;
 }
