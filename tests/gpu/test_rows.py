@@ -111,16 +111,6 @@ def test_residual_of_many_rows() -> None:
     close(step(h, x), want, 3e-7)
 
 
-def test_norms_of_parts_side_by_side() -> None:
-    x, weights = randn(5, 3 * 192), [randn(192) for _ in range(3)]
-    out = rows.empty(5, 3 * 192, x.device)
-    for i, weight in enumerate(weights):
-        part = x[:, 192 * i : 192 * (i + 1)]
-        rows.rms_norm_rows(part, weight, EPS, into=out, column=192 * i)
-    want = torch.cat([norm(p, w) for p, w in zip(x.split(192, dim=1), weights, strict=True)], 1)
-    check_rows(out, want)
-
-
 def residual(
     h: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, scale: torch.Tensor | None
 ) -> torch.Tensor:
@@ -149,21 +139,15 @@ def test_residual(width: int, count: int, weighted: bool, scaled: bool) -> None:
     out, y = step.numbers(h, x, following[0])
     close(out, want, 3e-7)
     close(y, norm(want, following[0]), 2e-6)
-    out, raw = step.packed(h, x)
-    close(out, want, 3e-7)
-    check_rows(raw, want)
 
 
 @pytest.mark.parametrize("slices", [2, 4, 8])
-def test_residual_of_partial_sums_tapped(slices: int) -> None:
+def test_residual_of_partial_sums(slices: int) -> None:
     h, x, weight = randn(slices, 6, 1536), randn(6, 1536), randn(1536)
     want = residual(h.sum(0), x, weight, None)
-    taps = torch.full((6, 3 * 1536), torch.nan, device=DEVICE)
-    out, (packed,) = rows.Residual(weight, EPS).rows(h, x, [None], tap=taps[:, 1536:3072])
+    out, (packed,) = rows.Residual(weight, EPS).rows(h, x, [None])
     close(out, want, 1e-6)
     check_rows(packed, norm(want, None), HALF * 1.01)
-    assert torch.equal(taps[:, 1536:3072], out)
-    assert bool(taps[:, :1536].isnan().all()) and bool(taps[:, 3072:].isnan().all())
 
 
 @pytest.mark.parametrize("width", [1536, 5376])
@@ -171,14 +155,12 @@ def test_a_row_does_not_depend_on_its_company(width: int) -> None:
     h, x, weight, next_weight = randn(16, width), randn(16, width), randn(width), randn(width)
     step = rows.Residual(weight, EPS)
     out, (packed,) = step.rows(h, x, [next_weight])
-    _, raw = step.packed(h, x)
     for count in range(1, 17):
         for first in {0, 16 - count}:
             part = slice(first, first + count)
             small, (small_packed,) = step.rows(h[part].clone(), x[part].clone(), [next_weight])
             assert torch.equal(out[part], small)
             assert same_rows(packed, first, small_packed)
-            assert same_rows(raw, first, step.packed(h[part].clone(), x[part].clone())[1])
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])

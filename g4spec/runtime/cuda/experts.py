@@ -133,33 +133,24 @@ class Experts:
         )  # fmt: skip
 
     def finish(
-        self,
-        x: torch.Tensor,
-        following: torch.Tensor | None,
-        *,
-        out: torch.Tensor | None = None,
-        tap: torch.Tensor | None = None,
+        self, x: torch.Tensor, following: torch.Tensor | None
     ) -> tuple[torch.Tensor, Rows | None]:
         """The end of the layer, after `__call__`.
 
         Args:
             x: as before. following: weight [H] of the next layer's norm, or None.
-            out: where the new residual goes, not `x`. tap: a second place for it, [T, H] with any
-                distance between rows.
 
         Returns:
             The new residual [T, H], and its norm as rows (None without `following`).
         """
         b, (count, width) = self.buffers, x.shape
-        out = torch.empty_like(x) if out is None else out
+        out = torch.empty_like(x)
         to = None if following is None else rows.empty(count, width, x.device)
         launch.kernel("experts_finish.cu", finish_instance(self.shape))(
             count if to is None else 8 * to.tiles, 32 * rows.shape(width)[0],
             b.y, b.dense, x, self.norm_experts, self.norm_dense, self.norm, following, self.scale,
-            out, None if tap is None else np.uint64(tap.data_ptr()),
-            np.int64(0 if tap is None else tap.stride(0)), None if to is None else to.data,
-            b.arrived, np.int32(len(b.arrived)), np.int32(count), np.int32(width),
-            np.float32(self.eps),
+            out, None if to is None else to.data, b.arrived,
+            *map(np.int32, (len(b.arrived), count, width)), np.float32(self.eps),
         )  # fmt: skip
         return out, to
 

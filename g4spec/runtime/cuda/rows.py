@@ -133,25 +133,18 @@ def instance(
     return f"norm_rows<{', '.join([*map(str, numbers), *(str(f).lower() for f in flags)])}>"
 
 
-def pack_rows(x: torch.Tensor, into: Rows | None = None, column: int = 0) -> Rows:
+def pack_rows(x: torch.Tensor) -> Rows:
     """x float32 [T, K] as rows; each with the power of two as scale that brings its largest value
     into [512, 1024)."""
-    to = empty(len(x), x.shape[1], x.device, scaled=True) if into is None else into
-    assert to.scale is not None
-    _run(x, leave=SCALED, outputs=[to.data], row_scale=to.scale, column=column)
+    to = empty(len(x), x.shape[1], x.device, scaled=True)
+    _run(x, leave=SCALED, outputs=[to.data], row_scale=to.scale)
     return to
 
 
-def rms_norm_rows(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    into: Rows | None = None,
-    column: int = 0,
-) -> Rows:
-    """rms_norm of x float32 [T, H] as rows, from column `column` (a multiple of 64) on."""
-    to = empty(len(x), x.shape[1], x.device) if into is None else into
-    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data], column=column)
+def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Rows:
+    """rms_norm of x float32 [T, H] as rows."""
+    to = empty(len(x), x.shape[1], x.device)
+    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data])
     return to
 
 
@@ -176,70 +169,32 @@ class Residual:
     eps: float
     scale: torch.Tensor | None = None
 
-    def __call__(
-        self,
-        h: torch.Tensor,
-        x: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        tap: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def __call__(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """x' [T, H] alone.
 
         Args:
-            h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8).
-            x: [T, H]. `out`: where x' goes; not `x`.
-            tap: a second place for it, [T, H] with any distance between rows.
+            h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8). x: [T, H].
         """
-        out = torch.empty_like(x) if out is None else out
-        _run(x, h, self, out=out, tap=tap, leave=NOTHING)
+        out = torch.empty_like(x)
+        _run(x, h, self, out=out, leave=NOTHING)
         return out
 
     def rows(
-        self,
-        h: torch.Tensor,
-        x: torch.Tensor,
-        following: Sequence[torch.Tensor | None],
-        *,
-        out: torch.Tensor | None = None,
-        tap: torch.Tensor | None = None,
+        self, h: torch.Tensor, x: torch.Tensor, following: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, list[Rows]]:
         """x', and rms_norm(x') with each of at most three weights as rows."""
-        out = torch.empty_like(x) if out is None else out
-        to = [empty(len(x), x.shape[1], x.device) for _ in following]
-        _run(x, h, self, out=out, tap=tap, leave=ROWS, eps=self.eps, following=following,
+        out, to = torch.empty_like(x), [empty(len(x), x.shape[1], x.device) for _ in following]
+        _run(x, h, self, out=out, leave=ROWS, eps=self.eps, following=following,
              outputs=[r.data for r in to])  # fmt: skip
         return out, to
 
     def numbers(
-        self,
-        h: torch.Tensor,
-        x: torch.Tensor,
-        following: torch.Tensor | None,
-        *,
-        out: torch.Tensor | None = None,
-        tap: torch.Tensor | None = None,
+        self, h: torch.Tensor, x: torch.Tensor, following: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x', and rms_norm(x') as float32 [T, H]; any number of rows."""
-        out = torch.empty_like(x) if out is None else out
-        y = torch.empty_like(out)
-        _run(x, h, self, out=out, tap=tap, leave=FLOATS, eps=self.eps, following=[following],
-             outputs=[y])  # fmt: skip
+        out, y = torch.empty_like(x), torch.empty_like(x)
+        _run(x, h, self, out=out, leave=FLOATS, eps=self.eps, following=[following], outputs=[y])
         return out, y
-
-    def packed(
-        self,
-        h: torch.Tensor,
-        x: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        tap: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Rows]:
-        """x', and x' itself as rows with scales."""
-        out = torch.empty_like(x) if out is None else out
-        to = empty(len(x), x.shape[1], x.device, scaled=True)
-        _run(x, h, self, out=out, tap=tap, leave=SCALED, outputs=[to.data], row_scale=to.scale)
-        return out, to
 
 
 def _run(
@@ -252,9 +207,7 @@ def _run(
     following: Sequence[torch.Tensor | None] = (),
     outputs: Sequence[torch.Tensor] = (),
     out: torch.Tensor | None = None,
-    tap: torch.Tensor | None = None,
     row_scale: torch.Tensor | None = None,
-    column: int = 0,
 ) -> None:
     """Launch `norm_rows`; see norm.cu."""
     (count, width), slices, enter = x.shape, 1, PLAIN
@@ -264,8 +217,7 @@ def _run(
         assert h.shape[-2:] == x.shape and slices <= 8, (h.shape, x.shape)
         weight, scale, eps = residual.weight, residual.scale, residual.eps
         enter = ADD if weight is None else NORM
-    assert column % BLOCK == 0 and width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
-    assert out is None or out.data_ptr() != x.data_ptr(), "blocks that read x do not wait"
+    assert width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
     split = count <= MOST
     name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     warps, loads = shape(width)
@@ -274,9 +226,7 @@ def _run(
     launch.kernel("norm.cu", name)(
         (count, loads if split else 1), 32 * warps,
         h, address(x), np.int64(x.stride(0)), weight, scale, *weights, *places,
-        np.int32(column // 4), row_scale, out, None if tap is None else address(tap),
-        np.int64(0 if tap is None else tap.stride(0)), np.int32(count), np.int32(width),
-        np.float32(eps),
+        row_scale, out, np.int32(count), np.int32(width), np.float32(eps),
     )  # fmt: skip
 
 
@@ -293,7 +243,7 @@ UNITS = [
     Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
     for width, bound, forms in (
         (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
-                    (1, ADD, ROWS), (1, PLAIN, SCALED), (1, NORM, SCALED), (1, PLAIN, FLOATS)]),
+                    (1, ADD, ROWS), (1, PLAIN, SCALED), (1, PLAIN, FLOATS)]),
         (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS)]),
         (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
         (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),

@@ -36,13 +36,12 @@ struct Part {
 
 // y [rows, K, width]: what experts give, weighted; dense [rows, width]. Weights of norms [width]:
 // of the experts' sum, of the dense branch, of both together, of the next layer (null: `to` is not
-// written). `out` [rows, width]; `tap` [rows][tap_stride], a second copy. `arrived` [counters] is
-// zeroed. Grid: rows, those that fill a tile included.
+// written). `out` [rows, width]. `arrived` [counters] is zeroed. Grid: rows, those that fill a tile included.
 template <int WARPS, int V, int K>
 __global__ __launch_bounds__(32 * WARPS) void finish(
     const float* y, const float* dense, const float* x, const float* experts_norm,
     const float* dense_norm, const float* norm, const float* next_norm, const float* scale,
-    float* out, float* tap, i64 tap_stride, u8* to, u32* arrived, int counters, int rows,
+    float* out, u8* to, u32* arrived, int counters, int rows,
     int width, float eps) {
   using P = Part<WARPS, V>;
   grid_launch();
@@ -79,7 +78,6 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
       result.v[j] = mul4(result.v[j], factor);
       if (P::at(j) >= n4) continue;
       ((float4*)(out + at))[P::at(j)] = result.v[j];
-      if (tap) ((float4*)(tap + row * tap_stride))[P::at(j)] = result.v[j];
     }
     r = result.inverse(slots[3], width, eps);
   }

@@ -102,14 +102,12 @@ DEVICE void leave(float4 normed, const float4 (&weights)[N][OWN], int q, void* c
 }
 
 // x' = (x + rms_norm(h) * weight) * scale, and its norms by N weights. `h` [SLICES][rows][width];
-// `x` [rows][x_stride]; `out` [rows, width], not `x`; `tap` [rows][tap_stride], a second copy. Grid
-// [rows, V if SPLIT].
+// `x` [rows][x_stride]; `out` [rows, width], not `x`. Grid [rows, V if SPLIT].
 template <int WARPS, int V, int SLICES, int ENTER, int NEXT, int N, bool SPLIT, bool WHOLE>
 __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const float* h, const float* x, i64 x_stride, const float* weight, const float* scale,
     const float* next_a, const float* next_b, const float* next_c, void* to_a, void* to_b,
-    void* to_c, int first, float* row_scale, float* out, float* tap, i64 tap_stride, int rows,
-    int width, float eps) {
+    void* to_c, float* row_scale, float* out, int rows, int width, float eps) {
   grid_launch();
   // Partial sums come from linear.cu, which lets its successor start once all before it has ended.
   constexpr bool EARLY = SLICES > 1;
@@ -130,7 +128,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     for (int o = 0; o < N; ++o)
       nw[o][q] = next[o] && R::valid(j, n4) ? __ldcg((const float4*)next[o] + i)
                                             : float4{1, 1, 1, 1};
-    if (NEXT == ROWS || NEXT == SCALED) place[q] = RowPlace(tiles_of(rows), row, first + i);
+    if (NEXT == ROWS || NEXT == SCALED) place[q] = RowPlace(tiles_of(rows), row, i);
   }
   const float factor = scale ? *scale : 1.0f, share = 1.0f / (float)width;
   const float* old = now(x + row * x_stride);
@@ -155,8 +153,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const bool mine = R::valid(j, n4);
     const float4 own = SPLIT ? v.chosen(part) : v.v[q];
     if (ENTER != PLAIN && mine) ((float4*)out)[start + i] = own;
-    if (tap && mine) ((float4*)(tap + row * tap_stride))[i] = own;
     leave<NEXT>(mul4(own, r), nw, q, to, start + i, place[q], mine);
-    if (NEXT == ROWS || NEXT == SCALED) fill_tile<N>(to, rows, row, first + i, mine);
+    if (NEXT == ROWS || NEXT == SCALED) fill_tile<N>(to, rows, row, i, mine);
   }
 }
