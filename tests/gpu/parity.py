@@ -289,7 +289,7 @@ def cache(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 
 def spans(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    backs = (None, 0, 7, 1023)
+    backs = (None, 0, 7, 1023, 1024)
     for start, count in ((0, 1), (3, 16), (5000, 130)):
         positions = torch.arange(start, start + count)
         for ways in itertools.product((False, True), repeat=2):

@@ -26,7 +26,7 @@ GATED_SCALE = 64.0
 THREADS = 128
 
 MOST_REACHES = 4
-"""Of one call of `spans`."""
+"""Of one launch of `spans`."""
 
 
 @functools.cache
@@ -100,8 +100,10 @@ def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
 
 
 def spans(positions: torch.Tensor, reaches: Sequence[Reach]) -> Spans:
-    """See `Ops.spans`; at most four reaches."""
-    assert len(reaches) <= MOST_REACHES, reaches
+    """See `Ops.spans`."""
+    if len(reaches) > MOST_REACHES:
+        more = spans(positions, reaches[MOST_REACHES:])
+        return more | spans(positions, reaches[:MOST_REACHES])
     out = torch.empty(len(reaches), 2, len(positions), dtype=torch.int64, device=positions.device)
     back = [-1 if r.back is None else r.back for r in reaches]
     back += [0] * (MOST_REACHES - len(reaches))
