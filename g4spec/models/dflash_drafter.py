@@ -127,8 +127,9 @@ class Drafter(WeightedDrafter):
         ops, w = self.ops, self.w
         context = ops.norm_rows(ops.linear(taps, w["fc.weight"]), w["enc.output_norm.weight"],
                                 self.config.eps)  # fmt: skip
-        for spec in self.config.layers:
-            self._append(spec, context, positions)
+        layers = self.config.layers
+        ops.keys_values(context, [self._attention(s) for s in layers], positions,
+                        [self.kv[s.index] for s in layers])  # fmt: skip
         return ()
 
     def _fill_block(
@@ -162,11 +163,6 @@ class Drafter(WeightedDrafter):
             eps=c.eps,
             freqs=self._freqs,
         )
-
-    def _append(self, spec: LayerSpec, h: Any, positions: torch.Tensor) -> None:
-        """Append keys and values of context rows `h` to a layer's cache."""
-        kv = self.kv[spec.index]
-        self.ops.qkv(h, self._attention(spec), positions, kv, queries=False)
 
     def _layer(
         self,

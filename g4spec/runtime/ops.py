@@ -227,6 +227,14 @@ class Ops(SimpleOps):
         z = z if scale == 1.0 else z * scale
         return self.softcap(z, cap) if cap else z
 
+    def keys_values(
+        self, h: Any, layers: Sequence[Attention], positions: torch.Tensor, kvs: Sequence[Any]
+    ) -> None:
+        """Append keys and values of rows h to the cache of each of these layers, as `qkv` does. The
+        first layer is always of the same others."""
+        for a, kv in zip(layers, kvs, strict=True):
+            self.qkv(h, a, positions, kv, queries=False)
+
     def attend(
         self,
         q: torch.Tensor,

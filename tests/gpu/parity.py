@@ -175,6 +175,41 @@ def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             yield a, b, 2 * HALF
 
 
+def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    """Layers that go together, that are packed already, and whose shapes differ."""
+    for dim, n_kv, way in ((128, 2, "together"), (256, 1, "together"), (64, 2, "packed"),
+                           (64, 1, "narrow"), (128, 1, "unlike")):  # fmt: skip
+        freqs = ref.rope_freqs(1e4, dim)
+        layers: tuple[list[Attention], ...] = ([], [])
+        turns = freqs.to(DEVICE), freqs
+        for i in range(3):
+            types = ("q8_0", "q8_0", "q4_k" if way == "unlike" and i == 1 else "q8_0")
+            made = [matrix(g, type, n_kv * dim, 256) for type in types]
+            norm = 1 + randn(g, dim, scale=0.1)
+            norms = norm.to(DEVICE), norm
+            for side in (0, 1):
+                layers[side].append(
+                    Attention(*(m[side] for m in made), norms[side], norms[side], False, dim, 1e-6,
+                              turns[side])  # type: ignore[arg-type]
+                )  # fmt: skip
+        shapes = [CacheShape(n_kv, dim, window) for window in (40, None, 40)]
+        caches = [[o.cache(s, 512, 16) for s in shapes] for o in (cuda, ref)]
+        if way == "packed":
+            x, at = randn(g, 1, 256), torch.arange(1)
+            cuda.qkv(x.to(DEVICE), layers[0][1], at.to(DEVICE), caches[0][1])
+        for start, count in ((0, 9), (9, 40), (49, 1), (50, 16)):
+            x, at = randn(g, count, 256), torch.arange(start, start + count)
+            there_at = at.to(DEVICE)
+            rows = cuda.norm_rows(x.to(DEVICE), torch.ones(256, device=DEVICE), 1e-6)
+            cuda.keys_values(rows, layers[0], there_at, caches[0])
+            ref.keys_values(ref.norm_rows(x, torch.ones(256), 1e-6), layers[1], at, caches[1])
+            for mine, wanted in zip(*caches, strict=True):
+                for a, b in zip(mine.read(start, start + count - 1),
+                                wanted.read(start, start + count - 1), strict=True):  # fmt: skip
+                    yield a, b, 2 * HALF
+        assert (cuda._contexts[layers[0][0].k] is not None) == (way == "together"), way
+
+
 def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     for dim, n_kv, n_head, window in ((256, 1, 2, 128), (512, 2, 4, None), (64, 2, 4, 100)):
         shape = CacheShape(n_kv, dim, window)
@@ -320,8 +355,9 @@ def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (embed, linear, logits, rms_norm, norm_rows, norm_residual_norm, qkv, attend, gated,
-                 modulated, per_layer_inputs, experts, expert_layer, cache, spans, graph)
+    for case in (embed, linear, logits, rms_norm, norm_rows, norm_residual_norm, qkv, keys_values,
+                 attend, gated, modulated, per_layer_inputs, experts, expert_layer, cache, spans,
+                 graph)
 }  # fmt: skip
 
 ELSEWHERE = {

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from g4spec.models.spec import ExpertLayer
 from g4spec.runtime.cuda import launch, nvrtc, rows
 from g4spec.runtime.cuda.dequant import Weight
+from g4spec.runtime.cuda.matrix import Matrix, Pairs, in_turns
 from g4spec.runtime.cuda.packing import GROUP, format_name
 from g4spec.runtime.cuda.rows import BLOCK, BLOCK_BYTES, MOST, Rows
 from g4spec.runtime.cuda.units import Unit
@@ -110,6 +112,29 @@ class Experts:
     scale: torch.Tensor | None
     eps: float
     buffers: Buffers
+
+    @classmethod
+    def of(
+        cls,
+        e: ExpertLayer,
+        scale: torch.Tensor | None,
+        pairs: Pairs,
+        buffers: dict[Shape, Buffers],
+        device: torch.device,
+    ) -> Experts | None:
+        """The kernels' view of a layer, if they take its shape. `buffers`: of all layers."""
+        matrices = (e.gate, e.up, e.down, e.gate_exps, e.down_exps)
+        if not all(isinstance(m, Matrix) for m in matrices):
+            return None
+        dense, up = pairs(e.gate, e.up), in_turns(e.gate_exps, e.up_exps)
+        down = e.down_exps.alone
+        shape = Shape(up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns)
+        if up is None or len(dense) > 1 or not fits(shape, up, down, dense[0], e.down.alone):
+            return None
+        if shape not in buffers:
+            buffers[shape] = Buffers(shape, device)
+        return cls(shape, e.router, e.router_norm, e.gains, dense[0], e.down.alone, up, down,
+                   e.post_dense, e.post_experts, e.post, scale, e.eps, buffers[shape])  # fmt: skip
 
     def __call__(self, x: torch.Tensor, dense_rows: Rows, expert_rows: Rows) -> None:
         """Fills `buffers`.

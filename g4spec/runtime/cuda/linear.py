@@ -246,8 +246,9 @@ def _units() -> list[Unit]:
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
         for tiles in (1, 2):
-            a, b = (cut(type, 256, 2, tiles, arch) for type in ("q4_k", "q6_k"))
-            names[two(a, b)] = max(a.shared, b.shared)
+            for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
+                a, b = (cut(type, 256, 2, tiles, arch) for type in types)
+                names[two(a, b)] = max(a.shared, b.shared)
         out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 16))
     return out
 

@@ -21,6 +21,7 @@ from g4spec.runtime import graphs
 from g4spec.runtime.cuda import (
     attention,
     attention_window,
+    context,
     elementwise,
     embedding,
     launch,
@@ -34,12 +35,12 @@ from g4spec.runtime.cuda import (
 from g4spec.runtime.cuda.attention_window import Unfinished
 from g4spec.runtime.cuda.cycle import Cycles
 from g4spec.runtime.cuda.dequant import Weight
-from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
+from g4spec.runtime.cuda.experts import Buffers, Experts, Shape
 from g4spec.runtime.cuda.heads import Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.loading import Uploader
 from g4spec.runtime.cuda.long_reader import LongReader
-from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
+from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, join
 from g4spec.runtime.cuda.rows import Residual, Rows
 from g4spec.runtime.cuda.sampler import CudaSampler
 from g4spec.runtime.ops import Graph, Ops, Reader, Run, Spans
@@ -88,6 +89,7 @@ class CudaOps(Ops):
         self.pairs = Pairs()
         self._layers: dict[Any, Experts | None] = {}
         self._buffers: dict[Shape, Buffers] = {}
+        self._contexts: dict[Any, context.Context | None] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._upload: Uploader | None = None
 
@@ -213,6 +215,18 @@ class CudaOps(Ops):
             return Unfinished(heads, y, positions)
         return heads(y, positions, kv)
 
+    def keys_values(
+        self, h: Any, layers: Sequence[Attention], positions: torch.Tensor, kvs: Sequence[Any]
+    ) -> None:
+        if layers[0].k not in self._contexts:
+            self._contexts[layers[0].k] = context.of(layers, kvs)
+        made = self._contexts[layers[0].k]
+        if made is None or not isinstance(h, Rows):
+            return super().keys_values(h, layers, positions, kvs)
+        for kv in kvs:
+            kv.positions = positions
+        return made(h, positions, self._exchange)
+
     def attend(
         self, q: Any, kv: Any, first: torch.Tensor, last: torch.Tensor, scale: float
     ) -> Any:
@@ -289,7 +303,8 @@ class CudaOps(Ops):
     ) -> tuple[torch.Tensor, Any]:
         layer = self._layers.get(e.gate_exps) if self._as_rows(x) else None
         if layer is None and self._as_rows(x):
-            layer = self._layers[e.gate_exps] = self._expert_layer(e, scale)
+            layer = Experts.of(e, scale, self.pairs, self._buffers, self.device)
+            self._layers[e.gate_exps] = layer
         if layer is None:
             if len(x) <= rows.MOST:
                 self.without_kernel.add("choice of experts")
@@ -300,22 +315,6 @@ class CudaOps(Ops):
         return layer.finish(x, following)
 
     # ---- inside
-
-    def _expert_layer(self, e: ExpertLayer, scale: torch.Tensor | None) -> Experts | None:
-        """The kernels' view of a layer, if they take its shape."""
-        matrices = (e.gate, e.up, e.down, e.gate_exps, e.down_exps)
-        if not all(isinstance(m, Matrix) for m in matrices):
-            return None
-        dense, up = self.pairs(e.gate, e.up), in_turns(e.gate_exps, e.up_exps)
-        down = e.down_exps.alone
-        shape = Shape(up.matrices if up else 0, e.n_used, e.down.rows, e.gate.rows, down.columns)
-        if up is None or len(dense) > 1 or not fits(shape, up, down, dense[0], e.down.alone):
-            return None
-        buffers = self._buffers.get(shape)
-        if buffers is None:
-            buffers = self._buffers[shape] = Buffers(shape, self.device)
-        return Experts(shape, e.router, e.router_norm, e.gains, dense[0], e.down.alone, up, down,
-                       e.post_dense, e.post_experts, e.post, scale, e.eps, buffers)  # fmt: skip
 
     def _visits(
         self,

@@ -19,6 +19,58 @@ struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., 
   }
 };
 
+// Where a layer's rows go, as its heads leave the product.
+struct Layer {
+  const float* k_norm;
+  Plane keys, values;
+  i64 capacity;
+};
+
+// A warp finishes a head of row blockIdx.y; y [SLICES][rows][n_read heads][D], of which the layer's
+// begin at `first`.
+template <int D, int PAIRS, int SLICES, int Q8, int TURN>
+DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, const float* freqs,
+                   const i64* positions, u16* q, int rows, int n_q, int n_kv, int n_read,
+                   int first, int flags, float eps) {
+  using H = Head<D, PAIRS>;
+  constexpr int ANGLES = (D / 2 + 32 * HEADS - 1) / (32 * HEADS);  // a thread
+  __shared__ float2 angles[D / 2];
+  const int row = blockIdx.y, head = blockIdx.x * HEADS + threadIdx.x / 32, n = n_q + 2 * n_kv;
+  const bool is_v = head >= n_q + n_kv;
+  const int source = is_v && flags & V_FROM_K ? head - n_kv : head;
+  const float* norm = head < n_q ? q_norm : is_v ? nullptr : layer.k_norm;
+  float freq[ANGLES];
+#pragma unroll
+  for (int i = 0; i < ANGLES; ++i) {
+    const int at = i * 32 * HEADS + threadIdx.x;
+    freq[i] = at < D / 2 ? freqs[at] : 0.0f;
+  }
+  const bool is_q = head < n_q;
+  H weight, taken, x;
+  if (norm) weight.load(norm);
+  if (TURN && is_q) taken.load(layer.k_norm);
+  const i64 position = __ldcg(positions + row);
+#pragma unroll
+  for (int i = 0; i < ANGLES; ++i) {
+    const int at = i * 32 * HEADS + threadIdx.x;
+    if (at < D / 2) angles[at] = cos_sin((float)position * freq[i]);
+  }
+  grid_wait();
+  if (head < n) x.template load<SLICES>(y, row, rows, n_read, first + source);
+  __syncthreads();
+  if (head >= n) return;
+  x.finish(is_v && flags & NORM_V, norm, weight, !is_v, angles, eps);
+  if (is_q) {
+    if (TURN) x.template scale<TURN>(taken);
+    x.template store<0>(q + ((i64)row * n_q + head) * D);
+    return;
+  }
+  const i64 slot = (u32)position % (u32)layer.capacity;
+  const i64 at = (i64)((head - n_q) % n_kv) * layer.capacity + slot;
+  if (is_v) layer.values.template append<Q8, 0>(x, at);
+  else layer.keys.template append<Q8, TURN>(x, at);
+}
+
 // y [SLICES][rows][n_q + n_kv + n_kv heads][D], without values if V_FROM_K. A head without a norm's
 // weight is not normed, but for `flags`. q [rows, n_q, D] half. TURN: columns of each half of a head
 // that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
@@ -29,43 +81,20 @@ __global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
     const i64* positions, u16* q, void* keys, void* values, u16* key_scales, u16* value_scales,
     int rows, int n_q, int n_kv, int flags, int capacity, float eps) {
   grid_launch();
-  using H = Head<D, PAIRS>;
-  constexpr int ANGLES = (D / 2 + 32 * HEADS - 1) / (32 * HEADS);  // a thread
-  __shared__ float2 angles[D / 2];
-  const int row = blockIdx.y, head = blockIdx.x * HEADS + threadIdx.x / 32;
-  const int n = n_q + 2 * n_kv, n_read = flags & V_FROM_K ? n_q + n_kv : n;
-  const bool is_v = head >= n_q + n_kv;
-  const int source = is_v && flags & V_FROM_K ? head - n_kv : head;
-  const float* norm = head < n_q ? q_norm : is_v ? nullptr : k_norm;
-  float freq[ANGLES];
-#pragma unroll
-  for (int i = 0; i < ANGLES; ++i) {
-    const int at = i * 32 * HEADS + threadIdx.x;
-    freq[i] = at < D / 2 ? freqs[at] : 0.0f;
-  }
-  const bool is_q = head < n_q;
-  H weight, taken, x;
-  if (norm) weight.load(norm);
-  if (TURN && is_q) taken.load(k_norm);
-  const i64 position = __ldcg(positions + row);
-#pragma unroll
-  for (int i = 0; i < ANGLES; ++i) {
-    const int at = i * 32 * HEADS + threadIdx.x;
-    if (at < D / 2) angles[at] = cos_sin((float)position * freq[i]);
-  }
-  grid_wait();
-  if (head < n) x.template load<SLICES>(y, row, rows, n_read, source);
-  __syncthreads();
-  if (head >= n) return;
-  const Plane k_plane{keys, key_scales}, v_plane{values, value_scales};
-  const i64 slot = (u32)position % (u32)capacity;
-  x.finish(is_v && flags & NORM_V, norm, weight, !is_v, angles, eps);
-  if (is_q) {
-    if (TURN) x.template scale<TURN>(taken);
-    x.template store<0>(q + ((i64)row * n_q + head) * D);
-    return;
-  }
-  const i64 at = (i64)((head - n_q) % n_kv) * capacity + slot;
-  if (is_v) v_plane.append<Q8, 0>(x, at);
-  else k_plane.append<Q8, TURN>(x, at);
+  const Layer layer = {k_norm, {keys, key_scales}, {values, value_scales}, capacity};
+  const int n_read = n_q + (flags & V_FROM_K ? n_kv : 2 * n_kv);
+  finish<D, PAIRS, SLICES, Q8, TURN>(y, q_norm, layer, freqs, positions, q, rows, n_q, n_kv, n_read,
+                                     0, flags, eps);
+}
+
+// Keys and values of several layers: y [rows][layers][n_kv + n_kv heads][D]. Grid: the third
+// dimension is the layer.
+template <int D, int Q8>
+__global__ __launch_bounds__(32 * HEADS, 4) void append_layers(
+    const float* y, const Layer* layers, const float* freqs, const i64* positions, int rows,
+    int n_kv, int flags, float eps) {
+  grid_launch();
+  const Layer layer = layers[blockIdx.z];
+  finish<D, 0, 1, Q8, 0>(y, nullptr, layer, freqs, positions, nullptr, rows, 0, n_kv,
+                         gridDim.z * 2 * n_kv, blockIdx.z * 2 * n_kv, flags, eps);
 }
