@@ -11,7 +11,7 @@ import torch
 from g4spec.models.spec import Attention
 from g4spec.runtime.cuda import launch, linear
 from g4spec.runtime.cuda.dequant import Weight
-from g4spec.runtime.cuda.heads import HEADS, NORM_V, Heads
+from g4spec.runtime.cuda.heads import HEAD_DIMS, HEADS, NORM_V, Heads
 from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.cuda.linear import Exchange
 from g4spec.runtime.cuda.matrix import Matrix, join
@@ -27,7 +27,7 @@ class Context:
     Attributes:
         weight: keys and values of each layer, below each other.
         layers: int64 [L, 6], what heads.cu calls `Layer`; `held` is what it points to.
-        heads: what all layers do with their heads.
+        heads: what all layers do with their heads. q8: whether their caches are Q8_0.
     """
 
     weight: Weight
@@ -58,7 +58,7 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
     stored = {(kv.kind, kv.turning) for kv in kvs}
     if len(kinds) > 1 or len(alike) > 1 or len(stored) > 1 or heads[0].pairs or kvs[0].turning:
         return None
-    if matrices[0].rows % GROUP:
+    if matrices[0].rows % GROUP or heads[0].head_dim not in HEAD_DIMS:
         return None
     join(matrices)
     planes = [(h.k_norm, kv.keys, kv.key_scales, kv.values, kv.value_scales)
@@ -76,6 +76,6 @@ def instance(head_dim: int, q8: bool) -> str:
 
 
 UNITS = [
-    Unit("heads.cu", tuple(instance(dim, q8) for dim in (64, 128, 256, 512)
+    Unit("heads.cu", tuple(instance(dim, q8) for dim in HEAD_DIMS
                            for q8 in (False, True)), max_registers=80),
 ]  # fmt: skip

@@ -15,6 +15,8 @@ from g4spec.runtime.cuda.units import Unit
 HEADS = 4
 """Heads of a block; a warp each."""
 
+HEAD_DIMS = (64, 128, 256, 512)
+
 NORM_V, V_FROM_K = 1, 2
 
 
@@ -75,7 +77,7 @@ class Heads:
         dim, heads = self.head_dim, self.n_q + 2 * self.n_kv
         slices, (count, width) = y.shape[0] if y.dim() == 3 else 1, y.shape[-2:]
         given = heads - self.n_kv if self.v_from_k else heads
-        assert width == given * dim and dim in (64, 128, 256, 512), (y.shape, given, dim)
+        assert width == given * dim and dim in HEAD_DIMS, (y.shape, given, dim)
         assert positions.shape == (count,) and positions.dtype is torch.int64, positions.shape
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
         planes: tuple[torch.Tensor | None, ...] = (None,) * 4
@@ -119,7 +121,7 @@ def instance(
 
 
 UNITS = [
-    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in (64, 128, 256, 512)
+    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in HEAD_DIMS
                            for pairs in (False, True) for q8 in (False, True)),
          max_registers=80),
     Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),

@@ -36,7 +36,7 @@ from g4spec.runtime.cuda.attention_window import Unfinished
 from g4spec.runtime.cuda.cycle import Cycles
 from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.experts import Buffers, Experts, Shape
-from g4spec.runtime.cuda.heads import Heads
+from g4spec.runtime.cuda.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.loading import Uploader
 from g4spec.runtime.cuda.long_reader import LongReader
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from g4spec.runtime.speculate import Player
     from g4spec.runtime.target import Target
 
-HEAD_DIMS = (64, 128, 256, 512)
 PADDING = rows.MOST
 """Positions a cache holds beyond the context: padding rows of a step stand there."""
 
