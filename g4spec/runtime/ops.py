@@ -230,8 +230,8 @@ class Ops(SimpleOps):
     def keys_values(
         self, h: Any, layers: Sequence[Attention], positions: torch.Tensor, kvs: Sequence[Any]
     ) -> None:
-        """Append keys and values of rows h to the cache of each of these layers, as `qkv` does. Calls
-        with the same first layer have the same others."""
+        """Append keys and values of rows h to the cache of each of these layers, as `qkv` does.
+        Calls with the same first layer have the same others."""
         for a, kv in zip(layers, kvs, strict=True):
             self.qkv(h, a, positions, kv, queries=False)
 
