@@ -173,14 +173,14 @@ def later(draft: Any) -> None:
 
 
 def normed_context(draft: Any) -> None:
-    append = draft._append
+    ops = draft.ops
 
-    def wrapped(spec: Any, h: torch.Tensor, positions: torch.Tensor) -> None:
-        if len(h) != BLOCK:
-            h = draft.ops.rms_norm(h, draft.w[f"blk.{spec.index}.attn_norm.weight"], 1e-6)
-        append(spec, h, positions)
+    def wrapped(h: torch.Tensor, layers: Any, positions: torch.Tensor, kvs: Any) -> None:
+        for i, (layer, kv) in enumerate(zip(layers, kvs, strict=True)):
+            normed = ops.rms_norm(h, draft.w[f"blk.{i}.attn_norm.weight"], 1e-6)
+            ops.qkv(normed, layer, positions, kv, queries=False)
 
-    draft._append = wrapped
+    ops.keys_values = wrapped
 
 
 def window(draft: Any) -> None:
