@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from g4spec.runtime.cuda import launch, nvrtc
+from g4spec.runtime.cuda.heads import HEAD_DIMS
 from g4spec.runtime.cuda.kv import TURNING, CudaKV, Kind, shares
 from g4spec.runtime.cuda.rows import BLOCK_BYTES
 from g4spec.runtime.cuda.units import Unit
@@ -29,7 +30,6 @@ _STATIC = 2176  # bytes of shared memory that the kernel declares beside the res
 _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
 _CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
-_HEAD_DIMS = (64, 128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def attend(
     """
     tokens, n_head, head_dim = q.shape
     assert q.dtype == torch.float16 and head_dim == kv.head_dim and tokens <= MAX_ROWS
-    assert n_head % kv.n_kv == 0 and head_dim in _HEAD_DIMS
+    assert n_head % kv.n_kv == 0 and head_dim in HEAD_DIMS
     group, chunks = n_head // kv.n_kv, Chunks.of(kv)
     count = chunks.most(kv.capacity, kv.capacity)
     assert count <= _CHUNKS, (count, kv.capacity)
@@ -271,8 +271,8 @@ def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
     kinds: tuple[Kind, ...] = ("f16", "q8_0")
     combine = tuple(f"combine_chunks<{d}, {t}, {w}>"
-                    for d in _HEAD_DIMS for t in (1, 2) for w in (1, 8))  # fmt: skip
-    ways = [(d, t) for d in _HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
+                    for d in HEAD_DIMS for t in (1, 2) for w in (1, 8))  # fmt: skip
+    ways = [(d, t) for d in HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in kinds)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))

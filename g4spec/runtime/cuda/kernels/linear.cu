@@ -68,7 +68,7 @@ DEVICE void wait_empty(u64* full, int i) {
 template <class F, int NT, int ROWS, int STAGES>
 DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane) {
   using S = Stage<F, NT, ROWS>;
-  constexpr int COUNT = STAGES * S::TEAMS;  // of barriers, see Ring
+  constexpr int COUNT = RingOf<F, NT, ROWS, STAGES>::COUNT;
   using U = Units<F, S, ROWS / GROUP>;
 #if ARCH >= 900
   if (lane) return;
