@@ -124,7 +124,8 @@ UNITS = [
     Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in HEAD_DIMS
                            for pairs in (False, True) for q8 in (False, True)),
          max_registers=80),
-    Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
-                      *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
+    Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 3, 4)),
+                      *(instance(512, n, q8=q8, turning=TURNING) for n in (1, 3)
+                        for q8 in (False, True))),
          max_registers=80),
 ]  # fmt: skip
