@@ -125,7 +125,8 @@ UNITS = [
                            for pairs in (False, True) for q8 in (False, True)),
          max_registers=80),
     Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 3, 4)),
-                      *(instance(512, n, q8=q8, turning=TURNING) for n in (1, 3)
-                        for q8 in (False, True))),
+                      *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
          max_registers=80),
+    Unit("heads.cu", tuple(instance(512, 3, q8=q8, turning=TURNING) for q8 in (False, True)),
+         max_registers=96),
 ]  # fmt: skip

@@ -27,6 +27,9 @@ THREADS = 32 * (CONSUMERS + 1)
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
 """Bytes of shared memory in which a warp keeps a unit's factors; 0 for others."""
 
+RUNS_LEAVE = ("sm_90a",)
+"""Where products leave sums of runs: see `runs_of`, and consume.cuh."""
+
 MOST_STAGES = {128: 8, 256: 5}
 """In shared memory, by the rows of a stage."""
 MOST_SLICES, FEW_SLICES, MOST_RUNS = 8, 2, 3
@@ -140,7 +143,7 @@ def linear_two(
     a, b = _cut(x, first), _cut(x, second)
     of_first, of_second = _size(first, a), _size(second, b)
     others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
-    sums = runs_of((of_first[0], runs[0]), (of_second[0], runs[1])) if parts else 0
+    sums = _left(x, (of_first[0], runs[0]), (of_second[0], runs[1])) if parts else 0
     width = first.rows + second.rows
     y = torch.empty(max(sums, 1), len(x), width, dtype=torch.float32, device=x.data.device)
     assert of_first[1] + of_second[1] <= len(by.arrived)
@@ -220,7 +223,12 @@ def _parts(x: Rows, weight: Weight, count: int, parts: bool) -> tuple[Cut, int, 
             return narrow, fewer, True
     if n or not parts:
         return how, n, n > 0
-    return how, runs_of((units, -(-units * groups // count))), False
+    return how, _left(x, (units, -(-units * groups // count))), False
+
+
+def _left(x: Rows, *of: tuple[int, int]) -> int:
+    """`runs_of`, where the kernels are made for it."""
+    return runs_of(*of) if launch.arch(x.data.device.index) in RUNS_LEAVE else 0
 
 
 def _cut(x: Rows, weight: Weight, narrow: bool = False) -> Cut:

@@ -180,9 +180,11 @@ template <class F, int NT, int ROWS, int STAGES>
 __global__ __launch_bounds__(THREADS, 1) void linear(WORK, float* y, int n_rows, int parts,
                                                      int sliced, int tokens) {
   extern __shared__ __align__(128) u8 shared[];
+  const int cta = last_first();
+  if (sliced) y += (i64)(cta % parts) * tokens * n_rows;
   multiply<F, NT, ROWS, STAGES>(
       {weights, rows, row_scale, partial, arrived, units, groups, run, parts, sliced != 0},
-      Plain{y, n_rows, n_rows, tokens}, shared, last_first());
+      Plain{y, n_rows, n_rows, tokens}, shared, cta);
 }
 
 // gelu(gate x) or silu(gate x), times up x, as input of the next product

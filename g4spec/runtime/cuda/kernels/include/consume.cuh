@@ -23,29 +23,28 @@ struct Work {
   int units, groups, run;  // units of K, groups of ROWS, units a CTA
   int parts;               // most sums of a group that are written, or 0: one
   bool sliced;             // a run is a slice of a group
-
-  // Which of a group's parts is that of CTA `cta`.
-  DEVICE int number(int cta, int group) const {
-    if (!parts) return 0;
-    return cta - (sliced ? group * parts : group * units / run);
-  }
 };
+
+// Whether equal runs may leave parts; on later GPUs what that takes does not fit into the registers.
+constexpr bool RUNS_LEAVE = ARCH == 900;
 
 // Units of a CTA, computed before it waits for other kernels: divisions take long.
 struct Run {
   int cta, begin, end, group;  // group: of the first unit
+  int number;                  // of the run among those that have a part of that group
 
   DEVICE Run(const Work& w, int cta) : cta(cta) {
     if (w.sliced) {
       const int of = cta / w.parts, slice = cta - of * w.parts;
       begin = of * w.units + slice * w.units / w.parts;
       end = of * w.units + (slice + 1) * w.units / w.parts;
-      group = of;
+      group = of, number = 0;
     } else {
       begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
-      group = begin / w.units;
+      group = begin / w.units, number = w.parts ? cta - group * w.units / w.run : 0;
     }
     begin = now(begin), end = now(end), group = now(group);
+    if (RUNS_LEAVE) number = now(number);
   }
 };
 
@@ -72,7 +71,8 @@ struct Plain {
   template <int NT, int ROWS>
   DEVICE void write(const Acc<NT>& acc, int group, int number, const Scales<NT>& scales, u8*,
                     float*, int warp, int lane) const {
-    const int g = lane / 4, t = lane % 4, first = number * tokens;
+    const int g = lane / 4, t = lane % 4;
+    float* to = y + (i64)number * tokens * stride;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
@@ -83,9 +83,12 @@ struct Plain {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int n = group * ROWS + warp * 32 + q * 8 + g;
-          if (n < n_rows) y[(i64)(first + m) * stride + n] = s * acc[q / 2][nt][(q % 2) * 2 + j];
+          if (n < n_rows) to[(i64)m * stride + n] = s * acc[q / 2][nt][(q % 2) * 2 + j];
         }
       }
+  }
+  DEVICE void clear(int number, int n) const {
+    for (int m = 0; m < tokens && n < n_rows; ++m) y[(i64)(number * tokens + m) * stride + n] = 0;
   }
 };
 
@@ -273,13 +276,11 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES> r
       continue;
     }
     if (owner && u == run.end) collect<NT, ROWS>(acc, w, run, group, ring, part * 32 + lane);
-    int number = w.number(run.cta, group);
-    do {
-      if (owner) out.template write<NT, ROWS>(acc, group, number, scales, mine, sums, part, lane);
-#pragma unroll
-      for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] = 0;
-      // Whoever has the group's last unit writes zeros for the parts that there are not.
-    } while (!Out::SUMS && u == (group + 1) * w.units && ++number < w.parts);
+    int number = RUNS_LEAVE && group == run.group ? run.number : 0;
+    if (owner) out.template write<NT, ROWS>(acc, group, number, scales, mine, sums, part, lane);
+    if constexpr (RUNS_LEAVE && !Out::SUMS)  // who has the last unit: zeros for parts there are not
+      while (owner && !w.sliced && u == (group + 1) * w.units && ++number < w.parts)
+        out.clear(number, group * ROWS + part * 32 + lane);
     if (TEAMS > 1 || Out::SUMS) consumers_sync();  // what the teams exchanged has been read
     if constexpr (Out::SUMS) {
       if (owner) out.template write_sums<NT, ROWS>(group, sums, part, lane);
