@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4spec.runtime.cuda import launch, linear, rows
+from g4spec.runtime.cuda import linear, rows
 from tests.gpu.device import DEVICE
 from tests.gpu.parity import HALF, matrix
 
@@ -70,44 +70,6 @@ def test_sums_of_parts(type: str) -> None:
         few = linear.linear(rows.pack_rows(x[:count].contiguous()), weight.alone, by, parts=True)
         assert torch.equal(few, parts[:, :count]), count
     assert not by.arrived.any()
-
-
-def test_sums_of_runs() -> None:
-    """The same where CTAs have equal runs: of one product, and of two side by side."""
-    if launch.arch() not in linear.RUNS_LEAVE:
-        pytest.skip("CTAs add up their runs themselves")
-    g = torch.Generator().manual_seed(5)
-    first, a = matrix(g, "q6_k", 384, 2304)
-    second, b = matrix(g, "q4_k", 512, 2304)
-    by = linear.Exchange(torch.device(DEVICE))
-    by.partial = torch.empty(7 * 16 * 256, device=DEVICE)
-    x = torch.randn(16, 2304, generator=g)
-
-    def one(y: rows.Rows, parts: bool) -> torch.Tensor:
-        by.count = 5
-        return linear.linear(y, first.alone, by, parts=parts)
-
-    def two(y: rows.Rows, parts: bool) -> torch.Tensor:
-        by.count = 7
-        return linear.linear_two(y, second.alone, first.alone, by, parts=parts)
-
-    for product, values in ((one, a), (two, torch.cat([b, a]))):
-        packed, want = rows.pack_rows(x.to(DEVICE)), x @ values.t()
-        parts, whole = product(packed, True), product(packed, False)
-        assert len(parts) == 3 and whole.dim() == 2
-        assert float((parts.sum(0) - whole).abs().max() / whole.abs().max()) < 1e-6
-        assert float((whole.cpu() - want).abs().max() / want.abs().max()) < HALF
-        for count in (1, 8, 9):
-            few = product(rows.pack_rows(x[:count].to(DEVICE)), True)
-            assert torch.equal(few, parts[:, :count]), count
-    assert not by.arrived.any()
-
-
-def test_which_runs_are_left_to_the_reader() -> None:
-    """Queries, keys and values of the 31B's sliding and global layers; of the 26B, too many."""
-    assert linear.runs_of((21, 12), (21, 14)) == 3 and linear.runs_of((21, 12)) == 3
-    assert linear.runs_of((11, 3), (11, 4)) == 0
-    assert linear.runs_of((21, 27)) == 0
 
 
 def test_slices() -> None:

@@ -120,5 +120,5 @@ def _archs(tiles: int) -> tuple[str, ...]:
 UNITS = [
     Unit("attention_window.cu", tuple(instance(tiles, n) for n in slices), _archs(tiles), 128,
          _shared(tiles))
-    for tiles, slices in ((2, (1, 2, 3)), (1, (1, 2, 4)))
+    for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
 ]  # fmt: skip

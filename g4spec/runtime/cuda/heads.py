@@ -10,7 +10,6 @@ import torch
 from g4spec.models.spec import Attention
 from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.kv import TURNING, CudaKV
-from g4spec.runtime.cuda.linear import RUNS_LEAVE
 from g4spec.runtime.cuda.units import Unit
 
 HEADS = 4
@@ -128,8 +127,4 @@ UNITS = [
     Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
                       *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
          max_registers=80),
-    # Sums of runs: a draft's layers without a window, and the 31B's.
-    Unit("heads.cu", (instance(128, 3, q8=True),
-                      *(instance(512, 3, q8=q8, turning=TURNING) for q8 in (False, True))),
-         RUNS_LEAVE, 96),
 ]  # fmt: skip

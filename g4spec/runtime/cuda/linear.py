@@ -27,12 +27,9 @@ THREADS = 32 * (CONSUMERS + 1)
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
 """Bytes of shared memory in which a warp keeps a unit's factors; 0 for others."""
 
-RUNS_LEAVE = ("sm_90a",)
-"""Where products leave sums of runs: see `runs_of`, and consume.cuh."""
-
 MOST_STAGES = {128: 8, 256: 5}
 """In shared memory, by the rows of a stage."""
-MOST_SLICES, FEW_SLICES, MOST_RUNS = 8, 2, 3
+MOST_SLICES, FEW_SLICES = 8, 2
 """Partial sums that a reader adds; beyond few, it takes long to read them."""
 HUGE = 1024
 """Groups from which on stages of Q6_K hold 256 rows."""
@@ -120,9 +117,9 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
     Args:
         parts: the result may come as sums [S, T, N] of parts of K, to be added in order.
     """
-    how, n, sliced = _parts(x, weight, by.count, parts)
+    how, n = _parts(x, weight, by.count, MOST_SLICES if parts else 1)
     y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", how, n if sliced else 0, x, weight, by, y, weight.rows, n, sliced)
+    _run("linear", how, n, x, weight, by, y, weight.rows, n)
     return y if n > 1 else y[0]
 
 
@@ -135,26 +132,22 @@ def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Row
     return Rows(y.data, y.count, y.width, gated_scale(x.data.device))
 
 
-def linear_two(
-    x: Rows, first: Weight, second: Weight, by: Exchange, *, parts: bool = False
-) -> torch.Tensor:
+def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Tensor:
     """x [T, K] times two packed matrices of different types -> float32 [T, N1 + N2], in one
-    launch. `parts`: as of `linear`."""
+    launch."""
+    y = torch.empty(len(x), first.rows + second.rows, dtype=torch.float32, device=x.data.device)
     a, b = _cut(x, first), _cut(x, second)
     of_first, of_second = _size(first, a), _size(second, b)
     others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
-    sums = _left(x, (of_first[0], runs[0]), (of_second[0], runs[1])) if parts else 0
-    width = first.rows + second.rows
-    y = torch.empty(max(sums, 1), len(x), width, dtype=torch.float32, device=x.data.device)
     assert of_first[1] + of_second[1] <= len(by.arrived)
     count = others + -(-of_second[0] * of_second[1] // runs[1])
     launch.kernel("linear.cu", two(a, b))(
         count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
-        np.int32(others), y, *map(np.int32, (first.rows, second.rows, width, sums, len(x))),
+        np.int32(others), y, *map(np.int32, (first.rows, second.rows, y.shape[1], len(x))),
         shared=max(a.shared, b.shared),
     )  # fmt: skip
-    return y if sums > 1 else y[0]
+    return y
 
 
 def two(a: Cut, b: Cut) -> str:
@@ -179,18 +172,6 @@ def slices(units: int, groups: int, count: int, most: int) -> int:
     return -(-units // -(-units // found))  # no more of them than it takes
 
 
-def runs_of(*of: tuple[int, int]) -> int:
-    """Most equal runs that have a part of a group, if it is for its reader to add their sums; else
-    0: CTAs do. They would wait for a run that ends inside its first group, so for as long as the
-    kernel takes.
-
-    Args:
-        of: units of K and units of a run, of each product.
-    """
-    most = max(-(-(units - 1) // run) + 1 for units, run in of)
-    return most if most <= MOST_RUNS and any(run < units for units, run in of) else 0
-
-
 @functools.cache
 def shares(
     units: int, groups: int, stage: int, units_b: int, groups_b: int, stage_b: int, count: int
@@ -209,26 +190,17 @@ def shares(
     return -(-units * groups // best[0]), *best
 
 
-def _parts(x: Rows, weight: Weight, count: int, parts: bool) -> tuple[Cut, int, bool]:
-    """How a product is cut; how many sums of a group it leaves to its reader, or 0; and whether
-    these are `slices`. The fewer rows a stage has, the more groups there are, and the fewer slices
-    of each it takes."""
+def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
+    """How a product is cut, and `slices` of it. The fewer rows a stage has, the more groups there
+    are, and the fewer slices of each it takes."""
     how = _cut(x, weight)
-    units, groups = _size(weight, how)
-    n = slices(units, groups, count, MOST_SLICES if parts else 1)
+    n = slices(*_size(weight, how), count, most)
     if n > FEW_SLICES:
         narrow = _cut(x, weight, narrow=True)
-        fewer = slices(*_size(weight, narrow), count, MOST_SLICES)
+        fewer = slices(*_size(weight, narrow), count, most)
         if fewer:
-            return narrow, fewer, True
-    if n or not parts:
-        return how, n, n > 0
-    return how, _left(x, (units, -(-units * groups // count))), False
-
-
-def _left(x: Rows, *of: tuple[int, int]) -> int:
-    """`runs_of`, where the kernels are made for it."""
-    return runs_of(*of) if launch.arch(x.data.device.index) in RUNS_LEAVE else 0
+            return narrow, fewer
+    return how, n
 
 
 def _cut(x: Rows, weight: Weight, narrow: bool = False) -> Cut:
@@ -247,7 +219,7 @@ def _size(weight: Weight, how: Cut) -> tuple[int, int]:
 def _run(
     kind: str,
     how: Cut,
-    slices: int,
+    parts: int,
     x: Rows,
     weight: Weight,
     by: Exchange,
@@ -257,7 +229,7 @@ def _run(
     units, groups = _size(weight, how)
     run = -(-units * groups // by.count)
     assert groups <= len(by.arrived)
-    count = groups * slices or -(-units * groups // run)
+    count = groups * parts or -(-units * groups // run)
     launch.kernel("linear.cu", how.name(kind))(
         count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (units, groups, run)), y, *map(np.int32, (*numbers, len(x))),

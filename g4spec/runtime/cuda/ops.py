@@ -372,7 +372,7 @@ class CudaOps(Ops):
         if len(weights) == 1:
             return self._product(x, weights[0], parts)
         if len(weights) == 2 and isinstance(x, Rows) and all(w.type for w in weights):
-            return linear.linear_two(x, weights[0], weights[1], self._exchange, parts=parts)
+            return linear.linear_two(x, weights[0], weights[1], self._exchange)
         return torch.cat([self._product(x, w) for w in weights], dim=1)
 
     def _as_rows(self, x: torch.Tensor) -> bool:

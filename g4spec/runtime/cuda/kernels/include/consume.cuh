@@ -1,11 +1,11 @@
 // A run of units multiplied by the eight warps of a CTA, and where the results go.
 //
 // The work of a product is a list of units, [group of ROWS weights][unit of K], cut into runs, one a
-// CTA: equal ones, or `parts` slices of each group. With `parts` each run writes its sum of a group
-// and whoever reads the result adds them. Without, a run that ends or begins inside a group leaves a
-// partial sum: the CTA with the group's first unit adds those that follow, in order of K, and writes
-// the result; the copy warp brings them like further stages. Which CTA does what depends on the
-// matrix alone, never on the number of rows, so a row's bits do not depend on the rows beside it.
+// CTA. Either each group is cut into `slices` and whoever reads the result adds their sums; or all
+// is cut into equal runs, and a run that ends or begins inside a group leaves a partial sum: the CTA
+// with the group's first unit adds those that follow, in order of K, and writes the result; the copy
+// warp brings them like further stages. Which CTA does what depends on the matrix alone, never on
+// the number of rows, so a row's bits do not depend on the rows beside it.
 #pragma once
 #include "product.cuh"
 
@@ -21,30 +21,24 @@ struct Work {
   float* partial;          // [CTAs][2 * NT * 4][threads of a group]
   u32* arrived;            // [groups], zero before and after
   int units, groups, run;  // units of K, groups of ROWS, units a CTA
-  int parts;               // most sums of a group that are written, or 0: one
-  bool sliced;             // a run is a slice of a group
+  int slices;              // of each group, or 0: equal runs
 };
-
-// Whether equal runs may leave parts; on later GPUs what that takes does not fit into the registers.
-constexpr bool RUNS_LEAVE = ARCH == 900;
 
 // Units of a CTA, computed before it waits for other kernels: divisions take long.
 struct Run {
   int cta, begin, end, group;  // group: of the first unit
-  int number;                  // of the run among those that have a part of that group
 
   DEVICE Run(const Work& w, int cta) : cta(cta) {
-    if (w.sliced) {
-      const int of = cta / w.parts, slice = cta - of * w.parts;
-      begin = of * w.units + slice * w.units / w.parts;
-      end = of * w.units + (slice + 1) * w.units / w.parts;
-      group = of, number = 0;
+    if (w.slices) {
+      const int of = cta / w.slices, slice = cta - of * w.slices;
+      begin = of * w.units + slice * w.units / w.slices;
+      end = of * w.units + (slice + 1) * w.units / w.slices;
+      group = of;
     } else {
       begin = cta * w.run, end = min(begin + w.run, w.units * w.groups);
-      group = begin / w.units, number = w.parts ? cta - group * w.units / w.run : 0;
+      group = begin / w.units;
     }
     begin = now(begin), end = now(end), group = now(group);
-    if (RUNS_LEAVE) number = now(number);
   }
 };
 
@@ -65,14 +59,13 @@ struct Scales {
 // Results leave through one of these: value of weight row n for tokens m and m + 1.
 struct Plain {
   static constexpr bool SUMS = false;
-  float* y;  // [parts, T, N], rows of y `stride` apart
+  float* y;  // [T, N], rows of y `stride` apart
   int n_rows, stride, tokens;
 
   template <int NT, int ROWS>
-  DEVICE void write(const Acc<NT>& acc, int group, int number, const Scales<NT>& scales, u8*,
-                    float*, int warp, int lane) const {
+  DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8*, float*,
+                    int warp, int lane) const {
     const int g = lane / 4, t = lane % 4;
-    float* to = y + (i64)number * tokens * stride;
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
@@ -83,12 +76,9 @@ struct Plain {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
           const int n = group * ROWS + warp * 32 + q * 8 + g;
-          if (n < n_rows) to[(i64)m * stride + n] = s * acc[q / 2][nt][(q % 2) * 2 + j];
+          if (n < n_rows) y[(i64)m * stride + n] = s * acc[q / 2][nt][(q % 2) * 2 + j];
         }
       }
-  }
-  DEVICE void clear(int number, int n) const {
-    for (int m = 0; m < tokens && n < n_rows; ++m) y[(i64)(number * tokens + m) * stride + n] = 0;
   }
 };
 
@@ -105,7 +95,7 @@ struct Gated {
 
   // A warp's 16 channels are one k16 of the result. `sums`: [warp][token], for `write_sums`.
   template <int NT, int ROWS>
-  DEVICE void write(const Acc<NT>& acc, int group, int, const Scales<NT>& scales, u8* scratch,
+  DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8* scratch,
                     float* sums, int warp, int lane) const {
     const int g = lane / 4, t = lane % 4, k16 = group * (ROWS / 32) + warp, s = k16 % 4;
     u16* halves = (u16*)scratch;  // [lane of the fragment][nt][4]
@@ -172,7 +162,7 @@ constexpr int sum_bytes(int nt) { return CONSUMERS * 8 * nt * 4; }
 // one. None if the run does not hold the group's first unit, or ends with its last.
 DEVICE int last_contributor(const Work& w, const Run& run, int group) {
   const int from = group * w.units, to = from + w.units;
-  if (w.parts || run.end == to || from < run.begin) return run.cta;
+  if (w.slices || run.end == to || from < run.begin) return run.cta;
   return (to - 1) / w.run;
 }
 
@@ -219,20 +209,6 @@ struct Ring {
 template <class F, int NT, int ROWS, int STAGES>
 using RingOf = Ring<STAGES, Stage<F, NT, ROWS>::BYTES, Stage<F, NT, ROWS>::TEAMS>;
 
-// Adds what the CTAs after this one have left of its last group, in order of K.
-template <int NT, int ROWS, class R>
-DEVICE void collect(Acc<NT>& acc, const Work& w, const Run& run, int group, R ring, int thread) {
-  const int last = last_contributor(w, run, group) - run.cta;
-  for (int c = 0; c < last; ++c) {
-    ring.to(run.end - run.begin + c);
-    ring.wait();
-    const float* from = (const float*)ring.slot + thread;
-#pragma unroll
-    for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
-    ring.leave();
-  }
-}
-
 // The consumers' side. `mine`: scratch of this warp, SCRATCH bytes from that of the next one.
 template <class F, int NT, int ROWS, int STAGES, int SCRATCH, class Out>
 DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES> ring,
@@ -271,16 +247,22 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES> r
       }
     }
     const bool owner = team == 0;
-    if (!first && !w.parts) {
+    if (!first && !w.slices) {
       leave<NT, ROWS>(w, acc, group, run.cta, owner, part * 32 + lane);
       continue;
     }
-    if (owner && u == run.end) collect<NT, ROWS>(acc, w, run, group, ring, part * 32 + lane);
-    int number = RUNS_LEAVE && group == run.group ? run.number : 0;
-    if (owner) out.template write<NT, ROWS>(acc, group, number, scales, mine, sums, part, lane);
-    if constexpr (RUNS_LEAVE && !Out::SUMS)  // who has the last unit: zeros for parts there are not
-      while (owner && !w.sliced && u == (group + 1) * w.units && ++number < w.parts)
-        out.clear(number, group * ROWS + part * 32 + lane);
+    if (owner && u == run.end) {  // what the CTAs after this one have left, in order of K
+      const int last = last_contributor(w, run, group) - run.cta;
+      for (int c = 0; c < last; ++c) {
+        ring.to(run.end - run.begin + c);
+        ring.wait();
+        const float* from = (const float*)ring.slot + part * 32 + lane;
+#pragma unroll
+        for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
+        ring.leave();
+      }
+    }
+    if (owner) out.template write<NT, ROWS>(acc, group, scales, mine, sums, part, lane);
     if (TEAMS > 1 || Out::SUMS) consumers_sync();  // what the teams exchanged has been read
     if constexpr (Out::SUMS) {
       if (owner) out.template write_sums<NT, ROWS>(group, sums, part, lane);
