@@ -231,10 +231,10 @@ class Drafter(WeightedDrafter):
         return out
 
     def fill(
-        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+        self, ids: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
     ) -> torch.Tensor:
         """See `g4spec.models.spec.Recordable`."""
-        token, hidden, out = anchor, self._newest, []
+        token, hidden, out = ids[:1], self._newest, []
         for j in range(count):
             logits, hidden = self._forward(token, positions[:1], hidden)
             token = pick(logits, j)
@@ -251,22 +251,22 @@ class Drafter(WeightedDrafter):
         """A token [1] at the anchor's position [1] beside a hidden row [1, B] -> its logits, and
         the next hidden row."""
         ops, w, eps, layers = self.ops, self.w, self.config.body.eps, self.config.layers
-        e = self.target.embed(ids, scaled=True)
+        e = self.target.embed(ids)
         x = ops.linear(ops.concat([e, hidden]), w["nextn.pre_projection.weight"])
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h = ops.norm_rows(x, norms[0], eps)
         spans = ops.spans(positions, {Reach.causal(s.window) for s in layers})
         before = positions - 1
-        for spec, freqs, following in zip(layers, self._freqs, [*norms[1:], None], strict=True):
+        followings = [*norms[1:], w["output_norm.weight"]]
+        for spec, freqs, following in zip(layers, self._freqs, followings, strict=True):
             b = f"blk.{spec.index}."
             cache = self.target.kv(self.target.config.donor(spec.window is not None))
             q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), positions, cache)
             first, _ = spans[Reach.causal(spec.window)]
             h = ops.linear(ops.attend(q, cache, first, before, 1.0),
                            w[b + "attn_output.weight"], parts=True)  # fmt: skip
-            x, h = gemma4.sandwich(ops, w, b, x, h, eps, following)
-        x = ops.rms_norm(x, w["output_norm.weight"], eps)
-        return self.logits(x), ops.linear(x, w["nextn.post_projection.weight"])
+            x, h = gemma4.sandwich(ops, w, b, x, h, eps, following, numbers=spec is layers[-1])
+        return self.logits(h), ops.linear(h, w["nextn.post_projection.weight"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [1, h] -> logits [1, V], -inf outside the best clusters of a centroid head."""

@@ -47,7 +47,7 @@ class Drafter(WeightedDrafter):
         layer = c.layers[0]
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim,
                                      self.w.get("rope_freqs.weight"))  # fmt: skip
-        self._masks = ops.ids([c.mask_token] * (c.block_size - 1))
+        self.mask = c.mask_token
         self._context = ops.graph(self._read_context, (1, 2, 4, 8, MAX_STEP_ROWS))
         self._block = ops.graph(self._fill_block, (c.block_size,))
 
@@ -67,13 +67,12 @@ class Drafter(WeightedDrafter):
         return ids
 
     def fill(
-        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+        self, ids: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
     ) -> torch.Tensor:
         """See `g4spec.models.spec.Recordable`."""
         c = self.config
-        ids = self.ops.join([anchor, self._masks])
-        rows, logits = self._fill_block(ids, positions[: c.block_size])
-        return self.choose(rows, logits[0 if c.from_anchor else 1 :][:count], anchor, pick)
+        rows, logits = self._fill_block(ids[: c.block_size], positions[: c.block_size])
+        return self.choose(rows, logits[0 if c.from_anchor else 1 :][:count], ids[:1], pick)
 
     def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
         """See `g4spec.models.spec.Recordable`."""
@@ -139,16 +138,15 @@ class Drafter(WeightedDrafter):
         if c.own_embed:
             x = ops.embed(w["token_embd.weight"], ids, c.embed_scale)
         else:
-            x = self.target.embed(ids, scaled=False)
-            x = x if c.embed_scale == 1.0 else x * c.embed_scale
+            x = self.target.embed(ids, c.embed_scale)
         reaches = [self._reach(s.window, s.causal) for s in c.layers]
         spans = ops.spans(positions, set(reaches))
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in c.layers]
         h = (ops.rms_norm if self.numbers else ops.norm_rows)(x, norms[0], c.eps)
-        for spec, reach, following in zip(c.layers, reaches, [*norms[1:], None], strict=True):
+        followings = [*norms[1:], w["output_norm.weight"]]
+        for spec, reach, following in zip(c.layers, reaches, followings, strict=True):
             x, h = self._layer(spec, x, h, positions, spans[reach], following)
-        rows = ops.rms_norm(x, w["output_norm.weight"], c.eps)
-        return rows, self.logits(rows)
+        return h, self.logits(h)
 
     def _attention(self, spec: LayerSpec) -> Attention:
         w, b, c = self.w, f"blk.{spec.index}.", self.config
@@ -171,10 +169,10 @@ class Drafter(WeightedDrafter):
         h: Any,
         positions: torch.Tensor,
         span: tuple[torch.Tensor, torch.Tensor],
-        following: torch.Tensor | None,
+        following: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
         """One layer of the block: residual `x` [B, H] and its normed rows `h`, of this layer and
-        then of the next."""
+        then of the next, or behind the last one numbers."""
         ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
         h, kept = self.before(b + "attn", h)
         q = ops.qkv(h, self._attention(spec), positions, self.kv[spec.index])
@@ -182,13 +180,14 @@ class Drafter(WeightedDrafter):
         h = ops.linear(ops.attend(q, self.kv[spec.index], *span, scale),
                        w[b + "attn_output.weight"], parts=not self.numbers)  # fmt: skip
         h = self.after(b + "attn", h, kept)
+        numbers = self.numbers or spec is c.layers[-1]
         if c.gemma:
-            return gemma4.sandwich(ops, w, b, x, h, c.eps, following)
+            return gemma4.sandwich(ops, w, b, x, h, c.eps, following, numbers=numbers)
         x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"],
                                       numbers=self.numbers)  # fmt: skip
         h, kept = self.before(b + "ffn", h)
         h = self.after(b + "ffn", self.gated(b, h, parts=not self.numbers), kept)
-        return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=self.numbers)
+        return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=numbers)
 
     def _reach(self, window: int | None, causal: bool) -> Reach:
         """What the rows of a block see in a layer."""

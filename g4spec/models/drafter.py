@@ -29,6 +29,7 @@ class WeightedDrafter:
     taps: tuple[int, ...] = ()
     max_tokens = MAX_DRAFT
     recordable = True
+    mask = 0
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Drafter(WeightedDrafter):
         self.max_tokens = min(c.depths or MAX_DRAFT, MAX_DRAFT)
         self.at_once = c.depths > 0
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim)
-        self._masks = ops.ids([c.mask_token] * (self.max_tokens - 1))
+        self.mask = c.mask_token
         self._waiting = self._freqs.new_zeros(1, c.n_embd)
         sizes = (1, 2, 4, 8, MAX_STEP_ROWS)
         self._features = ops.graph(self._fused, sizes, keep=1)
@@ -95,15 +95,14 @@ class Drafter(WeightedDrafter):
         return self._fused(ids, ids, taps)[0]
 
     def fill(
-        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+        self, ids: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
     ) -> torch.Tensor:
         """See `g4spec.models.spec.Recordable`."""
         rows = positions[:count] - 1
         if self.config.depths:
-            ids = self.ops.join([anchor, self._masks[: count - 1]])
-            logits, _ = self._read_and_head(ids, rows, self._block_features(count), rows)
+            logits, _ = self._read_and_head(ids[:count], rows, self._block_features(count), rows)
             return pick(logits, 0)
-        token, feature, out = anchor, self._waiting, []
+        token, feature, out = ids[:1], self._waiting, []
         for j in range(count):
             logits, feature = self._read_and_head(token, rows[j : j + 1], feature, rows[:1])
             token = pick(logits, j)
@@ -175,7 +174,7 @@ class Drafter(WeightedDrafter):
         """
         c, ops, w = self.config, self.ops, self.w
         e = (ops.embed(w["token_embd.weight"], ids, 1.0) if c.own_embed
-             else self.target.embed(ids, scaled=False))  # fmt: skip
+             else self.target.embed(ids, 1.0))  # fmt: skip
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
         spans = ops.spans(seen_from, set(reaches))

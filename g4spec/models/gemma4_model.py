@@ -30,9 +30,9 @@ class Model:
             for s in config.layers
         ]
 
-    def embed(self, ids: torch.Tensor, *, scaled: bool) -> torch.Tensor:
-        """Token rows [T] -> [T, H], times sqrt(H) if `scaled`."""
-        scale = self.config.embed_scale if scaled else 1.0
+    def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """Token rows [T] -> [T, H], times `scale`, or else sqrt(H)."""
+        scale = self.config.embed_scale if scale is None else scale
         return self.ops.embed(self.w["token_embd.weight"], ids, scale)
 
     def forward(
@@ -52,21 +52,22 @@ class Model:
             (index n_layer is what leaves the last layer, before the final norm).
         """
         ops, w, eps = self.ops, self.w, self.config.eps
-        x = self.embed(ids, scaled=True)
+        x = self.embed(ids)
         per_layer = self._per_layer_inputs(ids, x)
         layers = self.config.layers
         spans = ops.spans(positions, {Reach.causal(s.window) for s in layers})
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h, tapped = ops.norm_rows(x, norms[0], eps), {}
-        for spec, following in zip(layers, [*norms[1:], None], strict=True):
+        for spec, following in zip(layers, [*norms[1:], w["output_norm.weight"]], strict=True):
             if spec.index in taps:
                 tapped[spec.index] = x
             h = self._attention(spec, h, positions, spans[Reach.causal(spec.window)], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
-            x, h = sandwich(ops, w, f"blk.{spec.index}.", x, h, eps, following, spec, ple)
+            x, h = sandwich(ops, w, f"blk.{spec.index}.", x, h, eps, following, spec, ple,
+                            numbers=spec is layers[-1])  # fmt: skip
         if len(layers) in taps:
             tapped[len(layers)] = x
-        return ops.rms_norm(x, w["output_norm.weight"], eps), tapped
+        return h, tapped
 
     def head(
         self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
@@ -131,32 +132,38 @@ def sandwich(
     x: torch.Tensor,
     h: torch.Tensor,
     eps: float,
-    following: torch.Tensor | None,
+    following: torch.Tensor,
     spec: LayerSpec | None = None,
     ple: torch.Tensor | None = None,
+    *,
+    numbers: bool = False,
 ) -> tuple[torch.Tensor, Any]:
     """The rest of a Gemma 4 layer after attention `h` [T, H] on residual `x` [T, H].
 
     Args:
-        following: weight [H] of the next layer's first norm, or None.
+        following: weight [H] of the norm behind the layer.
         spec: the layer, needed if it has experts.
         ple: what the layer is told about the tokens again, [T, P].
+        numbers: return the normed residual as numbers.
 
     Returns:
-        The residual [T, H], and its norm by `following` as rows (None without).
+        The residual [T, H], and its norm by `following`.
     """
     scale, last = w.get(b + "layer_output_scale.weight"), w[b + "post_ffw_norm.weight"]
     if spec is not None and spec.n_expert:
-        return ops.expert_layer(h, x, _experts(w, b, eps, spec), following, scale)
+        e = _experts(w, b, eps, spec)
+        x, rows = ops.expert_layer(h, x, e, None if numbers else following, scale)
+        return x, ops.rms_norm(x, following, eps) if numbers else rows
     x, h = ops.norm_residual_norm(h, x, w[b + "post_attention_norm.weight"], eps,
                                   w[b + "ffn_norm.weight"])  # fmt: skip
     h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"], w[b + "ffn_down.weight"],
                   ops.gelu_tanh, parts=True)  # fmt: skip
     if ple is None:
-        return ops.norm_residual_norm(h, x, last, eps, following, scale)
+        return ops.norm_residual_norm(h, x, last, eps, following, scale, numbers=numbers)
     x, _ = ops.norm_residual_norm(h, x, last, eps, None)
     h = ops.modulated(x, w[b + "inp_gate.weight"], ple, w[b + "proj.weight"], ops.gelu_tanh)
-    return ops.norm_residual_norm(h, x, w[b + "post_norm.weight"], eps, following, scale)
+    return ops.norm_residual_norm(h, x, w[b + "post_norm.weight"], eps, following, scale,
+                                  numbers=numbers)  # fmt: skip
 
 
 def _experts(w: Mapping[str, Any], b: str, eps: float, spec: LayerSpec) -> ExpertLayer:

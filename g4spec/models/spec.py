@@ -302,18 +302,21 @@ class Recordable(Draft, Protocol):
     Attributes:
         recordable: whether it can, with the file it was made from.
         at_once: whether a proposal costs the same for any number of tokens.
+        mask: the token that `fill` is given where nothing is drafted yet.
     """
 
     recordable: bool
     at_once: bool
+    mask: int
 
     def fill(
-        self, anchor: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
+        self, ids: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
     ) -> torch.Tensor:
         """`propose`: the drafted tokens [count].
 
         Args:
-            anchor: [1]. `positions`: of the anchor and the 15 tokens after it.
+            ids: [16], the anchor and then masks; `positions`: of these. What `pick` returns may
+                lie over the masks.
             pick: the chooser.
         """
         ...
@@ -330,8 +333,8 @@ class TargetView(Protocol):
     @property
     def config(self) -> Any: ...
 
-    def embed(self, ids: torch.Tensor, *, scaled: bool) -> torch.Tensor:
-        """Rows of the token table, [T] -> [T, H]; times sqrt(H) if `scaled`."""
+    def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """Rows of the token table, [T] -> [T, H]; times `scale`, or else the target's own."""
         ...
 
     def head(

@@ -58,9 +58,9 @@ class Target:
         self._taps = layers
         self._step = self.ops.graph(self.run, STEPS, keep=2)
 
-    def embed(self, ids: torch.Tensor, *, scaled: bool) -> torch.Tensor:
-        """Token rows [T] -> [T, H], times sqrt(H) if `scaled`."""
-        return self.model.embed(ids, scaled=scaled)
+    def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+        """Token rows [T] -> [T, H], times `scale`, or else sqrt(H)."""
+        return self.model.embed(ids, scale)
 
     def head(
         self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
@@ -82,11 +82,14 @@ class Target:
         taps = [tapped[i] for i in self.taps]
         return self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
 
-    def run(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, *, capped: bool = True
+    ) -> tuple[torch.Tensor, ...]:
         """A step of ids [T] at consecutive positions [T], as it may be recorded: rows after the
-        final norm [T, H], taps, logits [T, V]."""
+        final norm [T, H], taps, logits [T, V], raw unless `capped`."""
         hidden, tapped = self.model.forward(ids, positions, self.caches, self.taps)
-        return hidden, self._beside(hidden, tapped), self.logits(hidden)
+        logits = self.logits(hidden) if capped else self.head(hidden)
+        return hidden, self._beside(hidden, tapped), logits
 
     def prefill(self, ids: Sequence[int]) -> Iterator[Committed]:
         """Read a prompt from position 0, one chunk at a time."""

@@ -51,10 +51,10 @@ def agrees(sampler: Sampler, row: torch.Tensor, position: int, token: int) -> bo
 def check(sampler: Sampler, rows: int, columns: int, cap: float) -> None:
     raw, capped = logits(rows, columns, cap)
     suppress = (0, 3, columns - 1, int(capped[0].argmax()))
-    choice = Choice(columns, DEVICE, cap=cap, suppress=suppress)
+    choice = Choice(columns, DEVICE, suppress=suppress)
     choice.set(sampler)
     positions = torch.arange(1000, 1000 + rows, device=DEVICE)
-    got = choice(raw, positions)
+    got = choice(raw, positions, cap=cap)
     assert not got.bad.any()
     sampler = replace(sampler, suppress=suppress)
     ids = got.ids.tolist()
@@ -72,13 +72,13 @@ def test_the_token_is_the_samplers(name: str, columns: int, cap: float) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "temperature", "gemma", "top-p"])
 def test_a_row_does_not_depend_on_its_company(name: str) -> None:
-    choice = Choice(262_144, DEVICE, cap=30.0)
+    choice = Choice(262_144, DEVICE)
     choice.set(SAMPLERS[name])
     raw, _ = logits(16, 262_144)
     positions = torch.arange(5, 21, device=DEVICE)
-    whole = choice(raw, positions)
+    whole = choice(raw, positions, cap=30.0)
     for t in range(16):
-        alone = choice(raw[t : t + 1], positions[t : t + 1])
+        alone = choice(raw[t : t + 1], positions[t : t + 1], cap=30.0)
         assert torch.equal(alone.ids, whole.ids[t : t + 1])
         assert torch.equal(alone.values, whole.values[t : t + 1])
 
@@ -99,10 +99,10 @@ def test_ties_go_to_the_lowest_token(name: str) -> None:
     raw[0, [41_234, 17, 30_000]] = 5.0
     raw[1] = 400.0  # capped, all are equal
     raw[1, 20_000:] = 500.0
-    choice = Choice(50_000, DEVICE, cap=30.0)
+    choice = Choice(50_000, DEVICE)
     choice.set(replace(SAMPLERS[name], temperature=SAMPLERS[name].temperature * 1e-6))
     positions = torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    got = choice(raw, positions).ids.tolist()
+    got = choice(raw, positions, cap=30.0).ids.tolist()
     if name == "greedy":
         assert got == [17, 0]
     else:
@@ -159,29 +159,41 @@ def test_a_graph_serves_other_seeds() -> None:
         assert all(agrees(sampler, capped[t], first[t], ids[t]) for t in range(2))
 
 
+def new_state() -> CycleState:
+    return CycleState(torch.zeros(8, dtype=torch.int64, device=DEVICE))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 def test_accept(rows: int) -> None:
-    state = CycleState(DEVICE)
+    state = new_state()
+    seen = torch.full((2, 7), -1, dtype=torch.int64).pin_memory()
     for held in range(rows):
         ids = torch.arange(100, 100 + rows, device=DEVICE)
         chosen = ids + 1  # row t chooses what row t + 1 was given
         chosen[held] = 7
         state.set(50, 100, 16)
-        positions = torch.full((20,), -1, dtype=torch.int64, device=DEVICE)
-        state.accept(chosen, ids)
-        assert state.values.tolist() == [50 + held + 1, 7, held, 16]
-        state.place(ids, positions)
-        assert ids.tolist() == [7, *range(101, 100 + rows)]
+        into, positions = torch.full((2, 20), -1, dtype=torch.int64, device=DEVICE)
+        state.values[5:] = torch.arange(3) + held
+        state.accept(chosen, ids, seen=seen)
+        now = [50 + held + 1, 7, held, 16, (held + 1) % 2, *range(held, held + 3)]
+        assert state.values.tolist() == now
+        torch.cuda.synchronize()
+        now[4] = held % 2
+        assert seen[held % 2].tolist() == now[:7]
+        seen[held % 2] = -1
+        assert bool((seen == -1).all())
+        state.place(into, positions, 9)
+        assert into.tolist() == [7, *[9] * 19]
         assert positions.tolist() == list(range(50 + held + 1, 50 + held + 21))
 
 
 def test_rows_that_do_not_count_and_forced_lengths() -> None:
-    state = CycleState(DEVICE)
+    state = new_state()
     ids = torch.arange(8, device=DEVICE)
     state.set(0, 0, 3)  # two drafted tokens, padding behind them
     state.accept(ids + 1, ids)
-    assert state.values.tolist() == [3, 3, 2, 3]
+    assert state.values[:4].tolist() == [3, 3, 2, 3]
     for forced, want in ((0, 0), (5, 5), (7, 7), (12, 7)):
         state.set(0, 0, 16)
         state.accept(ids * 0 + 9, ids, forced=torch.tensor([forced], device=DEVICE))
-        assert state.values.tolist() == [want + 1, 9, want, 16]
+        assert state.values[:4].tolist() == [want + 1, 9, want, 16]

@@ -93,8 +93,8 @@ def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
         true = text[position + 1 : position + 1 + min(count, position * every % 16)].tolist()
         return [*true, *own[len(true) :]]
 
-    def filled(anchor: Any, positions: Any, count: int, pick: Any) -> torch.Tensor:
-        own = fill(draft, anchor, positions, count, pick)
+    def filled(ids: Any, positions: Any, count: int, pick: Any) -> torch.Tensor:
+        own = fill(draft, ids, positions, count, pick)
         right = index[:count] < positions[:1] * every % 16
         return torch.where(right, text[positions[:1] + 1 + index[:count]], own)
 

@@ -72,7 +72,7 @@ def check(
     want = next(iter(target.prefill(ids))).taps.view(count, n + 1, -1)
     prefill = model.prefill(N_CTX, chunk, kind, portable)
     got = torch.full_like(want, torch.nan, device=DEVICE)
-    x, told = target.embed(torch.tensor(ids), scaled=True), None
+    x, told = target.embed(torch.tensor(ids)), None
     if model.config.n_ple:
         told = target.model._per_layer_inputs(torch.tensor(ids), x)
     for at in range(0, count, chunk):

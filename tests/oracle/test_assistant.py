@@ -231,7 +231,7 @@ def test_rounds_that_follow_a_rejection_are_where_transformers_itself_differs(
 
 def unscaled(draft: Any) -> None:
     embed = draft.target.embed
-    draft.target.embed = lambda ids, scaled: embed(ids, scaled=False)
+    draft.target.embed = lambda ids: embed(ids, 1.0)
 
 
 def swapped(draft: Any) -> None:

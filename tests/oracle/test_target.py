@@ -104,7 +104,7 @@ def planted(name: str) -> Callable[[Target], None]:
         t.model._freqs = [t.ops.rope_freqs(s.rope_base, s.head_dim) for s in t.config.layers]
 
     def unscaled(t: Target) -> None:
-        t.model.embed = lambda ids, scaled: t.model.w["token_embd.weight"][ids]
+        t.model.embed = lambda ids: t.model.w["token_embd.weight"][ids]
 
     return {"window + 1": layers(window=WINDOW + 1), "layer scalar": scalar,
             "full rotation": full_rope, "unscaled embedding": unscaled}[name]  # fmt: skip

@@ -49,7 +49,7 @@ class Choice:
 
     Args:
         columns: of the logits.
-        cap, scale: a logit is cap * tanh(scale * raw / cap), without cap scale * raw.
+        scale: a logit is cap * tanh(scale * raw / cap), without cap scale * raw.
         suppress: tokens that are never chosen.
         tokens: int64 [columns], ascending, the token of each column; None: the column itself.
     """
@@ -59,13 +59,12 @@ class Choice:
         columns: int,
         device: torch.device | str,
         *,
-        cap: float = 0.0,
         scale: float = 1.0,
         suppress: tuple[int, ...] = (),
         tokens: torch.Tensor | None = None,
     ) -> None:
         assert tokens is None or bool((tokens.diff() > 0).all()), "tokens must be ascending"
-        self.columns, self.cap, self.scale, self.tokens = columns, cap, scale, tokens
+        self.columns, self.scale, self.tokens = columns, scale, tokens
         self._suppressed = _mask(columns, suppress, tokens, device)
         self._sampling = torch.zeros(24, dtype=torch.uint8, device=device)
         self.sampler = Sampler()
@@ -98,6 +97,7 @@ class Choice:
         positions: torch.Tensor,
         ahead: int = 1,
         into: Chosen | None = None,
+        cap: float = 0.0,
     ) -> Chosen:
         """A token for each row.
 
@@ -105,14 +105,15 @@ class Choice:
             logits: float32 [T, columns], raw.
             positions: int64 [T]; the token of row t stands at positions[t] + ahead.
             into: where the answer goes, and what is returned.
+            cap: of the logits, or 0.
         """
         assert logits.shape == (len(positions), self.columns), (logits.shape, self.columns)
         mode = self.mode[0]
         if mode == "sorted":
-            return self._sorted(logits, positions, ahead, into)
+            return self._sorted(logits, positions, ahead, into, cap)
         common = (
             logits, positions, self.tokens, self._suppressed, np.int32(self.columns),
-            np.int32(ahead), np.float32(self.scale), np.float32(self.cap),
+            np.int32(ahead), np.float32(self.scale), np.float32(cap),
         )  # fmt: skip
         return self._launch(mode, common, len(logits), into)
 
@@ -143,11 +144,16 @@ class Choice:
         return chosen
 
     def _sorted(
-        self, logits: torch.Tensor, positions: torch.Tensor, ahead: int, into: Chosen | None
+        self,
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        ahead: int,
+        into: Chosen | None,
+        cap: float,
     ) -> Chosen:
         """Other filters: torch sorts each row by itself, so that no row depends on another."""
         z = logits * self.scale
-        z = self.cap * torch.tanh(z / self.cap) if self.cap else z
+        z = cap * torch.tanh(z / cap) if cap else z
         if self._suppressed is not None:
             bits = torch.arange(32, device=z.device, dtype=torch.int32)
             out = (self._suppressed[:, None] >> bits & 1).flatten()[: self.columns]
@@ -193,24 +199,26 @@ class CycleState:
     """Where a sequence stands, in device memory, so that cycles follow each other unseen.
 
     Attributes:
-        values: int64 [4]: position of the next step's row 0; the token of that row, the anchor;
-            how many drafted tokens held in the last cycle; rows of the step that count.
+        values: int64 [SIZE or more]: position of the next step's row 0; the token of that row, the
+            anchor; how many drafted tokens held in the last cycle; rows of the step that count;
+            which row of `seen` is next (see `accept`); and whatever else is to be seen there.
     """
 
-    def __init__(self, device: torch.device | str, values: torch.Tensor | None = None) -> None:
-        if values is None:
-            values = torch.zeros(4, dtype=torch.int64, device=device)
+    SIZE = 5
+
+    def __init__(self, values: torch.Tensor) -> None:
         self.values = values
 
     def set(self, position: int, anchor: int, rows: int) -> None:
         """Begin at `position` with token `anchor`, steps of `rows` rows."""
-        self.values.copy_(torch.tensor([position, anchor, 0, rows]))
+        self.values[:4].copy_(torch.tensor([position, anchor, 0, rows]))
 
-    def place(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
-        """The anchor becomes the first of `ids`; position, position + 1 ... become `positions` (32
-        at most). Whatever follows this kernel may read them early."""
+    def place(self, ids: torch.Tensor, positions: torch.Tensor, mask: int = 0) -> None:
+        """`ids` become the anchor and then masks; `positions` (as many, 32 at most) position,
+        position + 1 ... . Whatever follows this kernel may read them early."""
+        assert len(ids) == len(positions) <= 32, (len(ids), len(positions))
         launch.kernel("accept.cu", "place")(
-            1, 32, self.values, ids, positions, np.int32(len(positions)), pdl=False
+            1, 32, self.values, ids, positions, np.int32(len(ids)), np.int64(mask), pdl=False
         )
 
     def accept(
@@ -219,6 +227,7 @@ class CycleState:
         ids: torch.Tensor,
         *,
         forced: torch.Tensor | None = None,
+        seen: torch.Tensor | None = None,
     ) -> None:
         """Commit the choices of a step up to the first one that was not drafted, included.
 
@@ -226,11 +235,16 @@ class CycleState:
             chosen: int64 [T], T <= 16: choices of the step's rows.
             ids: int64 [T]: what the step read, the anchor and drafted tokens.
             forced: int64 [1] or None: accept so many drafts, whatever they are.
+            seen: int64 [turns, n], pinned memory of the host, or None: the first n of `values` go
+                to its rows in turn.
         """
         assert len(chosen) == len(ids) <= 16, (len(chosen), len(ids))
+        turns, size = (0, 0) if seen is None else seen.shape
+        assert size <= len(self.values), (size, len(self.values))
         launch.kernel("accept.cu", "accept")(
-            1, 32, chosen, ids, self.values, forced, np.int32(len(chosen))
-        )
+            1, 32, chosen, ids, self.values, forced,
+            np.int32(len(chosen)), seen, np.int32(turns), np.int32(size),
+        )  # fmt: skip
 
 
 UNITS = [

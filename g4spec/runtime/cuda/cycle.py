@@ -36,11 +36,11 @@ FIELDS = 6
 
 
 class _Numbers:
-    """All that a cycle reads and leaves behind, int64 but where it says so, in one piece so that
-    one copy shows it.
+    """All that a cycle reads and leaves behind, int64 but where it says so, in one piece, which its
+    last kernel shows to the host.
 
     Attributes:
-        state: position, anchor, accepted, rows that count (`CycleState`).
+        state: position, anchor, accepted, rows that count, turn (`CycleState`).
         ids, positions: [16] of the step's rows: the anchor, then what was drafted.
         unfit: int32 [16], not 0 where the draft's logits were no numbers.
         chosen, bad, logits: [16] of the step's rows: choice, whether there was none (int32), and
@@ -48,23 +48,20 @@ class _Numbers:
     """
 
     def __init__(self, whole: torch.Tensor) -> None:
-        self.whole, self.state = whole, whole[:4]
-        lines = whole[4:].view(FIELDS, MAX_STEP_ROWS).unbind()
+        self.whole, self.state = whole, whole[: CycleState.SIZE]
+        lines = whole[CycleState.SIZE :].view(FIELDS, MAX_STEP_ROWS).unbind()
         self.ids, self.positions, self.chosen, *narrow = lines
         unfit, bad, logits = (line[: MAX_STEP_ROWS // 2] for line in narrow)
         self.unfit, self.bad = unfit.view(torch.int32), bad.view(torch.int32)
         self.logits = logits.view(torch.float32)
 
-    @classmethod
-    def empty(cls, device: torch.device | str) -> _Numbers:
-        size = 4 + FIELDS * MAX_STEP_ROWS
-        return cls(torch.zeros(size, dtype=torch.int64, device=device))
+    SIZE = CycleState.SIZE + FIELDS * MAX_STEP_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A started cycle: `seen` its numbers in pinned memory, once `ended` has been reached; in front
-    of it `begun` and `proposed`."""
+    """A started cycle: `seen` its numbers, once `ended` has been reached; before that come `begun`
+    and `proposed`."""
 
     seen: _Numbers
     begun: torch.cuda.Event
@@ -72,9 +69,9 @@ class _Slot:
     ended: torch.cuda.Event
 
     @classmethod
-    def empty(cls) -> _Slot:
+    def of(cls, seen: torch.Tensor) -> _Slot:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
-        return cls(_Numbers(_Numbers.empty("cpu").whole.pin_memory()), *events)
+        return cls(_Numbers(seen), *events)
 
 
 class Cycles:
@@ -97,12 +94,13 @@ class Cycles:
     ) -> None:
         self._target, self._draft, self._pool, self._keep = target, draft, pool, keep
         device = target.ops.device
-        self._on = _Numbers.empty(device)
-        self._state = CycleState(device, self._on.state)
+        self._on = _Numbers(torch.zeros(_Numbers.SIZE, dtype=torch.int64, device=device))
+        self._state = CycleState(self._on.whole)
+        self._seen = torch.zeros(AHEAD, _Numbers.SIZE, dtype=torch.int64).pin_memory()
         self._forced = None if forced is None else torch.tensor([forced], device=device)
         self._choice: Choice | None = None
         self._made: dict[tuple[str, int, tuple[str, ...]], graphs.Capture] = {}
-        self._slots = deque(_Slot.empty() for _ in range(AHEAD))
+        self._slots = deque(_Slot.of(seen) for seen in self._seen)
         self._waiting: deque[tuple[_Slot, int, list[torch.Tensor]]] = deque()
         self._stands: tuple[int, int] | None = None
         self._count = 0
@@ -130,10 +128,9 @@ class Cycles:
         assert 1 <= count <= draft.max_tokens if draft else count == 0, count
         assert len(self._waiting) < AHEAD
         if count != self._count:
-            self._on.state[3:].fill_(1 + count)
+            self._on.state[3:4].fill_(1 + count)
             self._count = count
         slot = self._slots[0]
-        self._slots.rotate()
         rows = next(size for size in STEPS if size > count)
         slot.begun.record()
         if draft:
@@ -143,15 +140,16 @@ class Cycles:
         step = self._recorded("step", rows, self._verify if draft else self._plain)
         step.replay()
         kept = [rows.clone() for rows in step.outputs] if self._keep else []
-        slot.seen.whole.copy_(self._on.whole, non_blocking=True)
         slot.ended.record()
+        self._slots.rotate(-1)
         self._waiting.append((slot, count, kept))
 
     def result(self) -> Played:
         """Wait for the oldest cycle that was started."""
         slot, count, kept = self._waiting.popleft()
         slot.ended.synchronize()
-        position, anchor, accepted, _ = slot.seen.state.tolist()
+        position, anchor, accepted, _, turn = slot.seen.state.tolist()
+        assert slot.seen.whole.data_ptr() == self._seen[turn].data_ptr(), turn
         self._stands = anchor, position
         used = slice(accepted + 1)
         cycle = Cycle(
@@ -193,7 +191,7 @@ class Cycles:
         """The first half: what the step reads."""
         on = self._on
         assert self._draft is not None
-        self._state.place(on.ids, on.positions)
+        self._state.place(on.ids, on.positions, self._draft.mask)
         drafts = on.ids[1:]
 
         def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
@@ -201,7 +199,7 @@ class Cycles:
             into = Chosen(drafts[rows], torch.empty_like(logits[:, 0]), on.unfit[rows])
             return self._chosen(logits, on.positions[rows], into).ids
 
-        drafted = self._draft.fill(on.ids[:1], on.positions, count, pick)
+        drafted = self._draft.fill(on.ids, on.positions, count, pick)
         if drafted.data_ptr() != drafts.data_ptr():  # not what one call of `pick` returned
             drafts[:count].copy_(drafted)
         return ()
@@ -211,14 +209,16 @@ class Cycles:
         given of them."""
         on = self._on
         ids, positions = on.ids[:size], on.positions[:size]
-        hidden, taps, logits = self._target.run(ids, positions)
+        hidden, taps, logits = self._target.run(ids, positions, capped=False)
         chosen = Chosen(on.chosen[:size], on.logits[:size], on.bad[:size])
-        self._chosen(logits, positions, chosen)
-        self._state.accept(chosen.ids, ids, forced=self._forced)
+        self._chosen(logits, positions, chosen, self._target.config.softcap)
+        self._state.accept(chosen.ids, ids, forced=self._forced, seen=self._seen)
         if self._draft is not None:
             self._draft.take(Unseen(ids, positions, hidden, taps), on.state[2:3])
         return hidden, taps
 
-    def _chosen(self, logits: torch.Tensor, positions: torch.Tensor, into: Chosen) -> Chosen:
+    def _chosen(
+        self, logits: torch.Tensor, positions: torch.Tensor, into: Chosen, cap: float = 0.0
+    ) -> Chosen:
         assert self._choice is not None
-        return self._choice(logits.contiguous(), positions, into=into)
+        return self._choice(logits.contiguous(), positions, into=into, cap=cap)

@@ -58,9 +58,9 @@ class Kernel:
 
         Args:
             grid, block: blocks and threads, up to three dimensions.
-            args: contiguous (or `Strided`) tensors on the kernel's device, None for a null pointer,
-                and numpy scalars of the kernel's exact types; never Python numbers, whose width is
-                a guess.
+            args: contiguous (or `Strided`) tensors on the kernel's device or in pinned memory of
+                the host, None for a null pointer, and numpy scalars of the kernel's exact types;
+                never Python numbers, whose width is a guess.
             shared: bytes of dynamic shared memory of a block.
             pdl: lets the kernel start before its predecessor in the stream has ended (sm_90 and
                 later); it must call `grid_wait()` before it touches what others write or read.
@@ -85,7 +85,8 @@ class Kernel:
             strided = isinstance(given, Strided)
             arg = given.tensor if strided else given
             if isinstance(arg, torch.Tensor):
-                if arg.device.type != "cuda" or arg.device.index != self.device:
+                there = arg.device.type == "cuda" and arg.device.index == self.device
+                if not (there or arg.is_pinned()):
                     raise self._wrong(i, f"a tensor on cuda:{self.device}", arg.device)
                 if not (strided or arg.is_contiguous()):
                     raise self._wrong(i, "a contiguous tensor", f"strides {arg.stride()}")

@@ -49,7 +49,7 @@ class LongModel:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """Run tokens `ids` [T] at positions start, start + 1, ...; see `Model.forward`."""
         model, step = self._model, self._prefill.chunk
-        x = model.embed(ids, scaled=True)
+        x = model.embed(ids)
         told = model._per_layer_inputs(ids, x)
         tapped = {i: torch.empty_like(x) for i in taps}
         for at in range(0, len(ids), step):
