@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_steps.py [31b 26b-a4b ...] [--contexts 64 4096 32768] [--cache-type q8_0]
 
-Measured as `g4spec bench --synthetic` does it (random weights, forced acceptance), with the kernels
-of one step by the time they add, and what steps take in a row for half a second, when power limits
-the clock. Writes `results/<date>-gpu-steps.json`. Exit code 1 if a required figure is missed; they
-were set for an H200 and mean nothing on another GPU.
+Measured as `g4spec bench --synthetic` does it (random weights, forced acceptance, after a rest),
+with the kernels of one step by the time they add, and what steps take in a row for a second, when
+power limits the clock. Writes `results/<date>-gpu-steps.json`. Exit code 1 if a required figure is
+missed; they were set for an H200 and mean nothing on another GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def kernels(play: Any, times: int = 5) -> dict[str, float]:
     return {name: round(us / 1e3 / times, 4) for name, us in total.most_common() if us}
 
 
-def sustained(play: Any, seconds: float = 0.5) -> dict[str, float]:
+def sustained(play: Any, seconds: float = 1.0) -> dict[str, float]:
     """Milliseconds of a step among others without a pause; watts and megahertz in the end."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = max(10, round(seconds * 1e3 / steps.milliseconds(play, 3)))

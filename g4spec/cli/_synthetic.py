@@ -49,9 +49,9 @@ def run(
 def _show(data: dict[str, Any], out: Output) -> None:
     out.line(f"SYNTHETIC: {data['label']}", "bold")
     columns = ("context", "prefill/s", "1 row ms", "4 rows", "8 rows", "16 rows", "draft ms",
-               "cycle ms", "tokens/s")  # fmt: skip
+               "cycle ms", "sustained", "tokens/s")  # fmt: skip
     keys = ("context", "prefill_tokens_per_second", "step_1_ms", "step_4_ms", "step_8_ms",
-            "step_16_ms", "draft_ms", "cycle_ms", "tokens_per_second")  # fmt: skip
+            "step_16_ms", "draft_ms", "cycle_ms", "sustained_ms", "tokens_per_second")  # fmt: skip
     rows = [tuple("" if row[key] is None else f"{row[key]:g}" for key in keys)
             for row in data["rows"]]  # fmt: skip
     out.table(f"{data['model']}, {data['type']}, on {data['device']}", columns, rows)
@@ -59,6 +59,8 @@ def _show(data: dict[str, Any], out: Output) -> None:
     out.line(f"Weights: {data['weight_bytes'] / 1e9:.2f} GB, of which a row reads "
              f"{data['step_bytes'] / 1e9:.2f}, at {data['fraction_of_bandwidth']:.0%} of the "
              f"{read / 1e12:.2f} TB/s measured here.")
+    out.line("Timed after a rest; \"sustained\", from which tokens/s follow: after a second of "
+             "cycles (without a draft, of single rows), when power may limit the clock.")
     if data["accept_length"]:
         out.line(f"A cycle commits {data['accept_length']} tokens because it was told to.")
     for name in data["ops_without_kernel"]:

@@ -1,16 +1,18 @@
 """Times steps and cycles of models with random weights on a GPU (`bench --synthetic`).
 
 A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
-not what Python adds. It has been played for a while before, so that the GPU's clock is what power
-allows for such steps, and not for the prompt that was read before. A cycle is timed by the clock
-with everything in it, and accepts as many drafts as it is told to: random weights predict nothing.
+not what Python adds. A cycle is timed by the clock with everything in it, and accepts as many
+drafts as it is told to: random weights predict nothing. Before each of these the GPU rests, so that
+its clock does not depend on what ran before; what cycles take once power limits the clock is
+measured after a second of them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -23,12 +25,14 @@ from g4spec.runtime import provenance, synthetic
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.sampling import Sampler
 
-SCHEMA = "g4spec.synthetic/1"
+SCHEMA = "g4spec.synthetic/2"
 ROWS = (1, 2, 4, 8, 16)
 CONTEXTS = (64, 4096)
 WARM = 3
-SETTLE = 0.25
-"""Seconds for which a step is played before it is timed."""
+REST = 0.5
+"""Seconds without work before something is timed."""
+SUSTAIN = 1.0
+"""Seconds of cycles, one after the other, before sustained ones are timed."""
 
 LABEL = "random weights, made on the GPU; acceptance forced: speed only, nothing about quality"
 
@@ -66,13 +70,16 @@ Watch = Callable[[int, int, Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figures at one context: `steps` by rows in milliseconds; a draft's are None without one."""
+    """Figures at one context, in milliseconds: `steps` by rows; of cycles those after a rest and
+    `sustained` ones, from which `tokens_per_second` follows. Without a draft the latter are steps
+    of one row, the others None."""
 
     context: int
     prefill_tokens_per_second: float
     steps: dict[int, float]
     draft: float | None
     cycle: float | None
+    sustained: float
     tokens_per_second: float
 
 
@@ -126,13 +133,12 @@ def check(name: str, type: str) -> None:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
 
 
-def milliseconds(run: Callable[[], Any], times: int = 20, settle: float = 0.0) -> float:
-    """Median time on the GPU of what `run` launches, `settle` seconds after it did so first."""
+def milliseconds(run: Callable[[], Any], times: int = 20, rest: float = 0.0) -> float:
+    """Median time on the GPU of what `run` launches, once it has done so and then rested for so
+    many seconds."""
     run()
-    begun = time.perf_counter()
-    while time.perf_counter() - begun < settle:
-        run()
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    time.sleep(rest)
     out = []
     for _ in range(times):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -177,13 +183,21 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
         ids = _tokens(target, rows)
         logits = target.step(ids, context).logits
         assert bool(logits.isfinite().all()), (context, rows)
-        steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times, SETTLE)
-    if drafter is None:
-        return Row(context, fill, steps, None, None, round(1e3 / steps[1], 1))
-    cycle = round(median(_cycles(target, drafter, context, protocol)), 3)
-    drafter.block(7, context)  # records it
-    draft = milliseconds(drafter._block.recording(1).replay, protocol.times)
-    return Row(context, fill, steps, draft, cycle, round(protocol.accept_length / cycle * 1e3, 1))
+        steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times, REST)
+    draft = None
+    if drafter is not None:
+        drafter.block(7, context)  # records it
+        draft = milliseconds(drafter._block.recording(1).replay, protocol.times, REST)
+    most = drafter.max_tokens if drafter else 0
+    length = 1 + min(protocol.accept_length - 1, most)
+    player = target.ops.player(target, drafter, length - 1)
+    player.ready(Sampler())
+    cycle = sustained = _cycle(player, most, context, protocol.times, REST)
+    end = time.perf_counter() + SUSTAIN
+    while time.perf_counter() < end:
+        sustained = _cycle(player, most, context, protocol.times)
+    speed = round(length / sustained * 1e3, 1)
+    return Row(context, fill, steps, draft, cycle if drafter else None, sustained, speed)
 
 
 def _tokens(target: Any, n: int) -> list[int]:
@@ -203,26 +217,27 @@ def _fill(target: Any, drafter: Any, tokens: int) -> float:
     return round(tokens / (time.perf_counter() - begin))
 
 
-def _cycles(target: Any, drafter: Any, at: int, protocol: Protocol) -> Iterator[float]:
-    """Milliseconds of cycles from one position on: draft, step, choice, and the draft brought up to
-    date with what is said to be accepted, each started before the one before it is read."""
-    most = drafter.max_tokens
-    player = target.ops.player(target, drafter, min(protocol.accept_length - 1, most))
-    player.ready(Sampler())
+def _cycle(player: Any, count: int, at: int, times: int, rest: float = 0.0) -> float:
+    """Median milliseconds of cycles of `count` drafted tokens from a position on: draft, step,
+    choice, and the draft brought up to date with what is said to be accepted, each started before
+    the one before it is read."""
     player.begin(7, at)
-    player.start(most)
-    for i in range(protocol.times + WARM):
-        begin = time.perf_counter()
-        player.start(most)
+    player.start(count)
+    torch.cuda.synchronize()
+    time.sleep(rest)
+    ends = []
+    for _ in range(WARM + times):
+        player.start(count)
         player.result()
-        if i >= WARM:
-            yield (time.perf_counter() - begin) * 1e3
+        ends.append(time.perf_counter())
     player.result()
+    return round(median(b - a for a, b in pairwise(ends[WARM - 1 :])) * 1e3, 3)
 
 
 def _json(row: Row) -> dict[str, Any]:
     return {
         "context": row.context, "prefill_tokens_per_second": row.prefill_tokens_per_second,
         **{f"step_{rows}_ms": ms for rows, ms in row.steps.items()},
-        "draft_ms": row.draft, "cycle_ms": row.cycle, "tokens_per_second": row.tokens_per_second,
+        "draft_ms": row.draft, "cycle_ms": row.cycle, "sustained_ms": row.sustained,
+        "tokens_per_second": row.tokens_per_second,
     }  # fmt: skip

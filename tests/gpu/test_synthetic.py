@@ -44,6 +44,7 @@ def test_measures_steps_and_cycles(name: str) -> None:
     result = steps.measure(name, CudaOps(DEVICE), protocol)
     (row,) = result["rows"]
     assert all(row[f"step_{n}_ms"] > 0 for n in steps.ROWS)
+    assert row["sustained_ms"] > 0
     assert (row["cycle_ms"] is None) == (name not in synthetic.DRAFTS)
     shape = SMALL[name]
     dense = 3 * shape["hidden_size"] * shape["intermediate_size"] * shape["num_hidden_layers"] / 2
