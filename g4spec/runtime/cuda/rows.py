@@ -242,9 +242,9 @@ def address(x: torch.Tensor) -> launch.Strided:
 UNITS = [
     Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
     for width, bound, forms in (
-        (5376, 80, [(1, PLAIN, ROWS), (1, ADD, ROWS), (1, PLAIN, SCALED), (1, PLAIN, FLOATS)]),
-        (5376, 96, [(1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING), (3, NORM, ROWS),
-                    (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)]),
+        (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
+                    (1, ADD, ROWS), (1, PLAIN, SCALED), (1, PLAIN, FLOATS)]),
+        (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)]),
         (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
         (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
         (2816, 128, [(4, NORM, ROWS), (8, NORM, ROWS, 2)]),

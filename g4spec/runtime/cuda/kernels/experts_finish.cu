@@ -67,10 +67,9 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
     sum = parts[0];
 #pragma unroll
     for (int s = 1; s < K; ++s) sum.add(parts[s]);
-    float both[2] = {other.squares(), sum.squares()};
-    over_block<WARPS>(both, slots[0]);
-    other.scale(rsqrtf(both[0] / (float)width + eps), dense_weight);
-    sum.scale(rsqrtf(both[1] / (float)width + eps), experts_weight);
+    const float2 both = over_block2<WARPS>(other.squares(), sum.squares(), slots[0], slots[1]);
+    other.scale(rsqrtf(both.x / (float)width + eps), dense_weight);
+    sum.scale(rsqrtf(both.y / (float)width + eps), experts_weight);
     other.add(sum);
     other.scale(other.inverse(slots[2], width, eps), weight);
     result.add(other);

@@ -48,11 +48,9 @@ struct Row {
     }
     return most;
   }
-  DEVICE float times(const Row& other) const {
-    float s = 0;
-#pragma unroll
-    for (int j = 0; j < V; ++j) s += sum4(mul4(v[j], other.v[j]));
-    return s;
+  // 1 / root mean square; `share` is 1 / width.
+  DEVICE float inverse(float* slots, float share, float eps) const {
+    return rsqrtf(over_block<WARPS>(squares(), slots, Sum()) * share + eps);
   }
 };
 
@@ -63,32 +61,21 @@ DEVICE float scale_of(float most) {
   return __int_as_float((max(exponent, -100) + 127) << 23);
 }
 
-// v = (v + norm of h) * factor. `h` [SLICES], summed in order. With a norm also the sum of the squares
-// of the result: with q = 1 / rms(h) those of v + q w h are v^2 + 2 q v w h + q^2 (w h)^2, so all sums
-// can be taken at once, and the block waits once.
+// v = (v + norm of h) * factor. `h` [SLICES], summed in order.
 template <int ENTER, int SLICES, int WARPS, int V, bool WHOLE>
-DEVICE float add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
-                 const Row<WARPS, V, WHOLE>& weight, float* slots, float factor, float share,
-                 float eps) {
-  auto& y = h[0];
+DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
+                const Row<WARPS, V, WHOLE>& weight, float* slots, float factor, float share,
+                float eps) {
 #pragma unroll
   for (int s = 1; s < SLICES; ++s)
 #pragma unroll
-    for (int j = 0; j < V; ++j) y.v[j] = add4(y.v[j], h[s].v[j]);
-  float q = 1.0f, squares = 0;
-  if constexpr (ENTER == NORM) {
-    float sums[4] = {y.squares(), v.squares()};
+    for (int j = 0; j < V; ++j) h[0].v[j] = add4(h[0].v[j], h[s].v[j]);
+  const float q = ENTER == NORM ? h[0].inverse(slots, share, eps) : 1.0f;
 #pragma unroll
-    for (int j = 0; j < V; ++j) y.v[j] = mul4(y.v[j], weight.v[j]);
-    sums[2] = v.times(y), sums[3] = y.squares();
-    over_block<WARPS>(sums, slots);
-    q = rsqrtf(sums[0] * share + eps);
-    squares = (sums[1] + q * (2.0f * sums[2] + q * sums[3])) * (factor * factor);
-    if (squares < 0.0f) squares = 0.0f;  // rounded; a NaN stays
+  for (int j = 0; j < V; ++j) {
+    const float4 y = ENTER == NORM ? mul4(mul4(h[0].v[j], q), weight.v[j]) : h[0].v[j];
+    v.v[j] = mul4(add4(v.v[j], y), factor);
   }
-#pragma unroll
-  for (int j = 0; j < V; ++j) v.v[j] = mul4(add4(v.v[j], mul4(y.v[j], q)), factor);
-  return squares;
 }
 
 // What fills a tile behind the last row is zero: values 4 i and on of a block's share of these rows.
@@ -124,8 +111,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   grid_launch();
   // Partial sums come from linear.cu, which lets its successor start once all before it has ended.
   constexpr bool EARLY = SLICES > 1;
-  static_assert(ENTER == PLAIN || NEXT != SCALED, "");
-  __shared__ float slots[4 * WARPS];
+  __shared__ float slots[2][WARPS];
   using R = Row<WARPS, V, WHOLE>;
   constexpr int OWN = SPLIT ? 1 : V;  // quads that a thread writes
   const float* next[3] = {next_a, next_b, next_c};
@@ -150,16 +136,14 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   if (EARLY) v.load(old, n4);
   grid_wait();
   if (!EARLY) v.load(old, n4);
-  float squares = 0;
   if (ENTER != PLAIN) {
 #pragma unroll
     for (int s = 0; s < SLICES; ++s) parts[s].load(h + ((i64)s * rows + row) * width, n4);
-    squares = add<ENTER>(v, parts, w, slots, factor, share, eps);
+    add<ENTER>(v, parts, w, slots[0], factor, share, eps);
   }
-  if (ENTER != NORM && (NEXT == FLOATS || NEXT == ROWS))
-    squares = over_block<WARPS>(v.squares(), slots, Sum());
-  float r = rsqrtf(squares * share + eps);
-  if (NEXT == SCALED) r = scale_of(over_block<WARPS>(v.largest(), slots, Largest()));
+  float r = 1.0f;
+  if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse(slots[1], share, eps);
+  if (NEXT == SCALED) r = scale_of(over_block<WARPS>(v.largest(), slots[1], Largest()));
   if (NEXT == SCALED && part == 0 && threadIdx.x == 0)
     for (int m = row; m < 8 * tiles_of(rows); m += rows) row_scale[m] = m == row ? r : 1.0f;
   if (NEXT == SCALED) r = 1.0f / r;

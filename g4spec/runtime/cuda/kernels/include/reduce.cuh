@@ -29,19 +29,14 @@ DEVICE float over_block(float v, float* slots, Op op) {
   return v;
 }
 
-// The sums of N values of each thread, with one wait. `slots` as above, N times as many.
-template <int WARPS, int N>
-DEVICE void over_block(float (&v)[N], float* slots) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) v[k] = over_warp(v[k], Sum());
-  if (threadIdx.x % 32 == 0)
-#pragma unroll
-    for (int k = 0; k < N; ++k) slots[k * WARPS + threadIdx.x / 32] = v[k];
+// The sums of two values of each thread, with one wait.
+template <int WARPS>
+DEVICE float2 over_block2(float a, float b, float* slots_a, float* slots_b) {
+  a = over_warp(a, Sum()), b = over_warp(b, Sum());
+  if (threadIdx.x % 32 == 0) slots_a[threadIdx.x / 32] = a, slots_b[threadIdx.x / 32] = b;
   __syncthreads();
+  a = slots_a[0], b = slots_b[0];
 #pragma unroll
-  for (int k = 0; k < N; ++k) {
-    v[k] = slots[k * WARPS];
-#pragma unroll
-    for (int i = 1; i < WARPS; ++i) v[k] += slots[k * WARPS + i];
-  }
+  for (int i = 1; i < WARPS; ++i) a += slots_a[i], b += slots_b[i];
+  return {a, b};
 }
