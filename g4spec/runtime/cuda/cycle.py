@@ -47,6 +47,8 @@ class _Numbers:
             the choice's logit (float32).
     """
 
+    SIZE = CycleState.SIZE + FIELDS * MAX_STEP_ROWS
+
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole, self.state = whole, whole[: CycleState.SIZE]
         lines = whole[CycleState.SIZE :].view(FIELDS, MAX_STEP_ROWS).unbind()
@@ -54,8 +56,6 @@ class _Numbers:
         unfit, bad, logits = (line[: MAX_STEP_ROWS // 2] for line in narrow)
         self.unfit, self.bad = unfit.view(torch.int32), bad.view(torch.int32)
         self.logits = logits.view(torch.float32)
-
-    SIZE = CycleState.SIZE + FIELDS * MAX_STEP_ROWS
 
 
 @dataclass(frozen=True, slots=True)

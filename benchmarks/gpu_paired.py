@@ -1,0 +1,129 @@
+"""Steps and cycles of several checkouts beside each other on one GPU, in turn: cards differ by more
+than most changes do, and one card from minute to minute.
+
+    git worktree add /tmp/before HEAD~1
+    python benchmarks/gpu_paired.py /tmp/before . [--model 31b] [--contexts 64 700] [--rounds 2]
+
+A line for each checkout and round: for each number of rows milliseconds after half a second of
+rest, then of 240 without a pause, and the joules of one of those by the GPU's own meter; the same
+of the draft (without joules) and of cycles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+REST = 0.5
+
+
+def rested_and_long(play: Any, times: int = 240) -> tuple[float, float, float]:
+    """Milliseconds after a rest, of many without a pause, and joules of one of these."""
+    import pynvml
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    play()
+    torch.cuda.synchronize()
+    time.sleep(REST)
+    rested = []
+    for _ in range(20):
+        begin.record()
+        play()
+        end.record()
+        torch.cuda.synchronize()
+        rested.append(begin.elapsed_time(end))
+    for _ in range(times // 2):
+        play()
+    torch.cuda.synchronize()
+    device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    before = pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
+    begin.record()
+    for _ in range(times):
+        play()
+    end.record()
+    torch.cuda.synchronize()
+    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(device) - before) / 1e3 / times
+    return median(rested), begin.elapsed_time(end) / times, joules
+
+
+def cycles(player: Any, count: int, at: int, rest: float) -> float:
+    """Median milliseconds of 20 cycles."""
+    import torch
+
+    player.begin(7, at)
+    player.start(count)
+    torch.cuda.synchronize()
+    time.sleep(rest)
+    ends = []
+    for _ in range(23):
+        player.start(count)
+        player.result()
+        ends.append(time.perf_counter())
+    player.result()
+    return median(b - a for a, b in pairwise(ends[2:])) * 1e3
+
+
+def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> None:
+    """The lines of one checkout, which is the one that is imported."""
+    import pynvml
+    import torch
+
+    from g4spec.runtime import devices, steps, synthetic
+    from g4spec.runtime.sampling import Sampler
+
+    pynvml.nvmlInit()
+    protocol = steps.Protocol(contexts=tuple(contexts))
+    ops: Any = devices.select("cuda", "q8_0")[0]
+    with torch.cuda.device(ops.device):
+        target = synthetic.target(model, protocol.type, ops, max(contexts) + protocol.room)
+        drafter = None
+        if model in synthetic.DRAFTS:
+            drafter = synthetic.draft(model, protocol.draft_type, ops, target)
+        for context in contexts:
+            steps._fill(target, drafter, context)
+            found = []
+            for count in rows:
+                target.step(steps._tokens(target, count), context)
+                play = target._step.recording(count).replay
+                found.append("{}: {:.3f} {:.3f} {:.2f} J".format(count, *rested_and_long(play)))
+            if drafter is not None:
+                player = target.ops.player(target, drafter, protocol.accept_length - 1)
+                player.ready(Sampler())
+                first = cycles(player, drafter.max_tokens, context, REST)
+                for _ in range(6):
+                    last = cycles(player, drafter.max_tokens, context, 0.0)
+                drafter.block(7, context)
+                alone = rested_and_long(drafter._block.recording(1).replay)[:2]
+                found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f}".format(*alone, first, last))
+            print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", nargs="+", type=Path)
+    parser.add_argument("--model", default="31b")
+    parser.add_argument("--contexts", type=int, nargs="*", default=[64])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        measure(args.here, args.model, args.contexts, args.rows)
+        return
+    for _ in range(args.rounds):
+        for checkout in args.checkouts:
+            path = os.pathsep.join([str(checkout.resolve()), os.environ.get("PYTHONPATH", "")])
+            command = [sys.executable, __file__, *sys.argv[1:], "--here", str(checkout)]
+            subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
+
+
+if __name__ == "__main__":
+    main()
