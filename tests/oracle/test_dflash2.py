@@ -74,6 +74,7 @@ def make(folder: Path, name: str) -> tuple[Path, Path]:
 def test_every_anchor(tmp_path: Path, name: str) -> None:
     target, draft = make(tmp_path, name)
     ids = build.prompt(5 * WINDOW, VOCAB)
+    # Scores reach 26 in float32: one processor was seen to round to 1.0001e-4.
     assert drafts.every_anchor(drafts.Folders(target, draft), oracle_of(draft), ids) < 3e-4
 
 
@@ -82,7 +83,7 @@ def test_after_partial_rejection(tmp_path: Path, chunk: int) -> None:
     target, draft = make(tmp_path, "causal-windows")
     pair = drafts.Folders(target, draft, chunk)
     ids = build.prompt(6 * WINDOW, VOCAB, 3)
-    assert drafts.after_rejections(pair, oracle_of(draft), ids) < 3e-4
+    assert drafts.after_rejections(pair, oracle_of(draft), ids) < 1e-4
 
 
 def test_zlab_every_anchor(tmp_path: Path) -> None:
