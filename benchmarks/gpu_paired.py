@@ -6,7 +6,8 @@ than most changes do, and one card from minute to minute.
 
 A line for each checkout and round: for each number of rows milliseconds after half a second of
 rest, then of 240 without a pause, and the joules of one of those by the GPU's own meter; the same
-of the draft (without joules) and of cycles.
+of the draft (without joules) and of cycles. Timed with what each checkout's `steps` has for it, so
+none may be older than this script.
 """
 
 from __future__ import annotations
@@ -15,13 +16,8 @@ import argparse
 import os
 import subprocess
 import sys
-import time
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
-
-REST = 0.5
 
 
 def rested_and_long(play: Any, times: int = 240) -> tuple[float, float, float]:
@@ -29,17 +25,10 @@ def rested_and_long(play: Any, times: int = 240) -> tuple[float, float, float]:
     import pynvml
     import torch
 
+    from g4spec.runtime import steps
+
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    play()
-    torch.cuda.synchronize()
-    time.sleep(REST)
-    rested = []
-    for _ in range(20):
-        begin.record()
-        play()
-        end.record()
-        torch.cuda.synchronize()
-        rested.append(begin.elapsed_time(end))
+    rested = steps.milliseconds(play, rest=steps.REST)
     for _ in range(times // 2):
         play()
     torch.cuda.synchronize()
@@ -51,24 +40,7 @@ def rested_and_long(play: Any, times: int = 240) -> tuple[float, float, float]:
     end.record()
     torch.cuda.synchronize()
     joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(device) - before) / 1e3 / times
-    return median(rested), begin.elapsed_time(end) / times, joules
-
-
-def cycles(player: Any, count: int, at: int, rest: float) -> float:
-    """Median milliseconds of 20 cycles."""
-    import torch
-
-    player.begin(7, at)
-    player.start(count)
-    torch.cuda.synchronize()
-    time.sleep(rest)
-    ends = []
-    for _ in range(23):
-        player.start(count)
-        player.result()
-        ends.append(time.perf_counter())
-    player.result()
-    return median(b - a for a, b in pairwise(ends[2:])) * 1e3
+    return rested, begin.elapsed_time(end) / times, joules
 
 
 def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> None:
@@ -97,9 +69,10 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
             if drafter is not None:
                 player = target.ops.player(target, drafter, protocol.accept_length - 1)
                 player.ready(Sampler())
-                first = cycles(player, drafter.max_tokens, context, REST)
+                how = player, drafter.max_tokens, context, protocol.times
+                first = steps._cycle(*how, steps.REST)
                 for _ in range(6):
-                    last = cycles(player, drafter.max_tokens, context, 0.0)
+                    last = steps._cycle(*how)
                 drafter.block(7, context)
                 alone = rested_and_long(drafter._block.recording(1).replay)[:2]
                 found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f}".format(*alone, first, last))

@@ -16,6 +16,7 @@ import functools
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +38,31 @@ GOALS = {
 }
 
 
-def kernels(play: Any, times: int = 5) -> dict[str, float]:
-    """Milliseconds of each kernel in one playing of a recording, the longest first. A kernel may
-    begin before its predecessor has ended: what counts is by how much it ends later."""
+def timeline(run: Callable[[], Any]) -> list[tuple[str, float, float, float]]:
+    """The kernels that `run` launches, in order: name, begin, what lies between that and the end of
+    all before it, and by how much it ends later than these, microseconds. A kernel may begin before
+    its predecessor has ended."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-        for _ in range(times):
-            play()
+        run()
         torch.cuda.synchronize()
     ran = sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events()
                  if e.device_type.name == "CUDA")  # fmt: skip
-    total, latest = Counter[str](), ran[0][0]
-    for _, end, name in ran:
-        total[name.split("(")[0]] += max(0.0, end - latest)
+    found, latest = [], ran[0][0]
+    for begin, end, name in ran:
+        gap, adds = max(0.0, begin - latest), max(0.0, end - latest)
+        found.append((name.split("(")[0], begin, gap, adds))
         latest = max(latest, end)
+    return found
+
+
+def kernels(play: Any, times: int = 5) -> dict[str, float]:
+    """Milliseconds by which each kernel ends later in one playing of a recording, the longest
+    first."""
+    total = Counter[str]()
+    for name, _, _, adds in timeline(lambda: [play() for i in range(times)]):
+        total[name] += adds
     return {name: round(us / 1e3 / times, 4) for name, us in total.most_common() if us}
 
 

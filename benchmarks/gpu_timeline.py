@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.gpu_steps import timeline
 from g4spec.runtime import devices, steps, synthetic
 from g4spec.runtime.sampling import Sampler
 
@@ -36,28 +36,17 @@ def main() -> None:
         player = target.ops.player(target, drafter, protocol.accept_length - 1)
         player.ready(Sampler())
 
-        def go(times: int) -> None:
-            player.begin(7, args.context)
-            player.start(drafter.max_tokens)
-            for _ in range(times):
-                player.start(drafter.max_tokens)
-                player.result()
-            player.result()
+        def run() -> None:
+            steps._cycle(player, drafter.max_tokens, args.context, 8)
 
-        go(5)
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
-            go(8)
-            torch.cuda.synchronize()
-    ran = sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events()
-                 if e.device_type.name == "CUDA")  # fmt: skip
-    begins = [i for i, (_, _, name) in enumerate(ran) if name.startswith("place")]
+        run()  # records it
+        found = timeline(run)
+    begins = [i for i, (name, *_) in enumerate(found) if name.startswith("place")]
     first, following = begins[4], begins[5]
-    latest = max(end for _, end, _ in ran[:first])
-    for start, end, name in ran[first:following]:
-        print(f"{start - ran[first][0]:8.1f} {max(0.0, start - latest):6.1f} "
-              f"{max(0.0, end - latest):7.1f}  {name.removeprefix('void ').split('(')[0][:70]}")
-        latest = max(latest, end)
-    print(f"{ran[following][0] - ran[first][0]:8.1f} the next cycle")
+    start = found[first][1]
+    for name, begin, gap, adds in found[first:following]:
+        print(f"{begin - start:8.1f} {gap:6.1f} {adds:7.1f}  {name.removeprefix('void ')[:70]}")
+    print(f"{found[following][1] - start:8.1f} the next cycle")
 
 
 if __name__ == "__main__":
