@@ -82,7 +82,7 @@ class Drafter(WeightedDrafter):
         """The block that starts at `position`: its rows after the final norm [B, H], and `logits`
         of those that draft a token each [drafting rows, D]."""
         c = self.config
-        ids = [anchor] + [c.mask_token] * (c.block_size - 1)
+        ids = [anchor] + [self.mask] * (c.block_size - 1)
         rows, logits = self._block(ids, position)
         return rows, logits[0 if c.from_anchor else 1 :]
 

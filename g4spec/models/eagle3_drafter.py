@@ -79,7 +79,7 @@ class Drafter(WeightedDrafter):
         return out
 
     def _block(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        ids = [anchor, *[self.config.mask_token] * (count - 1)]
+        ids = [anchor, *[self.mask] * (count - 1)]
         logits, _ = self._draft(ids, position - 1, self._block_features(count),
                                 self.ops.positions(position - 1, count))  # fmt: skip
         return [chooser.choose(row, position + 1 + j) for j, row in enumerate(logits)]
