@@ -42,14 +42,18 @@ def test_bits_that_change_the_side() -> None:
 
 
 def test_what_is_put_is_read() -> None:
-    pairs, count = 37, 37 * 8192 - 768
-    bits = torch.randint(0, 2, (pairs,), generator=torch.Generator().manual_seed(0))
-    place = sides.Place(torch.zeros(pairs * 8192, dtype=torch.uint8), sides._words(bits))
+    pairs, count = 700, 700 * 8192 - 768
+    memory = torch.zeros((pairs + 1) * 8192, dtype=torch.uint8)
+    base = memory[-memory.data_ptr() % 8192 :][: pairs * 8192]
+    place = sides.Place(base, MASK, torch.tensor([0b10110]), (np.uint64(0b10110),))
     data = torch.randint(0, 256, (count,), dtype=torch.uint8)
     for at in range(0, count, 18432):
         place.put(data[at : at + 18432], at)
     assert torch.equal(place.read(0, count), data)
     assert torch.equal(place.read(768, 9216), data[768:][:9216])
     chunk = place.base.view(pairs, 2, sides.CHUNK)
-    assert torch.equal(chunk[5, bits[5]], data[5 * 4096 :][:4096])
-    assert torch.equal(chunk[5, 1 - bits[5]], data[42 * 4096 :][:4096])
+    for pair in (0, 5, 300, 650):
+        at = base.data_ptr() % sides.PAGE + pair * 8192
+        side = (at & MASK).bit_count() + (0b10110 >> at // sides.PAGE) & 1
+        assert torch.equal(chunk[pair, side], data[pair * 4096 :][:4096])
+        assert torch.equal(chunk[pair, 1 - side], data[(700 + pair) * 4096 :][:4096])

@@ -19,17 +19,18 @@ K = 1280
 
 
 class Anywhere(sides.Sides):
-    """Sides of a GPU that has none: each pair's first chunk is at either."""
+    """Sides of a GPU that has none: pages begin at either."""
 
-    def _first_sides(self, base: torch.Tensor, pairs: int) -> torch.Tensor:
-        g = torch.Generator().manual_seed(pairs)
-        return torch.randint(0, 2, (pairs,), generator=g).to(base.device)
+    def _pages(self, base: torch.Tensor) -> torch.Tensor:
+        count = -(-(base.data_ptr() % sides.PAGE + len(base)) // sides.PAGE)
+        bits = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(count))
+        return bits.to(base.device)
 
 
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = tuple(np.uint64(word) for word in (0x9249_2492_4924_9249, 0x0F0F_3333_5555_1111, 5))
-    monkeypatch.setattr(sides, "of", lambda device: Anywhere(masks, 0, 0, 0))
+    monkeypatch.setattr(sides, "of", lambda device: Anywhere(masks, 0xAB000, 0, 0))
     monkeypatch.setattr(sides, "LEAST", 0)
 
 
@@ -124,5 +125,7 @@ def test_what_is_measured() -> None:
     chunks = torch.randint(0, 2 * place.pairs, (512,), device=device)
     far = [sides.latencies(place.base, chunks * sides.CHUNK, processor)
            for processor in (found.here, found.there)]  # fmt: skip
-    second = place.second[chunks // 64].long() >> chunks // 2 % 32 & 1
-    assert torch.equal(second ^ chunks & 1, (far[0] > far[1]).long())
+    at = chunks * sides.CHUNK + place.base.data_ptr() % sides.PAGE
+    page = at // sides.PAGE
+    side = sides.parity(at & place.mask) ^ place.pages[page // 64] >> page % 64 & 1
+    assert torch.equal(side, (far[0] > far[1]).long())

@@ -45,11 +45,15 @@ class Place:
 
     Attributes:
         base: uint8 [2 * pairs * CHUNK], in pairs of chunks.
-        second: int32 [pairs / 32], a bit a pair: the first half's chunk is the second one.
+        mask: as of `Sides`.
+        pages: the side that each page of `base` begins with, a bit each, int64 [pages / 64].
+        words: the same on the host.
     """
 
     base: torch.Tensor
-    second: torch.Tensor
+    mask: int
+    pages: torch.Tensor
+    words: tuple[np.uint64, ...]
 
     @property
     def pairs(self) -> int:
@@ -70,8 +74,10 @@ class Place:
         chunk = piece // of
         other = (chunk >= self.pairs).long()
         pair = chunk - other * self.pairs
-        bit = self.second[pair // 32].long() >> pair % 32 & 1
-        return (2 * pair + (bit ^ other)) * of + piece % of
+        place = pair * 2 * CHUNK + self.base.data_ptr() % PAGE
+        page = place // PAGE
+        side = parity(place & self.mask) ^ self.pages[page // 64] >> page % 64 & 1 ^ other
+        return (2 * pair + side) * of + piece % of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,32 +98,33 @@ class Sides:
     def place(self, nbytes: int, device: torch.device) -> Place:
         """Memory for a matrix of so many bytes."""
         pair = 2 * CHUNK
-        pairs = -(-nbytes // pair)
-        base = torch.empty((pairs + 1) * pair, dtype=torch.uint8, device=device)
-        base = base[-base.data_ptr() % pair :][: pairs * pair]
-        return Place(base, _words(self._first_sides(base, pairs)))
+        count = -(-nbytes // pair) * pair
+        base = torch.empty(count + pair, dtype=torch.uint8, device=device)
+        base = base[-base.data_ptr() % pair :][:count]
+        pages = _words(self._pages(base))
+        words = tuple(np.uint64(w & (1 << 64) - 1) for w in pages.tolist())
+        return Place(base, self.mask, pages, words)
 
-    def _first_sides(self, base: torch.Tensor, pairs: int) -> torch.Tensor:
-        """The side of each pair's first chunk, int64 [pairs]."""
+    def _pages(self, base: torch.Tensor) -> torch.Tensor:
+        """The side that each page begins with, int64 [pages]."""
         begin = base.data_ptr() % PAGE
-        pages = -(-(begin + len(base)) // PAGE)
-        probes = (torch.arange(pages, device=base.device) * PAGE - begin).clamp(min=0)
+        count = -(-(begin + len(base)) // PAGE)
+        probes = (torch.arange(count, device=base.device) * PAGE - begin).clamp(min=0)
         far = latencies(base, probes, self.here) > latencies(base, probes, self.there)
-        page = far.long() ^ self._parity(probes + begin)
-        at = torch.arange(pairs, device=base.device) * 2 * CHUNK + begin
-        return page[at // PAGE] ^ self._parity(at)
+        return far.long() ^ parity(probes + begin & self.mask)
 
-    def _parity(self, at: torch.Tensor) -> torch.Tensor:
-        x = at & self.mask
-        for shift in (16, 8, 4, 2, 1):
-            x = x ^ (x >> shift)
-        return x & 1
+
+def parity(x: torch.Tensor) -> torch.Tensor:
+    """Of the bits of numbers below 2^32."""
+    for shift in (16, 8, 4, 2, 1):
+        x = x ^ (x >> shift)
+    return x & 1
 
 
 def _words(bits: torch.Tensor) -> torch.Tensor:
-    """Bits [n] as int32 [ceil(n / 32)], lowest first."""
-    rows = torch.nn.functional.pad(bits, (0, -len(bits) % 32)).view(-1, 32)
-    return (rows << torch.arange(32, device=bits.device)).sum(1).to(torch.int32)
+    """Bits [n] as int64 [ceil(n / 64)], lowest first."""
+    rows = torch.nn.functional.pad(bits, (0, -len(bits) % 64)).view(-1, 64)
+    return (rows << torch.arange(64, device=bits.device)).sum(1)
 
 
 def latencies(base: torch.Tensor, offsets: torch.Tensor, processor: int) -> torch.Tensor:
@@ -194,9 +201,11 @@ def page_mask(difference: NDArray[Any]) -> int | None:
 def arguments(data: torch.Tensor, place: Place | None) -> tuple[Any, ...]:
     """What kernels are told of a packed matrix (sides.cuh: MATRIX)."""
     if place is None:
-        return data, None, np.int64(0), np.uint32(0)
+        return data, np.uint64(0), None, np.uint32(0), np.uint32(0), np.int64(0)
+    more = place.pages if len(place.words) > 1 else None
     first = data.data_ptr() - place.base.data_ptr()
-    return place.base, place.second, np.int64(first), np.uint32(place.pairs)
+    return (place.base, place.words[0], more, np.uint32(place.mask), np.uint32(place.pairs),
+            np.int64(first))  # fmt: skip
 
 
 UNITS = [Unit("sides.cu", ("latency",), max_registers=32)]

@@ -2,31 +2,36 @@
 #pragma once
 #include "ptx.cuh"
 
-constexpr u32 CHUNK = 4096;
+constexpr u32 CHUNK = 4096, PAGE = 2 << 20;
 
-// Bytes from `first` on of an allocation. Chunk n of its first half is in pair n of chunks, chunk n
-// of its second half the other one of that pair; a bit of each pair says which.
+// Bytes from `first` on of an allocation. Chunk n of its first half is the one of pair n at side 0,
+// chunk n of its second half the other one.
 struct Sided {
   const u8* base;
-  const u32* second;  // bits: the first half's chunk is the second of its pair; null: in order
+  u64 pages;        // side of each page's beginning, a bit each
+  const u64* more;  // the same where there are more than 64 of them
+  u32 mask;         // bits of a place in a page that change its side; 0: all is in order
   u32 pairs;
   i64 first;
 
   DEVICE const u8* chunk(u32 n) const {
     const bool other = n >= pairs;
-    const u32 pair = other ? n - pairs : n;
-    const u32 place = (__ldg(second + pair / 32) >> pair % 32 & 1) ^ (u32)other;
-    return base + (u64)(pair * 2 + place) * CHUNK;
+    const u64 at = (u64)base + (u64)(other ? n - pairs : n) * (2 * CHUNK);
+    const u32 page = (u32)(at / PAGE - (u64)base / PAGE);
+    const u64 sides = more ? __ldg(more + page / 64) : pages;
+    const u32 side = (__popc((u32)at & mask) ^ (u32)(sides >> page % 64) ^ (u32)other) & 1;
+    return (const u8*)at + side * CHUNK;
   }
   DEVICE const u8* at(i64 offset) const {
     const u64 x = first + offset;
-    return second ? chunk((u32)(x / CHUNK)) + x % CHUNK : base + x;
+    return mask ? chunk((u32)(x / CHUNK)) + x % CHUNK : base + x;
   }
 };
 
 // As arguments of a kernel, whose names end in x.
-#define MATRIX(x) const u8 *weights##x, const u32 *second##x, i64 first##x, u32 pairs##x
-#define SIDED(x) {weights##x, second##x, pairs##x, first##x}
+#define MATRIX(x) \
+  const u8 *weights##x, u64 pages##x, const u64 *more##x, u32 mask##x, u32 pairs##x, i64 first##x
+#define SIDED(x) {weights##x, pages##x, more##x, mask##x, pairs##x, first##x}
 
 // A lane's share of a copy of BYTES: at most a chunk.
 struct Piece {
@@ -36,7 +41,7 @@ struct Piece {
   template <u32 BYTES>
   static DEVICE Piece of(const Sided& w, i64 offset, u32 number) {
     const u64 x = w.first + offset;
-    if (!w.second) return {w.base + x, 0, number ? 0 : BYTES};
+    if (!w.mask) return {w.base + x, 0, number ? 0 : BYTES};
     const u32 inside = (u32)x % CHUNK, end = inside + BYTES;
     const u32 begin = max(number * CHUNK, inside), until = min((number + 1) * CHUNK, end);
     if (begin >= until) return {nullptr, 0, 0};
