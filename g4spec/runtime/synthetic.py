@@ -16,7 +16,6 @@ from g4spec.models import dflash, gemma4
 from g4spec.models.spec import MAX_STEP_ROWS, Checkpoint, TensorSpec
 from g4spec.quant import policy
 from g4spec.quant.format import Format
-from g4spec.runtime.cuda.experts import reads
 from g4spec.runtime.cuda.matrix import Matrix
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.target import Target
@@ -89,8 +88,7 @@ def draft(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
     """What `CudaOps.load` returns for a file of these tensors."""
-    names = [s.name for s in specs if not s.optional]
-    choice = policy.Policy(policy.asked(type), names)
+    choice = policy.Policy(policy.asked(type), [s.name for s in specs if not s.optional])
     out: dict[str, Any] = {}
     for spec in specs:
         if spec.optional or spec.make:
@@ -99,8 +97,7 @@ def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, 
         if len(spec.shape) == 1 or not form.quantized:
             out[spec.name] = _numbers(spec, ops)
         else:
-            placed = not reads(spec.name, names)
-            out[spec.name] = _matrix(form, spec.shape, ops, placed)
+            out[spec.name] = _matrix(form, spec.shape, ops)
     return out
 
 
@@ -110,7 +107,7 @@ def _numbers(spec: TensorSpec, ops: CudaOps) -> torch.Tensor:
     return x * spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1 + 0.1 * x
 
 
-def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps, placed: bool) -> Matrix:
+def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
     """Random codes; scales such that a product keeps the size of its input."""
     columns, rows = shape[-1], math.prod(shape[:-1])
     raw = torch.randint(0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8,
@@ -119,8 +116,7 @@ def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps, placed: bool) ->
     for at, value in _FACTORS[form.name]:
         bits = torch.tensor([value * columns**-0.5], dtype=torch.float16).view(torch.uint8)
         halves[..., at : at + 2] = bits.to(ops.device)
-    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], keeps=ops.portable,
-                  placed=placed)  # fmt: skip
+    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], keeps=ops.portable)
 
 
 _FACTORS = {

@@ -91,7 +91,6 @@ template <class T> void __stcg(T* p, T x) { *p = x; }
 template <class T> void __stcs(T* p, T x) { *p = x; }
 template <class T> T atomicAdd(T* p, T x) { return machine::atomic(p, [x](T old) { return old + x; }); }
 template <class T> T atomicOr(T* p, T x) { return machine::atomic(p, [x](T old) { return old | x; }); }
-template <class T> T atomicExch(T* p, T x) { return machine::atomic(p, [x](T) { return x; }); }
 template <class T> T atomicMax(T* p, T x) { return machine::atomic(p, [x](T old) { return std::max(old, x); }); }
 inline void __threadfence() {}
 

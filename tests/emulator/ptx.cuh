@@ -65,7 +65,6 @@ inline int now(int x) { return x; }
 inline float now(float x) { return x; }
 inline const float* now(const float* p) { return p; }
 inline u8* kept(const u8* p) { return (u8*)p; }
-inline u32 multiprocessor() { return machine::self->block->id * 5 % 7; }  // some have more blocks
 inline u32 cycles() {  // nobody waits for long
   static u32 n = 0;
   return n += 4096;

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from g4spec.runtime.cuda import launch, sides
+from g4spec.runtime.cuda import launch
 from g4spec.runtime.cuda.packing import GROUP, PARTS, format_name, spelt
 from g4spec.runtime.cuda.units import Unit
 
@@ -31,7 +31,6 @@ class Weight:
         data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; the file's
             bytes, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
             [matrices * rows, columns].
-        place: of packed bytes that do not lie in order; `data` says where in it they begin.
     """
 
     type: str
@@ -39,7 +38,6 @@ class Weight:
     rows: int
     columns: int
     matrices: int = 1
-    place: sides.Place | None = None
 
 
 def in_file_order(weight: Weight) -> bool:
@@ -78,9 +76,8 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
     count, units = weight.data.shape[:2]
     assert count == weight.matrices * groups, (weight.data.shape, weight)
     launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))(
-        (units, count), 256, *sides.arguments(weight.data, weight.place), out,
-        np.int32(weight.rows), np.int32(groups), pdl=False,
-    )  # fmt: skip
+        (units, count), 256, weight.data, out, np.int32(weight.rows), np.int32(groups), pdl=False
+    )
 
 
 def plain(weight: Weight) -> torch.Tensor:

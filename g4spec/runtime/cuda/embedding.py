@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from g4spec import quant
-from g4spec.runtime.cuda import launch, packing, sides
+from g4spec.runtime.cuda import launch, packing
 from g4spec.runtime.cuda.units import Unit
 
 THREADS = 128
@@ -17,12 +17,7 @@ THREADS = 128
 
 
 def embed(
-    table: torch.Tensor,
-    name: str,
-    ids: torch.Tensor,
-    width: int,
-    scale: float,
-    place: sides.Place | None = None,
+    table: torch.Tensor, name: str, ids: torch.Tensor, width: int, scale: float
 ) -> torch.Tensor:
     """Rows `ids` of a table, dequantized and times `scale` -> float32 [T, width].
 
@@ -30,22 +25,20 @@ def embed(
         table: the file's bytes, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
         name: the table's quant type.
         ids: int64 [T]; any T.
-        place: as of `dequant.Weight`.
     """
     assert table.dtype is torch.uint8 and ids.dtype is torch.int64, (table.dtype, ids.dtype)
     out = torch.empty(len(ids), width, dtype=torch.float32, device=table.device)
     grid = (-(-width // (4 * THREADS)), len(ids))
-    common = ids, out, np.int32(width), np.float32(scale)
+    common = table, ids, out, np.int32(width), np.float32(scale)
     if table.dim() == 2:
         assert table.shape[1] == quant.get(name).row_bytes(width), (table.shape, name, width)
-        launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, table, *common)
+        launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, *common)
         return out
     columns = width // table.shape[1]
     assert table.shape[2] == packing.unit_bytes(name, columns), (table.shape, name, width)
     launch.kernel("embed.cu", f"embed_packed<{name.upper()}>")(
-        grid, THREADS, *sides.arguments(table, place), *common, np.int32(columns),
-        np.int32(table.shape[2]),
-    )  # fmt: skip
+        grid, THREADS, *common, np.int32(columns), np.int32(table.shape[2])
+    )
     return out
 
 

@@ -8,7 +8,6 @@ steps run one after the other, never two on two streams.
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,12 +83,6 @@ class Buffers:
         self.dense = floats(MOST, shape.width)
         self.chosen = torch.empty(MOST, shape.k, dtype=torch.int32, device=device)
         self.weights = floats(MOST, shape.k)
-
-
-def reads(name: str, names: Container[str]) -> bool:
-    """Whether a matrix of a file with these tensors is read by the kernels here, in order."""
-    layer, feed_forward, _ = name.rpartition("ffn_")
-    return bool(feed_forward) and f"{layer}ffn_gate_inp.weight" in names
 
 
 @dataclass(frozen=True, slots=True)

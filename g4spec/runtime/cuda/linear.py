@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from g4spec.runtime.cuda import launch, nvrtc, packing, sides
+from g4spec.runtime.cuda import launch, nvrtc, packing
 from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.elementwise import gated_scale
 from g4spec.runtime.cuda.packing import GROUP
@@ -104,21 +103,12 @@ class Exchange:
 
     Attributes:
         partial: float32. arrived: counters, zero between kernels.
-        drawn: how many CTAs for each side there are, zero between kernels.
-        masks: sides of multiprocessors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.count = torch.cuda.get_device_properties(device).multi_processor_count
         self.partial = torch.empty(self.count * 16 * 256, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
-        self.drawn = torch.zeros(1, dtype=torch.int32, device=device)
-        found = sides.of(device)
-        self.masks = found.masks if found else (np.uint64(0),) * sides.MASKS
-
-    def draw(self, *weights: Weight) -> tuple[Any, ...]:
-        """What kernels are told of how their CTAs share the work (sides.cuh: Draw)."""
-        return (self.drawn if any(w.place for w in weights) else None), *self.masks
 
 
 def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> torch.Tensor:
@@ -152,9 +142,8 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     assert of_first[1] + of_second[1] <= len(by.arrived)
     count = others + -(-of_second[0] * of_second[1] // runs[1])
     launch.kernel("linear.cu", two(a, b))(
-        count, THREADS, *by.draw(first, second), *sides.arguments(first.data, first.place),
-        x.data, x.scale, by.partial, by.arrived, *map(np.int32, (*of_first, runs[0])),
-        *sides.arguments(second.data, second.place), *map(np.int32, (*of_second, runs[1])),
+        count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
+        *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
         np.int32(others), y, *map(np.int32, (first.rows, second.rows, y.shape[1], len(x))),
         shared=max(a.shared, b.shared),
     )  # fmt: skip
@@ -242,9 +231,8 @@ def _run(
     assert groups <= len(by.arrived)
     count = groups * parts or -(-units * groups // run)
     launch.kernel("linear.cu", how.name(kind))(
-        count, THREADS, *by.draw(weight), *sides.arguments(weight.data, weight.place),
-        x.data, x.scale, by.partial, by.arrived, *map(np.int32, (units, groups, run)), y,
-        *map(np.int32, (*numbers, len(x))),
+        count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
+        *map(np.int32, (units, groups, run)), y, *map(np.int32, (*numbers, len(x))),
         shared=how.shared,
     )  # fmt: skip
 

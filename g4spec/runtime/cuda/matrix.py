@@ -7,12 +7,11 @@ bytes (portable.cu) matrices are laid behind each other and nothing else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from g4spec.runtime.cuda import packing, sides
+from g4spec.runtime.cuda import packing
 from g4spec.runtime.cuda.dequant import Weight
 
 TILE = 16
@@ -27,7 +26,6 @@ class Matrix:
         raw: the file's bytes, uint8 [matrices * rows, bytes of a row], or float16 or bfloat16
             [matrices * rows, columns].
         keeps: rows stay as in the file: bytes are not packed, gates and ups do not take turns.
-        placed: packed bytes may lie where the memory's sides are (see `sides`).
 
     Attributes:
         grouped: whether it is packed in groups of rows.
@@ -42,14 +40,11 @@ class Matrix:
         matrices: int = 1,
         *,
         keeps: bool = False,
-        placed: bool = False,
     ) -> None:
-        self.placed = placed
         self.keeps, self.grouped = keeps, bool(type) and not keeps
         self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
-        self._place: sides.Place | None = None
         self.turned = False  # rows are gates and ups in turns
 
     @property
@@ -68,11 +63,6 @@ class Matrix:
         return self.alone.data if self._raw is None else self._raw
 
     @property
-    def place(self) -> sides.Place | None:
-        """Of `table`."""
-        return self._place
-
-    @property
     def groups(self) -> int:
         """Entries of the packed tensor, or rows of one that is not packed."""
         if not self.grouped:
@@ -83,9 +73,9 @@ class Matrix:
     def alone(self) -> Weight:
         """This matrix by itself."""
         if not self.packed:
-            self.put(*_pack(self, self.take(), self.rows), 0)
+            self.put(_pack(self, self.take(), self.rows), 0)
         data = self._whole[self._first : self._first + self.groups]
-        return Weight(self.type, data, self.rows, self.columns, self.matrices, self._place)
+        return Weight(self.type, data, self.rows, self.columns, self.matrices)
 
     def take(self) -> torch.Tensor:
         """The file's bytes, which are the caller's from now on."""
@@ -94,9 +84,9 @@ class Matrix:
         self._raw = None
         return raw
 
-    def put(self, whole: torch.Tensor, place: sides.Place | None, first: int) -> None:
+    def put(self, whole: torch.Tensor, first: int) -> None:
         """It lies in `whole` from group `first` on."""
-        self._whole, self._place, self._first = whole, place, first
+        self._whole, self._first = whole, first
 
     def precedes(self, other: Matrix) -> bool:
         """Whether `other` lies directly behind it, so that both are one matrix."""
@@ -109,7 +99,7 @@ class Matrix:
     def through(self, last: Matrix, rows: int) -> Weight:
         """From this matrix to `last` behind it, `rows` in all."""
         data = self._whole[self._first : last._first + last.groups]
-        return Weight(self.type, data, rows, self.columns, place=self._place)
+        return Weight(self.type, data, rows, self.columns)
 
 
 def join(matrices: Sequence[Matrix]) -> None:
@@ -123,10 +113,10 @@ def join(matrices: Sequence[Matrix]) -> None:
             continue
         groups = [m.groups for m in same]
         raw = [m.take() for m in same]
-        whole, place = _pack(same[0], torch.cat(raw) if len(raw) > 1 else raw[0],
+        whole = _pack(same[0], torch.cat(raw) if len(raw) > 1 else raw[0],
                       sum(m.rows for m in same))  # fmt: skip
         for i, m in enumerate(same):
-            m.put(whole, place, sum(groups[:i]))
+            m.put(whole, sum(groups[:i]))
 
 
 def below(matrices: Sequence[Matrix]) -> list[Weight]:
@@ -152,9 +142,9 @@ def beside(gate: Matrix, up: Matrix) -> list[Weight]:
     pair = torch.stack([x.view(-1, TILE, x.shape[1]) for x in raws], dim=1)
     del raws
     for m in (gate, up):
-        m.put(pair[:0], None, 0)  # the pair is the caller's
-    data, place = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
-    return [Weight(gate.type, data, 2 * gate.rows, gate.columns, place=place)]
+        m.put(pair[:0], 0)  # the pair is the caller's
+    data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
+    return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
 
 
 class Pairs:
@@ -196,29 +186,21 @@ def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
     raw = torch.cat([m.take().view(m.matrices, m.rows, -1) for m in both], dim=1)
     turned = raw.view(gate.matrices, 2, -1, TILE, raw.shape[2]).transpose(1, 2)
     rows = 2 * channels
-    whole = _pack(gate, turned.reshape(gate.matrices * rows, -1), rows)
+    data = _pack(gate, turned.reshape(gate.matrices * rows, -1), rows)
     for m in both:
-        m.put(*whole, 0)
+        m.put(data, 0)
     gate.turned, gate.rows = True, rows
     return gate.alone
 
 
-def _pack(
-    like: Matrix, raw: torch.Tensor, rows: int
-) -> tuple[torch.Tensor, sides.Place | None]:
+def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
     """File bytes [matrices * rows, bytes] of matrices like this one in the order that products
     read; packed ones each in groups of its own."""
     if not like.grouped:
-        return raw, None
+        return raw
     type = like.type
     unit = packing.unit_of(type, like.columns)
-    shape = packing.packed_shape(type, raw, unit)
-    found = sides.of(raw.device) if like.placed and len(raw) == rows else None
-    if found and math.prod(shape) >= sides.LEAST:
-        place = found.place(math.prod(shape), raw.device)
-        packing.pack(type, raw, unit, place.put)
-        return place.base[: math.prod(shape)].view(shape), place
     count = len(raw) // rows
     if count == 1 or rows % packing.GROUP == 0:
-        return packing.pack(type, raw, unit), None
-    return torch.cat([packing.pack(type, one, unit) for one in raw.view(count, rows, -1)]), None
+        return packing.pack(type, raw, unit)
+    return torch.cat([packing.pack(type, one, unit) for one in raw.view(count, rows, -1)])

@@ -35,7 +35,7 @@ from g4spec.runtime.cuda import (
 from g4spec.runtime.cuda.attention_window import Unfinished
 from g4spec.runtime.cuda.cycle import Cycles
 from g4spec.runtime.cuda.dequant import Weight
-from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, reads
+from g4spec.runtime.cuda.experts import Buffers, Experts, Shape
 from g4spec.runtime.cuda.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.loading import Uploader
@@ -110,7 +110,7 @@ class CudaOps(Ops):
         raw = raw.view(-1, columns * 2).view(plain) if plain else raw.view(
             -1, form.row_bytes(columns))  # fmt: skip
         return Matrix("" if plain else form.name, raw, rows_, columns, len(raw) // rows_,
-                      keeps=self.portable, placed=not reads(name, file.tensors))  # fmt: skip
+                      keeps=self.portable)  # fmt: skip
 
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> Any:
         return CudaKV(shape.n_kv, shape.head_dim, n_ctx + PADDING, shape.window, slack,
@@ -146,7 +146,7 @@ class CudaOps(Ops):
         if not name:
             name = "bf16" if data.dtype is torch.bfloat16 else "f16"
             data = data.view(torch.uint8)
-        return embedding.embed(data, name, ids, table.columns, scale, table.place)
+        return embedding.embed(data, name, ids, table.columns, scale)
 
     def linear(self, x: Any, weight: Any, *, parts: bool = False) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) and self.portable:

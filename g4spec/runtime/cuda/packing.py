@@ -202,38 +202,25 @@ def unit_bytes(name: str, unit: int) -> int:
     return sum(part.nbytes(unit) for part in PARTS[name][1])
 
 
-def packed_shape(name: str, raw: torch.Tensor, unit: int) -> tuple[int, int, int]:
-    """Of what `pack` makes of a matrix's file bytes."""
-    size = unit_bytes(name, unit)
-    return -(-len(raw) // GROUP), raw.shape[1] * GROUP // size, size
-
-
-def pack(
-    name: str, raw: torch.Tensor, unit: int, put: Callable[[torch.Tensor, int], None] | None = None
-) -> torch.Tensor:
+def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
     """File bytes of a matrix, uint8 [N, bytes of a row] -> uint8 [ceil(N / 128), K / unit, bytes
-    of a unit], on the same device.
-
-    Args:
-        put: is given parts of that and where they begin, in bytes, instead; the result is empty.
-    """
-    groups, units, size = packed_shape(name, raw, unit)
-    out = raw.new_zeros(0 if put else groups, units, size)
+    of a unit], on the same device."""
+    units = raw.shape[1] * GROUP // unit_bytes(name, unit)
+    groups = -(-len(raw) // GROUP)
+    out = raw.new_zeros(groups, units, unit_bytes(name, unit))
     step = _groups_at_once(units * unit)
     for at in range(0, groups, step):
         rows = raw[at * GROUP : (at + step) * GROUP]
         missing = -len(rows) % GROUP
         if missing:
             rows = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
-        packed = raw.new_zeros(len(rows) // GROUP, units, size) if put else out[at : at + step]
+        packed = out[at : at + step]
         for part, file, place in _pairs(name, rows, packed, unit):
             words = _read(part, file)
             if part.flip:
                 words = words ^ _like(words, part.flip)
             source, target = _views(part, words, place, unit)
             _carry(part, source, target, forth=True)
-        if put:
-            put(packed, at * units * size)
     return out
 
 

@@ -3,7 +3,6 @@
 //
 // One CTA a unit of 128 rows; a warp takes a tile of 16 rows. Lane 4 g + t holds rows g and g + 8,
 // columns 4 t .. 4 t + 3 of each k16: a store of a warp fills a 32-byte sector of eight rows.
-#include "sides.cuh"
 #include "sixteen.cuh"
 
 // A whole number below 2^23 in the low bits of `x`, minus `bias`, as float.
@@ -25,29 +24,28 @@ DEVICE constexpr int upper(int r, int e, int j) {
 using Values = float[2][4][4];  // [row][k16][e]
 
 // d and m of 32 values each: planes [k32][warp 4][g 8][q 4] of halves, row warp * 32 + q * 8 + g.
-DEVICE u32 plane_pair(const Sided& unit, int plane, int k32, int tile, int lane) {
-  return *(const u32*)unit.at(plane + ((k32 * 4 + tile / 2) * 8 + lane / 4) * 8 + tile % 2 * 4);
+DEVICE u32 plane_pair(const u8* plane, int k32, int tile, int lane) {
+  return *(const u32*)(plane + ((k32 * 4 + tile / 2) * 8 + lane / 4) * 8 + tile % 2 * 4);
 }
 
 template <int BITS>  // 4 or 5
 struct KQuant {
   static constexpr int UNIT = 256, PLANE = BITS == 5 ? 4096 : 0, BYTES = 16384 + PLANE + 2048;
-  Sided unit;
+  const u8* unit;
   int tile, lane;
   uint4 header[2];
 
-  DEVICE KQuant(const Sided& unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {
-    const int at = 16384 + PLANE + (tile * 16 + lane / 4) * 16;
-    header[0] = *(const uint4*)unit.at(at), header[1] = *(const uint4*)unit.at(at + 128);
+  DEVICE KQuant(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {
+    const uint4* h = (const uint4*)(unit + 16384 + PLANE) + tile * 16 + lane / 4;
+    header[0] = h[0], header[1] = h[8];
   }
   static DEVICE u32 six(u32 low, u32 high, int i) {  // number i of eight in 48 bits
     return (u32)(((u64)high << 32 | low) >> (6 * i)) & 63;
   }
   DEVICE void values(int k64, Values& v) const {
-    const int at = (tile * 4 + k64) * 32 + lane;
-    const uint4 q = load_stream(unit.at(at * 16));
+    const uint4 q = load_stream((const uint4*)unit + (tile * 4 + k64) * 32 + lane);
     const u32 words[4] = {q.x, q.y, q.z, q.w};
-    const u32 bits = BITS == 5 ? *(const u32*)unit.at(16384 + at * 4) : 0;
+    const u32 bits = BITS == 5 ? ((const u32*)(unit + 16384))[(tile * 4 + k64) * 32 + lane] : 0;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const uint4 h = header[r];
@@ -73,23 +71,23 @@ using Q5K = KQuant<5>;
 
 struct Q6K {
   static constexpr int UNIT = 256, BYTES = 16384 + 8192 + 2048 + 256;
-  Sided unit;
+  const u8* unit;
   int tile, lane;
   uint4 scales[2];
   float d[2];
 
-  DEVICE Q6K(const Sided& unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {
+  DEVICE Q6K(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = tile * 16 + r * 8 + lane / 4;
-      scales[r] = *(const uint4*)unit.at(24576 + row * 16);
-      d[r] = from_half(*(const u16*)unit.at(26624 + row * 2));
+      scales[r] = ((const uint4*)(unit + 24576))[row];
+      d[r] = from_half(((const u16*)(unit + 26624))[row]);
     }
   }
   DEVICE void values(int k64, Values& v) const {
     const int at = (tile * 4 + k64) * 32 + lane;
-    const uint4 q = load_stream(unit.at(at * 16));
-    const uint2 u = *(const uint2*)unit.at(16384 + at * 8);
+    const uint4 q = load_stream((const uint4*)unit + at);
+    const uint2 u = ((const uint2*)(unit + 16384))[at];
     const u32 words[4] = {q.x, q.y, q.z, q.w}, high[2] = {u.x, u.y};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -111,17 +109,17 @@ struct Q6K {
 template <int K>  // bytes
 struct Q80 {
   static constexpr int UNIT = K, BYTES = K * 128 + K / 32 * 256;
-  Sided unit;
+  const u8* unit;
   int tile, lane;
 
-  DEVICE Q80(const Sided& unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
+  DEVICE Q80(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
   DEVICE void values(int k64, Values& v) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int k32 = k64 * 2 + h;
-      const uint4 q = load_stream(unit.at(((tile * (K / 32) + k32) * 32 + lane) * 16));
+      const uint4 q = load_stream((const uint4*)unit + (tile * (K / 32) + k32) * 32 + lane);
       const u32 words[2][2] = {{q.x, q.y}, {q.z, q.w}};
-      const u32 d = plane_pair(unit, K * 128, k32, tile, lane);
+      const u32 d = plane_pair(unit + K * 128, k32, tile, lane);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float s = from_half(d >> (16 * r));
@@ -139,21 +137,21 @@ template <int BITS, bool MINS, int K>  // Q4_0 Q4_1 Q5_0 Q5_1
 struct Legacy {
   static constexpr int CODES = K * 64, PLANE = BITS == 5 ? K * 16 : 0, SCALES = K / 32 * 256;
   static constexpr int UNIT = K, BYTES = CODES + PLANE + SCALES * (MINS ? 2 : 1);
-  Sided unit;
+  const u8* unit;
   int tile, lane;
 
-  DEVICE Legacy(const Sided& unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
+  DEVICE Legacy(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
   DEVICE void values(int k64, Values& v) const {
     const int at = (tile * (K / 64) + k64) * 32 + lane;
-    const uint4 q = load_stream(unit.at(at * 16));
+    const uint4 q = load_stream((const uint4*)unit + at);
     const u32 words[4] = {q.x, q.y, q.z, q.w};
-    const u32 bits = BITS == 5 ? *(const u32*)unit.at(CODES + at * 4) : 0;
+    const u32 bits = BITS == 5 ? ((const u32*)(unit + CODES))[at] : 0;
     const float bias = MINS ? 0 : BITS == 5 ? 16 : 8;
 #pragma unroll
     for (int k32 = 0; k32 < 2; ++k32) {
-      constexpr int D = CODES + PLANE;
-      const u32 d = plane_pair(unit, D, k64 * 2 + k32, tile, lane);
-      const u32 m = MINS ? plane_pair(unit, D + SCALES, k64 * 2 + k32, tile, lane) : 0;
+      const u8* plane = unit + CODES + PLANE;
+      const u32 d = plane_pair(plane, k64 * 2 + k32, tile, lane);
+      const u32 m = MINS ? plane_pair(plane + SCALES, k64 * 2 + k32, tile, lane) : 0;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float s = from_half(d >> (16 * r)), least = from_half(m >> (16 * r));
@@ -175,25 +173,23 @@ template <int K> using Q41 = Legacy<4, true, K>;
 template <int K> using Q50 = Legacy<5, false, K>;
 template <int K> using Q51 = Legacy<5, true, K>;
 
-// `weights`: matrices of `groups` groups of 128 rows, of which `rows` count. Grid: (units of K,
+// `packed`: matrices of `groups` groups of 128 rows, of which `rows` count. Grid: (units of K,
 // groups of all matrices). `out`: [matrices * rows, K].
 template <class F, class T>
-__global__ void __launch_bounds__(256) dequant(MATRIX(), u16* out, int rows, int groups) {
+__global__ void __launch_bounds__(256) dequant(const u8* packed, u16* out, int rows, int groups) {
   grid_launch();
   const int tile = threadIdx.x / 32, lane = threadIdx.x % 32, k = gridDim.x * F::UNIT;
-  const int matrix = blockIdx.y / groups, row = blockIdx.y % groups * 128 + tile * 16 + lane / 4;
+  const int matrix = blockIdx.y / groups, first = blockIdx.y % groups * 128 + tile * 16 + lane / 4;
   grid_wait();
-  Sided unit = SIDED();
-  unit.first += ((i64)blockIdx.y * gridDim.x + blockIdx.x) * F::BYTES;
-  const F f(unit, tile, lane);
-  u16* to = out + ((i64)matrix * rows + row) * k + blockIdx.x * F::UNIT + lane % 4 * 4;
+  const F f(packed + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * F::BYTES, tile, lane);
+  u16* to = out + ((i64)matrix * rows + first) * k + blockIdx.x * F::UNIT + lane % 4 * 4;
 #pragma unroll
   for (int k64 = 0; k64 < F::UNIT / 64; ++k64) {
     Values v;
     f.values(k64, v);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (row + r * 8 >= rows) continue;
+      if (first + r * 8 >= rows) continue;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint2 w = {T::pack(v[r][j][0], v[r][j][1]), T::pack(v[r][j][2], v[r][j][3])};

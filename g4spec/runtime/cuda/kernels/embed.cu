@@ -1,6 +1,6 @@
 // Rows of a table, dequantized: by the file's bytes or in packed order (packing.py). A thread makes
 // four consecutive values. Every operation is rounded as in g4spec.quant.
-#include "sides.cuh"
+#include "ptx.cuh"
 
 struct Four {  // values code * scale + offset
   int code[4];
@@ -19,7 +19,7 @@ DEVICE u32 word_at(const u8* p) { return ((const u16*)p)[0] | (u32)((const u16*)
 
 // Four values of a packed matrix: columns 64 c + 16 j + 4 t .. of row r of a group.
 struct Place {
-  Sided unit;
+  const u8* unit;
   int columns, r, k;
 
   DEVICE int tile() const { return r / 16; }
@@ -30,26 +30,25 @@ struct Place {
     return (tile() * (columns / 64) + k / 64) * 32 + r % 8 * 4 + k / 4 % 4;
   }
   DEVICE int nibble(int e) const {
-    return *(const u32*)unit.at((lane64() * 4 + j()) * 4) >> (e % 2 * 16 + e / 2 * 8 + h() * 4) & 15;
+    return ((const u32*)unit)[lane64() * 4 + j()] >> (e % 2 * 16 + e / 2 * 8 + h() * 4) & 15;
   }
   DEVICE int fifth(int e) const {
     const int low = h() ? 8 + e / 2 * 4 : 4 - e / 2 * 4;
-    const u32 word = *(const u32*)unit.at(columns * 64 + lane64() * 4);
-    return (word >> (e % 2 * 16 + low + j()) & 1) << 4;
+    return (((const u32*)(unit + columns * 64))[lane64()] >> (e % 2 * 16 + low + j()) & 1) << 4;
   }
   DEVICE int upper(int e) const {
     const int low = (4 + e / 2 * 2 + h() * 4 + j() % 2 * 8) % 16;
-    const u32 word = *(const u32*)unit.at(columns * 64 + (lane64() * 2 + j() / 2) * 4);
+    const u32 word = ((const u32*)(unit + columns * 64))[lane64() * 2 + j() / 2];
     return (word >> (e % 2 * 16 + low) & 3) << 4;
   }
   DEVICE int byte(int e) const {
     const int lane32 = (tile() * (columns / 32) + k / 32) * 32 + r % 8 * 4 + k / 4 % 4;
-    return *unit.at((lane32 * 4 + j() % 2 * 2 + e / 2) * 4 + h() * 2 + e % 2);
+    return unit[(lane32 * 4 + j() % 2 * 2 + e / 2) * 4 + h() * 2 + e % 2];
   }
   // Number of this row's half in plane `i` of those that start at `at`.
   DEVICE float plane(int at, int i) const {
     const int row = ((k / 32 * 4 + r / 32) * 8 + r % 8) * 4 + r / 8 % 4;
-    return half_at(unit.at(at + i * columns * 8 + row * 2));
+    return half_at(unit + at + i * columns * 8 + row * 2);
   }
 };
 
@@ -132,7 +131,7 @@ struct Affine {
     return f.values();
   }
   static DEVICE float4 packed(const Place& p) {
-    const uint4 h = *(const uint4*)p.unit.at(p.columns * (BITS == 5 ? 80 : 64) + p.r * 16);
+    const uint4 h = *(const uint4*)(p.unit + p.columns * (BITS == 5 ? 80 : 64) + p.r * 16);
     const u64 scales = h.y | (u64)(h.w & 0xffff) << 32, minima = h.z | (u64)(h.w >> 16) << 32;
     const int shift = 6 * (p.k / 32);
     Four f;
@@ -162,10 +161,9 @@ struct Q6_K {
     return f.values();
   }
   static DEVICE float4 packed(const Place& p) {
-    const int header = p.columns * 96;
-    const i8 scale = *p.unit.at(header + p.r * 16 + p.k / 16);
+    const u8* header = p.unit + p.columns * 96;
     Four f;
-    f.scale = __fmul_rn(half_at(p.unit.at(header + 2048 + p.r * 2)), (float)scale);
+    f.scale = __fmul_rn(half_at(header + 2048 + p.r * 2), (float)(i8)header[p.r * 16 + p.k / 16]);
     f.offset = 0.0f;
 #pragma unroll
     for (int e = 0; e < 4; ++e) f.code[e] = (p.nibble(e) | p.upper(e)) - 32;
@@ -204,16 +202,14 @@ __global__ void embed(const u8* table, const i64* ids, float* out, int width, fl
 
 // The same of a packed table, in units of `columns`.
 template <class F>
-__global__ void embed_packed(MATRIX(), const i64* ids, float* out, int width, float scale,
+__global__ void embed_packed(const u8* table, const i64* ids, float* out, int width, float scale,
                              int columns, int unit_bytes) {
   grid_launch();
   grid_wait();
   const int k = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
   if (k >= width) return;
   const i64 id = ids[blockIdx.y], unit = id / 128 * (width / columns) + k / columns;
-  Sided from = SIDED();
-  from.first += unit * unit_bytes;
-  const float4 v = F::packed({from, columns, (int)(id % 128), k % columns});
+  const float4 v = F::packed({table + unit * unit_bytes, columns, (int)(id % 128), k % columns});
   ((float4*)out)[((i64)blockIdx.y * width + k) / 4] = {
       __fmul_rn(v.x, scale), __fmul_rn(v.y, scale), __fmul_rn(v.z, scale), __fmul_rn(v.w, scale)};
 }

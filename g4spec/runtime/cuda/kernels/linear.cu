@@ -20,50 +20,36 @@ constexpr int PACE = 23;
 // The units of a run, one after the other.
 template <class F, class S, int HALVES>
 struct Units {
-  i64 offset;  // of the first half of a group
-  int k;       // unit of K
+  const u8* weights;  // of the first half of a group
+  int k;              // unit of K
 
   DEVICE Units(const Work& w, const Run& run) {
     k = run.begin - run.group * w.units;
-    offset = ((i64)run.group * HALVES * w.units + k) * F::UNIT_BYTES;
+    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * F::UNIT_BYTES;
   }
   DEVICE void next(const Work& w) {
-    offset += F::UNIT_BYTES;
+    weights += F::UNIT_BYTES;
     if (++k < w.units) return;
     k = 0;
-    offset += (i64)(HALVES - 1) * w.units * F::UNIT_BYTES;
+    weights += (i64)(HALVES - 1) * w.units * F::UNIT_BYTES;
   }
-#if ARCH >= 900
-  // This lane's: half a warp for half a group.
-  DEVICE Piece piece(const Work& w, int lane) const {
-    static_assert(F::UNIT_BYTES <= 15 * CHUNK && HALVES <= 2, "");
-    const int half = lane / 16;
-    if (half >= HALVES) return {nullptr, 0, 0};
-    Piece p = Piece::of<F::UNIT_BYTES>(w.weights, offset + (i64)half * w.units * F::UNIT_BYTES,
-                                       lane % 16);
-    p.to += half * F::UNIT_BYTES;
-    return p;
-  }
-  // From that lane's piece on.
-  static DEVICE void copy_weights(const Piece& p, u8* to, u64* full, int lane) {
-    if (lane == 0) barrier_expect(full, S::FILL);
-    if (p.bytes) bulk_copy_once(to + p.to, p.from, p.bytes, full);
-  }
-#else
-  DEVICE void copy_weights(const Work& w, u8* to, int lane) const {
+  DEVICE void copy_weights(const Work& w, u8* to, u64* full, int lane) const {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-      const i64 from = offset + (i64)half * w.units * F::UNIT_BYTES;
+      const u8* from = weights + (i64)half * w.units * F::UNIT_BYTES;
+#if ARCH >= 900
+      bulk_copy_once(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full);
+#else
 #pragma unroll 4
       for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)
-        copy16(to + half * F::UNIT_BYTES + b, w.weights.at(from + b));
+        copy16(to + half * F::UNIT_BYTES + b, from + b);
+#endif
     }
   }
-#endif
   DEVICE void copy_rows(const Work& w, u8* to, u64* full, int lane) const {
     const u8* from = w.rows + (i64)k * S::ROWS_BYTES;
 #if ARCH >= 900
-    if (lane == 0) bulk_copy(to + S::WEIGHTS, from, S::ROWS_BYTES, full);
+    bulk_copy(to + S::WEIGHTS, from, S::ROWS_BYTES, full);
 #else
 #pragma unroll 4
     for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + S::WEIGHTS + b, from + b);
@@ -84,21 +70,24 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   using S = Stage<F, NT, ROWS>;
   constexpr int COUNT = RingOf<F, NT, ROWS, STAGES>::COUNT;
   using U = Units<F, S, ROWS / GROUP>;
+#if ARCH >= 900
+  if (lane) return;
+#endif
   const int count = run.end - run.begin, first = count < STAGES ? count : STAGES;
   U at(w, run);
   // Weights are there before the kernel that makes the rows ends.
 #if ARCH >= 900
   const u32 began = cycles();
   for (int i = 0; i < first; ++i, at.next(w)) {
-    const Piece piece = at.piece(w, lane);
     while (cycles() - began < i * (S::WEIGHTS / PACE)) {
     }
-    U::copy_weights(piece, stages + i * S::BYTES, full + i, lane);
+    barrier_expect(full + i, S::FILL);
+    at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
   }
   grid_wait();
 #else
   for (int i = 0; i < first; ++i, at.next(w))
-    at.copy_weights(w, stages + i * S::BYTES, lane);
+    at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
   grid_wait();
   U early(w, run);
   for (int i = 0; i < first; ++i, early.next(w))
@@ -107,19 +96,13 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   for (int i = first; i < count; ++i, at.next(w)) {
     u8* to = stages + i % STAGES * S::BYTES;
     u64* filled = full + i % COUNT;
+    wait_empty<STAGES, COUNT>(full, i);
 #if ARCH >= 900
-    const Piece piece = at.piece(w, lane);
-    wait_empty<STAGES, COUNT>(full, i);
-    U::copy_weights(piece, to, filled, lane);
-#else
-    wait_empty<STAGES, COUNT>(full, i);
-    at.copy_weights(w, to, lane);
+    barrier_expect(filled, S::FILL);
 #endif
+    at.copy_weights(w, to, filled, lane);
     at.copy_rows(w, to, filled, lane);
   }
-#if ARCH >= 900
-  if (lane) return;
-#endif
   // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
   grid_launch();
   const int group = (run.end - 1) / w.units, last = last_contributor(w, run, group);
@@ -186,31 +169,21 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
                                            sums, run);
 }
 
-// Which CTA of the work this is, where `second` CTAs have another product behind the first ones'.
-DEVICE int draw(const Draw& draw, int first, int second) {
-  if (!draw.drawn) return gridDim.x - 1 - blockIdx.x;
-  const int half = (first + 1) / 2, half_second = (second + 1) / 2;
-  int side;
-  const int number = draw(half + half_second, first - half + second - half_second, side);
-  const int own = side ? first - half : half;
-  if (number < own) return side * half + number;
-  return first + side * half_second + number - own;
-}
-
-#define DRAW u32 *drawn, u64 low, u64 middle, u64 high
 #define WORK \
-  DRAW, MATRIX(), const u8 *rows, const float *row_scale, float *partial, u32 *arrived, \
+  const u8 *weights, const u8 *rows, const float *row_scale, float *partial, u32 *arrived, \
       int units, int groups, int run
+
+DEVICE int last_first() { return gridDim.x - 1 - blockIdx.x; }
 
 // y [T, N], or its partial sums [slices, T, N]
 template <class F, int NT, int ROWS, int STAGES>
 __global__ __launch_bounds__(THREADS, 1) void linear(WORK, float* y, int n_rows, int slices,
                                                      int tokens) {
   extern __shared__ __align__(128) u8 shared[];
-  const int cta = draw({drawn, low, middle, high}, gridDim.x, 0);
+  const int cta = last_first();
   if (slices) y += (i64)(cta % slices) * tokens * n_rows;
   multiply<F, NT, ROWS, STAGES>(
-      {SIDED(), rows, row_scale, partial, arrived, units, groups, run, slices},
+      {weights, rows, row_scale, partial, arrived, units, groups, run, slices},
       Plain{y, n_rows, n_rows, tokens}, shared, cta);
 }
 
@@ -219,26 +192,23 @@ template <class F, int NT, int ROWS, int STAGES>
 __global__ __launch_bounds__(THREADS, 1) void gate_up(WORK, u8* y, int channels, int silu,
                                                       int tokens) {
   extern __shared__ __align__(128) u8 shared[];
-  const int cta = draw({drawn, low, middle, high}, gridDim.x, 0);
-  multiply<F, NT, ROWS, STAGES>(
-      {SIDED(), rows, row_scale, partial, arrived, units, groups, run, 0},
-      Gated{y, channels, tokens, silu != 0}, shared, cta);
+  multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run, 0},
+                                Gated{y, channels, tokens, silu != 0}, shared, last_first());
 }
 
 // Two products of the same rows, side by side in y: CTAs from `others` on have the second.
 template <class A, class B, int NT, int ROWS_A, int STAGES_A, int ROWS_B, int STAGES_B>
 __global__ __launch_bounds__(THREADS, 1) void linear_two(
-    WORK, MATRIX(_b), int units_b, int groups_b, int run_b, int others, float* y,
+    WORK, const u8* weights_b, int units_b, int groups_b, int run_b, int others, float* y,
     int n_rows, int n_rows_b, int stride, int tokens) {
   extern __shared__ __align__(128) u8 shared[];
-  const int cta = draw({drawn, low, middle, high}, others, gridDim.x - others);
-  if (cta < others)
+  if (blockIdx.x < others)
     multiply<A, NT, ROWS_A, STAGES_A>(
-        {SIDED(), rows, row_scale, partial, arrived, units, groups, run, 0},
-        Plain{y, n_rows, stride, tokens}, shared, cta);
+        {weights, rows, row_scale, partial, arrived, units, groups, run, 0},
+        Plain{y, n_rows, stride, tokens}, shared, others - 1 - blockIdx.x);
   else
     multiply<B, NT, ROWS_B, STAGES_B>(
-        {SIDED(_b), rows, row_scale, partial + (i64)others * LEFT<2, 256> / 4, arrived + groups,
+        {weights_b, rows, row_scale, partial + (i64)others * LEFT<2, 256> / 4, arrived + groups,
          units_b, groups_b, run_b, 0},
-        Plain{y + n_rows, n_rows_b, stride, tokens}, shared, cta - others);
+        Plain{y + n_rows, n_rows_b, stride, tokens}, shared, last_first());
 }

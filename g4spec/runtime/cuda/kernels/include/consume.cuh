@@ -8,7 +8,6 @@
 // the number of rows, so a row's bits do not depend on the rows beside it.
 #pragma once
 #include "product.cuh"
-#include "sides.cuh"
 
 constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which take turns with units
 constexpr int THREADS = 32 * (CONSUMERS + 1);
@@ -16,7 +15,7 @@ constexpr int THREADS = 32 * (CONSUMERS + 1);
 DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
 
 struct Work {
-  Sided weights;           // [groups of 128][units][F::UNIT_BYTES]
+  const u8* weights;       // [groups of 128][units][F::UNIT_BYTES]
   const u8* rows;          // [units][F::UNIT / 64][ACT_BYTES * NT]
   const float* row_scale;  // [16] or null
   float* partial;          // [CTAs][2 * NT * 4][threads of a group]

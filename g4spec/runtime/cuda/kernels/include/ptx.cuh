@@ -113,11 +113,6 @@ DEVICE const float* now(const float* p) {
 // A place in shared memory, computed here.
 DEVICE u8* kept(const u8* p) { return (u8*)__cvta_shared_to_generic(now(shared_address(p))); }
 
-DEVICE u32 multiprocessor() {  // the one this runs on
-  u32 n;
-  asm volatile("mov.u32 %0, %smid;" : "=r"(n));
-  return n;
-}
 DEVICE u32 cycles() {  // of the multiprocessor's clock, so far
   u32 n;
   asm volatile("mov.u32 %0, %clock;" : "=r"(n));
