@@ -5,9 +5,9 @@ than most changes do, and one card from minute to minute.
     python benchmarks/gpu_paired.py /tmp/before . [--model 31b] [--contexts 64 700] [--rounds 2]
 
 A line for each checkout and round: for each number of rows milliseconds after half a second of
-rest, then of 240 without a pause, and the joules of one of those by the GPU's own meter; the same
-of the draft (without joules) and of cycles. Timed with what each checkout's `steps` has for it, so
-none may be older than this script.
+rest, then without a pause, and the joules of one of those; the same of the draft (without joules)
+and of cycles. The GPU's meter goes on ten times a second, so joules are taken over four. Timed with
+what each checkout's `steps` has for it, so none may be older than this script.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+METERED = 4.0
+"""Seconds over which energy is measured."""
 
-def rested_and_long(play: Any, times: int = 240) -> tuple[float, float, float]:
-    """Milliseconds after a rest, of many without a pause, and joules of one of these."""
+
+def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, float]:
+    """Milliseconds after a rest, of so many seconds without a pause, and joules of one of these."""
     import pynvml
     import torch
 
@@ -29,7 +32,8 @@ def rested_and_long(play: Any, times: int = 240) -> tuple[float, float, float]:
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     rested = steps.milliseconds(play, rest=steps.REST)
-    for _ in range(times // 2):
+    times = round(seconds * 1e3 / rested)
+    for _ in range(times // 4):
         play()
     torch.cuda.synchronize()
     device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
@@ -74,7 +78,7 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
                 for _ in range(6):
                     last = steps._cycle(*how)
                 drafter.block(7, context)
-                alone = rested_and_long(drafter._block.recording(1).replay)[:2]
+                alone = rested_and_long(drafter._block.recording(1).replay, 0.5)[:2]
                 found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f}".format(*alone, first, last))
             print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
 
