@@ -126,19 +126,6 @@ def test_what_is_not_finite_is_reported(name: str) -> None:
             SAMPLERS[name].choose(raw[t].cpu(), t + 1)
 
 
-@pytest.mark.parametrize("name", ["greedy", "temperature", "gemma"])
-def test_a_reduced_vocabulary(name: str) -> None:
-    raw, _ = logits(3, 700)
-    tokens = (torch.arange(700) * 13 + 5).to(DEVICE)
-    sampler = replace(SAMPLERS[name], suppress=(5, 18))
-    choice = Choice(700, DEVICE, tokens=tokens, suppress=sampler.suppress)
-    choice.set(sampler)
-    got = choice(raw, torch.arange(3, device=DEVICE), ahead=0).ids.tolist()
-    wide = torch.full((3, 10_000), -torch.inf)
-    wide[:, tokens.cpu()] = raw.cpu()
-    assert all(agrees(sampler, wide[t], t, got[t]) for t in range(3))
-
-
 @needs_gpu
 def test_a_graph_serves_other_seeds() -> None:
     raw, capped = logits(2, 9000)

@@ -49,9 +49,7 @@ class Choice:
 
     Args:
         columns: of the logits.
-        scale: a logit is cap * tanh(scale * raw / cap), without cap scale * raw.
         suppress: tokens that are never chosen.
-        tokens: int64 [columns], ascending, the token of each column; None: the column itself.
     """
 
     def __init__(
@@ -59,13 +57,10 @@ class Choice:
         columns: int,
         device: torch.device | str,
         *,
-        scale: float = 1.0,
         suppress: tuple[int, ...] = (),
-        tokens: torch.Tensor | None = None,
     ) -> None:
-        assert tokens is None or bool((tokens.diff() > 0).all()), "tokens must be ascending"
-        self.columns, self.scale, self.tokens = columns, scale, tokens
-        self._suppressed = _mask(columns, suppress, tokens, device)
+        self.columns = columns
+        self._suppressed = _mask(columns, suppress, device)
         self._sampling = torch.zeros(24, dtype=torch.uint8, device=device)
         self.sampler = Sampler()
 
@@ -105,15 +100,15 @@ class Choice:
             logits: float32 [T, columns], raw.
             positions: int64 [T]; the token of row t stands at positions[t] + ahead.
             into: where the answer goes, and what is returned.
-            cap: of the logits, or 0.
+            cap: a logit is cap * tanh(raw / cap); 0: raw.
         """
         assert logits.shape == (len(positions), self.columns), (logits.shape, self.columns)
         mode = self.mode[0]
         if mode == "sorted":
             return self._sorted(logits, positions, ahead, into, cap)
         common = (
-            logits, positions, self.tokens, self._suppressed, np.int32(self.columns),
-            np.int32(ahead), np.float32(self.scale), np.float32(cap),
+            logits, positions, self._suppressed, np.int32(self.columns), np.int32(ahead),
+            np.float32(cap),
         )  # fmt: skip
         return self._launch(mode, common, len(logits), into)
 
@@ -136,8 +131,7 @@ class Choice:
             )
             return chosen
         sampled = int(mode == "sampled")
-        name = f"best<{sampled}, {int(bool(sampled) and self.tokens is not None)}>"
-        launch.kernel("choose.cu", name)(grid, THREADS, *common, self._sampling, keys)
+        launch.kernel("choose.cu", f"best<{sampled}>")(grid, THREADS, *common, self._sampling, keys)
         launch.kernel("choose.cu", f"best_end<{sampled}>")(
             -(-rows // 8), 256, *common, keys, np.int32(blocks), np.int32(rows), *out,
         )  # fmt: skip
@@ -152,17 +146,13 @@ class Choice:
         cap: float,
     ) -> Chosen:
         """Other filters: torch sorts each row by itself, so that no row depends on another."""
-        z = logits * self.scale
-        z = cap * torch.tanh(z / cap) if cap else z
+        z = cap * torch.tanh(logits / cap) if cap else logits
         if self._suppressed is not None:
             bits = torch.arange(32, device=z.device, dtype=torch.int32)
             out = (self._suppressed[:, None] >> bits & 1).flatten()[: self.columns]
             z = z.masked_fill(out.bool(), -math.inf)
         z = torch.stack([self._filtered(row) for row in z])
-        common = (
-            z, positions, self.tokens, None, np.int32(self.columns), np.int32(ahead),
-            np.float32(1.0), np.float32(0.0),
-        )  # fmt: skip
+        common = z, positions, None, np.int32(self.columns), np.int32(ahead), np.float32(0.0)
         return self._launch("sampled", common, len(z), into)
 
     def _filtered(self, z: torch.Tensor) -> torch.Tensor:
@@ -181,14 +171,10 @@ class Choice:
 
 
 def _mask(
-    columns: int,
-    suppress: tuple[int, ...],
-    tokens: torch.Tensor | None,
-    device: torch.device | str,
+    columns: int, suppress: tuple[int, ...], device: torch.device | str
 ) -> torch.Tensor | None:
     """Bit per column, int32 [columns / 32], or None where nothing is suppressed."""
-    column = torch.arange(columns) if tokens is None else tokens.cpu()
-    out = torch.isin(column, torch.tensor(suppress, dtype=torch.int64))
+    out = torch.isin(torch.arange(columns), torch.tensor(suppress, dtype=torch.int64))
     if not bool(out.any()):
         return None
     bits = np.packbits(np.pad(out.numpy(), (0, -columns % 32)), bitorder="little")
@@ -251,9 +237,8 @@ UNITS = [
     Unit(
         "choose.cu",
         (
-            "best<0, 0>",
-            "best<1, 0>",
-            "best<1, 1>",
+            "best<0>",
+            "best<1>",
             "best_end<0>",
             "best_end<1>",
             f"top<{MOST}>",

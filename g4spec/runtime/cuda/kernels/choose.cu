@@ -22,28 +22,24 @@ struct Sampling {  // in device memory
 struct Logits {
   const float* z;          // [rows, columns], raw
   const i64* positions;    // [rows], of the rows; a choice goes `ahead` positions further
-  const i64* tokens;       // [columns], ascending: the token of each; null: the column itself
   const u32* suppressed;   // bit per column, or null
   int columns, ahead;
-  float scale, cap;        // a logit is cap tanh(scale z / cap), or scale z without; scale > 0
+  float cap;               // a logit is cap tanh(z / cap), or z without
   float third = 1.0f / (3.0f * cap * cap);
 
   DEVICE float value(float x) const {
     if (x == lowest()) return x;
-    x *= scale;
     return cap > 0.0f ? cap * tanhf(x / cap) : x;
   }
-  DEVICE u32 token(int column) const { return tokens ? (u32)tokens[column] : (u32)column; }
   // The smallest raw logit whose value may round to that of `most`.
   DEVICE float equal_from(float most) const {
-    if (cap == 0.0f) return scale == 1.0f ? most : most - fabsf(most) * 3e-7f;
-    const float t = tanhf(most * scale / cap), slope = 1.0f - t * t;
+    if (cap == 0.0f) return most;
+    const float t = tanhf(most / cap), slope = 1.0f - t * t;
     if (!(slope > 1e-6f)) return -3.4e38f;
-    return most - fabsf(most) * 5e-7f - cap / scale * 1e-6f / slope;
+    return most - fabsf(most) * 5e-7f - cap * 1e-6f / slope;
   }
   // Not below the value of a raw logit: tanh(y) <= y, and below 0 tanh(y) <= min(y - y^3 / 3, 0).
   DEVICE float at_most(float x) const {
-    x *= scale;
     return cap > 0.0f && x < 0.0f ? fminf(x - x * x * x * third, 0.0f) : x;
   }
   DEVICE float load(int row, int column) const {
@@ -102,10 +98,9 @@ DEVICE float noisy(float value, const Sampling& s, float noise) {
   return __fdiv_rn(value, s.temperature) + noise;
 }
 
-#define LOGITS                                                                             \
-  const float *z, const i64 *positions, const i64 *tokens, const u32 *suppressed, int columns, \
-      int ahead, float scale, float cap
-#define LOGITS_GIVEN {z, positions, tokens, suppressed, columns, ahead, scale, cap}
+#define LOGITS                                                                                \
+  const float *z, const i64 *positions, const u32 *suppressed, int columns, int ahead, float cap
+#define LOGITS_GIVEN {z, positions, suppressed, columns, ahead, cap}
 
 // What a warp knows of its columns before it looks at each: the largest raw logit, and whether any
 // is NaN.
@@ -141,7 +136,6 @@ DEVICE u64 greedy(const Logits& logits, const float (&v)[QUADS][4], int start, c
 // The same with noise. Most logits have too little of it to win, which one exponential tells:
 // u >= exp(-exp(-g)) takes 1 - u <= exp(-g). Only what is left is computed in full. `sure`: a value
 // that some lane reaches.
-template <bool MAPPED>
 DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, int start,
                    const Glance& seen, const Sampling& s, u64 position) {
   int best = 0;  // the thread's largest
@@ -151,7 +145,7 @@ DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, in
   auto column_of = [&](int i) { return start + i / 4 * THREADS * 4 + i % 4; };
   float sure = Logits::lowest();
   if (seen.most != sure) {
-    const u32 word = noise_word(s.seed, position, logits.token(column_of(best)));
+    const u32 word = noise_word(s.seed, position, column_of(best));
     sure = noisy(logits.value(seen.most), s, gumbel(word));
   }
   sure = over_warp(sure, Larger());
@@ -159,16 +153,12 @@ DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, in
   u32 left = 0;
 #pragma unroll
   for (int j = 0; j < QUADS; ++j) {
-    uint4 words = {};
-    if (!MAPPED) words = noise_words(s.seed, position, column_of(4 * j) / 4);
+    const uint4 words = noise_words(s.seed, position, column_of(4 * j) / 4);
     const u32 w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int i = 4 * j + e;
-      const u32 word = MAPPED && v[j][e] != Logits::lowest()
-                           ? noise_word(s.seed, position, logits.token(column_of(i))) : w[e];
       const float most = __expf(logits.at_most(v[j][e]) * inverse - sure + slack);
-      if ((float)(0xffffffu - (word >> 8)) <= most * 0x1.004p24f + 1.0f) left |= 1u << i;
+      if ((float)(0xffffffu - (w[e] >> 8)) <= most * 0x1.004p24f + 1.0f) left |= 1u << (4 * j + e);
     }
   }
   u64 key = 0;
@@ -176,14 +166,14 @@ DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, in
     const int column = column_of(__ffs(left) - 1);
     const float x = logits.load(row, column);
     if (x == Logits::lowest()) continue;
-    const u32 word = noise_word(s.seed, position, logits.token(column));
+    const u32 word = noise_word(s.seed, position, column);
     key = Highest()(key, key_of(noisy(logits.value(x), s, gumbel(word)), column));
   }
   return key;
 }
 
-// The best key of each span of columns, [rows, blocks]. MAPPED: columns have other tokens.
-template <int SAMPLED, int MAPPED>
+// The best key of each span of columns, [rows, blocks].
+template <int SAMPLED>
 __global__ __launch_bounds__(THREADS, SAMPLED ? 4 : 8) void best(LOGITS, const Sampling* sampling,
                                                                 u64* keys) {
   grid_launch();
@@ -196,7 +186,7 @@ __global__ __launch_bounds__(THREADS, SAMPLED ? 4 : 8) void best(LOGITS, const S
   const Glance seen(v);
   u64 key;
   if constexpr (SAMPLED)
-    key = sampled<MAPPED>(logits, v, row, start, seen, *sampling, (u64)(positions[row] + ahead));
+    key = sampled(logits, v, row, start, seen, *sampling, (u64)(positions[row] + ahead));
   else
     key = greedy(logits, v, start, seen);
   if (seen.nan || (SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
@@ -219,7 +209,7 @@ struct Chosen {
   DEVICE void write(const Logits& logits, int row, u64 key, bool sampled) const {
     const bool good = finite(key);
     const int column = good ? column_of(key) : 0;
-    ids[row] = logits.token(column);
+    ids[row] = column;
     values[row] = sampled && good ? logits.value(logits.z[(i64)row * logits.columns + column])
                                   : value_of(key);
     bad[row] = !good;
@@ -365,7 +355,7 @@ __global__ __launch_bounds__(LAST) void top_end(LOGITS, const Sampling* sampling
   u64 key = 0;
   if (me < n && value_of(best[me]) != Logits::lowest()) {
     const int column = column_of(best[me]);
-    const float noise = gumbel_of(s.seed, position, logits.token(column));
+    const float noise = gumbel_of(s.seed, position, column);
     key = key_of(noisy(value_of(best[me]), s, noise), column);
   }
   if (me >= LAST - 32) {
