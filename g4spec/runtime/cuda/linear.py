@@ -156,6 +156,11 @@ def two(a: Cut, b: Cut) -> str:
     return f"linear_two<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
 
 
+def equal_run(units: int, groups: int, count: int) -> int:
+    """Units a CTA where `count` CTAs share all groups equally."""
+    return -(-units * groups // count)
+
+
 @functools.cache
 def slices(units: int, groups: int, count: int, most: int) -> int:
     """Parts, `most` at most, that K of every group of rows is cut into, a CTA each, so that none
@@ -165,7 +170,7 @@ def slices(units: int, groups: int, count: int, most: int) -> int:
     Args:
         units: of K. groups: of a stage's rows. count: CTAs that run at once.
     """
-    run = -(-units * groups // count)
+    run = equal_run(units, groups, count)
     found = min(most, count // groups)
     if not found or -(-units // found) > run + 1:
         return 0
@@ -180,7 +185,7 @@ def shares(
     bytes has as few as can be. `stage`: bytes of a unit's weights."""
 
     def runs(others: int) -> tuple[int, int]:
-        return -(-units * groups // others), -(-units_b * groups_b // (count - others))
+        return equal_run(units, groups, others), equal_run(units_b, groups_b, count - others)
 
     def most(others: int) -> int:
         run, run_b = runs(others)
@@ -227,7 +232,7 @@ def _run(
     *numbers: int,
 ) -> None:
     units, groups = _size(weight, how)
-    run = -(-units * groups // by.count)
+    run = equal_run(units, groups, by.count)
     assert groups <= len(by.arrived)
     count = groups * parts or -(-units * groups // run)
     launch.kernel("linear.cu", how.name(kind))(
