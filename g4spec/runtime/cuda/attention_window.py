@@ -20,7 +20,7 @@ from g4spec.runtime.cuda.units import Unit
 
 HEAD_DIM, GROUP = 256, 2
 TOKENS = 4
-"""Of a block."""
+"""Of a block; where there are more, also twice as many."""
 MOST_CHUNKS = {1: 10, 2: 6}
 """That a step may see, by tiles of a chunk."""
 
@@ -77,21 +77,23 @@ def attend(
     tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-count // TOKENS)
     assert len(arrived) >= blocks * h.n_kv
     y = empty(count, h.n_q * HEAD_DIM, q.y.device)
-    sums = torch.empty(chunks, blocks * h.n_kv, 8, HEAD_DIM, device=q.y.device)
-    tops = torch.empty(chunks, blocks * h.n_kv, 8, 2, device=q.y.device)
-    launch.kernel("attention_window.cu", instance(tiles, slices), q.y.device.index)(
+    fours = min(blocks, 2)
+    rows = -(-blocks // fours) * fours * h.n_kv * GROUP * TOKENS
+    sums = torch.empty(chunks, rows, HEAD_DIM, device=q.y.device)
+    tops = torch.empty(chunks, rows, 2, device=q.y.device)
+    launch.kernel("attention_window.cu", instance(tiles, slices, fours), q.y.device.index)(
         (h.n_kv, blocks, max(1, min(chunks, at_once // (h.n_kv * blocks)))), 512,
         q.y, h.q_norm, h.k_norm, h.freqs, q.positions, first, last,
         kv.keys, kv.values, kv.key_scales, kv.value_scales, sums, tops, arrived, y.data,
         *map(np.int32, (count, NORM_V * h.v_norm, kv.capacity)),
-        np.float32(h.eps), np.float32(scale), shared=_shared(tiles),
+        np.float32(h.eps), np.float32(scale), shared=_shared(tiles, fours),
     )  # fmt: skip
     return y
 
 
-def instance(tiles: int, slices: int) -> str:
+def instance(tiles: int, slices: int, fours: int) -> str:
     """Name of a kernel of attention_window.cu."""
-    return f"attend_window<{tiles}, {slices}>"
+    return f"attend_window<{tiles}, {slices}, {fours}>"
 
 
 def _tiles(kv: CudaKV) -> int:
@@ -105,20 +107,21 @@ def _chunks(kv: CudaKV) -> int:
     return Chunks.of(kv).most(min(kv.window + MOST - 1, kv.capacity), kv.capacity)
 
 
-def _shared(tiles: int) -> int:
+def _shared(tiles: int, fours: int) -> int:
     """Bytes of dynamic shared memory: whole tiles, and the angles of a step."""
-    shape = Shape(HEAD_DIM, "q8_0", 1, key_ring=tiles, value_ring=tiles)
+    shape = Shape(HEAD_DIM, "q8_0", fours, key_ring=tiles, value_ring=tiles)
     return shape.shared + MOST * HEAD_DIM // 2 * 8
 
 
 def _archs(tiles: int) -> tuple[str, ...]:
     """Where chunks of so many tiles fit."""
-    return tuple(a for a in TENSOR_ARCHS if _shared(tiles) + _STATIC <= nvrtc.SHARED_LIMIT[a])
+    most = _shared(tiles, 2) + _STATIC
+    return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
 
 # Layers of the 31B and of the 26B-A4B, with products as they come.
 UNITS = [
-    Unit("attention_window.cu", tuple(instance(tiles, n) for n in slices), _archs(tiles), 128,
-         _shared(tiles))
+    Unit("attention_window.cu", tuple(instance(tiles, n, f) for n in slices for f in (1, 2)),
+         _archs(tiles), 128, _shared(tiles, 2))
     for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
 ]  # fmt: skip

@@ -1,24 +1,24 @@
 // Attention of a layer with a window in one launch, from the product of queries, keys and values to
 // the input of the next product: heads of 256, two of queries for each of keys, Q8_0 caches.
 //
-// A block has one head, four tokens, and some of the chunks (CHUNK absolute positions) that they see,
-// the newest first. What was settled before this step comes to shared memory, of the first chunk
-// before the kernel in front has ended; then each warp finishes heads (head.cuh): queries go to shared
-// memory, and the step's keys and values, which the block with their token also takes to the cache.
-// If the tokens see several chunks, the last of their blocks to arrive adds them, in their order.
-// Row r of the 8-wide operand is token r / 2 of the four, head r % 2.
+// A block has one head, four or eight tokens, and some of the chunks (CHUNK absolute positions) that
+// they see, the newest first. What was settled before this step comes to shared memory, of the first
+// chunk before the kernel in front has ended; then each warp finishes heads (head.cuh): queries go to
+// shared memory, and the step's keys and values, which the block with their token also takes to the
+// cache. If the tokens see several chunks, the last of their blocks to arrive adds them, in their order.
+// Row r of the 8-wide operand is token r / 2 of the block's, head r % 2.
 #include "attend_tiles.cuh"
 #include "head.cuh"
 #include "rows.cuh"
 
 #if ARCH >= 800
 constexpr int D = 256, WARPS = 16, ALL = 32 * WARPS;
-constexpr int TOKENS = 4;     // of a block
 constexpr int PITCH = D + 4;  // floats of a row of sums in shared memory
 
-// TILES: of a chunk. Eight warps have a tile.
-template <int TILES>
-struct Window : Shape<D, 1, 1, 8, 8, 1, 1, TILES, TILES, 0> {
+// TILES: of a chunk. Eight warps have a tile. FOURS: of tokens, that a block may have.
+template <int TILES, int FOURS_>
+struct Window : Shape<D, 1, FOURS_, 8, 8, 1, 1, TILES, TILES, 0> {
+  static constexpr int FOURS = FOURS_;
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::LAST_AT;
   static constexpr int MOST = TILES == 1 ? 10 : 6;  // chunks that a row sees
   static constexpr int ANGLES_AT = Window::SHARED;
@@ -29,8 +29,8 @@ struct Window : Shape<D, 1, 1, 8, 8, 1, 1, TILES, TILES, 0> {
 struct Args {
   const float *y, *q_norm, *k_norm;
   char *keys, *values, *key_scales, *value_scales;
-  float *sums, *tops;  // [chunks][blocks of a chunk][8][D], [..][2]: largest score, sum of weights
-  u32* arrived;        // [blocks of a chunk], zero before and after
+  float *sums, *tops;  // [chunks][groups][n_kv][rows][D], [..][2]: largest score, sum of weights
+  u32* arrived;        // [groups][n_kv], zero before and after
   u8* rows;
   int tokens, n_kv, flags, capacity;
   float eps, scale;
@@ -38,17 +38,37 @@ struct Args {
 
 // What a block works on.
 struct Part {
-  int head, from, count;   // its tokens
-  int block, blocks;       // of a chunk
-  int slot, chunks;        // chunk number `slot` of those that the tokens see
-  int start, settled;      // its first position; the first position of this step
+  int head, from, count, fours;  // its tokens; of how many fours
+  int turn, turns;               // of the blocks with these tokens, which have chunks in turn
+  int slot, chunks;              // chunk number `slot` of those that the tokens see
+  int start, settled;            // its first position; the first position of this step
   Span span;
+
+  // By whole warps: what token `lane` sees. Where blocks of four tokens would have several chunks
+  // each, two of them share eight tokens.
+  template <class W>
+  DEVICE void set(int first, int last, int tokens) {
+    auto of = [](int x, int lane) { return __shfl_sync(FULL, x, lane); };
+    const int most = of(last, tokens - 1) / W::CHUNK - of(first, 0) / W::CHUNK + 1;
+    fours = W::FOURS > 1 && most > gridDim.z ? 2 : 1;
+    head = blockIdx.x, from = group() * 4 * fours, count = least(tokens - from, 4 * fours);
+    const int sharing = least(fours, (int)gridDim.y - group() * fours), end = from + count - 1;
+    turn = blockIdx.z * sharing + blockIdx.y % fours, turns = gridDim.z * sharing;
+    span = {of(first, from), of(last, end), of(first, end), of(last, from)};
+    chunks = span.hi / W::CHUNK - span.lo / W::CHUNK + 1;
+  }
+  // Of tokens: which, and how many there are.
+  DEVICE int group() const { return blockIdx.y >> fours - 1; }
+  DEVICE int groups() const { return gridDim.y + fours - 1 >> fours - 1; }
+  DEVICE int block() const { return group() * gridDim.x + head; }
+  DEVICE int rows() const { return 8 * fours; }
 
   template <class W>
   DEVICE void at(int chunk) { slot = chunk, start = (span.lo / W::CHUNK + chunk) * W::CHUNK; }
 
   // Where its rows are among partial results, of chunk number `chunk`.
-  DEVICE int place(int chunk) const { return (chunk * blocks + block) * 8; }
+  DEVICE int place(int chunk) const { return chunk * stride() + block() * rows(); }
+  DEVICE int stride() const { return groups() * gridDim.x * rows(); }
 
   DEVICE bool whole(int position) const {  // does every row see it?
     return position >= span.all_from && position <= span.all_to;
@@ -123,19 +143,26 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* share
              (u16*)cache_scales);
 }
 
-// The step's own heads, a warp each: queries of the block's tokens (warps 0 to 7) with its first chunk,
-// and keys and values of all tokens that lie in a chunk.
+// The step's own heads, a warp each: queries of the block's tokens (the first warps) with its first
+// chunk, and keys and values of all tokens that lie in a chunk.
 template <class W, int SLICES>
 struct Own {
   static constexpr int ROUNDS = 3;
-  Vector weights[2];  // of the first round, of the others
-  float freq;         // of pair threadIdx.x % 128
+  Vector of_queries, of_keys;  // weights
+  float freq;                  // of pair threadIdx.x % 128
 
   DEVICE Own(const Args& a, const float* freqs) {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
-    const float* norm = threadIdx.x < 64 * TOKENS ? a.q_norm : a.k_norm;
-    if (norm) weights[0].load(norm);
-    if (a.k_norm) weights[1].load(a.k_norm);
+    if (a.q_norm) of_queries.load(a.q_norm);
+    if (a.k_norm) of_keys.load(a.k_norm);
+  }
+  DEVICE Vector weight(bool of_key) const {  // by selects: an index would take local memory
+    Vector w;
+#pragma unroll
+    for (int j = 0; j < Vector::J; ++j)
+#pragma unroll
+      for (int e = 0; e < Vector::W; ++e) w.v[j][e] = of_key ? of_keys.v[j][e] : of_queries.v[j][e];
+    return w;
   }
   DEVICE void set_angles(char* shared, const Args& a, const Part& p) const {
     float2* angles = (float2*)(shared + W::ANGLES_AT);
@@ -145,7 +172,7 @@ struct Own {
   }
   // Token and kind of a warp's vector; token -1: none.
   DEVICE int2 vector(int round, bool queries, const Args& a, const Part& p) const {
-    const int warp = threadIdx.x / 32, i = round * WARPS + warp - 2 * TOKENS;
+    const int warp = threadIdx.x / 32, i = round * WARPS + warp - p.rows();
     if (i < 0) return {queries && warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
     const int t = i / 2;
     const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK;
@@ -164,7 +191,7 @@ struct Own {
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
-      if (v.x >= 0) finish<W>(x[i], weights[i > 0], v.y, v.x, shared, a, p);
+      if (v.x >= 0) finish<W>(x[i], weight(i > 0 || v.y == 2), v.y, v.x, shared, a, p);
     }
   }
 };
@@ -182,22 +209,26 @@ DEVICE void clean(char* shared, const Part& p) {
 }
 
 // Weighted values of a tile to shared memory, where its keys were, and sums of weights.
-template <class W>
+template <class W, int NT>
 DEVICE void sum_values(char* shared, int tile, int warp, bool live) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float out[2][1][4] = {}, sums[1] = {};
+  float out[2][W::NT][4] = {}, sums[W::NT] = {};
   if (live)
-    multiply_values<W>(out, sums, shared + W::V_AT + tile * W::V_STAGE,
-                       (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
+    multiply_values<W, NT>(out, sums, shared + W::V_AT + tile * W::V_STAGE,
+                           (const uint2*)(shared + W::P_AT + tile * W::P_SIZE), 0, warp);
   float* to = (float*)(shared + W::K_AT + tile * W::K_STAGE) + warp * 32 + g * 4;
-  float x = __fadd_rn(sums[0], __shfl_xor_sync(FULL, sums[0], 1));
-  x = __fadd_rn(x, __shfl_xor_sync(FULL, x, 2));
-  if (t == 0) ((float*)(shared + W::SUMS_AT))[(tile * 8 + warp) * W::ROWS + g] = x;
-  if (!live) return;
+  float* weights = (float*)(shared + W::SUMS_AT) + (tile * 8 + warp) * W::ROWS;
 #pragma unroll
-  for (int c = 0; c < 2; ++c)
-    *(float4*)(to + (t * 2 + c) * PITCH) = {out[0][0][c], out[0][0][c + 2], out[1][0][c],
-                                            out[1][0][c + 2]};
+  for (int n = 0; n < NT; ++n) {
+    float x = __fadd_rn(sums[n], __shfl_xor_sync(FULL, sums[n], 1));
+    x = __fadd_rn(x, __shfl_xor_sync(FULL, x, 2));
+    if (t == 0) weights[n * 8 + g] = x;
+    if (!live) continue;
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      *(float4*)(to + (n * 8 + t * 2 + c) * PITCH) = {out[0][n][c], out[0][n][c + 2], out[1][n][c],
+                                                      out[1][n][c + 2]};
+  }
 }
 
 // Four values of a row, unscaled; the sum of its weights.
@@ -224,7 +255,7 @@ DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row
                        float& total) {
   const int2 sees = ((const int2*)(shared + W::SEES_AT))[row];
   const int low = p.span.lo / W::CHUNK, from = sees.x / W::CHUNK, to = sees.y / W::CHUNK;
-  const int stride = p.blocks * 8, place = p.place(from - low) + row;
+  const int stride = p.stride(), place = p.place(from - low) + row;
   float2 tops[W::MOST];
   float4 parts[W::MOST], v = {0, 0, 0, 0};
   float top = NEVER;
@@ -248,7 +279,7 @@ DEVICE float4 combined(const char* shared, const Args& a, const Part& p, int row
   return v;
 }
 
-// Each thread has four columns of one of the eight rows.
+// Each thread has four columns of every eighth row.
 struct Columns {
   int row = threadIdx.x / (D / 4), quad = threadIdx.x % (D / 4);
 };
@@ -256,11 +287,14 @@ struct Columns {
 template <class W, int TILES>
 DEVICE void leave(char* shared, const Args& a, const Part& p) {
   const Columns c;
-  const i64 place = p.place(p.slot) + c.row;
-  const float weight = weight_of<W>(shared, c.row);
-  __stcg((float4*)a.sums + place * (D / 4) + c.quad, values_of<W, TILES>(shared, p, c.row, c.quad));
-  if (c.quad == 0)
-    __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::FADE_AT))[c.row], weight});
+#pragma unroll 1
+  for (int row = c.row; row < p.rows(); row += 8) {
+    const i64 place = p.place(p.slot) + row;
+    const float weight = weight_of<W>(shared, row);
+    __stcg((float4*)a.sums + place * (D / 4) + c.quad, values_of<W, TILES>(shared, p, row, c.quad));
+    if (c.quad == 0)
+      __stcg((float2*)a.tops + place, float2{((const float*)(shared + W::FADE_AT))[row], weight});
+  }
 }
 
 // Whether this block is the last one of these tokens.
@@ -268,8 +302,8 @@ DEVICE bool last_to_arrive(const Args& a, const Part& p) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = add_acquire_release(a.arrived + p.block, 1) == least(p.chunks, (int)gridDim.z) - 1;
-    if (last) a.arrived[p.block] = 0;
+    last = add_acquire_release(a.arrived + p.block(), 1) == least(p.chunks, p.turns) - 1;
+    if (last) a.arrived[p.block()] = 0;
   }
   __syncthreads();
   return last;
@@ -279,31 +313,34 @@ template <class W, int TILES>
 DEVICE void write(char* shared, const Args& a, const Part& p) {
   const Columns c;
   const int tiles = tiles_of(a.tokens), column = (p.head * 2 + c.row % 2) * (D / 4) + c.quad;
-  for (int token = p.from + c.row / 2; token < 8 * tiles; token += gridDim.y * TOKENS) {
-    float4 v = {0, 0, 0, 0};
-    if (token < a.tokens) {
-      float total;
-      if (p.chunks > 1) v = combined<W>(shared, a, p, c.row, c.quad, total);
-      else v = values_of<W, TILES>(shared, p, c.row, c.quad), total = weight_of<W>(shared, c.row);
-      v = mul4(v, reciprocal(total));
+#pragma unroll 1
+  for (int row = c.row; row < p.rows(); row += 8)
+    for (int token = p.from + row / 2; token < 8 * tiles; token += p.groups() * p.rows() / 2) {
+      float4 v = {0, 0, 0, 0};
+      if (token < a.tokens) {
+        float total;
+        if (p.chunks > 1) v = combined<W>(shared, a, p, row, c.quad, total);
+        else v = values_of<W, TILES>(shared, p, row, c.quad), total = weight_of<W>(shared, row);
+        v = mul4(v, reciprocal(total));
+      }
+      RowPlace(tiles, token, column).store(a.rows, v, true);
     }
-    RowPlace(tiles, token, column).store(a.rows, v, true);
-  }
 }
 
-template <class W, int TILES>
+template <class W, int TILES, int NT>
 DEVICE void attend(char* shared, const Args& a, const Part& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = warp / 8;
   const bool live = tile < TILES && p.live<W>(tile);
   float* tops = (float*)(shared + W::TOP_AT);
   float* top = (float*)(shared + W::FADE_AT);
-  float scores[1][1][4] = {};
+  float scores[1][W::NT][4] = {};
   if (live) {
-    multiply_keys<W>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0, warp % 8);
+    multiply_keys<W, NT>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0, warp % 8);
 #pragma unroll
-    for (int c = 0; c < 4; ++c) scores[0][0][c] = __fmul_rn(scores[0][0][c], a.scale);
+    for (int i = 0; i < 4 * NT; ++i)
+      scores[0][i / 4][i % 4] = __fmul_rn(scores[0][i / 4][i % 4], a.scale);
     mask<W>(scores, shared, p.start / W::KEYS + tile, warp % 8);
-    find_tops<W>(scores, tops, warp);
+    find_tops<W, NT>(scores, tops, warp);
   } else if (lane < W::ROWS) {
     tops[warp * W::ROWS + lane] = NEVER;
   }
@@ -316,12 +353,16 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
   }
   __syncthreads();
   if (live) {
-    float2 origin = ((const float2*)top)[lane % 4];
-    origin = {origin.x == NEVER ? 0.0f : origin.x, origin.y == NEVER ? 0.0f : origin.y};
-    put_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8, scores[0][0], origin);
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+      float2 origin = ((const float2*)top)[n * 4 + lane % 4];
+      origin = {origin.x == NEVER ? 0.0f : origin.x, origin.y == NEVER ? 0.0f : origin.y};
+      put_weights((u32*)(shared + W::P_AT + tile * W::P_SIZE), warp % 8 * W::NT + n, scores[0][n],
+                  origin);
+    }
   }
   __syncthreads();
-  sum_values<W>(shared, tile, warp % 8, live);
+  sum_values<W, NT>(shared, tile, warp % 8, live);
   __syncthreads();
 }
 #endif
@@ -329,47 +370,47 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
 // y [SLICES][tokens][4 n_kv heads][256]: two heads of queries for each of keys, keys, values. What
 // rows see, `first` .. `last`, both rising, and their consecutive `positions` were written by kernels
 // that had ended before the one in front started. Grid: [n_kv, tokens / 4, any], which changes nothing
-// about the result.
-template <int TILES, int SLICES>
+// about the result, nor does FOURS, 2 if there are more than four tokens.
+template <int TILES, int SLICES, int FOURS>
 __global__ __launch_bounds__(512, 1) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
     const i64* positions, const i64* first, const i64* last, char* keys, char* values,
     char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived, u8* rows,
     int tokens, int flags, int capacity, float eps, float scale) {
 #if ARCH >= 800
-  using W = Window<TILES>;
+  using W = Window<TILES, FOURS>;
   extern __shared__ __align__(128) char shared[];
   grid_launch();
   const int n_kv = gridDim.x;
   const Args a = {y, q_norm, k_norm, keys, values, key_scales, value_scales, sums, tops, arrived,
                   rows, tokens, n_kv, flags, capacity, eps, scale * 1.44269504f};
-  Part p;
-  p.head = blockIdx.x, p.from = blockIdx.y * TOKENS, p.count = least(tokens - p.from, TOKENS);
-  p.block = blockIdx.y * n_kv + p.head, p.blocks = gridDim.y * n_kv;
   // What was there before is all asked for at once.
-  const int end = p.from + p.count - 1, token = least(p.from + (int)threadIdx.x / 2, end);
-  p.span = {(int)__ldcg(first + p.from), (int)__ldcg(last + end), (int)__ldcg(first + end),
-            (int)__ldcg(last + p.from)};
+  const int lane = threadIdx.x % 32, own_token = least(lane, tokens - 1);
+  const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);
+  Part p;
   p.settled = (int)__ldcg(positions);
-  int2 sees = {(int)__ldcg(first + token), (int)__ldcg(last + token)};
   const Own<W, SLICES> own(a, freqs);
-  p.chunks = p.span.hi / W::CHUNK - p.span.lo / W::CHUNK + 1;
-  if ((int)blockIdx.z >= p.chunks) return;
-  p.at<W>(p.chunks - 1 - blockIdx.z);
+  p.set<W>(from, to, tokens);
+  const int token = p.from + lane / 2 % p.count;
+  int2 sees = {__shfl_sync(FULL, from, token), __shfl_sync(FULL, to, token)};
+  if (p.turn >= p.chunks) return;
+  p.at<W>(p.chunks - 1 - p.turn);
   load_settled<W>(shared, a, p);
   if ((int)threadIdx.x >= p.count * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::SEES_AT))[threadIdx.x] = sees;
   own.set_angles(shared, a, p);
 #pragma unroll 1
   for (bool first = true;; first = false) {
-    own.finish_all(shared, first, a, p);
+    char* here = (char*)kept((const u8*)shared);  // registers keep no places from turn to turn
+    own.finish_all(here, first, a, p);
     wait_copies<0>();
     __syncthreads();
-    clean<W>(shared, p);
-    attend<W, TILES>(shared, a, p);
-    if (p.chunks > 1) leave<W, TILES>(shared, a, p);
-    if (p.slot < (int)gridDim.z) break;
-    p.at<W>(p.slot - gridDim.z);
+    clean<W>(here, p);
+    if (p.fours == 1) attend<W, TILES, 1>(here, a, p);
+    else attend<W, TILES, FOURS>(here, a, p);
+    if (p.chunks > 1) leave<W, TILES>(here, a, p);
+    if (p.slot < p.turns) break;
+    p.at<W>(p.slot - p.turns);
     __syncthreads();  // sums have been read
     load_settled<W>(shared, a, p);
   }

@@ -217,11 +217,12 @@ DEVICE void read_rows(u32 (&b)[4], const char* rows, int n, int block) {
   }
 }
 
-// scores += K Q^T over one part of d. The keys of the next 32 values are read ahead.
-template <class S>
+// scores += K Q^T over one part of d, of the first NT tiles of rows. The keys of the next 32 values
+// are read ahead.
+template <class S, int NT = S::NT>
 DEVICE void multiply_keys(float (&scores)[S::WT][S::NT][4], const char* stage, const char* rows,
                           int part, int warp) {
-  constexpr int GROUP = S::NT < 4 ? S::NT : 4 / S::WT;  // row tiles whose products are interleaved
+  constexpr int GROUP = NT < 4 ? NT : 4 / S::WT;  // row tiles whose products are interleaved
   constexpr int BLOCKS = S::DK / 32;
   const int key = warp * S::WT * 16;
   u32 a[2][S::WT][2][4];
@@ -234,7 +235,7 @@ DEVICE void multiply_keys(float (&scores)[S::WT][S::NT][4], const char* stage, c
       for (int w = 0; w < S::WT; ++w)
         read_keys<S>(a[(block + 1) % 2][w], stage, key + w * 16, block + 1);
 #pragma unroll
-    for (int group = 0; group < S::NT; group += GROUP) {
+    for (int group = 0; group < NT; group += GROUP) {
       u32 b[GROUP][4];
 #pragma unroll
       for (int n = 0; n < GROUP; ++n) read_rows<S>(b[n], rows, group + n, part * BLOCKS + block);
@@ -271,11 +272,11 @@ DEVICE void mask(float (&scores)[S::WT][S::NT][4], const char* shared, int tile,
 
 // The largest score of each row among a warp's keys of this tile. Lane (g, t) has rows 2 t, 2 t + 1
 // of each 8 and keys g, g + 8 of each 16.
-template <class S>
+template <class S, int NT = S::NT>
 DEVICE void find_tops(const float (&scores)[S::WT][S::NT][4], float* tops, int warp) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < S::NT; ++n) {
+  for (int n = 0; n < NT; ++n) {
     float found[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -349,7 +350,7 @@ DEVICE float sum_of_halves(u32 x) { return __fadd_rn(from_half((u16)x), from_hal
 // out += V^T P^T over one part of the keys, and sums += P^T 1: lane (g, t) adds the weights of row g
 // and its four keys of every PW-th 16. p: [KT][NT][lane] 8 bytes. The scale of a key's codes enters
 // through its weight.
-template <class S>
+template <class S, int NT = S::NT>
 DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], float (&sums)[S::NT],
                             const char* stage, const uint2* p, int part, int warp) {
   const int lane = threadIdx.x % 32;
@@ -360,7 +361,7 @@ DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], float (&sums)[S:
     const uint2* weights = p + k16 * S::NT * 32 + lane;
     if (k16 % S::PW == warp)
 #pragma unroll
-      for (int n = 0; n < S::NT; ++n) {
+      for (int n = 0; n < NT; ++n) {
         const uint2 weight = weights[n * 32];
         sums[n] = __fadd_rn(sums[n], __fadd_rn(sum_of_halves(weight.x), sum_of_halves(weight.y)));
       }
@@ -373,7 +374,7 @@ DEVICE void multiply_values(float (&out)[S::DP / 16][S::NT][4], float (&sums)[S:
       u32 a[2][4];
       read_values<S>(a, stage, k * 16, warp * S::DP + b * 32);
 #pragma unroll
-      for (int n = 0; n < S::NT; ++n) {
+      for (int n = 0; n < NT; ++n) {
         const uint2 weight = weights[n * 32];
         const u32 b0 = S::Q8 ? mul_half2(weight.x, scale[b][0]) : weight.x;
         const u32 b1 = S::Q8 ? mul_half2(weight.y, scale[b][1]) : weight.y;
