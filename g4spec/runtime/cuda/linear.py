@@ -140,7 +140,7 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     of_first, of_second = _size(first, a), _size(second, b)
     others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
     assert of_first[1] + of_second[1] <= len(by.arrived)
-    count = others + -(-of_second[0] * of_second[1] // runs[1])
+    count = others + run_count(*of_second, runs[1])
     launch.kernel("linear.cu", two(a, b))(
         count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
@@ -159,6 +159,11 @@ def two(a: Cut, b: Cut) -> str:
 def equal_run(units: int, groups: int, count: int) -> int:
     """Units a CTA where `count` CTAs share all groups equally."""
     return -(-units * groups // count)
+
+
+def run_count(units: int, groups: int, run: int) -> int:
+    """CTAs that have so many units each, or the last one fewer."""
+    return -(-units * groups // run)
 
 
 @functools.cache
@@ -192,7 +197,7 @@ def shares(
         return max(run * stage, run_b * stage_b)
 
     best = runs(min(range(1, count), key=most))
-    return -(-units * groups // best[0]), *best
+    return run_count(units, groups, best[0]), *best
 
 
 def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
@@ -234,7 +239,7 @@ def _run(
     units, groups = _size(weight, how)
     run = equal_run(units, groups, by.count)
     assert groups <= len(by.arrived)
-    count = groups * parts or -(-units * groups // run)
+    count = groups * parts or run_count(units, groups, run)
     launch.kernel("linear.cu", how.name(kind))(
         count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (units, groups, run)), y, *map(np.int32, (*numbers, len(x))),
