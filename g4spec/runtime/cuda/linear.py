@@ -140,7 +140,7 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     of_first, of_second = _size(first, a), _size(second, b)
     others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
     assert of_first[1] + of_second[1] <= len(by.arrived)
-    count = others + run_count(*of_second, runs[1])
+    count = others + split(*of_second, runs[1])
     launch.kernel("linear.cu", two(a, b))(
         count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
@@ -156,14 +156,10 @@ def two(a: Cut, b: Cut) -> str:
     return f"linear_two<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
 
 
-def equal_run(units: int, groups: int, count: int) -> int:
-    """Units a CTA where `count` CTAs share all groups equally."""
-    return -(-units * groups // count)
-
-
-def run_count(units: int, groups: int, run: int) -> int:
-    """CTAs that have so many units each, or the last one fewer."""
-    return -(-units * groups // run)
+def split(units: int, groups: int, by: int) -> int:
+    """All units of all groups over `by`, rounded up: units of each where so many CTAs have equal
+    runs, or CTAs where each has so many units."""
+    return -(-units * groups // by)
 
 
 @functools.cache
@@ -175,7 +171,7 @@ def slices(units: int, groups: int, count: int, most: int) -> int:
     Args:
         units: of K. groups: of a stage's rows. count: CTAs that run at once.
     """
-    run = equal_run(units, groups, count)
+    run = split(units, groups, count)
     found = min(most, count // groups)
     if not found or -(-units // found) > run + 1:
         return 0
@@ -190,14 +186,14 @@ def shares(
     bytes has as few as can be. `stage`: bytes of a unit's weights."""
 
     def runs(others: int) -> tuple[int, int]:
-        return equal_run(units, groups, others), equal_run(units_b, groups_b, count - others)
+        return split(units, groups, others), split(units_b, groups_b, count - others)
 
     def most(others: int) -> int:
         run, run_b = runs(others)
         return max(run * stage, run_b * stage_b)
 
     best = runs(min(range(1, count), key=most))
-    return run_count(units, groups, best[0]), *best
+    return split(units, groups, best[0]), *best
 
 
 def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
@@ -237,9 +233,9 @@ def _run(
     *numbers: int,
 ) -> None:
     units, groups = _size(weight, how)
-    run = equal_run(units, groups, by.count)
+    run = split(units, groups, by.count)
     assert groups <= len(by.arrived)
-    count = groups * parts or run_count(units, groups, run)
+    count = groups * parts or split(units, groups, run)
     launch.kernel("linear.cu", how.name(kind))(
         count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (units, groups, run)), y, *map(np.int32, (*numbers, len(x))),
