@@ -19,8 +19,8 @@ from g4spec.runtime.cuda.rows import MOST, Rows, empty
 from g4spec.runtime.cuda.units import Unit
 
 HEAD_DIM, GROUP = 256, 2
-TOKENS = 4
-"""Of a block; where there are more, also twice as many."""
+TOKENS, FOURS = 4, (1, 2)
+"""Of a block, and how many times as many it may have where a step has more."""
 MOST_CHUNKS = {1: 10, 2: 6}
 """That a step may see, by tiles of a chunk."""
 
@@ -77,7 +77,7 @@ def attend(
     tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-count // TOKENS)
     assert len(arrived) >= blocks * h.n_kv
     y = empty(count, h.n_q * HEAD_DIM, q.y.device)
-    fours = min(blocks, 2)
+    fours = min(blocks, max(FOURS))
     rows = -(-blocks // fours) * fours * h.n_kv * GROUP * TOKENS
     sums = torch.empty(chunks, rows, HEAD_DIM, device=q.y.device)
     tops = torch.empty(chunks, rows, 2, device=q.y.device)
@@ -115,13 +115,13 @@ def _shared(tiles: int, fours: int) -> int:
 
 def _archs(tiles: int) -> tuple[str, ...]:
     """Where chunks of so many tiles fit."""
-    most = _shared(tiles, 2) + _STATIC
+    most = _shared(tiles, max(FOURS)) + _STATIC
     return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
 
 
 # Layers of the 31B and of the 26B-A4B, with products as they come.
 UNITS = [
-    Unit("attention_window.cu", tuple(instance(tiles, n, f) for n in slices for f in (1, 2)),
-         _archs(tiles), 128, _shared(tiles, 2))
+    Unit("attention_window.cu", tuple(instance(tiles, n, f) for n in slices for f in FOURS),
+         _archs(tiles), 128, _shared(tiles, max(FOURS)))
     for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
 ]  # fmt: skip

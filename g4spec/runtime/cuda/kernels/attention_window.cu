@@ -335,7 +335,8 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
   float* top = (float*)(shared + W::FADE_AT);
   float scores[1][W::NT][4] = {};
   if (live) {
-    multiply_keys<W, NT>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0, warp % 8);
+    multiply_keys<W, NT>(scores, shared + W::K_AT + tile * W::K_STAGE, shared + W::Q_AT, 0,
+                         warp % 8);
 #pragma unroll
     for (int i = 0; i < 4 * NT; ++i)
       scores[0][i / 4][i % 4] = __fmul_rn(scores[0][i / 4][i % 4], a.scale);
