@@ -6,8 +6,9 @@ than most changes do, and one card from minute to minute.
 
 A line for each checkout and round: for each number of rows milliseconds after half a second of
 rest, then without a pause, and the joules of one of those; the same of the draft (without joules)
-and of cycles. The GPU's meter goes on ten times a second, so joules are taken over four. Timed with
-what each checkout's `steps` has for it, so none may be older than this script.
+and of cycles, twenty at a time from the context on. The GPU's meter goes on ten times a second, so
+joules are taken over four. Timed with what each checkout's `steps` has for it, so none may be older
+than this script.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ METERED = 4.0
 """Seconds over which energy is measured."""
 
 
+def energy() -> float:
+    """Joules by the GPU's own meter."""
+    import pynvml
+    import torch
+
+    device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+    return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(device) / 1e3)
+
+
 def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, float]:
     """Milliseconds after a rest, of so many seconds without a pause, and joules of one of these."""
-    import pynvml
     import torch
 
     from g4spec.runtime import steps
@@ -36,14 +45,13 @@ def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, 
     for _ in range(times // 4):
         play()
     torch.cuda.synchronize()
-    device = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
-    before = pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
+    before = energy()
     begin.record()
     for _ in range(times):
         play()
     end.record()
     torch.cuda.synchronize()
-    joules = (pynvml.nvmlDeviceGetTotalEnergyConsumption(device) - before) / 1e3 / times
+    joules = (energy() - before) / times
     return rested, begin.elapsed_time(end) / times, joules
 
 
@@ -74,12 +82,17 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
                 player = target.ops.player(target, drafter, protocol.accept_length - 1)
                 player.ready(Sampler())
                 how = player, drafter.max_tokens, context, protocol.times
-                first = steps._cycle(*how, steps.REST)
-                for _ in range(6):
-                    last = steps._cycle(*how)
+                first, lasting = steps._cycle(*how, steps.REST), []
+                calls = round(METERED * 1e3 / first / (protocol.times + steps.WARM + 1))
+                before = energy()
+                for _ in range(calls):
+                    lasting.append(steps._cycle(*how))
+                cycles = calls * (protocol.times + steps.WARM + 1)
+                joules = (energy() - before) / cycles
                 drafter.block(7, context)
                 alone = rested_and_long(drafter._block.recording(1).replay, 0.5)[:2]
-                found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f}".format(*alone, first, last))
+                found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f} {:.2f} J".format(
+                    *alone, first, lasting[-1], joules))  # fmt: skip
             print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
 
 

@@ -71,8 +71,11 @@ class Drafter(WeightedDrafter):
     ) -> torch.Tensor:
         """See `g4spec.models.spec.Recordable`."""
         c = self.config
-        rows, logits = self._fill_block(ids[: c.block_size], positions[: c.block_size])
-        return self.choose(rows, logits[0 if c.from_anchor else 1 :][:count], ids[:1], pick)
+        rows = self._rows(ids[: c.block_size], positions[: c.block_size])
+        drafting = self.drafting(rows, count)
+        if self.at_once and not c.n_draft:
+            return self.ops.pick(drafting, self._table, pick, 0, c.softcap)
+        return self.choose(rows, self.logits(drafting), ids[:1], pick)
 
     def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
         """See `g4spec.models.spec.Recordable`."""
@@ -100,11 +103,15 @@ class Drafter(WeightedDrafter):
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Rows [T, H] -> capped logits of the head's own rows [T, D]."""
+        return self.ops.logits(hidden, self._table, self.config.softcap, scale)
+
+    @property
+    def _table(self) -> Any:
+        """What the head multiplies with: the draft's own, or the target's."""
         c = self.config
         if not (c.own_head or c.own_embed):
-            return self.target.head(hidden, cap=c.softcap, scale=scale)
-        table = self.w["output.weight" if c.own_head else "token_embd.weight"]
-        return self.ops.logits(hidden, table, c.softcap, scale)
+            return self.target.table
+        return self.w["output.weight" if c.own_head else "token_embd.weight"]
 
     def widen(self, z: torch.Tensor) -> torch.Tensor:
         """Logits [T, D] over the target's vocabulary [T, V], -inf where undraftable."""
@@ -134,6 +141,11 @@ class Drafter(WeightedDrafter):
     def _fill_block(
         self, ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        rows = self._rows(ids, positions)
+        return rows, self.logits(rows)
+
+    def _rows(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A block's rows after the final norm, [B, H]."""
         c, ops, w = self.config, self.ops, self.w
         if c.own_embed:
             x = ops.embed(w["token_embd.weight"], ids, c.embed_scale)
@@ -146,7 +158,7 @@ class Drafter(WeightedDrafter):
         followings = [*norms[1:], w["output_norm.weight"]]
         for spec, reach, following in zip(c.layers, reaches, followings, strict=True):
             x, h = self._layer(spec, x, h, positions, spans[reach], following)
-        return h, self.logits(h)
+        return h
 
     def _attention(self, spec: LayerSpec) -> Attention:
         w, b, c = self.w, f"blk.{spec.index}.", self.config

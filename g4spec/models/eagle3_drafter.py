@@ -121,7 +121,7 @@ class Drafter(WeightedDrafter):
         """Rows [T, H] -> logits over the target's vocabulary [T, V], -inf where undraftable."""
         c = self.config
         if not c.own_head:
-            return self.target.head(hidden)
+            return self.ops.logits(hidden, self.target.table)
         z = self.ops.logits(hidden, self.w["output.weight"])
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 

@@ -69,16 +69,14 @@ class Model:
             tapped[len(layers)] = x
         return h, tapped
 
-    def head(
-        self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
-    ) -> torch.Tensor:
-        """Rows [T, H] after the final norm -> logits [T, V], raw unless `cap` or `scale` is set."""
-        table = self.w.get("output.weight", self.w["token_embd.weight"])
-        return self.ops.logits(hidden, table, cap, scale)
+    @property
+    def table(self) -> Any:
+        """Output table [V, H]: what rows after the final norm are multiplied with."""
+        return self.w.get("output.weight", self.w["token_embd.weight"])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`head` with the final softcap."""
-        return self.head(hidden, cap=self.config.softcap)
+        """Rows [T, H] after the final norm -> logits [T, V], with the final softcap."""
+        return self.ops.logits(hidden, self.table, self.config.softcap)
 
     def _per_layer_inputs(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """What each layer is told about the token again, [T, L, P]; None in models without it."""

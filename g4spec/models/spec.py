@@ -337,10 +337,9 @@ class TargetView(Protocol):
         """Rows of the token table, [T] -> [T, H]; times `scale`, or else the target's own."""
         ...
 
-    def head(
-        self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
-    ) -> torch.Tensor:
-        """Output table times `hidden` [T, H] times `scale` -> [T, V], softcapped if `cap`."""
+    @property
+    def table(self) -> Any:
+        """Output table [V, H], for `Ops.logits` and `Ops.pick`."""
         ...
 
     def kv(self, layer: int) -> Any:

@@ -26,7 +26,7 @@ from g4spec.runtime.simple_ops import TILE, SimpleOps, in_order, pad_rows
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer
+    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer, Pick
     from g4spec.runtime.sampling import Sampler
     from g4spec.runtime.speculate import Player
     from g4spec.runtime.target import Target
@@ -226,6 +226,13 @@ class Ops(SimpleOps):
         z = self.linear(hidden, table)
         z = z if scale == 1.0 else z * scale
         return self.softcap(z, cap) if cap else z
+
+    def pick(
+        self, hidden: torch.Tensor, table: Any, pick: Pick, at: int, cap: float = 0.0
+    ) -> torch.Tensor:
+        """The drafted tokens at, at + 1, ... [T] that `pick` chooses from the logits of hidden
+        [T, H]. Logits that cannot win need not be exact."""
+        return pick(self.logits(hidden, table, cap), at)
 
     def keys_values(
         self, h: Any, layers: Sequence[Attention], positions: torch.Tensor, kvs: Sequence[Any]

@@ -62,11 +62,10 @@ class Target:
         """Token rows [T] -> [T, H], times `scale`, or else sqrt(H)."""
         return self.model.embed(ids, scale)
 
-    def head(
-        self, hidden: torch.Tensor, *, cap: float = 0.0, scale: float = 1.0
-    ) -> torch.Tensor:
-        """Output table times rows [T, H] times `scale` -> [T, V], softcapped if `cap`."""
-        return self.model.head(hidden, cap=cap, scale=scale)
+    @property
+    def table(self) -> Any:
+        """Output table [V, H]."""
+        return self.model.table
 
     def kv(self, layer: int) -> LayerKV:
         """Cache of one layer."""
@@ -88,7 +87,8 @@ class Target:
         """A step of ids [T] at consecutive positions [T], as it may be recorded: rows after the
         final norm [T, H], taps, logits [T, V], raw unless `capped`."""
         hidden, tapped = self.model.forward(ids, positions, self.caches, self.taps)
-        logits = self.logits(hidden) if capped else self.head(hidden)
+        cap = self.config.softcap if capped else 0.0
+        logits = self.ops.logits(hidden, self.table, cap)
         return hidden, self._beside(hidden, tapped), logits
 
     def prefill(self, ids: Sequence[int]) -> Iterator[Committed]:

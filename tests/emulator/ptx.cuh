@@ -54,6 +54,7 @@ u32 lop3(u32 a, u32 b, u32 c) {
   return out;
 }
 inline u32 and_or(u32 a, u32 b, u32 c) { return (a & b) | c; }
+inline u32 selected(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 inline u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 inline u32 bits_from(u32 low, u32 high, u32 shift) {
   return u32(((u64)high << 32 | low) >> shift);
@@ -133,6 +134,32 @@ inline void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const floa
         double x = all[lane]->c[i];
         for (int k = 0; k < 16; ++k) x += (double)A[row][k] * B[k][column];
         all[lane]->d[i] = (float)x;
+      }
+  });
+  std::copy(sum, sum + 4, d);
+}
+
+struct WholeProduct {
+  const u32* a;
+  u32 b[2];
+  u32* d;
+};
+inline void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  u32 sum[4] = {d[0], d[1], d[2], d[3]};
+  WholeProduct mine{a, {b0, b1}, sum};
+  machine::together("mma", mine, [](WholeProduct** all) {
+    i8 A[16][32], B[32][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, t = lane % 4;
+      for (int i = 0; i < 16; ++i)
+        A[g + i / 4 % 2 * 8][4 * t + i % 4 + i / 8 * 16] = i8(all[lane]->a[i / 4] >> i % 4 * 8);
+      for (int i = 0; i < 8; ++i)
+        B[4 * t + i % 4 + i / 4 * 16][g] = i8(all[lane]->b[i / 4] >> i % 4 * 8);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 32; ++k) all[lane]->d[i] += (u32)(A[row][k] * B[k][column]);
       }
   });
   std::copy(sum, sum + 4, d);

@@ -9,16 +9,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from g4spec import quant
 from g4spec.models.spec import Attention, CacheShape, ExpertLayer, Reach
-from g4spec.runtime.cuda import packing, products
+from g4spec.runtime.cuda import packing, products, screen
+from g4spec.runtime.cuda.choose import Choice
+from g4spec.runtime.cuda.cycle import Picks
 from g4spec.runtime.cuda.matrix import Matrix
 from g4spec.runtime.cuda.rows import Rows, unpack
 from g4spec.runtime.ops import Ops
+from g4spec.runtime.sampling import Sampler
 from tests.gpu.device import DEVICE
 
 Pair = tuple[Any, torch.Tensor, float]
@@ -28,6 +32,8 @@ HALF = 2.0**-9
 """What two roundings to half precision may do to a sum."""
 
 TYPES = ("", *packing.PARTS)
+LARGE = 8192
+"""Rows of a table that counts as large."""
 COUNTS = (1, 3, 8, 9, 16, 40)
 
 
@@ -105,6 +111,21 @@ def logits(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
         x = randn(g, 5, 256, scale=20.0)
         want = ref.logits(x, values, cap, scale)
         yield cuda.logits(x.to(DEVICE), table, cap, scale), want, 2 * HALF
+
+
+def pick(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
+    """Logits of what is picked: by reading a part of a large table, and in other ways."""
+    table, values = matrix(g, "q6_k", LARGE, 256)
+    x = randn(g, 5, 256) + 64 * values[torch.randint(LARGE, (5,), generator=g)]
+    z = ref.logits(x, values, 30.0)
+    greedy, hot = Choice(LARGE, DEVICE), Choice(LARGE, DEVICE)
+    hot.set(Sampler(temperature=1e-6))
+    for choice in (greedy, hot, None):
+        ids = torch.zeros(5, dtype=torch.int64, device=DEVICE)
+        own = choice and Picks(choice, torch.arange(5, device=DEVICE), ids, ids.int())
+        with patch.object(screen, "LEAST", LARGE):
+            got = cuda.pick(x.to(DEVICE), table, own or (lambda y, at: y.argmax(1)), 0, 30.0)
+        yield z.gather(1, got.cpu()[:, None]), z.amax(1, keepdim=True), 1e-4
 
 
 def rms_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
@@ -355,9 +376,9 @@ def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (embed, linear, logits, rms_norm, norm_rows, norm_residual_norm, qkv, keys_values,
-                 attend, gated, modulated, per_layer_inputs, experts, expert_layer, cache, spans,
-                 graph)
+    for case in (embed, linear, logits, pick, rms_norm, norm_rows, norm_residual_norm, qkv,
+                 keys_values, attend, gated, modulated, per_layer_inputs, experts, expert_layer,
+                 cache, spans, graph)
 }  # fmt: skip
 
 ELSEWHERE = {

@@ -139,13 +139,16 @@ def prompt(n: int, vocab: int, seed: int = 0) -> list[int]:
     return [2, *torch.randint(5, vocab, (n - 1,), generator=g).tolist()]
 
 
-def lively(folder: Path, factor: float = 4.0) -> Path:
-    """Make the layers of a random target outweigh its embedding, so that it does not just repeat
-    its input: `factor` on the norms that close each sublayer. Returns the folder."""
+def lively(
+    folder: Path, factor: float = 4.0, ends: str = "post_(attention|feedforward)_layernorm"
+) -> Path:
+    """Make the layers of a random model outweigh its embedding, so that it does not just repeat
+    its input: `factor` on what closes each sublayer, by default a target's norms. Returns the
+    folder."""
     for path in sorted(folder.glob("*.safetensors")):
         stored = load_file(path)
         for name, x in stored.items():
-            if re.search(r"post_(attention|feedforward)_layernorm", name):
+            if re.search(ends, name):
                 stored[name] = x * factor
         save_file(stored, path, {"format": "pt"})
     return folder

@@ -2,6 +2,53 @@
 #pragma once
 #include "product.cuh"
 
+// Two signed bytes of `four` that `which` names, as halves: exact.
+DEVICE u32 signed_halves(u32 four, u32 which) {
+  return sub_half2(permute(four, MAGIC, which) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
+}
+
+// What a code of zero takes away. Scales are whole numbers: a product of them with the sums of the
+// activations, which are two halves each. The unit's first and last 8 groups are the two sides of
+// its K.
+template <int NT>
+struct ScaleSums {
+  u32 own, sums;  // offsets
+
+  // `header`: where a unit has its scales.
+  DEVICE ScaleSums(int header, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    own = now(header + (warp % 4 * 32 + g) * 16 + t * 2);
+    sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
+  }
+
+  // `zero`: of rows g and g + 8 of both tiles.
+  DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, float4 zero) const {
+    uint2 s[NT][2];
+    u32 a[2][2][2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const u8* from = act + sums + side * 2 * ACT_BYTES * NT;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        a[i / 2][side][i % 2] = signed_halves(*(const u16*)(unit + own + i * 128 + side * 8), 0x5150);
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const auto& x = a[tile];
+      const u32 of[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        float c[4] = {0, 0, 0, 0};
+        mma_f16(c, of, s[nt][0].x, s[nt][1].x, c);
+        mma_f16(c, of, s[nt][0].y, s[nt][1].y, c);
+        fold(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
+      }
+    }
+  }
+};
+
 struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
@@ -31,12 +78,13 @@ struct Q6K {
     static constexpr int ZEROS = 2048;  // in scratch
     using Operands = KOperands<NT, uint2>;
     float share;  // of d
-    u32 codes, upper, header, d, rows, own, sums;  // offsets
-    u8* put;                                       // in scratch
+    u32 codes, upper, header, d, rows;  // offsets
+    u8* put;                            // in scratch
     const u8* scales;
+    ScaleSums<NT> zeros;
 
-    DEVICE Lane(u8* scratch, int warp, int lane) {
-      const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
+    DEVICE Lane(u8* scratch, int warp, int lane) : zeros(warp / 4 * UNIT_BYTES + SCALES, warp, lane) {
+      const int unit = warp / 4 * UNIT_BYTES;
       const int at = warp % 4 * 256 + lane, row = warp % 4 * 32;
       share = now(SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
       codes = now(unit + at * 16);
@@ -44,10 +92,8 @@ struct Q6K {
       header = now(unit + SCALES + (row + lane) * 16);
       d = now(unit + D + (row + lane) * 2);
       rows = now(lane * 16);
-      own = now(unit + SCALES + (row + g) * 16 + t * 2);
-      sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
       put = kept(scratch + row_slot(lane) * 4);
-      scales = kept(scratch + g * 16);
+      scales = kept(scratch + lane / 4 * 16);
     }
 
     DEVICE void store(const Factors& f) const {
@@ -69,7 +115,7 @@ struct Q6K {
 #pragma unroll
         for (int h = 0; h < 2; ++h) add(acc, own, j, h);
       }
-      subtract_zeros(acc, unit + own, act + sums);
+      zeros.add(acc, unit, act, *(const float4*)(scales + ZEROS));
     }
 
     // 32 k, which are two groups.
@@ -99,48 +145,132 @@ struct Q6K {
     static DEVICE void codes_of(u32 (&a)[2][4], u32 x, u32 y, u32 h) {
       subnormal_nibbles(a[0], x);
       subnormal_nibbles(a[1], y);
+      const u32 other = permute(h, 0, 0x2301);  // bytes of each half swapped
+      a[0][0] = and_or(h, 0x00300030u, a[0][0]);
+      a[0][2] = and_or(other, 0x00300030u, a[0][2]);
+      a[0][1] = and_or(other >> 2, 0x03000300u, a[0][1]);
+      a[0][3] = and_or(h >> 2, 0x03000300u, a[0][3]);
+      a[1][0] = and_or(h >> 2, 0x00300030u, a[1][0]);
+      a[1][2] = and_or(other >> 2, 0x00300030u, a[1][2]);
+      a[1][1] = and_or(other, 0x03000300u, a[1][1]);
+      a[1][3] = and_or(h, 0x03000300u, a[1][3]);
+    }
+  };
+};
+
+// The upper two bits u of Q6_K's codes alone, which take 39 % of its bytes: a value is about
+// d * scale * (16 u - 24), for the four lower bits add 7.5 in the mean. Activations are bytes with a
+// scale for each unit, and so are these values with the upper six bits of a scale: what is left out of
+// both matters little beside the lower bits. A unit is one sum of whole numbers.
+struct Q6KUpper {
+  static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER, SCRATCH = 2048;
+  static constexpr int SCALES = Q6K::SCALES - Q6K::UPPER, D = Q6K::D - Q6K::UPPER;
+  static constexpr int ROWS = 2048, ROWS_BYTES = ROWS + 32;  // of 8 rows: activations, and scales
+  static constexpr u32 ZERO = 0x4b400000u;  // as a float, to which whole numbers add: 1.5 * 2^23
+
+  // What a lane multiplies of 64 k: bits of both tiles, and activations.
+  template <int NT>
+  struct Operands {
+    uint2 bits[2];
+    u32 b[2][NT][2];
+
+    DEVICE Operands(const u8* uppers, const u8* rows, int k64) {
 #pragma unroll
-      for (int step = 0; step < 2; ++step) {
-        a[step][0] = and_or(h, 0x00300030u, a[step][0]);
-        a[step][1] = and_or(h, 0x03000300u, a[step][1]);
-        a[step][2] = and_or(h >> 2, 0x00300030u, a[step][2]);
-        a[step][3] = and_or(h >> 2, 0x03000300u, a[step][3]);
-        h = permute(h, 0, 0x2301);  // bytes of each half swapped: the second step's bits come here
+      for (int tile = 0; tile < 2; ++tile) bits[tile] = ((const uint2*)uppers)[tile * 128 + k64 * 32];
+      const uint4* p = (const uint4*)rows + k64 * 32 * NT;
+#pragma unroll
+      for (int i = 0; i < NT; ++i) {
+        const uint4 v = p[i * 32];
+        u32(&first)[2] = NT == 1 ? b[0][0] : b[i][0], (&second)[2] = NT == 1 ? b[1][0] : b[i][NT - 1];
+        first[0] = v.x, first[1] = v.y, second[0] = v.z, second[1] = v.w;
+      }
+    }
+  };
+
+  template <int NT>
+  struct Lane {
+    u32 upper, header, ds, rows, row_scales;  // offsets
+    u32 odd;                                  // 4 in each byte, which no instruction has to bring
+    u8* put;                                  // in scratch
+    const u8* values;
+
+    DEVICE Lane(u8* scratch, int warp, int lane) {
+      const int unit = warp / 4 * UNIT_BYTES, row = warp % 4 * 32;
+      upper = now(unit + (warp % 4 * 256 + lane) * 8);
+      header = now(unit + SCALES + (row + lane) * 16);
+      ds = now(unit + D + (row + lane / 4) * 2);
+      rows = now(lane * 16);
+      row_scales = now(ROWS * NT + lane % 4 * 8);
+      odd = now(0x04040404u);
+      put = kept(scratch + row_slot(lane) * 4);
+      values = kept(scratch + lane / 4 * 16);
+    }
+
+    // The four values a code of each group may have, one lane a row: scale times -3, -1, 1, 3.
+    DEVICE void store(uint4 header) const {
+      const u32 four[4] = {header.x, header.y, header.z, header.w};
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const i32 scale = (i32)(four[i / 4] << (24 - i % 4 * 8)) >> 26;
+        ((u32*)put)[i * 32] = (u32)(scale * 0x0300fefd + (i32)0x80808080u) ^ 0x80808080u;
       }
     }
 
-    // Scales are whole numbers: a product of them with the sums of the activations, which are two
-    // halves each. The unit's first and last 8 groups are the two sides of its K.
-    DEVICE void subtract_zeros(Acc<NT>& acc, const u8* own, const u8* sums) const {
-      const float4 zero = *(const float4*)(scales + ZEROS);
-      uint2 s[NT][2];
-      u32 a[2][2][2];
+    DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
+      const u8 *u = unit + upper, *x = act + rows;
+      const uint4 own = *(const uint4*)(unit + header);
+      Operands<NT> next(u, x, 0);
+      store(own);
+      __syncwarp();
+      u32 c[2][NT][4];
 #pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const u8* from = sums + side * 2 * ACT_BYTES * NT;
+      for (int i = 0; i < 8 * NT; ++i) c[i / (4 * NT)][i / 4 % NT][i % 4] = ZERO;
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
+      for (int j = 0; j < 4; ++j) {
+        const Operands<NT> own = next;
+        if (j + 1 < 4) next = Operands<NT>(u, x, j + 1);
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          a[i / 2][side][i % 2] = halves(*(const u16*)(own + i * 128 + side * 8));
+        for (int h = 0; h < 2; ++h) {
+          const uint4 even = ((const uint4*)values)[(j * 4 + h * 2) * 8];
+          const uint4 odd = ((const uint4*)values)[(j * 4 + h * 2 + 1) * 8];
+          add(c[0], h ? own.bits[0].y : own.bits[0].x, own.b[h], even.x, even.y, odd.x, odd.y);
+          add(c[1], h ? own.bits[1].y : own.bits[1].x, own.b[h], even.z, even.w, odd.z, odd.w);
+        }
       }
+      finish(acc, c, unit + ds, act + row_scales);
+    }
+
+    // 32 k of 16 rows, which are two groups: values by rows g and g + 8 of each.
+    DEVICE void add(u32 (&c)[NT][4], u32 bits, const u32 (&b)[NT][2], u32 even_low, u32 even_high,
+                    u32 odd_low, u32 odd_high) const {
+      // In four bits each: codes of the odd group (which 4 says) and of the even one in turns.
+      const u32 low = and_or(bits >> 6, 0x03030303u, and_or(bits, 0x30303030u, odd));
+      const u32 high = and_or(bits << 2, 0x30303030u, and_or(bits, 0x03030303u, odd));
+      const u32 a[4] = {selected(even_low, odd_low, low), selected(even_high, odd_high, high),
+                        selected(even_low, odd_low, low >> 16),
+                        selected(even_high, odd_high, high >> 16)};
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        const auto& x = a[tile];
-        const u32 of[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
+      for (int nt = 0; nt < NT; ++nt) mma_s8(c[nt], a, b[nt][0], b[nt][1]);
+    }
+
+    static DEVICE void finish(Acc<NT>& acc, const u32 (&c)[2][NT][4], const u8* ds,
+                              const u8* row_scales) {
+      float d[4];  // of rows g, g + 8, g + 16, g + 24; a code is 8, a scale's upper bits 4
 #pragma unroll
-        for (int nt = 0; nt < NT; ++nt) {
-          float c[4] = {0, 0, 0, 0};
-          mma_f16(c, of, s[nt][0].x, s[nt][1].x, c);
-          mma_f16(c, of, s[nt][0].y, s[nt][1].y, c);
-          fold(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
+      for (int i = 0; i < 4; ++i) d[i] = 32.0f * from_half(*(const u16*)(ds + i * 16));
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        const float2 s = ((const float2*)row_scales)[nt * 4];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float sum = __uint_as_float(c[i / 4][nt][i % 4]) - __uint_as_float(ZERO);
+          acc[i / 4][nt][i % 4] += d[i / 2] * ((i % 2 ? s.y : s.x) * sum);
         }
       }
     }
-
-    // Two signed bytes as halves: exact.
-    static DEVICE u32 halves(u32 two) {
-      return sub_half2(permute(two, MAGIC, 0x5150) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
-    }
   };
+};
+template <>
+struct In<Q6KUpper> {
+  static constexpr int WHOLE = Q6K::UNIT_BYTES, FIRST = Q6K::UPPER, ROWS = Q6KUpper::ROWS_BYTES;
 };

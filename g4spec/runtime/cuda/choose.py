@@ -106,14 +106,36 @@ class Choice:
         mode = self.mode[0]
         if mode == "sorted":
             return self._sorted(logits, positions, ahead, into, cap)
-        common = (
+        return self._launch(mode, self._given(logits, positions, ahead, cap), len(logits), into)
+
+    def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
+        """Keys (see logits.cuh) of the `k` largest raw logits of each span of columns, int64
+        [T, spans * k]."""
+        keys = torch.empty(len(logits), self._blocks * k, dtype=torch.int64, device=logits.device)
+        launch.kernel("choose.cu", f"top<{k}>")(
+            (self._blocks, len(logits)), THREADS, *self._given(logits), None, keys
+        )
+        return keys
+
+    def end(self, keys: torch.Tensor, into: Chosen) -> Chosen:
+        """`into`: the column of each row's largest key; `keys` int64 [T, n]."""
+        return self._end(0, self._given(), keys, len(keys), into)
+
+    def _given(
+        self,
+        logits: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        ahead: int = 1,
+        cap: float = 0.0,
+    ) -> tuple[object, ...]:
+        """What all kernels are given first."""
+        return (
             logits, positions, self._suppressed, np.int32(self.columns), np.int32(ahead),
             np.float32(cap),
         )  # fmt: skip
-        return self._launch(mode, common, len(logits), into)
 
     def _launch(
-        self, mode: str, common: tuple[object, ...], rows: int, into: Chosen | None
+        self, mode: str, given: tuple[object, ...], rows: int, into: Chosen | None
     ) -> Chosen:
         device, blocks = self._sampling.device, self._blocks
         chosen = into or Chosen(
@@ -121,21 +143,27 @@ class Choice:
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.int32, device=device),
         )
-        out, grid = (chosen.ids, chosen.values, chosen.bad), (blocks, rows)
-        room = MOST if mode == "top" else 1
+        grid, room = (blocks, rows), MOST if mode == "top" else 1
         keys = torch.empty(rows * blocks * room, dtype=torch.int64, device=device)
         if mode == "top":
-            launch.kernel("choose.cu", f"top<{MOST}>")(grid, THREADS, *common, self._sampling, keys)
+            launch.kernel("choose.cu", f"top<{MOST}>")(grid, THREADS, *given, self._sampling, keys)
             launch.kernel("choose.cu", f"top_end<{MOST}>")(
-                rows, LAST, *common, self._sampling, keys, np.int32(blocks), *out
-            )
+                rows, LAST, *given, self._sampling, keys, np.int32(blocks),
+                chosen.ids, chosen.values, chosen.bad,
+            )  # fmt: skip
             return chosen
         sampled = int(mode == "sampled")
-        launch.kernel("choose.cu", f"best<{sampled}>")(grid, THREADS, *common, self._sampling, keys)
+        launch.kernel("choose.cu", f"best<{sampled}>")(grid, THREADS, *given, self._sampling, keys)
+        return self._end(sampled, given, keys, rows, chosen)
+
+    def _end(
+        self, sampled: int, given: tuple[object, ...], keys: torch.Tensor, rows: int, into: Chosen
+    ) -> Chosen:
         launch.kernel("choose.cu", f"best_end<{sampled}>")(
-            -(-rows // 8), 256, *common, keys, np.int32(blocks), np.int32(rows), *out,
+            -(-rows // 8), 256, *given, keys, np.int32(keys.numel() // rows), np.int32(rows),
+            into.ids, into.values, into.bad,
         )  # fmt: skip
-        return chosen
+        return into
 
     def _sorted(
         self,
@@ -241,7 +269,7 @@ UNITS = [
             "best<1>",
             "best_end<0>",
             "best_end<1>",
-            f"top<{MOST}>",
+            *(f"top<{k}>" for k in (16, MOST)),
             f"top_end<{MOST}>",
         ),
         max_registers=80,

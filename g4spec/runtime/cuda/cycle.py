@@ -21,7 +21,10 @@ import torch
 
 from g4spec.models.spec import MAX_STEP_ROWS, Committed, Recordable, Unseen
 from g4spec.runtime import graphs
+from g4spec.runtime.cuda import screen
 from g4spec.runtime.cuda.choose import Choice, Chosen, CycleState
+from g4spec.runtime.cuda.dequant import Weight
+from g4spec.runtime.cuda.linear import Exchange
 from g4spec.runtime.speculate import Cycle, Played
 from g4spec.runtime.target import STEPS, Target
 
@@ -72,6 +75,36 @@ class _Slot:
     def of(cls, seen: torch.Tensor) -> _Slot:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
         return cls(_Numbers(seen), *events)
+
+
+@dataclass(frozen=True, slots=True)
+class Picks:
+    """Chooses drafted tokens (`g4spec.models.spec.Pick`): drafted token i stands behind
+    `positions` [i] and goes to `ids` [i]; `bad` as of `Chosen`."""
+
+    choice: Choice
+    positions: torch.Tensor
+    ids: torch.Tensor
+    bad: torch.Tensor
+
+    def __call__(self, logits: torch.Tensor, at: int) -> torch.Tensor:
+        into = self._into(len(logits), at)
+        positions = self.positions[at : at + len(logits)]
+        return self.choice(logits.contiguous(), positions, into=into).ids
+
+    def best(
+        self, hidden: torch.Tensor, table: Weight, by: Exchange, at: int, cap: float
+    ) -> torch.Tensor | None:
+        """The same from rows [T, H] and the table [V, H] their logits come from; None where these
+        are needed all."""
+        if self.choice.mode != ("greedy",) or not screen.takes(table, self.choice.columns):
+            return None
+        return screen.best(hidden, table, self.choice, by, cap, self._into(len(hidden), at)).ids
+
+    def _into(self, count: int, at: int) -> Chosen:
+        rows = slice(at, at + count)
+        values = torch.empty(count, dtype=torch.float32, device=self.ids.device)
+        return Chosen(self.ids[rows], values, self.bad[rows])
 
 
 class Cycles:
@@ -193,12 +226,8 @@ class Cycles:
         assert self._draft is not None
         self._state.place(on.ids, on.positions, self._draft.mask)
         drafts = on.ids[1:]
-
-        def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
-            rows = slice(at, at + len(logits))
-            into = Chosen(drafts[rows], torch.empty_like(logits[:, 0]), on.unfit[rows])
-            return self._chosen(logits, on.positions[rows], into).ids
-
+        assert self._choice is not None
+        pick = Picks(self._choice, on.positions, drafts, on.unfit)
         drafted = self._draft.fill(on.ids, on.positions, count, pick)
         if drafted.data_ptr() != drafts.data_ptr():  # not what one call of `pick` returned
             drafts[:count].copy_(drafted)

@@ -27,6 +27,9 @@ THREADS = 32 * (CONSUMERS + 1)
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
 """Bytes of shared memory in which a warp keeps a unit's factors; 0 for others."""
 
+UPPER_ROWS = 2048 + 32
+"""Bytes of a unit of 8 rows as `linear_upper` reads them."""
+
 MOST_STAGES = {128: 8, 256: 5}
 """In shared memory, by the rows of a stage."""
 MOST_SLICES, FEW_SLICES = 8, 2
@@ -42,6 +45,7 @@ class Cut:
     Attributes:
         type, unit: quant type, and columns of a unit.
         tiles: of 8 rows of activations. rows: of weights in a stage. stages: in shared memory.
+        upper: only the upper two bits of the codes are read, and activations are bytes.
     """
 
     type: str
@@ -49,11 +53,12 @@ class Cut:
     tiles: int
     rows: int
     stages: int
+    upper: bool = False
 
     @property
     def format(self) -> str:
         """Of the weights, as kernels name it."""
-        return packing.format_name(self.type, self.unit)
+        return packing.format_name(self.type, self.unit) + "Upper" * self.upper
 
     def name(self, kind: str) -> str:
         return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"
@@ -71,16 +76,26 @@ class Cut:
     @property
     def stage(self) -> int:
         """Bytes of a unit: weights and activations."""
-        return self.weights + self.unit // BLOCK * BLOCK_BYTES * self.tiles
+        rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
+        return self.weights + rows * self.tiles
 
     @property
     def weights(self) -> int:
-        """Bytes of a unit's weights."""
-        return packing.unit_bytes(self.type, self.unit) * (self.rows // GROUP)
+        """Bytes that are read of a unit's weights."""
+        lower = packing.PARTS[self.type][1][0].nbytes(self.unit) if self.upper else 0
+        return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // GROUP)
 
 
 @functools.cache
-def cut(type: str, unit: int, groups: int, tiles: int, arch: str, narrow: bool = False) -> Cut:
+def cut(
+    type: str,
+    unit: int,
+    groups: int,
+    tiles: int,
+    arch: str,
+    narrow: bool = False,
+    upper: bool = False,
+) -> Cut:
     """How a matrix of so many groups is multiplied, `narrow`: by stages of 128 rows. The rows of a
     stage are a matter of the matrix and its use: they decide how its K is shared out."""
     wide = (
@@ -91,8 +106,9 @@ def cut(type: str, unit: int, groups: int, tiles: int, arch: str, narrow: bool =
     room = nvrtc.SHARED_LIMIT[arch]
     rows = 256 if wide and Cut(type, unit, 2, 256, 2).shared <= room else 128
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
-    for stages in range(3 if rows == 256 and tiles == 2 else MOST_STAGES[rows], 0, -1):
-        found = Cut(type, unit, tiles, rows, stages)
+    few = rows == 256 and tiles == 2 and not upper
+    for stages in range(3 if few else MOST_STAGES[rows], 0, -1):
+        found = Cut(type, unit, tiles, rows, stages, upper)
         if found.shared <= room:
             return found
     raise AssertionError(f"{type} does not fit into the shared memory of {arch}")
@@ -121,6 +137,15 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
     y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
     _run("linear", how, n, x, weight, by, y, weight.rows, n)
     return y if n > 1 else y[0]
+
+
+def linear_upper(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
+    """About x [T, K], as bytes (see `screen`), times a packed Q6_K matrix [N, K] -> float32 [T, N]:
+    of its codes only the upper two bits are read."""
+    assert weight.type == "q6_k", weight.type
+    y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
+    _run("linear", _cut(x, weight, upper=True), 0, x, weight, by, y, weight.rows, 0)
+    return y
 
 
 def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Rows:
@@ -209,11 +234,11 @@ def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
     return how, n
 
 
-def _cut(x: Rows, weight: Weight, narrow: bool = False) -> Cut:
+def _cut(x: Rows, weight: Weight, **how: bool) -> Cut:
     groups, units = weight.data.shape[:2]
     assert x.width == weight.columns and weight.matrices == 1, (x.width, weight.columns)
     arch = launch.arch(x.data.device.index)
-    return cut(weight.type, weight.columns // units, groups, x.tiles, arch, narrow)
+    return cut(weight.type, weight.columns // units, groups, x.tiles, arch, **how)
 
 
 def _size(weight: Weight, how: Cut) -> tuple[int, int]:
@@ -251,6 +276,9 @@ def _units() -> list[Unit]:
                 for type in packing.PARTS for unit in ((256,) if type.endswith("_k") else (64, 256))
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
+        for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):
+            part = cut("q6_k", 256, groups, tiles, arch, upper=True)
+            names[part.name("linear")] = part.shared
         for tiles in (1, 2):
             for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
                 a, b = (cut(type, 256, 2, tiles, arch) for type in types)

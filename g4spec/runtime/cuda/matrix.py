@@ -102,6 +102,13 @@ class Matrix:
         return Weight(self.type, data, rows, self.columns)
 
 
+def weight_of(w: Matrix | torch.Tensor) -> Weight:
+    """Matrices by themselves, or numbers [matrices, rows, columns]."""
+    if isinstance(w, Matrix):
+        return w.alone
+    return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))
+
+
 def join(matrices: Sequence[Matrix]) -> None:
     """Pack matrices with the same columns, those of one type behind each other."""
     if any(m.packed for m in matrices):

@@ -33,14 +33,14 @@ from g4spec.runtime.cuda import (
     torch_experts,
 )
 from g4spec.runtime.cuda.attention_window import Unfinished
-from g4spec.runtime.cuda.cycle import Cycles
+from g4spec.runtime.cuda.cycle import Cycles, Picks
 from g4spec.runtime.cuda.dequant import Weight
 from g4spec.runtime.cuda.experts import Buffers, Experts, Shape
 from g4spec.runtime.cuda.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.loading import Uploader
 from g4spec.runtime.cuda.long_reader import LongReader
-from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, join
+from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, join, weight_of
 from g4spec.runtime.cuda.rows import Residual, Rows
 from g4spec.runtime.cuda.sampler import CudaSampler
 from g4spec.runtime.ops import Graph, Ops, Reader, Run, Spans
@@ -48,7 +48,7 @@ from g4spec.runtime.simple_ops import in_order
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer, Reach
+    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer, Pick, Reach
     from g4spec.runtime.sampling import Sampler
     from g4spec.runtime.speculate import Player
     from g4spec.runtime.target import Target
@@ -275,6 +275,15 @@ class CudaOps(Ops):
         z = self.linear(hidden, table)
         return elementwise.softcap(z, cap, scale) if cap or scale != 1.0 else z
 
+    def pick(
+        self, hidden: torch.Tensor, table: Any, pick: Pick, at: int, cap: float = 0.0
+    ) -> torch.Tensor:
+        if isinstance(pick, Picks) and isinstance(table, Matrix) and self._as_rows(hidden):
+            ids = pick.best(hidden, table.alone, self._exchange, at, cap)
+            if ids is not None:
+                return ids
+        return super().pick(hidden, table, pick, at, cap)
+
     def experts(
         self,
         x: Any,
@@ -286,7 +295,7 @@ class CudaOps(Ops):
         activation: Activation,
     ) -> torch.Tensor:
         if len(x) <= rows.MOST:
-            stacks = [_stack(w) for w in (gate, up, down) if w is not None]
+            stacks = [weight_of(w) for w in (gate, up, down) if w is not None]
             if self.portable and all(portable.takes(w) for w in stacks):
                 return self._visits(x, ids, weights, stacks, activation)
             self.without_kernel.add("experts")
@@ -389,10 +398,3 @@ class CudaOps(Ops):
                 return portable.linear(products.numbers(x), weight)
             self.without_kernel.add(f"linear ({weight.type or str(weight.data.dtype)[6:]})")
         return products.product(x, weight, split=not self.portable)
-
-
-def _stack(w: Any) -> Weight:
-    """Matrices of experts, of numbers or not."""
-    if isinstance(w, Matrix):
-        return w.alone
-    return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))

@@ -42,7 +42,7 @@ Index = tuple[int, ...]
 
 PLACE: dict[int, Callable[[int, int, int], tuple[int, int]]] = {
     4: lambda j, h, e1: (j, 8 * e1 + 4 * h),
-    2: lambda j, h, e1: (j // 2, (4 + 8 * (j % 2) + 4 * h + 2 * e1) % 16),
+    2: lambda j, h, e1: (j // 2, (2 - 2 * (j % 2) if h else 4 + 2 * (j % 2)) + 8 * e1),
     1: lambda j, h, e1: (0, (4, 8, 0, 12)[2 * e1 + h] + j),
 }
 """Bits of a code -> word among the lane's words of 64 columns, lowest bit there (for e0 = 0)."""

@@ -1,16 +1,11 @@
 // From logits [T, V] to tokens, as `g4spec.runtime.sampling` defines it.
-//
-// Candidates are 64-bit keys, larger for larger values and then for lower columns: no two are equal,
-// so that a maximum does not depend on the order in which it is taken. NaN is above all numbers.
+#include "logits.cuh"
 #include "random.cuh"
 #include "reduce.cuh"
 
 enum {
-  THREADS = 256,  // of a block
-  QUADS = 4,      // 16-byte loads of a thread
-  SPAN = THREADS * QUADS * 4,  // columns of a block
-  LAST = 512,     // threads that end a row of top-k
-  PER = 16,       // keys of each
+  LAST = 512,  // threads that end a row of top-k
+  PER = 16,    // keys of each
 };
 
 struct Sampling {  // in device memory
@@ -19,88 +14,9 @@ struct Sampling {  // in device memory
   int top_k;
 };
 
-struct Logits {
-  const float* z;          // [rows, columns], raw
-  const i64* positions;    // [rows], of the rows; a choice goes `ahead` positions further
-  const u32* suppressed;   // bit per column, or null
-  int columns, ahead;
-  float cap;               // a logit is cap tanh(z / cap), or z without
-  float third = 1.0f / (3.0f * cap * cap);
-
-  DEVICE float value(float x) const {
-    if (x == lowest()) return x;
-    return cap > 0.0f ? cap * tanhf(x / cap) : x;
-  }
-  // The smallest raw logit whose value may round to that of `most`.
-  DEVICE float equal_from(float most) const {
-    if (cap == 0.0f) return most;
-    const float t = tanhf(most / cap), slope = 1.0f - t * t;
-    if (!(slope > 1e-6f)) return -3.4e38f;
-    return most - fabsf(most) * 5e-7f - cap * 1e-6f / slope;
-  }
-  // Not below the value of a raw logit: tanh(y) <= y, and below 0 tanh(y) <= min(y - y^3 / 3, 0).
-  DEVICE float at_most(float x) const {
-    return cap > 0.0f && x < 0.0f ? fminf(x - x * x * x * third, 0.0f) : x;
-  }
-  DEVICE float load(int row, int column) const {
-    const bool out = column >= columns || (suppressed && suppressed[column / 32] >> column % 32 & 1);
-    return out ? lowest() : __ldcg(z + (i64)row * columns + column);
-  }
-  // Columns start + 4 THREADS j + e of a row; -inf where suppressed or out of range.
-  DEVICE void load(float (&v)[QUADS][4], int row, int start) const {
-    const float* p = z + (i64)row * columns;
-    u32 out[QUADS];
-#pragma unroll
-    for (int j = 0; j < QUADS; ++j) {
-      const int first = start + j * THREADS * 4;
-      if (columns % 4 == 0 && first < columns) {
-        const float4 x = __ldcg((const float4*)(p + first));
-        v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) v[j][e] = first + e < columns ? __ldcg(p + first + e) : lowest();
-      }
-      out[j] = suppressed && first < columns ? suppressed[first / 32] >> first % 32 : 0;
-    }
-#pragma unroll
-    for (int j = 0; j < QUADS; ++j)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (out[j] >> e & 1) v[j][e] = lowest();
-  }
-  static DEVICE float lowest() { return __int_as_float(0xff800000); }
-};
-
-DEVICE u64 key_of(float value, int column) {  // above 0
-  const u32 bits = value != value ? 0x7fffffffu : __float_as_uint(value + 0.0f);  // -0 is 0
-  return (u64)(bits >> 31 ? ~bits : bits | 0x80000000u) << 32 | (0xffffffffu - (u32)column);
-}
-DEVICE float value_of(u64 key) {
-  const u32 bits = (u32)(key >> 32);
-  return __uint_as_float(bits >> 31 ? bits & 0x7fffffffu : ~bits);
-}
-DEVICE bool finite(u64 key) {  // 0 is not
-  const float v = value_of(key);
-  return v - v == 0.0f;
-}
-DEVICE int column_of(u64 key) { return (int)(0xffffffffu - (u32)key); }
-
-struct Highest {
-  DEVICE u64 operator()(u64 a, u64 b) const { return a > b ? a : b; }
-};
-DEVICE u64 highest_of_warp(u64 key) {
-#pragma unroll
-  for (int step = 16; step; step /= 2) key = Highest()(key, __shfl_xor_sync(FULL, key, step));
-  return key;
-}
-
 DEVICE float noisy(float value, const Sampling& s, float noise) {
   return __fdiv_rn(value, s.temperature) + noise;
 }
-
-#define LOGITS                                                                                \
-  const float *z, const i64 *positions, const u32 *suppressed, int columns, int ahead, float cap
-#define LOGITS_GIVEN {z, positions, suppressed, columns, ahead, cap}
 
 // What a warp knows of its columns before it looks at each: the largest raw logit, and whether any
 // is NaN.
@@ -231,49 +147,9 @@ __global__ void best_end(LOGITS, const u64* keys, int blocks, int rows, i64* ids
   if (threadIdx.x % 32 == 0) Chosen{ids, values, bad}.write(LOGITS_GIVEN, row, key, SAMPLED);
 }
 
-// The largest bound that at least k threads reach: 0 if fewer than k have a key. Keys are unique, so
-// just k threads reach it then.
-DEVICE u64 bound_of(u64 head, int k) {
-  u64 bound = 0;
-  for (int bit = 63; bit >= 0; --bit) {
-    const u64 more = bound | 1ull << bit;
-    const int n = __syncthreads_count(head >= more);
-    if (n >= k) bound = more;
-    if (n == k) break;
-  }
-  return bound;
-}
-
-// All of a block's keys (N a thread, 0: none) that may be among the k largest -> `list`; how many.
-// What the k-th largest of the threads' own largest keys is bounds them from below; only k threads
-// hold anything above that, so there are at most k N.
-template <int N>
-DEVICE int candidates(const u64 (&keys)[N], int k, u64* list, int* count) {
-  u64 head = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) head = Highest()(head, keys[i]);
-  if (threadIdx.x == 0) *count = 0;
-  const u64 bound = bound_of(head, k), least = bound ? bound : 1;
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (keys[i] >= least) list[atomicAdd(count, 1)] = keys[i];
-  __syncthreads();
-  return *count;
-}
-
-// The k largest of n keys, in order. Ranks are counted: who wrote a key where makes no difference.
-DEVICE void in_order(const u64* list, int n, int k, u64* out) {
-  for (int i = threadIdx.x; i < n; i += blockDim.x) {
-    int above = 0;
-#pragma unroll 8
-    for (int j = 0; j < n; ++j) above += list[j] > list[i];
-    if (above < k) out[above] = list[i];
-  }
-}
-
 // The top-k keys of each span of columns, and maybe some more, [rows, blocks, K]; 0 behind the last.
-template <int K>  // room for the k of any sampler
+// k is the sampler's, or K without one.
+template <int K>
 __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling, u64* keys) {
   grid_launch();
   __shared__ u64 list[K * QUADS * 4];
@@ -283,7 +159,7 @@ __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling,
   grid_wait();
   float v[QUADS][4];
   logits.load(v, row, start);
-  const int k = sampling->top_k;
+  const int k = sampling ? sampling->top_k : K;
   u64 mine[QUADS * 4];
 #pragma unroll
   for (int i = 0; i < QUADS * 4; ++i) {

@@ -18,7 +18,7 @@ DEVICE constexpr int fifth(int r, int e, int j) {
 }
 // Where its two upper bits stand; a word serves two k16.
 DEVICE constexpr int upper(int r, int e, int j) {
-  return e % 2 * 16 + (4 + e / 2 * 2 + r * 4 + j % 2 * 8) % 16;
+  return e % 2 * 16 + e / 2 * 8 + (r ? 2 - j % 2 * 2 : 4 + j % 2 * 2);
 }
 
 using Values = float[2][4][4];  // [row][k16][e]

@@ -25,18 +25,18 @@ struct Units {
 
   DEVICE Units(const Work& w, const Run& run) {
     k = run.begin - run.group * w.units;
-    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * F::UNIT_BYTES;
+    weights = w.weights + ((i64)run.group * HALVES * w.units + k) * In<F>::WHOLE + In<F>::FIRST;
   }
   DEVICE void next(const Work& w) {
-    weights += F::UNIT_BYTES;
+    weights += In<F>::WHOLE;
     if (++k < w.units) return;
     k = 0;
-    weights += (i64)(HALVES - 1) * w.units * F::UNIT_BYTES;
+    weights += (i64)(HALVES - 1) * w.units * In<F>::WHOLE;
   }
   DEVICE void copy_weights(const Work& w, u8* to, u64* full, int lane) const {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
-      const u8* from = weights + (i64)half * w.units * F::UNIT_BYTES;
+      const u8* from = weights + (i64)half * w.units * In<F>::WHOLE;
 #if ARCH >= 900
       bulk_copy_once(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full);
 #else

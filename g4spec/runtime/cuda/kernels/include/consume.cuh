@@ -15,8 +15,8 @@ constexpr int THREADS = 32 * (CONSUMERS + 1);
 DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
 
 struct Work {
-  const u8* weights;       // [groups of 128][units][F::UNIT_BYTES]
-  const u8* rows;          // [units][F::UNIT / 64][ACT_BYTES * NT]
+  const u8* weights;       // [groups of 128][units][In<F>::WHOLE]
+  const u8* rows;          // [units][In<F>::ROWS * NT]
   const float* row_scale;  // [16] or null
   float* partial;          // [CTAs][2 * NT * 4][threads of a group]
   u32* arrived;            // [groups], zero before and after
@@ -148,7 +148,7 @@ constexpr int LEFT = ROWS * 8 * NT * 4;
 template <class F, int NT, int ROWS>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
-  static constexpr int ROWS_BYTES = F::UNIT / 64 * ACT_BYTES * NT;
+  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;
   static constexpr int FILL = WEIGHTS + ROWS_BYTES;
   static constexpr int BYTES = FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>;
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;

@@ -17,6 +17,13 @@ constexpr int GROUP = 128;           // rows of weights packed together
 constexpr u32 MAGIC = 0x64006400u;   // 1024.0 twice in half precision
 constexpr int SUBNORMAL = 1 << 24;   // a code over what its bits are as a half
 
+// Bytes of a unit of a format in memory, of them those that are not read, at the start, and bytes of
+// 8 rows of activations.
+template <class F>
+struct In {
+  static constexpr int WHOLE = F::UNIT_BYTES, FIRST = 0, ROWS = F::UNIT / 64 * ACT_BYTES;
+};
+
 template <int NT>
 using Acc = float[2][NT][4];  // [tile][8 tokens][rows g, g, g + 8, g + 8 x tokens 2t, 2t + 1]
 

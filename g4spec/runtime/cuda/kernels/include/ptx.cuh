@@ -84,6 +84,12 @@ DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 // (a & b) | c in one instruction.
 DEVICE u32 and_or(u32 a, u32 b, u32 c) { return lop3<0xea>(a, b, c); }
 DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+// The same by a selector that is known to have no number above 7: __byte_perm masks it.
+DEVICE u32 selected(u32 a, u32 b, u32 selector) {
+  u32 d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  return d;
+}
 // 32 bits of high:low from bit `shift` on, 0 to 63.
 DEVICE u32 bits_from(u32 low, u32 high, u32 shift) {
   return shift < 32 ? __funnelshift_r(low, high, shift) : high >> (shift - 32);
@@ -170,6 +176,14 @@ DEVICE void mma_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, const floa
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1),
         "f"(c[0]), "f"(c[1]), "f"(c[2]), "f"(c[3]));
+}
+// The same of bytes with signs, D += A[16 x 32] B[32 x 8] in whole numbers: columns (rows) 4t .. 4t + 3
+// and 4t + 16 .. 4t + 19.
+DEVICE void mma_s8(u32 (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 template <int N>

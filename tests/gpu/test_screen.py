@@ -1,0 +1,114 @@
+"""The best of a large table from the upper bits of its codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from g4spec import quant
+from g4spec.quant.formats import q6_k
+from g4spec.runtime.cuda import linear, screen
+from g4spec.runtime.cuda.choose import SPAN, Choice, Chosen
+from g4spec.runtime.cuda.matrix import Matrix
+from tests.gpu.device import DEVICE
+
+pytestmark = pytest.mark.gpu
+
+
+def table(n: int, k: int, seed: int = 1) -> tuple[Matrix, torch.Tensor, torch.Tensor]:
+    """A random matrix in Q6_K on the GPU, its values, and those by their upper bits."""
+    g = torch.Generator().manual_seed(seed)
+    raw = quant.get("q6_k").quantize((torch.randn(n, k, generator=g) / k**0.5).numpy())
+    exact = quant.get("q6_k").dequantize(raw)
+    blocks = raw.view(q6_k.DTYPE).reshape(n, k // 256)
+    d, scale = blocks["d"].astype(np.float32)[..., None], blocks["scale"].astype(np.float32)
+    both = d * scale, d * (scale // 4) * 4
+    step, upper = (np.repeat(x, 16, axis=2).reshape(n, k) for x in both)
+    code = np.rint(exact / np.where(step == 0, 1, step)) + 32
+    coarse = upper * (code // 16 * 16 - 24)
+    on = Matrix("q6_k", torch.from_numpy(raw).to(DEVICE), n, k)
+    return on, torch.from_numpy(exact), torch.from_numpy(coarse.astype(np.float32))
+
+
+def in_bytes(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] as units of 256 bytes with a scale each hold it."""
+    units = x.unflatten(1, (-1, 256))
+    scale = units.abs().amax(2, keepdim=True) / 127
+    return ((units / scale).round() * scale).flatten(1)
+
+
+def chosen(count: int) -> Chosen:
+    return Chosen(torch.full((count,), -1, device=DEVICE), torch.zeros(count, device=DEVICE),
+                  torch.full((count,), 7, dtype=torch.int32, device=DEVICE))  # fmt: skip
+
+
+@pytest.fixture
+def huge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small matrices are multiplied as large ones are."""
+    monkeypatch.setattr(linear, "HUGE", 2)
+    linear.cut.cache_clear()
+    yield
+    linear.cut.cache_clear()
+
+
+@pytest.mark.parametrize("n,k", [(200, 256), (1280, 512), (512, 1280)])
+def test_upper_bits(n: int, k: int, huge: None) -> None:
+    """Right, and no row depends on those beside it."""
+    weight, _, coarse = table(n, k)
+    by = linear.Exchange(torch.device(DEVICE))
+    x = 3 * torch.randn(16, k, generator=torch.Generator().manual_seed(k)).to(DEVICE)
+    whole = linear.linear_upper(screen.byte_rows(x), weight.alone, by)
+    want = in_bytes(x.cpu()) @ coarse.t()
+    assert float((whole.cpu() - want).abs().max() / want.abs().max()) < 1e-5
+    for count in (1, 8, 9):
+        part = linear.linear_upper(screen.byte_rows(x[:count].contiguous()), weight.alone, by)
+        assert torch.equal(part, whole[:count]), count
+    assert not by.arrived.any()
+
+
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_the_best_of_those_that_can_win(cap: float) -> None:
+    """The choice is the best of what the upper bits find, and nearly always the best of all; no row
+    depends on those beside it."""
+    n, k = 8192, 256
+    weight, exact, coarse = table(n, k)
+    by, x = linear.Exchange(torch.device(DEVICE)), torch.randn(16, k) * 3
+    suppressed = int((x[0] @ exact.t()).argmax())
+    choice = Choice(n, DEVICE, suppress=(suppressed,))
+    z, found = x @ exact.t(), in_bytes(x) @ coarse.t()
+    z[:, suppressed] = found[:, suppressed] = -torch.inf
+    got = screen.best(x.to(DEVICE), weight.alone, choice, by, cap, chosen(16))
+    assert not got.bad.any()
+    ids, best = got.ids.cpu(), z.argmax(1)
+    spans = [part.topk(screen.OF_SPAN).indices for part in found.split(SPAN, dim=1)]
+    candidates = torch.cat([ids + i * SPAN for i, ids in enumerate(spans)], dim=1)
+    want = candidates.gather(1, z.gather(1, candidates).argmax(1, keepdim=True))[:, 0]
+    assert int((ids != want).sum()) <= 1 and int((ids != best).sum()) <= 2
+    value = z.gather(1, ids[:, None])[:, 0]
+    value = cap * torch.tanh(value / cap) if cap else value
+    assert torch.allclose(got.values.cpu(), value, rtol=1e-5, atol=1e-5)
+    for count in (1, 15):
+        part = screen.best(x[:count].to(DEVICE), weight.alone, choice, by, cap, chosen(count))
+        assert torch.equal(part.ids, got.ids[:count])
+        assert torch.equal(part.values, got.values[:count])
+
+
+def test_what_is_not_finite_is_reported() -> None:
+    n, k = 8192, 256
+    weight, exact, _ = table(n, k)
+    by, x = linear.Exchange(torch.device(DEVICE)), torch.randn(3, k)
+    x[1, 5] = torch.nan
+    got = screen.best(x.to(DEVICE), weight.alone, Choice(n, DEVICE), by, 0.0, chosen(3))
+    assert got.bad.tolist() == [0, 1, 0]
+    assert int(got.ids[0]) == int((x[0] @ exact.t()).argmax())
+
+
+def test_what_it_takes() -> None:
+    weight = table(256, 256)[0].alone
+    assert not screen.takes(weight, 256)  # small
+    large = type(weight)("q6_k", weight.data, 262_144, 5376)
+    assert screen.takes(large, 262_144) and not screen.takes(large, 262_143)
+    assert not screen.takes(type(weight)("q4_k", weight.data, 262_144, 5376), 262_144)
