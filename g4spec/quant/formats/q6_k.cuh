@@ -2,53 +2,6 @@
 #pragma once
 #include "product.cuh"
 
-// Two signed bytes of `four` that `which` names, as halves: exact.
-DEVICE u32 signed_halves(u32 four, u32 which) {
-  return sub_half2(permute(four, MAGIC, which) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
-}
-
-// What a code of zero takes away. Scales are whole numbers: a product of them with the sums of the
-// activations, which are two halves each. The unit's first and last 8 groups are the two sides of
-// its K.
-template <int NT>
-struct ScaleSums {
-  u32 own, sums;  // offsets
-
-  // `header`: where a unit has its scales.
-  DEVICE ScaleSums(int header, int warp, int lane) {
-    const int g = lane / 4, t = lane % 4;
-    own = now(header + (warp % 4 * 32 + g) * 16 + t * 2);
-    sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
-  }
-
-  // `zero`: of rows g and g + 8 of both tiles.
-  DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, float4 zero) const {
-    uint2 s[NT][2];
-    u32 a[2][2][2];
-#pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      const u8* from = act + sums + side * 2 * ACT_BYTES * NT;
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        a[i / 2][side][i % 2] = signed_halves(*(const u16*)(unit + own + i * 128 + side * 8), 0x5150);
-    }
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      const auto& x = a[tile];
-      const u32 of[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) {
-        float c[4] = {0, 0, 0, 0};
-        mma_f16(c, of, s[nt][0].x, s[nt][1].x, c);
-        mma_f16(c, of, s[nt][0].y, s[nt][1].y, c);
-        fold(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
-      }
-    }
-  }
-};
-
 struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
@@ -78,13 +31,12 @@ struct Q6K {
     static constexpr int ZEROS = 2048;  // in scratch
     using Operands = KOperands<NT, uint2>;
     float share;  // of d
-    u32 codes, upper, header, d, rows;  // offsets
-    u8* put;                            // in scratch
+    u32 codes, upper, header, d, rows, own, sums;  // offsets
+    u8* put;                                       // in scratch
     const u8* scales;
-    ScaleSums<NT> zeros;
 
-    DEVICE Lane(u8* scratch, int warp, int lane) : zeros(warp / 4 * UNIT_BYTES + SCALES, warp, lane) {
-      const int unit = warp / 4 * UNIT_BYTES;
+    DEVICE Lane(u8* scratch, int warp, int lane) {
+      const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES;
       const int at = warp % 4 * 256 + lane, row = warp % 4 * 32;
       share = now(SUBNORMAL * (lane & 8 ? 0.0625f : 1.0f));
       codes = now(unit + at * 16);
@@ -92,8 +44,10 @@ struct Q6K {
       header = now(unit + SCALES + (row + lane) * 16);
       d = now(unit + D + (row + lane) * 2);
       rows = now(lane * 16);
+      own = now(unit + SCALES + (row + g) * 16 + t * 2);
+      sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
       put = kept(scratch + row_slot(lane) * 4);
-      scales = kept(scratch + lane / 4 * 16);
+      scales = kept(scratch + g * 16);
     }
 
     DEVICE void store(const Factors& f) const {
@@ -115,7 +69,7 @@ struct Q6K {
 #pragma unroll
         for (int h = 0; h < 2; ++h) add(acc, own, j, h);
       }
-      zeros.add(acc, unit, act, *(const float4*)(scales + ZEROS));
+      subtract_zeros(acc, unit + own, act + sums);
     }
 
     // 32 k, which are two groups.
@@ -155,13 +109,47 @@ struct Q6K {
       a[1][1] = and_or(other, 0x03000300u, a[1][1]);
       a[1][3] = and_or(h, 0x03000300u, a[1][3]);
     }
+
+    // Scales are whole numbers: a product of them with the sums of the activations, which are two
+    // halves each. The unit's first and last 8 groups are the two sides of its K.
+    DEVICE void subtract_zeros(Acc<NT>& acc, const u8* own, const u8* sums) const {
+      const float4 zero = *(const float4*)(scales + ZEROS);
+      uint2 s[NT][2];
+      u32 a[2][2][2];
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const u8* from = sums + side * 2 * ACT_BYTES * NT;
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          a[i / 2][side][i % 2] = halves(*(const u16*)(own + i * 128 + side * 8));
+      }
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const auto& x = a[tile];
+        const u32 of[4] = {x[0][0], x[0][1], x[1][0], x[1][1]};
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          float c[4] = {0, 0, 0, 0};
+          mma_f16(c, of, s[nt][0].x, s[nt][1].x, c);
+          mma_f16(c, of, s[nt][0].y, s[nt][1].y, c);
+          fold(acc[tile][nt], c, tile ? zero.z : zero.x, tile ? zero.w : zero.y);
+        }
+      }
+    }
+
+    // Two signed bytes as halves: exact.
+    static DEVICE u32 halves(u32 two) {
+      return sub_half2(permute(two, MAGIC, 0x5150) ^ 0x00800080u, 0x64806480u);  // 1024 + 128
+    }
   };
 };
 
-// The upper two bits u of Q6_K's codes alone, which take 39 % of its bytes: a value is about
-// d * scale * (16 u - 24), for the four lower bits add 7.5 in the mean. Activations are bytes with a
-// scale for each unit, and so are these values with the upper six bits of a scale: what is left out of
-// both matters little beside the lower bits. A unit is one sum of whole numbers.
+// The upper two bits u of Q6_K's codes alone, with scales 39 % of its bytes: a value is about
+// d * scale * (16 u - 24), for the four lower bits add 7.5 in the mean. With the upper six bits of a
+// scale these are bytes, and so are activations, with a scale for each unit: what both leave out
+// matters little beside the lower bits. A unit is one sum of whole numbers.
 struct Q6KUpper {
   static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER, SCRATCH = 2048;
   static constexpr int SCALES = Q6K::SCALES - Q6K::UPPER, D = Q6K::D - Q6K::UPPER;
@@ -179,10 +167,10 @@ struct Q6KUpper {
       for (int tile = 0; tile < 2; ++tile) bits[tile] = ((const uint2*)uppers)[tile * 128 + k64 * 32];
       const uint4* p = (const uint4*)rows + k64 * 32 * NT;
 #pragma unroll
-      for (int i = 0; i < NT; ++i) {
+      for (int i = 0; i < NT; ++i) {  // both halves of one tile, or a half of both
         const uint4 v = p[i * 32];
-        u32(&first)[2] = NT == 1 ? b[0][0] : b[i][0], (&second)[2] = NT == 1 ? b[1][0] : b[i][NT - 1];
-        first[0] = v.x, first[1] = v.y, second[0] = v.z, second[1] = v.w;
+        const int h = NT == 1 ? 1 : i, nt = NT - 1;
+        b[i][0][0] = v.x, b[i][0][1] = v.y, b[h][nt][0] = v.z, b[h][nt][1] = v.w;
       }
     }
   };

@@ -25,7 +25,7 @@ CONSUMERS = 8
 THREADS = 32 * (CONSUMERS + 1)
 
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
-"""Bytes of shared memory in which a warp keeps a unit's factors; 0 for others."""
+"""Bytes of shared memory in which a warp keeps a unit's factors, at most; 0 for others."""
 
 UPPER_ROWS = 2048 + 32
 """Bytes of a unit of 8 rows as `linear_upper` reads them."""
@@ -142,7 +142,7 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
 def linear_upper(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
     """About x [T, K], as bytes (see `screen`), times a packed Q6_K matrix [N, K] -> float32 [T, N]:
     of its codes only the upper two bits are read."""
-    assert weight.type == "q6_k", weight.type
+    assert weight.type == "q6_k" and x.data.shape[1] == UPPER_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
     _run("linear", _cut(x, weight, upper=True), 0, x, weight, by, y, weight.rows, 0)
     return y

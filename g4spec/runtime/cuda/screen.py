@@ -83,4 +83,4 @@ def best(
     return choice.end(full, into)
 
 
-UNITS = [Unit("screen.cu", ("byte_rows", LARGEST, IN_FULL), max_registers=64)]
+UNITS = [Unit("screen.cu", ("byte_rows", LARGEST, IN_FULL), linear.ARCHS, max_registers=112)]
