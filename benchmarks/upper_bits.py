@@ -1,0 +1,84 @@
+"""What the upper two bits of a Q6_K table know of the best token (`g4spec.runtime.cuda.screen`).
+
+For each row from which a draft of the bundled family reads a token, on a CPU: the place of the best
+one when all are ordered by these bits alone; then the same of those that were accepted.
+
+    python benchmarks/upper_bits.py
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from g4spec import convert, quant
+from g4spec.gguf import GGUF
+from g4spec.models.dflash_drafter import Drafter
+from g4spec.quant.formats import q6_k
+from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.sampling import Sampler
+
+FAMILY = Path(__file__).parent.parent / "examples" / "tiny"
+PROMPTS = ("The ", "Once upon a time", "def main():", "In the year", "She said that", "A list of",
+           "What is", "import numpy")  # fmt: skip
+
+
+def tables(raw: np.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values of Q6_K rows, and those by the upper bits of codes and of scales."""
+    exact = quant.get("q6_k").dequantize(raw).reshape(len(raw), -1)
+    blocks = raw.view(q6_k.DTYPE).reshape(len(raw), -1)
+    d, scale = blocks["d"].astype(np.float32)[..., None], blocks["scale"].astype(np.float32)
+    both = d * scale, d * (scale // 4) * 4
+    step, upper = (np.repeat(x, 16, axis=2).reshape(exact.shape) for x in both)
+    code = np.rint(exact / np.where(step == 0, 1, step)) + 32
+    coarse = (upper * (code // 16 * 16 - 24)).astype(np.float32)
+    return torch.from_numpy(exact), torch.from_numpy(coarse)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "target.gguf"
+        convert.convert(FAMILY / "target", target, type="q6_k")
+        file, name = GGUF(target), "token_embd.weight"
+        exact, coarse = tables(np.array(file.raw(name)).reshape(file.tensors[name].shape[0], -1))
+        print(f"error {float((coarse - exact).std() / exact.std()):.3f} of the weights")
+        for name in ("dflash", "dflash-speculators"):
+            draft = Path(folder) / f"{name}.gguf"
+            convert.convert(FAMILY / name, draft, target=FAMILY / "target", type="q8_0")
+            every, accepted = rows(Engine.load(target, draft, n_ctx=1024, device="cpu"))
+            for label, x in (("all", every), ("accepted", accepted)):
+                best, found = (x @ exact.t()).argmax(1, keepdim=True), x @ coarse.t()
+                place = (found > found.gather(1, best)).sum(1)
+                shares = [f"{n}: {float((place < n).double().mean()):.4f}" for n in (1, 4, 16, 64)]
+                print(name, label, len(x), "within", *shares, "last", int(place.max()) + 1)
+
+
+def rows(engine: Engine) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [T, H] from which proposals were read, and of these such that were accepted."""
+    every, accepted = list[torch.Tensor](), list[torch.Tensor]()
+    block = Drafter.block
+
+    def noted(self: Drafter, anchor: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, logits = block(self, anchor, position)
+        every.append(self.drafting(hidden, len(logits)).clone())
+        return hidden, logits
+
+    Drafter.block = noted  # type: ignore[method-assign]
+    for prompt in PROMPTS:
+        ids = engine.tokenizer.encode(prompt)
+        for cycle in engine.generate(ids, Options(64, Sampler(), 15, ignore_eos=True)):
+            if cycle.drafted:
+                accepted.append(every[-1][: cycle.accepted])
+    Drafter.block = block  # type: ignore[method-assign]
+    return torch.cat(every), torch.cat(accepted)
+
+
+if __name__ == "__main__":
+    main()
