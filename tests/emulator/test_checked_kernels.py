@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda import launch, linear, prefill_attention, rows
+from g4spec.runtime.cuda import launch, linear, prefill_attention, rows, screen
+from g4spec.runtime.cuda.choose import Choice, Chosen
 from g4spec.runtime.cuda.kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill_attention import HeadWeights
@@ -72,6 +73,16 @@ def test_teams_that_take_turns_with_an_odd_number_of_stages() -> None:
     x = rows.pack_rows(torch.randn(12, 24 * 256, generator=g))
     first, *more = (linear.linear(x, matrix.alone, by) for _ in range(8))
     assert all(torch.equal(first, y) for y in more)  # in whatever order copies arrive
+
+
+def test_the_best_of_a_table_by_its_upper_bits() -> None:
+    g, by = torch.Generator().manual_seed(0), linear.Exchange(torch.device("cpu"))
+    by.count = 3  # CTAs share groups, and more units come than there are stages
+    table, values = parity.matrix(g, "q6_k", 300, 9 * 256)
+    wanted = torch.randint(300, (9,), generator=g)
+    into = Chosen(torch.zeros_like(wanted), torch.zeros(9), torch.zeros(9, dtype=torch.int32))
+    screen.best(values[wanted].contiguous(), table.alone, Choice(300, "cpu"), by, 30.0, into)
+    assert torch.equal(into.ids, wanted) and not into.bad.any()
 
 
 @pytest.mark.parametrize(("dim", "group", "window"), [(256, 2, 100), (512, 2, None)])
