@@ -93,8 +93,8 @@ class Unit:
             return word >> first + j + high & 1
         if self.name == "q6_k":
             word = self.u32(self.sizes["q"] + 4 * (2 * at + j // 2))
-            fields = {0: {(0, 0): 4, (0, 1): 6, (1, 0): 8, (1, 1): 10},
-                      1: {(0, 0): 12, (0, 1): 14, (1, 0): 0, (1, 1): 2}}  # fmt: skip
+            fields = {0: {(0, 0): 4, (0, 1): 12, (1, 0): 2, (1, 1): 10},
+                      1: {(0, 0): 6, (0, 1): 14, (1, 0): 0, (1, 1): 8}}  # fmt: skip
             return word >> fields[j % 2][h, e // 2] + high & 3
         return 0
 

@@ -167,7 +167,7 @@ def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monke
     for sampler in (HOT, GREEDY):
         assert not done
         did, by_loop = (
-            cycles(engine, options(15, 10, sampler), parts=parts, prompt=PROMPT[:24])[1]
+            cycles(engine, options(15, 6, sampler), parts=parts, prompt=PROMPT[:24])[1]
             for parts in (False, True)
         )
         assert [c[:2] for c in did] == [c[:2] for c in by_loop]
