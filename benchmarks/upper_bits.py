@@ -11,35 +11,22 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from g4spec import convert, quant
+from g4spec import convert
 from g4spec.gguf import GGUF
 from g4spec.models.dflash_drafter import Drafter
-from g4spec.quant.formats import q6_k
 from g4spec.runtime.engine import Engine, Options
 from g4spec.runtime.sampling import Sampler
+from tests.upper_bits import tables
 
 FAMILY = Path(__file__).parent.parent / "examples" / "tiny"
 PROMPTS = ("The ", "Once upon a time", "def main():", "In the year", "She said that", "A list of",
            "What is", "import numpy")  # fmt: skip
-
-
-def tables(raw: np.ndarray[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values of Q6_K rows, and those by the upper bits of codes and of scales."""
-    exact = quant.get("q6_k").dequantize(raw).reshape(len(raw), -1)
-    blocks = raw.view(q6_k.DTYPE).reshape(len(raw), -1)
-    d, scale = blocks["d"].astype(np.float32)[..., None], blocks["scale"].astype(np.float32)
-    both = d * scale, d * (scale // 4) * 4
-    step, upper = (np.repeat(x, 16, axis=2).reshape(exact.shape) for x in both)
-    code = np.rint(exact / np.where(step == 0, 1, step)) + 32
-    coarse = (upper * (code // 16 * 16 - 24)).astype(np.float32)
-    return torch.from_numpy(exact), torch.from_numpy(coarse)
 
 
 def main() -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 
 from g4spec import quant
-from g4spec.quant.formats import q6_k
 from g4spec.runtime.cuda import linear, screen
 from g4spec.runtime.cuda.choose import SPAN, Choice, Chosen
 from g4spec.runtime.cuda.matrix import Matrix
 from tests.gpu.device import DEVICE
+from tests.upper_bits import tables
 
 pytestmark = pytest.mark.gpu
 
@@ -22,15 +21,7 @@ def table(n: int, k: int, seed: int = 1) -> tuple[Matrix, torch.Tensor, torch.Te
     """A random matrix in Q6_K on the GPU, its values, and those by their upper bits."""
     g = torch.Generator().manual_seed(seed)
     raw = quant.get("q6_k").quantize((torch.randn(n, k, generator=g) / k**0.5).numpy())
-    exact = quant.get("q6_k").dequantize(raw)
-    blocks = raw.view(q6_k.DTYPE).reshape(n, k // 256)
-    d, scale = blocks["d"].astype(np.float32)[..., None], blocks["scale"].astype(np.float32)
-    both = d * scale, d * (scale // 4) * 4
-    step, upper = (np.repeat(x, 16, axis=2).reshape(n, k) for x in both)
-    code = np.rint(exact / np.where(step == 0, 1, step)) + 32
-    coarse = upper * (code // 16 * 16 - 24)
-    on = Matrix("q6_k", torch.from_numpy(raw).to(DEVICE), n, k)
-    return on, torch.from_numpy(exact), torch.from_numpy(coarse.astype(np.float32))
+    return Matrix("q6_k", torch.from_numpy(raw).to(DEVICE), n, k), *tables(raw)
 
 
 def in_bytes(x: torch.Tensor) -> torch.Tensor:

@@ -206,9 +206,9 @@ struct Q6KUpper {
 
     DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
       const u8 *u = unit + upper, *x = act + rows;
-      const uint4 own = *(const uint4*)(unit + header);
+      const uint4 factors = *(const uint4*)(unit + header);
       Operands<NT> next(u, x, 0);
-      store(own);
+      store(factors);
       __syncwarp();
       u32 c[2][NT][4];
 #pragma unroll
@@ -219,10 +219,10 @@ struct Q6KUpper {
         if (j + 1 < 4) next = Operands<NT>(u, x, j + 1);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const uint4 even = ((const uint4*)values)[(j * 4 + h * 2) * 8];
-          const uint4 odd = ((const uint4*)values)[(j * 4 + h * 2 + 1) * 8];
-          add(c[0], h ? own.bits[0].y : own.bits[0].x, own.b[h], even.x, even.y, odd.x, odd.y);
-          add(c[1], h ? own.bits[1].y : own.bits[1].x, own.b[h], even.z, even.w, odd.z, odd.w);
+          const uint4 e = ((const uint4*)values)[(j * 4 + h * 2) * 8];
+          const uint4 o = ((const uint4*)values)[(j * 4 + h * 2 + 1) * 8];
+          add(c[0], h ? own.bits[0].y : own.bits[0].x, own.b[h], e.x, e.y, o.x, o.y);
+          add(c[1], h ? own.bits[1].y : own.bits[1].x, own.b[h], e.z, e.w, o.z, o.w);
         }
       }
       finish(acc, c, unit + ds, act + row_scales);
