@@ -45,6 +45,11 @@ inline float exp2_fast(float x) {
   return y < 1.17549435e-38f ? 0.0f : y;
 }
 inline float reciprocal(float x) { return 1.0f / x; }
+inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+inline u32 pack_bytes(int a, int b, int c, int d) {
+  const auto byte = [](int x) { return u32(x < -128 ? -128 : x > 127 ? 127 : x) & 255; };
+  return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+}
 
 template <int TABLE>
 u32 lop3(u32 a, u32 b, u32 c) {

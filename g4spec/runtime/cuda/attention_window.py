@@ -66,8 +66,8 @@ def attend(
     own keys and values have gone to `kv`.
 
     Args:
-        first, last: int64 [T], rising, both ends included, last[t] not beyond the step's last
-            position; written like `q.positions`.
+        first, last: int64 [T], rising, both ends included, last[t] neither before the row's own
+            position nor beyond the step's last one; written like `q.positions`.
         arrived: int32 counters [4 n_kv or more], zero; they are zero again afterwards.
         at_once: blocks that may run at once; it changes nothing about the result.
     """
@@ -108,9 +108,9 @@ def _chunks(kv: CudaKV) -> int:
 
 
 def _shared(tiles: int, fours: int) -> int:
-    """Bytes of dynamic shared memory: whole tiles, and the angles of a step."""
+    """Bytes of dynamic shared memory: whole tiles, the angles of a step and weights of two norms."""
     shape = Shape(HEAD_DIM, "q8_0", fours, key_ring=tiles, value_ring=tiles)
-    return shape.shared + MOST * HEAD_DIM // 2 * 8
+    return shape.shared + MOST * HEAD_DIM // 2 * 8 + 2 * HEAD_DIM * 4
 
 
 def _archs(tiles: int) -> tuple[str, ...]:

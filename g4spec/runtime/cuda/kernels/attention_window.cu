@@ -21,18 +21,19 @@ struct Window : Shape<D, 1, FOURS_, 8, 8, 1, 1, TILES, TILES, 0> {
   static constexpr int FOURS = FOURS_;
   static constexpr int CHUNK = Window::KEYS * TILES, SUMS_AT = Window::LAST_AT;
   static constexpr int MOST = TILES == 1 ? 10 : 6;  // chunks that a row sees
-  static constexpr int ANGLES_AT = Window::SHARED;
+  static constexpr int ANGLES_AT = Window::SHARED, WEIGHTS_AT = ANGLES_AT + 16 * (D / 2) * 8;
   static_assert(Window::K_STAGE == Window::V_STAGE && Window::K_ROW == Window::V_ROW, "");
   static_assert(Window::ROWS * PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
 };
 
 struct Args {
-  const float *y, *q_norm, *k_norm;
+  const float* y;
   char *keys, *values, *key_scales, *value_scales;
   float *sums, *tops;  // [chunks][groups][n_kv][rows][D], [..][2]: largest score, sum of weights
   u32* arrived;        // [groups][n_kv], zero before and after
   u8* rows;
-  int tokens, n_kv, flags, capacity;
+  int tokens, n_kv, capacity;
+  int normed;  // a bit for each kind of vector: see `finish`
   float eps, scale;
 };
 
@@ -42,6 +43,7 @@ struct Part {
   int turn, turns;               // of the blocks with these tokens, which have chunks in turn
   int slot, chunks;              // chunk number `slot` of those that the tokens see
   int start, settled;            // its first position; the first position of this step
+  int ring;                      // where the cache has the latter
   Span span;
 
   // By whole warps: what token `lane` sees. Where blocks of four tokens would have several chunks
@@ -82,11 +84,11 @@ struct Part {
 
 // Codes of a row of the chunk, and its eight scales. `plane`: where keys or values begin.
 template <class W>
-DEVICE char* codes_of(char* plane, int row) {
+DEVICE char* codes_of(char* plane, u32 row) {
   return plane + row / W::KEYS * W::K_STAGE + row % W::KEYS * W::K_ROW;
 }
 template <class W>
-DEVICE char* scales_of(char* plane, int row) {
+DEVICE char* scales_of(char* plane, u32 row) {
   return plane + row / W::KEYS * W::K_STAGE + W::KEYS * W::K_ROW + row % W::KEYS * 16;
 }
 
@@ -119,11 +121,12 @@ using Vector = Head<D, 0>;
 
 // Vector `kind` of token t as it leaves the norm and the rotation: queries 0 and 1, key 2, value 3.
 template <class W>
-DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* shared, const Args& a,
-                   const Part& p) {
-  const float* norm = kind < 2 ? a.q_norm : kind == 2 ? a.k_norm : nullptr;
+DEVICE void finish(Vector& x, int kind, int t, char* shared, const Args& a, const Part& p) {
   const float2* angles = (const float2*)(shared + W::ANGLES_AT) + t * (D / 2);
-  x.finish(kind == 3 && a.flags & NORM_V, norm, weight, kind < 3, angles, a.eps);
+  const bool normed = a.normed >> kind & 1, weighted = normed && kind < 3;
+  Vector weight;
+  if (weighted) weight.load_shared((const float*)(shared + W::WEIGHTS_AT) + kind / 2 * D);
+  x.finish(normed, weighted, weight, kind < 3, angles, a.eps);
   if (kind < 2) {
 #pragma unroll
     for (int j = 0; j < Vector::J; ++j) {
@@ -133,8 +136,8 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* share
     }
     return;
   }
-  const int row = p.settled + t - p.start;
-  const i64 at = (i64)p.head * a.capacity + (u32)(p.settled + t) % (u32)a.capacity;
+  const int row = p.settled + t - p.start, slot = p.ring + t;
+  const i64 at = (i64)p.head * a.capacity + (slot < a.capacity ? slot : slot - a.capacity);
   char* to = shared + (kind == 2 ? W::K_AT : W::V_AT);
   const bool own = t >= p.from && t < p.from + p.count;
   char* cache = own ? (kind == 2 ? a.keys : a.values) + at * D : nullptr;
@@ -144,27 +147,20 @@ DEVICE void finish(Vector& x, const Vector& weight, int kind, int t, char* share
 }
 
 // The step's own heads, a warp each: queries of the block's tokens (the first warps) with its first
-// chunk, and keys and values of all tokens that lie in a chunk.
+// chunk, and keys and values of the tokens in a chunk that one of the block's sees.
 template <class W, int SLICES>
 struct Own {
   static constexpr int ROUNDS = 3;
-  Vector of_queries, of_keys;  // weights
-  float freq;                  // of pair threadIdx.x % 128
+  float freq, weight;  // of pair threadIdx.x % 128; of queries, then of keys
 
-  DEVICE Own(const Args& a, const float* freqs) {
+  DEVICE Own(const float* q_norm, const float* k_norm, const float* freqs) {
     freq = __ldcg(freqs + threadIdx.x % (D / 2));
-    if (a.q_norm) of_queries.load(a.q_norm);
-    if (a.k_norm) of_keys.load(a.k_norm);
+    const float* norm = threadIdx.x < D ? q_norm : k_norm;
+    weight = norm ? __ldcg(norm + threadIdx.x % D) : 1.0f;
   }
-  DEVICE Vector weight(bool of_key) const {  // by selects: an index would take local memory
-    Vector w;
-#pragma unroll
-    for (int j = 0; j < Vector::J; ++j)
-#pragma unroll
-      for (int e = 0; e < Vector::W; ++e) w.v[j][e] = of_key ? of_keys.v[j][e] : of_queries.v[j][e];
-    return w;
-  }
-  DEVICE void set_angles(char* shared, const Args& a, const Part& p) const {
+  // Angles of the step's tokens, and weights of norms.
+  DEVICE void prepare(char* shared, const Args& a, const Part& p) const {
+    ((float*)(shared + W::WEIGHTS_AT))[threadIdx.x] = weight;
     float2* angles = (float2*)(shared + W::ANGLES_AT);
 #pragma unroll 1
     for (int t = threadIdx.x / (D / 2); t < a.tokens; t += ALL / (D / 2))
@@ -175,23 +171,28 @@ struct Own {
     const int warp = threadIdx.x / 32, i = round * WARPS + warp - p.rows();
     if (i < 0) return {queries && warp / 2 < p.count ? p.from + warp / 2 : -1, warp % 2};
     const int t = i / 2;
-    const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK;
+    const bool stored = (u32)(p.settled + t - p.start) < W::CHUNK && p.settled + t <= p.span.hi;
     return {t < a.tokens && stored ? t : -1, 2 + i % 2};
   }
   DEVICE void finish_all(char* shared, bool queries, const Args& a, const Part& p) const {
     Vector x[ROUNDS];
-    grid_wait();
+    int from[ROUNDS];  // before the wait: 16 warps issue all this
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
       const int head = v.y < 2 ? 2 * p.head + v.y : v.y * a.n_kv + p.head;
-      if (v.x >= 0) x[i].template load<SLICES>(a.y, v.x, a.tokens, 4 * a.n_kv, head);
+      from[i] = now(v.x < 0 ? -1 : (v.x * 4 * a.n_kv + head) * D);
     }
-    __syncthreads();  // angles, and scales of zero
+    const int apart = SLICES > 1 ? now(a.tokens * 4 * a.n_kv * D) : 0;
+    grid_wait();
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i)
+      if (from[i] >= 0) x[i].template load<SLICES>(a.y + from[i], apart);
+    __syncthreads();  // angles, weights, and scales of zero
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
       const int2 v = vector(i, queries, a, p);
-      if (v.x >= 0) finish<W>(x[i], weight(i > 0 || v.y == 2), v.y, v.x, shared, a, p);
+      if (v.x >= 0) finish<W>(x[i], v.y, v.x, shared, a, p);
     }
   }
 };
@@ -383,14 +384,15 @@ __global__ __launch_bounds__(512, 1) void attend_window(
   extern __shared__ __align__(128) char shared[];
   grid_launch();
   const int n_kv = gridDim.x;
-  const Args a = {y, q_norm, k_norm, keys, values, key_scales, value_scales, sums, tops, arrived,
-                  rows, tokens, n_kv, flags, capacity, eps, scale * 1.44269504f};
+  const int normed = (q_norm ? 3 : 0) | (k_norm ? 4 : 0) | (flags & NORM_V ? 8 : 0);
+  const Args a = {y, keys, values, key_scales, value_scales, sums, tops, arrived, rows, tokens, n_kv,
+                  capacity, normed, eps, scale * 1.44269504f};
   // What was there before is all asked for at once.
   const int lane = threadIdx.x % 32, own_token = least(lane, tokens - 1);
   const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);
   Part p;
-  p.settled = (int)__ldcg(positions);
-  const Own<W, SLICES> own(a, freqs);
+  p.settled = (int)__ldcg(positions), p.ring = (u32)p.settled % (u32)capacity;
+  const Own<W, SLICES> own(q_norm, k_norm, freqs);
   p.set<W>(from, to, tokens);
   const int token = p.from + lane / 2 % p.count;
   int2 sees = {__shfl_sync(FULL, from, token), __shfl_sync(FULL, to, token)};
@@ -399,7 +401,7 @@ __global__ __launch_bounds__(512, 1) void attend_window(
   load_settled<W>(shared, a, p);
   if ((int)threadIdx.x >= p.count * 2) sees = {0, -1};
   if (threadIdx.x < W::ROWS) ((int2*)(shared + W::SEES_AT))[threadIdx.x] = sees;
-  own.set_angles(shared, a, p);
+  own.prepare(shared, a, p);
 #pragma unroll 1
   for (bool first = true;; first = false) {
     char* here = (char*)kept((const u8*)shared);  // registers keep no places from turn to turn

@@ -52,13 +52,25 @@ struct Head {
       }
     }
   }
+  DEVICE void load_shared(const float* p) {
+    static_assert(W == 4, "");
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      const float4 x = *(const float4*)(p + at(j));
+      v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;
+    }
+  }
   template <int SLICES>  // p [SLICES][rows][n heads][D], summed in order
   DEVICE void load(const float* p, int row, int rows, int n, int head) {
-    load(p + ((i64)row * n + head) * D);
+    load<SLICES>(p + ((i64)row * n + head) * D, (i64)rows * n * D);
+  }
+  template <int SLICES>  // `apart`: from one slice to the next
+  DEVICE void load(const float* p, i64 apart) {
+    load(p);
 #pragma unroll
     for (int s = 1; s < SLICES; ++s) {
       Head more;
-      more.load(p + (((i64)s * rows + row) * n + head) * D);
+      more.load(p + s * apart);
 #pragma unroll
       for (int j = 0; j < J; ++j)
 #pragma unroll
@@ -150,13 +162,13 @@ struct Head {
       const float rough = reciprocal(d);
       float inverse = fmaf(rough, fmaf(-d, rough, 1.0f), rough);
       if (!(inverse < __int_as_float(0x7f800000))) inverse = 0.0f;
-      u32 bytes = 0;
+      int codes[4] = {};
 #pragma unroll
       for (int e = 0; e < W; ++e) {
         const float x = __fmul_rn(v[j][e], inverse);
-        const int q = __float2int_rz(__fadd_rn(x, copysignf(0.49999997f, x)));
-        bytes |= (u32)(q + 128 & 255) << 8 * e;
+        codes[e] = __float2int_rz(__fadd_rn(x, copysignf(0.49999997f, x)));
       }
+      const u32 bytes = pack_bytes(codes[0], codes[1], codes[2], codes[3]) ^ 0x80808080u;
       if (!stored<TURN>(j)) continue;
       put<TURN>(p, scales, j, bytes, d);
       if (also) put<TURN>(also, also_scales, j, bytes, d);

@@ -90,6 +90,28 @@ DEVICE u32 selected(u32 a, u32 b, u32 selector) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
   return d;
 }
+// The larger one, or NaN if one is.
+DEVICE float larger(float a, float b) {
+#if ARCH >= 800
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+  return d;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
+// Four of -128 .. 127 as bytes, the first one lowest.
+DEVICE u32 pack_bytes(int a, int b, int c, int d) {
+#if ARCH >= 750
+  u32 x;
+  asm("{\n.reg .b32 upper;\ncvt.pack.sat.s8.s32.b32 upper, %4, %3, 0;\n"
+      "cvt.pack.sat.s8.s32.b32 %0, %2, %1, upper;\n}"
+      : "=r"(x) : "r"(a), "r"(b), "r"(c), "r"(d));
+  return x;
+#else
+  return (u32)(a & 255) | (u32)(b & 255) << 8 | (u32)(c & 255) << 16 | (u32)d << 24;
+#endif
+}
 // 32 bits of high:low from bit `shift` on, 0 to 63.
 DEVICE u32 bits_from(u32 low, u32 high, u32 shift) {
   return shift < 32 ? __funnelshift_r(low, high, shift) : high >> (shift - 32);

@@ -6,7 +6,7 @@ struct Sum {
   DEVICE float operator()(float a, float b) const { return a + b; }
 };
 struct Largest {  // a NaN stays
-  DEVICE float operator()(float a, float b) const { return a > b || a != a ? a : b; }
+  DEVICE float operator()(float a, float b) const { return larger(a, b); }
 };
 
 template <class Op>

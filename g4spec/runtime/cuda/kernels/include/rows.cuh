@@ -32,8 +32,8 @@ struct SumPlace {
   u32 split16, sums32, split32;
 
   SumPlace() = default;
-  DEVICE SumPlace(int tiles, int m, int half) {
-    const int at = half * 8 * tiles + m;
+  DEVICE SumPlace(u32 tiles, u32 m, u32 half) {
+    const u32 at = half * 8 * tiles + m;
     split16 = SPLIT16 * tiles + at * 8;
     sums32 = SUMS32 * tiles + at * 4;
     split32 = SPLIT32 * tiles + m * 8;
@@ -56,12 +56,12 @@ DEVICE int sum_word(int tiles, int m, int word) {
 // Where values 4 i .. 4 i + 3 of row m go, in bytes.
 struct RowPlace {
   u32 block, halves;
-  int quad;  // of 16
+  u32 quad;  // of 16
   SumPlace sums;
 
   RowPlace() = default;
-  DEVICE RowPlace(int tiles, int m, int i) {
-    const int k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
+  DEVICE RowPlace(u32 tiles, u32 m, u32 i) {
+    const u32 k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
     quad = now(i % 16);
     block = now(i / 16 * (ACT_BYTES * tiles));
     halves = now(tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
