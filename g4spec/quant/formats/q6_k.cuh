@@ -153,7 +153,6 @@ struct Q6K {
 struct Q6KUpper {
   static constexpr int UNIT = 256, UNIT_BYTES = Q6K::UNIT_BYTES - Q6K::UPPER, SCRATCH = 2048;
   static constexpr int SCALES = Q6K::SCALES - Q6K::UPPER, D = Q6K::D - Q6K::UPPER;
-  static constexpr int ROWS = 2048, ROWS_BYTES = ROWS + 32;  // of 8 rows: activations, and scales
   static constexpr u32 ZERO = 0x4b400000u;  // as a float, to which whole numbers add: 1.5 * 2^23
 
   // What a lane multiplies of 64 k: bits of both tiles, and activations.
@@ -188,7 +187,7 @@ struct Q6KUpper {
       header = now(unit + SCALES + (row + lane) * 16);
       ds = now(unit + D + (row + lane / 4) * 2);
       rows = now(lane * 16);
-      row_scales = now(ROWS * NT + lane % 4 * 8);
+      row_scales = now(BYTE_SCALES * NT + lane % 4 * 8);
       odd = now(0x04040404u);
       put = kept(scratch + row_slot(lane) * 4);
       values = kept(scratch + lane / 4 * 16);
@@ -260,5 +259,5 @@ struct Q6KUpper {
 };
 template <>
 struct In<Q6KUpper> {
-  static constexpr int WHOLE = Q6K::UNIT_BYTES, FIRST = Q6K::UPPER, ROWS = Q6KUpper::ROWS_BYTES;
+  static constexpr int WHOLE = Q6K::UNIT_BYTES, FIRST = Q6K::UPPER, ROWS = BYTE_ROWS;
 };

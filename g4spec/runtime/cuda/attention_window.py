@@ -108,7 +108,7 @@ def _chunks(kv: CudaKV) -> int:
 
 
 def _shared(tiles: int, fours: int) -> int:
-    """Bytes of dynamic shared memory: whole tiles, the angles of a step and weights of two norms."""
+    """Bytes of dynamic shared memory: whole tiles, a step's angles, weights of two norms."""
     shape = Shape(HEAD_DIM, "q8_0", fours, key_ring=tiles, value_ring=tiles)
     return shape.shared + MOST * HEAD_DIM // 2 * 8 + 2 * HEAD_DIM * 4
 

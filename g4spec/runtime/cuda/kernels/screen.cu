@@ -5,14 +5,10 @@
 #include "rows.cuh"
 #include "values.cuh"
 
-enum {
-  PER = 4,  // keys a thread
-  ROWS_BYTES = 2048 + 32,  // of a unit of 8 rows
-};
+enum { PER = 4 };  // keys a thread
 
-DEVICE u32 byte(float x) { return (u32)(int)rintf(x) & 0xff; }
 DEVICE u32 bytes(float a, float b, float c, float d) {
-  return byte(a) | byte(b) << 8 | byte(c) << 16 | byte(d) << 24;
+  return pack_bytes((int)rintf(a), (int)rintf(b), (int)rintf(c), (int)rintf(d));
 }
 
 // Rows x [rows, 256 units] as bytes, in units of 256 columns with a scale each; see screen.py. Those
@@ -22,7 +18,7 @@ __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u
   const int m = blockIdx.y * 8 + threadIdx.x / 32, lane = threadIdx.x % 32, tiles = gridDim.y;
   const int k32 = lane / 4, t = lane % 4, at = m % 8 * 4 + t;
   const float4* from = (const float4*)x + ((i64)m * gridDim.x + blockIdx.x) * 64 + k32 * 8 + t;
-  u8* unit = out + blockIdx.x * (ROWS_BYTES * tiles);
+  u8* unit = out + blockIdx.x * (BYTE_ROWS * tiles);
   grid_wait();
   float4 even = {}, odd = {};  // of the groups of 16
   if (m < rows) even = __ldcg(from), odd = __ldcg(from + 4);
@@ -32,7 +28,7 @@ __global__ __launch_bounds__(THREADS) void byte_rows(const float* x, int rows, u
   *(uint2*)(unit + (tiles == 1 ? (k32 / 2 * 32 + at) * 16 + k32 % 2 * 8
                                : (k32 * 32 + at) * 16 + m / 8 * 8)) = {
       bytes(odd.x, even.x, odd.z, even.z), bytes(odd.y, even.y, odd.w, even.w)};
-  if (lane == 0) ((float*)(unit + 2048 * tiles))[m] = most / 127.0f;
+  if (lane == 0) ((float*)(unit + BYTE_SCALES * tiles))[m] = most / 127.0f;
 }
 
 // The N largest of each row's keys [rows, found], in order; 0 behind the last. A block a row.

@@ -6,6 +6,9 @@
 // Bytes of 64 values of 8 rows, and where their sums are: of 16 in two halves each, of 32 as floats
 // and in two halves each.
 constexpr int ACT_BYTES = 1280, SPLIT16 = 1024, SUMS32 = 1152, SPLIT32 = 1216;
+// Bytes of 256 values of 8 rows where values are bytes (g4spec/runtime/cuda/screen.py), and where the
+// scales of these rows are.
+constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
 
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
