@@ -85,6 +85,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.work) as name:
         folder = Path(name)
         path = model(folder, args.layers)
