@@ -155,7 +155,7 @@ void together(const char* what, T& mine, Op op) {
   }
 }
 
-inline int meet(int id, int threads, bool stay, int add = 0) {
+inline int meet(int id, int threads, int add = 0) {
   check::Quiet quiet;
   Gate& gate = self->block->named[id];
   gate.sum += add;
@@ -163,10 +163,10 @@ inline int meet(int id, int threads, bool stay, int add = 0) {
   if (++gate.count == threads) {
     open(gate);
     check::open(&gate);
-  } else if (stay) {
+  } else {
     wait_while(gate.opened, gate.opened, "barrier");
   }
-  if (stay) check::go(&gate);
+  check::go(&gate);
   return gate.last;
 }
 

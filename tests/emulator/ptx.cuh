@@ -75,11 +75,10 @@ inline u32 cycles() {  // nobody waits for long
   static u32 n = 0;
   return n += 4096;
 }
-inline void meet(int id, int threads) { machine::meet(id, threads, true); }
-inline void arrive(int id, int threads) { machine::meet(id, threads, false); }
+inline void meet(int id, int threads) { machine::meet(id, threads); }
 template <int ID, int THREADS>
 void meet() {
-  machine::meet(ID, THREADS, true);
+  machine::meet(ID, THREADS);
 }
 
 inline u32 shared_address(const void* p) { return machine::address(p); }

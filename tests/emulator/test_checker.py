@@ -34,7 +34,7 @@ CASES = {
         __shared__ float s[64];
         if (t < 32) {
           s[t] = x[t];
-          arrive(2, 64);
+          meet(2, 64);
         } else {
           if (GOOD) meet(2, 64);
           y[t] = s[t - 32];

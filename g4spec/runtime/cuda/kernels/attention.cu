@@ -3,12 +3,13 @@
 // attention_combine.cu.
 //
 // Some warps compute scores and weights (`score`), the others sum values (`gather`), one tile
-// behind; each side brings its own operand to shared memory. A row of the 8-wide operand is a
-// (token, head) pair: row r is token r / group, head r % group of the KV head.
+// behind: all meet when a tile has its weights, and the tile before has been summed. Each side brings
+// its own operand to shared memory. A row of the 8-wide operand is a (token, head) pair: row r is
+// token r / group, head r % group of the KV head.
 #include "attend_tiles.cuh"
 
 #if ARCH >= 800
-enum Barrier { SCORE = 1, GATHER, WRITTEN, FREE = 5 };  // WRITTEN, FREE: one for each of 2 buffers
+enum Barrier { SCORE = 1, GATHER, WEIGHED };
 
 struct Args {
   const u16* q;  // [tokens, n_kv * group, D]
@@ -189,14 +190,12 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
       score_tile<S>(scores, shared, work, ahead, tile * S::KS, args.scale, at, load);
       find_tops<S>(scores, (float*)(shared + S::TOP_AT + tile % 2 * S::TOP_SIZE), warp);
       meet(SCORE, 32 * S::QW);
-      if (tile >= 2) meet(FREE + tile % 2, ALL);
       weigh<S>(scores, shared, tile % 2, warp);
-      arrive(WRITTEN + tile % 2, ALL);
+      meet(WEIGHED, ALL);
     }
     __syncwarp();
     if (warp == 0) store_tops<S>(last, args, work.items[round]);
   }
-  for (int i = most(0, tile - 2); i < tile; ++i) meet(FREE + i % 2, ALL);
 }
 
 // Sums of one item as they stand in registers, to [rows, D].
@@ -279,8 +278,7 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
       for (int i = 0; i < S::VS; ++i) {
         const int part = tile * S::VS + i;
         char* stage = shared + S::V_AT + (S::VR == S::VS ? i : part % S::VR) * S::V_STAGE;
-        advance<S::VR>(part, ahead, work, i ? GATHER : WRITTEN + tile % 2, i ? 32 * S::PW : ALL,
-                       load);
+        advance<S::VR>(part, ahead, work, i ? GATHER : WEIGHED, i ? 32 * S::PW : ALL, load);
         if (!work.whole(at)) {
           clean_values<S>(stage, work, at * S::KEYS + i * S::VKEYS, thread);
           meet(GATHER, 32 * S::PW);
@@ -289,7 +287,6 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
         multiply_values<S>(out, sums, stage, (uint2*)(shared + S::P_AT + tile % 2 * S::P_SIZE), i,
                            warp);
       }
-      arrive(FREE + tile % 2, ALL);
     }
     store_sums<S>(out, args, work.items[round], warp);
     store_weights<S>(sums, shared, args, work.items[round], thread);

@@ -44,8 +44,8 @@ struct WeightsRole {
       const int bytes = min(C::template UNITS<F>, units - u) * F::UNIT_BYTES;
       barrier_wait(at.empty(), at.phase ^ 1);
 #if ARCH >= 900
-      barrier_expect(at.full(), bytes);
       bulk_copy_once(at.slot(), from, bytes, at.full());
+      barrier_expect(at.full(), bytes);
 #else
       for (int b = lane * 16; b < bytes; b += 512) copy16(at.slot() + b, from + b);
       barrier_arrive_copied(at.full());

@@ -81,8 +81,8 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   for (int i = 0; i < first; ++i, at.next(w)) {
     while (cycles() - began < i * (S::WEIGHTS / PACE)) {
     }
-    barrier_expect(full + i, S::FILL);
     at.copy_weights(w, stages + i * S::BYTES, full + i, lane);
+    barrier_expect(full + i, S::FILL);
   }
   grid_wait();
 #else
@@ -97,11 +97,11 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
     u8* to = stages + i % STAGES * S::BYTES;
     u64* filled = full + i % COUNT;
     wait_empty<STAGES, COUNT>(full, i);
+    at.copy_weights(w, to, filled, lane);
+    at.copy_rows(w, to, filled, lane);
 #if ARCH >= 900
     barrier_expect(filled, S::FILL);
 #endif
-    at.copy_weights(w, to, filled, lane);
-    at.copy_rows(w, to, filled, lane);
   }
   // Not before: a kernel that starts earlier takes places away from the CTAs of the one between.
   grid_launch();
@@ -123,8 +123,8 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
     const float* from = w.partial + (i64)(run.cta + 1 + i - count) * (LEFT<NT, ROWS> / 4);
     if (i >= STAGES) wait_empty<STAGES, COUNT>(full, i);
 #if ARCH >= 900
-    barrier_expect(filled, LEFT<NT, ROWS>);
     bulk_copy(to, from, LEFT<NT, ROWS>, filled);
+    barrier_expect(filled, LEFT<NT, ROWS>);
 #else
 #pragma unroll 4
     for (int b = lane * 16; b < LEFT<NT, ROWS>; b += 512) copy16(to + b, (const u8*)from + b);

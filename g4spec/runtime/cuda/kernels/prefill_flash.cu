@@ -35,17 +35,17 @@ DEVICE void issue_values(float (&o)[128], const u32 (&p)[16], u64 values, int ad
 // Tiles of keys and values, from number `high` down to `low`.
 DEVICE void feed(Storage& sh, const u8* queries, const u8* keys, const u8* values, int low,
                  int high) {
-  barrier_expect(&sh.bar.queries, GROUPS * TILE);
   bulk_copy(sh.queries, queries, GROUPS * TILE, &sh.bar.queries);
+  barrier_expect(&sh.bar.queries, GROUPS * TILE);
   for (int i = 0; i <= high - low; ++i) {
     const int s = i % STAGES, parity = (i / STAGES + 1) % 2;
     const i64 at = (i64)(high - i) * TILE;
     barrier_wait(&sh.bar.no_keys[s], parity);
-    barrier_expect(&sh.bar.keys[s], TILE);
     bulk_copy(sh.keys[s], keys + at, TILE, &sh.bar.keys[s]);
+    barrier_expect(&sh.bar.keys[s], TILE);
     barrier_wait(&sh.bar.no_values[s], parity);
-    barrier_expect(&sh.bar.values[s], TILE);
     bulk_copy(sh.values[s], values + at, TILE, &sh.bar.values[s]);
+    barrier_expect(&sh.bar.values[s], TILE);
   }
 }
 

@@ -140,12 +140,12 @@ DEVICE void write(const float (&o)[128], const Rows& rows, const Group& g, u16* 
 }
 
 DEVICE void feed(Storage& sh, const u8* queries, const u8* tiles, int count, int high) {
-  barrier_expect(&sh.have_queries, VALUES);
   bulk_copy(sh.queries, queries, VALUES, &sh.have_queries);
+  barrier_expect(&sh.have_queries, VALUES);
   for (int j = 0; j < count; ++j) {
     barrier_wait(&sh.used[j % 2], (j / 2 + 1) % 2);
-    barrier_expect(&sh.loaded[j % 2], TILE);
     bulk_copy(sh.tiles[j % 2], tiles + (i64)(high - j) * TILE, TILE, &sh.loaded[j % 2]);
+    barrier_expect(&sh.loaded[j % 2], TILE);
   }
 }
 #endif

@@ -152,9 +152,6 @@ DEVICE u32 cycles() {  // of the multiprocessor's clock, so far
 DEVICE void meet(int id, int threads) {  // waits until `threads` have come
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-DEVICE void arrive(int id, int threads) {  // comes, and goes on
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 template <int ID, int THREADS>
 DEVICE void meet() {
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
@@ -291,7 +288,9 @@ DEVICE void copy_engine_fence() {
 // Between ordinary stores to shared memory and tensor cores that read it asynchronously.
 DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-DEVICE void barrier_expect(u64* bar, u32 bytes) {  // arrives once and awaits `bytes` more
+// Arrives once and awaits `bytes` more, of this thread's copies and of others. Behind its copies, so
+// that a checker of races, for which it is the thread that copies, sees these before its arrival.
+DEVICE void barrier_expect(u64* bar, u32 bytes) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}"
                ::"r"(shared_address(bar)), "r"(bytes) : "memory");
 }
