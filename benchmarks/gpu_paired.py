@@ -68,9 +68,7 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
     ops: Any = devices.select("cuda", "q8_0")[0]
     with torch.cuda.device(ops.device):
         target = synthetic.target(model, protocol.type, ops, max(contexts) + protocol.room)
-        drafter = None
-        if model in synthetic.DRAFTS:
-            drafter = synthetic.draft(model, protocol.draft_type, ops, target)
+        drafter = synthetic.draft(model, protocol.draft_type, ops, target)
         for context in contexts:
             steps._fill(target, drafter, context)
             found = []

@@ -43,6 +43,8 @@ class Protocol:
 
     Attributes:
         type, draft_type: of the matrices, as `--type` of `quantize`.
+        draft: "dflash", which proposes a block at once, or "assistant": a token after the other,
+            as many as a cycle commits.
         contexts: tokens in front of the steps that are timed.
         accept_length: tokens a cycle commits, the target's own included.
         times: repetitions whose median counts.
@@ -50,6 +52,7 @@ class Protocol:
 
     type: str = "q4_k_m"
     draft_type: str = "q8_0"
+    draft: str = "dflash"
     contexts: tuple[int, ...] = CONTEXTS
     accept_length: int = 6
     times: int = 20
@@ -99,9 +102,7 @@ def measure(
         target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + protocol.room)
         target.step(_tokens(target, 1), 0)  # packs what a step reads
         pairs = ops.pairs.nbytes
-        drafter = None
-        if name in synthetic.DRAFTS:
-            drafter = synthetic.draft(name, protocol.draft_type, ops, target)
+        drafter = synthetic.draft(name, protocol.draft_type, ops, target, protocol.draft)
         rows = []
         for context in protocol.contexts:
             rows.append(_at(context, target, drafter, protocol))
@@ -114,7 +115,8 @@ def measure(
     plain = rows[0].steps[1]
     return {
         "schema": SCHEMA, "label": LABEL, "model": name,
-        "type": protocol.type, "draft_type": protocol.draft_type if drafter else None,
+        "type": protocol.type, "draft": protocol.draft if drafter else None,
+        "draft_type": protocol.draft_type if drafter else None,
         "cache_type": ops.cache_type, "accept_length": protocol.accept_length if drafter else None,
         "machine": provenance.machine(), "device": ops.title, "driver": provenance.driver(),
         "commit": provenance.commit(),
@@ -189,10 +191,11 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
         steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times, REST)
     draft = None
     if drafter is not None:
-        drafter.block(7, context)  # records it
-        draft = milliseconds(drafter._block.recording(1).replay, protocol.times, REST)
+        draft = milliseconds(_proposal(drafter, context).replay, protocol.times, REST)
     most = drafter.max_tokens if drafter else 0
     length = 1 + min(protocol.accept_length - 1, most)
+    if drafter and not drafter.at_once:
+        most = min(most, length)
     player = target.ops.player(target, drafter, length - 1)
     player.ready(Sampler())
     cycle = sustained = _cycle(player, most, context, protocol.times, REST)
@@ -201,6 +204,15 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
         sustained = _cycle(player, most, context, protocol.times)
     speed = round(length / sustained * 1e3, 1)
     return Row(context, fill, steps, draft, cycle if drafter else None, sustained, speed)
+
+
+def _proposal(drafter: Any, context: int) -> Any:
+    """A block, or a token of one that drafts them one after the other, as recorded."""
+    if drafter.at_once:
+        drafter.block(7, context)
+        return drafter._block.recording(1)
+    drafter._next([7], context, drafter._newest)
+    return drafter._next.recording(1)
 
 
 def _tokens(target: Any, n: int) -> list[int]:

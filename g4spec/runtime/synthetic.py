@@ -1,7 +1,8 @@
 """Models of the published shapes with random weights, made on the GPU: for measuring speed where
 no checkpoint is at hand. What they say means nothing; what they cost is what the real ones cost.
 
-Shapes: config.json of google/gemma-4-{E2B,E4B,12B,26B-A4B,31B} and of z-lab's DFlash drafts.
+Shapes: config.json of google/gemma-4-{E2B,E4B,12B,26B-A4B,31B}, of the assistants of the three
+large ones, and of z-lab's DFlash drafts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from g4spec.models import dflash, gemma4
+from g4spec.models import assistant, dflash, gemma4
 from g4spec.models.spec import MAX_STEP_ROWS, Checkpoint, TensorSpec
 from g4spec.quant import policy
 from g4spec.quant.format import Format
@@ -54,18 +55,38 @@ TARGETS = {
 DRAFTS = {"31b": (64, 10752), "26b-a4b": (32, 5632), "12b": (32, 7680)}
 """Heads and feed-forward width of z-lab's DFlash for a size."""
 
+ASSISTANTS = {"31b": (1024, 32, 8192), "26b-a4b": (1024, 16, 8192), "12b": (1024, 16, 8192)}
+"""Hidden size, heads and feed-forward width of Google's assistant for a size."""
+
 
 def target(name: str, type: str, ops: CudaOps, n_ctx: int) -> Target:
     """A target of a size in `TARGETS`, its matrices of the types that `type` gives them."""
     config = gemma4.parse_hf(Checkpoint({"text_config": TARGETS[name]}, {}))
-    weights = _weights(gemma4.tensors(config), type, ops)
-    still = [1e30] * (256 - 64)
-    weights["rope_freqs.weight"] = torch.tensor([1.0] * 64 + still, device=ops.device)
-    return Target(config, weights, ops, n_ctx, ops.chunk)
+    return Target(config, _turning(gemma4.tensors(config), type, ops), ops, n_ctx, ops.chunk)
 
 
-def draft(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
-    """A DFlash draft for a target of a size in `DRAFTS`."""
+def draft(
+    name: str, type: str, ops: CudaOps, on: Target, kind: str = "dflash"
+) -> dflash.Drafter | assistant.Drafter | None:
+    """A draft for a target of this size, or None: there is none of the kind, which is "dflash" or
+    "assistant"."""
+    if kind == "assistant":
+        return _assistant(name, type, ops, on) if name in ASSISTANTS else None
+    return _dflash(name, type, ops, on) if name in DRAFTS else None
+
+
+def _assistant(name: str, type: str, ops: CudaOps, on: Target) -> assistant.Drafter:
+    (hidden, heads, ff), its = ASSISTANTS[name], TARGETS[name]
+    kv = its["num_key_value_heads"], its["num_global_key_value_heads"]
+    config = assistant.parse_hf(Checkpoint({
+        "architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": on.config.n_embd,
+        "text_config": _text(hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None),
+    }, {}), on.config)  # fmt: skip
+    weights = _turning(assistant.tensors(config), type, ops)
+    return assistant.Drafter(config, weights, ops, on, None, [], None)
+
+
+def _dflash(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
     heads, ff = DRAFTS[name]
     n = len(on.config.layers)
     taps = [round(1 + k * (n - 4) / 5) for k in range(6)]
@@ -84,6 +105,13 @@ def draft(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
     drafter = dflash.Drafter(config, weights, ops, on, None, kv, None)
     on.taps = drafter.taps
     return drafter
+
+
+def _turning(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
+    """`_weights`, and how much of a global layer's heads turns."""
+    still = [1e30] * (256 - 64)
+    turns = torch.tensor([1.0] * 64 + still, device=ops.device)
+    return _weights(specs, type, ops) | {"rope_freqs.weight": turns}
 
 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:

@@ -35,6 +35,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(synthetic.TARGETS, name, shape)
         if name in synthetic.DRAFTS:
             monkeypatch.setitem(synthetic.DRAFTS, name, (8, 512))
+        if name in synthetic.ASSISTANTS:
+            monkeypatch.setitem(synthetic.ASSISTANTS, name, (256, 4, 512))
     monkeypatch.setattr(synthetic, "VOCAB", 2048)
 
 
@@ -53,3 +55,18 @@ def test_measures_steps_and_cycles(name: str) -> None:
     assert (result["step_bytes"] < result["weight_bytes"]) == ("num_experts" in shape)
     # The projection of the per-layer inputs stays float32.
     assert result["ops_without_kernel"] == (["linear (float32)"] if name == "e2b" else [])
+
+
+def test_an_assistant_drafts_as_many_tokens_as_a_cycle_commits() -> None:
+    ops = CudaOps(DEVICE)
+    protocol = steps.Protocol(draft="assistant", contexts=(64, 200), times=2, accept_length=3)
+    result = steps.measure("31b", ops, protocol)
+    assert result["draft"] == "assistant" and not result["ops_without_kernel"]
+    for row in result["rows"]:
+        assert 0 < row["draft_ms"] < row["cycle_ms"]
+
+
+def test_a_size_without_an_assistant_is_timed_alone() -> None:
+    protocol = steps.Protocol(draft="assistant", contexts=(64,), times=2)
+    result = steps.measure("e2b", CudaOps(DEVICE), protocol)
+    assert result["draft"] is None and result["rows"][0]["cycle_ms"] is None
