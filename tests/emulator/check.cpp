@@ -5,7 +5,9 @@
 // work: a thread's copies, the bulk copies of a barrier, a warp's products. An access is (whose,
 // time); another one comes later if it knows that time. Knowledge passes where memory is made
 // visible: barriers, mbarriers, __syncwarp, flags in global memory, and waits for asynchronous work.
-// Shuffles and votes pass none. A word of 4 bytes remembers accesses that no later one replaces.
+// Shuffles and votes pass none. Bulk copies and products of groups of warps are made by another proxy:
+// what others wrote to shared memory they know only if a proxy fence came between. A word of 4 bytes
+// remembers accesses that no later one replaces.
 #define CHECKED
 #include "check.h"
 #include <algorithm>
@@ -53,7 +55,7 @@ void join(Times& all, const Times& more) {
 bool has(const Times& all, u32 agent, u32 time) { return agent < all.size() && all[agent] >= time; }
 
 struct Known {
-  Times own;                                                // of this block
+  Times own, fenced;                                        // of this block; before a proxy fence
   std::map<unsigned, std::shared_ptr<const Times>> others;  // of other blocks
   void take(unsigned block, const std::shared_ptr<const Times>& times) {
     auto& mine = others[block];
@@ -64,7 +66,7 @@ struct Known {
     mine = both;
   }
   void take(const Known& more) {
-    join(own, more.own);
+    join(own, more.own), join(fenced, more.fenced);
     for (auto& [block, times] : more.others) take(block, times);
   }
 };
@@ -170,8 +172,14 @@ void report(const std::string& what) {
   if (reports.size() < MOST_REPORTS) reports.push_back(what);
 }
 
-void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, bool limited) {
+bool other_proxy(u32 agent) {
+  const char what = block_now->what[agent];
+  return what == 'b' || what == 'p';
+}
+
+void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, bool global) {
   const Known& known = actor->known;
+  const bool other = !global && other_proxy(by.agent);
   u32 readers = 0, *link = &head;
   for (u32 i = head; i; i = *link) {
     Access& a = pool[i];
@@ -181,10 +189,11 @@ void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, 
     }
     bool later;
     if (a.block == block_id) {
-      later = has(known.own, a.agent, a.time);
+      const bool fence = other && a.kind != READ && !other_proxy(a.agent);
+      later = has(fence ? known.fenced : known.own, a.agent, a.time);
     } else {
-      auto other = known.others.find(a.block);
-      later = other != known.others.end() && has(*other->second, a.agent, a.time);
+      auto found = known.others.find(a.block);
+      later = found != known.others.end() && has(*found->second, a.agent, a.time);
     }
     if (!later && (a.kind != kind || kind == WRITE)) {
       const auto key = std::make_tuple(a.at, a.from, a.kind, at, caller(), kind);
@@ -204,7 +213,7 @@ void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, 
     readers += a.kind == READ;
     link = &a.next;
   }
-  if (limited && kind == READ && readers >= MOST_READERS) return;
+  if (global && kind == READ && readers >= MOST_READERS) return;
   u32 i = free_list;
   if (i) {
     free_list = pool[i].next;
@@ -344,6 +353,10 @@ void acquire(const void* flag) {
     if (other == block_id) join(actor->known.own, *times);
     else actor->known.take(other, times);
   }
+}
+
+void proxy_fence() {
+  if (actor) join(actor->known.fenced, actor->known.own);
 }
 
 uint32_t copy(const void* to, const void* from, size_t bytes) {

@@ -33,6 +33,9 @@ void go(const void* place);
 void release(const void* flag);
 void acquire(const void* flag);
 
+// Between accesses of threads and those of bulk copies and products.
+void proxy_fence();
+
 // Asynchronous work has a clock of its own; these return its time.
 uint32_t copy(const void* to, const void* from, size_t bytes);
 void copied(uint32_t until);  // seen by the current thread
@@ -73,6 +76,7 @@ inline void open(const void*) {}
 inline void go(const void*) {}
 inline void release(const void*) {}
 inline void acquire(const void*) {}
+inline void proxy_fence() {}
 inline uint32_t copy(const void*, const void*, size_t) { return 0; }
 inline void copied(uint32_t) {}
 inline uint32_t bulk(const void*, const void*, size_t, const void*) { return 0; }

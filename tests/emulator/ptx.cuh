@@ -220,8 +220,8 @@ inline void barrier_init_fence() {}
 inline void barrier_arrive(u64* bar) { machine::arrive(bar); }
 inline bool barrier_done(u64* bar, u32 parity) { return machine::ended(bar, parity, false); }
 inline void barrier_wait(u64* bar, u32 parity) { machine::ended(bar, parity, true); }
-inline void copy_engine_fence() {}
-inline void shared_fence() {}
+inline void copy_engine_fence() { check::proxy_fence(); }
+inline void shared_fence() { check::proxy_fence(); }
 inline void barrier_expect(u64* bar, u32 bytes) { machine::arrive(bar, bytes); }
 inline void bulk_copy(void* to, const void* from, u32 bytes, u64* bar) {
   aligned(to, 16), aligned(from, 16);

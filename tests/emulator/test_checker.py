@@ -202,6 +202,41 @@ CASES = {
         """,
         "a product",
     ),
+    "a product of what was stored": (
+        """
+        extern __shared__ __align__(1024) u8 tile[];
+        for (int i = threadIdx.x; i < 2048; i += blockDim.x) ((u32*)tile)[i] = 0;
+        if (GOOD) shared_fence();
+        __syncthreads();
+        if (!GOOD && t < 64) shared_fence();
+        float d[32] = {};
+        products_fence();
+        product_64(d, operand(tile, 0), operand(tile, 0), 0);
+        products_commit();
+        products_wait<0>();
+        y[t] = d[0];
+        """,
+        "a product",
+    ),
+    "a bulk copy over what was stored": (
+        """
+        __shared__ float4 s[64];
+        __shared__ u64 full;
+        if (t == 0) barrier_init(&full, 1);
+        s[t] = {x[t]};
+        __syncthreads();
+        y[t] = s[63 - t].x;
+        __syncthreads();
+        if (t == 0) {
+          if (GOOD) shared_fence();
+          bulk_copy(s, x, 1024, &full);
+          barrier_expect(&full, 1024);
+        }
+        barrier_wait(&full, 0);
+        y[t + 64] = s[t].x;
+        """,
+        "a bulk copy",
+    ),
 }
 
 
@@ -215,8 +250,8 @@ def launched(folder: Path, name: str, good: bool) -> None:
     x, y = torch.rand(256), torch.zeros(256)
     kernel = kernels.Emulated(str(file), "run", "sm_90a", checked=True)
     blocks = 2 if name == "two blocks" else 1
-    threads = 128 if name == "products" else 64
-    kernel(blocks, threads, x, y, shared={"products": 8192}.get(name, 320))
+    product = "product" in name
+    kernel(blocks, 128 if product else 64, x, y, shared=8192 if product else 320)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -44,6 +44,7 @@ struct WeightsRole {
       const int bytes = min(C::template UNITS<F>, units - u) * F::UNIT_BYTES;
       barrier_wait(at.empty(), at.phase ^ 1);
 #if ARCH >= 900
+      shared_fence();  // other types' rows, which came by ordinary copies, may have lain there
       bulk_copy_once(at.slot(), from, bytes, at.full());
       barrier_expect(at.full(), bytes);
 #else

@@ -285,7 +285,8 @@ DEVICE void copy_engine_fence() {
 }
 
 #if ARCH >= 900
-// Between ordinary stores to shared memory and tensor cores that read it asynchronously.
+// Between ordinary writes to shared memory and what comes after them asynchronously: tensor cores that
+// read it, bulk copies that write over it.
 DEVICE void shared_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Arrives once and awaits `bytes` more, of this thread's copies and of others. Behind its copies, so
