@@ -9,20 +9,42 @@ import typer
 
 from g4spec.cli import _measured
 from g4spec.cli.render import Output
-from g4spec.errors import UsageError
+from g4spec.errors import EnvironmentProblem, UsageError
 
 Size = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Time random weights at a published shape on the GPU "
-                 "instead of a file: 31b, 26b-a4b, 12b, e4b or e2b."),
+                 "instead of a file: 31b, 26b-a4b, 12b, e4b or e2b. Its draft: -md dflash, the "
+                 "default where there is one, or -md assistant."),
 ]
-Type = Annotated[str, typer.Option("--type", help="Of the synthetic weights.")]
-Accepted = Annotated[int, typer.Option("--accept-length", help="Tokens a synthetic cycle commits.")]
+Type = Annotated[
+    str, typer.Option("--type", help="With --synthetic: of the target's weights.")
+]  # fmt: skip
+Accepted = Annotated[
+    int, typer.Option("--accept-length", help="With --synthetic: tokens a cycle commits.")
+]  # fmt: skip
+
+ONLY = {"mix", "accepted"}
+TAKES = ONLY | {"synthetic", "draft", "ctx_size", "device", "cache_type", "save", "json", "quiet"}
+
+
+def check(context: typer.Context, synthetic: bool) -> None:
+    """UsageError for options of `bench` that --synthetic would ignore, or that are for it alone."""
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "")
+        if given is None or given.name != "COMMANDLINE":
+            continue
+        flag = max(option.opts, key=len)
+        if synthetic and option.name not in TAKES:
+            raise UsageError(f"{flag} does nothing with --synthetic", fix="leave one of them out")
+        if not synthetic and option.name in ONLY:
+            raise UsageError(f"{flag} is for --synthetic", fix="leave it out")
 
 
 def run(
     name: str,
     type: str,
+    draft: str | None,
     accept_length: int,
     n_ctx: int | None,
     device: str,
@@ -36,10 +58,13 @@ def run(
     if device == "cpu":
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
     contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
-    protocol = steps.Protocol(type=type, contexts=contexts, accept_length=accept_length)
-    steps.check(name, type)
+    protocol = steps.Protocol(type, draft=draft, contexts=contexts, accept_length=accept_length)
+    steps.check(name, protocol)
     _measured.prepare(save)
-    ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
+    try:
+        ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
+    except EnvironmentProblem as missing:
+        raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
     data = steps.measure(name, ops, protocol)
     _measured.keep(data, out, save, None)
     _show(data, out)
@@ -52,16 +77,15 @@ def _show(data: dict[str, Any], out: Output) -> None:
                "cycle ms", "sustained", "tokens/s")  # fmt: skip
     keys = ("context", "prefill_tokens_per_second", "step_1_ms", "step_4_ms", "step_8_ms",
             "step_16_ms", "draft_ms", "cycle_ms", "sustained_ms", "tokens_per_second")  # fmt: skip
-    rows = [tuple("" if row[key] is None else f"{row[key]:g}" for key in keys)
-            for row in data["rows"]]  # fmt: skip
-    out.table(f"{data['model']}, {data['type']}, on {data['device']}", columns, rows)
+    rows = [tuple(f"{row[key]:g}" for key in keys) for row in data["rows"]]
+    out.table(f"{data['model']}, {data['type']}, with {data['draft']}, on {data['device']}",
+              columns, rows)  # fmt: skip
     read = data["read_bytes_per_second"]
     out.line(f"Weights: {data['weight_bytes'] / 1e9:.2f} GB, of which a row reads "
              f"{data['step_bytes'] / 1e9:.2f}, at {data['fraction_of_bandwidth']:.0%} of the "
              f"{read / 1e12:.2f} TB/s measured here.")
     out.line("Timed after a rest; \"sustained\", from which tokens/s follow: after a second of "
-             "cycles (without a draft, of single rows), when power may limit the clock.")
-    if data["accept_length"]:
-        out.line(f"A cycle commits {data['accept_length']} tokens because it was told to.")
+             "cycles, when power may limit the clock.")
+    out.line(f"A cycle commits {data['accept_length']} tokens because it was told to.")
     for name in data["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU: {name}")

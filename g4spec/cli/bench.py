@@ -75,8 +75,10 @@ def measure(
     if context.invoked_subcommand is not None:
         return
     out = Output(json, quiet)
+    _synthetic.check(context, synthetic is not None)
     if synthetic is not None:
-        return _synthetic.run(synthetic, mix, accepted, ctx_size, device, cache_type, out, save)
+        return _synthetic.run(synthetic, mix, draft, accepted, ctx_size, device, cache_type, out,
+                              save)  # fmt: skip
     model = _measured.checked(model, preset, bool(temp or categories), save, report)
     from g4spec.runtime import bench, provenance
     from g4spec.runtime import prompts as shipped

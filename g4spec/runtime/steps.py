@@ -43,8 +43,8 @@ class Protocol:
 
     Attributes:
         type, draft_type: of the matrices, as `--type` of `quantize`.
-        draft: "dflash", which proposes a block at once, or "assistant": a token after the other,
-            as many as a cycle commits.
+        draft: "dflash", which proposes a block at once, "assistant": a token after the other, as
+            many as a cycle commits, or None: the first of these that there is for the size.
         contexts: tokens in front of the steps that are timed.
         accept_length: tokens a cycle commits, the target's own included.
         times: repetitions whose median counts.
@@ -52,7 +52,7 @@ class Protocol:
 
     type: str = "q4_k_m"
     draft_type: str = "q8_0"
-    draft: str = "dflash"
+    draft: str | None = None
     contexts: tuple[int, ...] = CONTEXTS
     accept_length: int = 6
     times: int = 20
@@ -74,14 +74,13 @@ Watch = Callable[[int, int, Callable[[], Any]], Any]
 @dataclass(frozen=True, slots=True)
 class Row:
     """Figures at one context, in milliseconds: `steps` by rows; of cycles those after a rest and
-    `sustained` ones, from which `tokens_per_second` follows. Without a draft the latter are steps
-    of one row, the others None."""
+    `sustained` ones, from which `tokens_per_second` follows."""
 
     context: int
     prefill_tokens_per_second: float
     steps: dict[int, float]
-    draft: float | None
-    cycle: float | None
+    draft: float
+    cycle: float
     sustained: float
     tokens_per_second: float
 
@@ -89,20 +88,19 @@ class Row:
 def measure(
     name: str, ops: CudaOps, protocol: Protocol, watch: Watch | None = None
 ) -> dict[str, Any]:
-    """Build a model of a size in `synthetic.TARGETS`, with its draft if there is one; the result
-    file's contents.
+    """Build a model of a size in `synthetic.TARGETS`, with a draft; the result file's contents.
 
     Args:
         watch: is given each context and number of rows, and what plays a step of so many there.
     """
-    check(name, protocol.type)
+    kind = check(name, protocol)
     with torch.cuda.device(ops.device):
         read = bandwidth(ops.device)
         torch.cuda.empty_cache()
         target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + protocol.room)
         target.step(_tokens(target, 1), 0)  # packs what a step reads
         pairs = ops.pairs.nbytes
-        drafter = synthetic.draft(name, protocol.draft_type, ops, target, protocol.draft)
+        drafter = synthetic.draft(name, protocol.draft_type, ops, target, kind)
         rows = []
         for context in protocol.contexts:
             rows.append(_at(context, target, drafter, protocol))
@@ -115,9 +113,8 @@ def measure(
     plain = rows[0].steps[1]
     return {
         "schema": SCHEMA, "label": LABEL, "model": name,
-        "type": protocol.type, "draft": protocol.draft if drafter else None,
-        "draft_type": protocol.draft_type if drafter else None,
-        "cache_type": ops.cache_type, "accept_length": protocol.accept_length if drafter else None,
+        "type": protocol.type, "draft": kind, "draft_type": protocol.draft_type,
+        "cache_type": ops.cache_type, "accept_length": protocol.accept_length,
         "machine": provenance.machine(), "device": ops.title, "driver": provenance.driver(),
         "commit": provenance.commit(),
         "torch": torch.__version__, "overridden_ops": provenance.overridden(ops),
@@ -128,11 +125,16 @@ def measure(
     }  # fmt: skip
 
 
-def check(name: str, type: str) -> None:
-    """Raise unless these are a size, and a type or mix of weights."""
-    policy.asked(type)
+def check(name: str, protocol: Protocol) -> str:
+    """The kind of draft; raises unless there are such a size, draft, and type or mix of weights."""
+    policy.asked(protocol.type)
     if name not in synthetic.TARGETS:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
+    kinds = synthetic.drafts(name)
+    if protocol.draft not in (None, *kinds):
+        raise UsageError(f"-md with --synthetic {name}", expected=" or ".join(kinds),
+                         found=protocol.draft)  # fmt: skip
+    return protocol.draft or kinds[0]
 
 
 def milliseconds(run: Callable[[], Any], times: int = 20, rest: float = 0.0) -> float:
@@ -189,13 +191,9 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
         logits = target.step(ids, context).logits
         assert bool(logits.isfinite().all()), (context, rows)
         steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times, REST)
-    draft = None
-    if drafter is not None:
-        draft = milliseconds(_proposal(drafter, context).replay, protocol.times, REST)
-    most = drafter.max_tokens if drafter else 0
-    length = 1 + min(protocol.accept_length - 1, most)
-    if drafter and not drafter.at_once:
-        most = min(most, length)
+    draft = milliseconds(_proposal(drafter, context).replay, protocol.times, REST)
+    length = 1 + min(protocol.accept_length - 1, drafter.max_tokens)
+    most = drafter.max_tokens if drafter.at_once else min(drafter.max_tokens, length)
     player = target.ops.player(target, drafter, length - 1)
     player.ready(Sampler())
     cycle = sustained = _cycle(player, most, context, protocol.times, REST)
@@ -203,7 +201,7 @@ def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
     while time.perf_counter() < end:
         sustained = _cycle(player, most, context, protocol.times)
     speed = round(length / sustained * 1e3, 1)
-    return Row(context, fill, steps, draft, cycle if drafter else None, sustained, speed)
+    return Row(context, fill, steps, draft, cycle, sustained, speed)
 
 
 def _proposal(drafter: Any, context: int) -> Any:
@@ -226,8 +224,7 @@ def _fill(target: Any, drafter: Any, tokens: int) -> float:
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for read in target.prefill(ids):
-        if drafter is not None:
-            drafter.commit(read)
+        drafter.commit(read)
     torch.cuda.synchronize()
     return round(tokens / (time.perf_counter() - begin))
 

@@ -1,8 +1,8 @@
 """Models of the published shapes with random weights, made on the GPU: for measuring speed where
 no checkpoint is at hand. What they say means nothing; what they cost is what the real ones cost.
 
-Shapes: config.json of google/gemma-4-{E2B,E4B,12B,26B-A4B,31B}, of the assistants of the three
-large ones, and of z-lab's DFlash drafts.
+Shapes: config.json of google/gemma-4-{E2B,E4B,12B,26B-A4B,31B}, of their assistants, and of z-lab's
+DFlash drafts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from g4spec.models import assistant, dflash, gemma4
@@ -55,8 +56,12 @@ TARGETS = {
 DRAFTS = {"31b": (64, 10752), "26b-a4b": (32, 5632), "12b": (32, 7680)}
 """Heads and feed-forward width of z-lab's DFlash for a size."""
 
-ASSISTANTS = {"31b": (1024, 32, 8192), "26b-a4b": (1024, 16, 8192), "12b": (1024, 16, 8192)}
+ASSISTANTS = {"31b": (1024, 32, 8192), "26b-a4b": (1024, 16, 8192), "12b": (1024, 16, 8192),
+              "e4b": (256, 4, 2048), "e2b": (256, 4, 2048)}  # fmt: skip
 """Hidden size, heads and feed-forward width of Google's assistant for a size."""
+
+CENTROIDS = 2048
+"""Clusters of tokens that the assistants of the small sizes have."""
 
 
 def target(name: str, type: str, ops: CudaOps, n_ctx: int) -> Target:
@@ -65,25 +70,44 @@ def target(name: str, type: str, ops: CudaOps, n_ctx: int) -> Target:
     return Target(config, _turning(gemma4.tensors(config), type, ops), ops, n_ctx, ops.chunk)
 
 
+def drafts(name: str) -> list[str]:
+    """The kinds of draft that there are for a size, the one to take first."""
+    return [kind for kind, of in (("dflash", DRAFTS), ("assistant", ASSISTANTS)) if name in of]
+
+
 def draft(
-    name: str, type: str, ops: CudaOps, on: Target, kind: str = "dflash"
-) -> dflash.Drafter | assistant.Drafter | None:
-    """A draft for a target of this size, or None: there is none of the kind, which is "dflash" or
-    "assistant"."""
-    if kind == "assistant":
-        return _assistant(name, type, ops, on) if name in ASSISTANTS else None
-    return _dflash(name, type, ops, on) if name in DRAFTS else None
+    name: str, type: str, ops: CudaOps, on: Target, kind: str | None = None
+) -> dflash.Drafter | assistant.Drafter:
+    """A draft for a target of this size, of a kind in `drafts`, or of the first one."""
+    make = _dflash if (kind or drafts(name)[0]) == "dflash" else _assistant
+    return make(name, type, ops, on)
+
+
+class _Head:
+    """What a file of an assistant holds of its head in the metadata."""
+
+    def __init__(self, config: assistant.Config) -> None:
+        rng = np.random.default_rng(0)
+        centres = rng.standard_normal(config.n_centroids * config.n_embd, np.float32)
+        order = rng.permutation(config.n_vocab).astype(np.int32)
+        self.arrays = {assistant.CENTROIDS: centres, assistant.ORDERING: order}
+
+    def numbers(self, key: str) -> Any:
+        return self.arrays[key]
 
 
 def _assistant(name: str, type: str, ops: CudaOps, on: Target) -> assistant.Drafter:
     (hidden, heads, ff), its = ASSISTANTS[name], TARGETS[name]
     kv = its["num_key_value_heads"], its["num_global_key_value_heads"]
+    same = {key: its[key] for key in ("sliding_window", "attention_k_eq_v")}
     config = assistant.parse_hf(Checkpoint({
         "architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": on.config.n_embd,
-        "text_config": _text(hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None),
+        "use_ordered_embeddings": name not in DRAFTS, "num_centroids": CENTROIDS,
+        "text_config": _text(hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None, **same),
     }, {}), on.config)  # fmt: skip
-    weights = _turning(assistant.tensors(config), type, ops)
-    return assistant.Drafter(config, weights, ops, on, None, [], None)
+    weights: Any = _turning(assistant.tensors(config), type, ops)
+    head: Any = _Head(config)
+    return assistant.Drafter(config, weights, ops, on, head, [], None)
 
 
 def _dflash(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:

@@ -86,6 +86,15 @@ def test_a_synthetic_model_that_there_is_not(g4spec: Cli) -> None:
     assert "--synthetic: expected 31b" in g4spec.refused("bench", "--synthetic", "32b")
     said = g4spec.refused("bench", "--synthetic", "31b", "--type", "q4")
     assert "unknown type: expected one of f32" in said and "found q4" in said
+    said = g4spec.refused("bench", "--synthetic", "e4b", "-md", "dflash")
+    assert "-md with --synthetic e4b: expected assistant, found dflash" in said
+
+
+def test_options_that_would_do_nothing(g4spec: Cli) -> None:
+    said = g4spec.refused("bench", "--synthetic", "31b", "--report", "r.html")
+    assert "--report does nothing with --synthetic" in said
+    said = g4spec.refused("bench", "-m", "target.gguf", "--accept-length", 3)
+    assert "--accept-length is for --synthetic" in said
 
 
 @pytest.mark.parametrize("command", RUNS)

@@ -38,6 +38,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
         if name in synthetic.ASSISTANTS:
             monkeypatch.setitem(synthetic.ASSISTANTS, name, (256, 4, 512))
     monkeypatch.setattr(synthetic, "VOCAB", 2048)
+    monkeypatch.setattr(synthetic, "CENTROIDS", 64)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -46,15 +47,15 @@ def test_measures_steps_and_cycles(name: str) -> None:
     result = steps.measure(name, CudaOps(DEVICE), protocol)
     (row,) = result["rows"]
     assert all(row[f"step_{n}_ms"] > 0 for n in steps.ROWS)
-    assert row["sustained_ms"] > 0
-    assert (row["cycle_ms"] is None) == (name not in synthetic.DRAFTS)
+    assert row["sustained_ms"] > 0 and row["cycle_ms"] > row["draft_ms"] > 0
+    assert result["draft"] == ("assistant" if name == "e2b" else "dflash")
     shape = SMALL[name]
     dense = 3 * shape["hidden_size"] * shape["intermediate_size"] * shape["num_hidden_layers"] / 2
     head = 2048 * shape["hidden_size"] * 6.5625 / 8
     assert result["weight_bytes"] > dense + head
     assert (result["step_bytes"] < result["weight_bytes"]) == ("num_experts" in shape)
     # The projection of the per-layer inputs stays float32.
-    assert result["ops_without_kernel"] == (["linear (float32)"] if name == "e2b" else [])
+    assert ("linear (float32)" in result["ops_without_kernel"]) == (name == "e2b")
 
 
 def test_an_assistant_drafts_as_many_tokens_as_a_cycle_commits() -> None:
@@ -64,9 +65,3 @@ def test_an_assistant_drafts_as_many_tokens_as_a_cycle_commits() -> None:
     assert result["draft"] == "assistant" and not result["ops_without_kernel"]
     for row in result["rows"]:
         assert 0 < row["draft_ms"] < row["cycle_ms"]
-
-
-def test_a_size_without_an_assistant_is_timed_alone() -> None:
-    protocol = steps.Protocol(draft="assistant", contexts=(64,), times=2)
-    result = steps.measure("e2b", CudaOps(DEVICE), protocol)
-    assert result["draft"] is None and result["rows"][0]["cycle_ms"] is None

@@ -1,0 +1,153 @@
+"""compute-sanitizer over everything that the small families run on a GPU: accesses out of bounds
+(memcheck), races in shared memory (racecheck), barriers that not all reach (synccheck).
+
+    python benchmarks/gpu_sanitize.py [NAME ...] [--tools memcheck racecheck] [--limit 500]
+
+The trained family in five types, with each of its drafts and with the kernels for older GPUs;
+random targets (dense, experts, per-layer embeddings) with drafts of every kind. Each reads a prompt
+and generates with drafts of 1, 7 and all their tokens, greedy and with a temperature, as a program
+of its own; first without a tool, so that no compiler runs in one. What is reported is about kernels
+alone (`--report-api-errors no`: the driver is asked for functions that it may not have). Writes
+`results/<date>-gpu-sanitize.json`. Exit code 1 if a tool reports anything, or a program fails or
+takes longer than `--limit` seconds.
+
+Versions before that of CUDA 13.5 (2026.4) report races around mbarriers and bulk copies that are
+none, by NVIDIA's release notes, and do not look for missing proxy fences. A newer one than that of
+an installed CUDA comes with `pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import watch
+from g4spec.runtime import prompts
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.sampling import Sampler
+from tests.gpu import family
+
+TOOLS = ("memcheck", "racecheck", "synccheck")
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
+PAIRS = [(kind, "dense") for kind in family.DRAFTS] + [
+    (kind, target) for target in ("experts", "per-layer") for kind in ("zlab", "assistant")
+]
+SAMPLERS = (Sampler(), Sampler(temperature=0.7, seed=1))
+PROMPT_TOKENS, NEW_TOKENS = 200, 8
+BARRIERS = "128"  # of a block, at most; the tools count too few in an array
+NOTHING = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
+KERNEL = re.compile(r"\bat (?:void )?(\w+).*\+0x")
+
+Program = tuple[str, ...]
+"""Target, draft, device and type of the cache."""
+
+
+def programs(folder: Path) -> dict[str, Program]:
+    """What is run, by name; makes the files."""
+    out: dict[str, Program] = {}
+    for type in TYPES:
+        at = folder / type
+        at.mkdir()
+        files = family.trained(at, type)
+        target = str(files.pop("target"))
+        for name, draft in files.items():
+            if type == "q4_k_m" or name == "dflash":
+                out[f"{type} {name}"] = target, str(draft), "cuda", "f16"
+    out["q4_k_m dflash q8_0-cache"] = target, str(files["dflash"]), "cuda", "q8_0"
+    out["q4_k_m dflash portable"] = target, str(files["dflash"]), "cuda:portable", "f16"
+    for kind in family.TARGETS:
+        family.random(folder, kind)
+    for kind, on in PAIRS:
+        draft = family.draft(folder, kind, on)
+        out[f"{on} {kind}"] = str(folder / f"{on}.gguf"), str(draft), "cuda", "q8_0"
+    return out
+
+
+def run(target: str, draft: str, device: str, cache_type: str) -> None:
+    """The program: what the tools look at."""
+    engine = Engine.load(target, draft, device=device, cache_type=cache_type, n_ctx=family.CTX)
+    assert engine.draft is not None
+    text = prompts.prompts(engine.tokenizer, long_tokens=PROMPT_TOKENS)[-1].encode(engine.tokenizer)
+    most = engine.draft.max_tokens
+    accepted = 0
+    for sampler in SAMPLERS:
+        for length in sorted({1, min(7, most), most}):
+            done = family.generate(engine, text[:PROMPT_TOKENS], length, NEW_TOKENS, sampler)
+            accepted += done.stats.accepted
+    print(f"accepted {accepted}")
+
+
+def sanitizer() -> str:
+    return shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+
+
+def watched(name: str, program: Program, tool: str | None, by: str, limit: float) -> dict[str, Any]:
+    """What a tool says of a program, or with none how the program does alone."""
+    command = [sys.executable, __file__, "--run", *program]
+    if tool is not None:
+        command = [by, "--tool", tool, "--report-api-errors", "no", "--print-limit", "2000",
+                   "--num-cuda-barriers", BARRIERS, "--target-processes", "application-only",
+                   *command]  # fmt: skip
+    begin = time.perf_counter()
+    try:
+        ended = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, timeout=limit)  # fmt: skip
+        text, code = ended.stdout, ended.returncode
+    except subprocess.TimeoutExpired as e:
+        text, code = (e.stdout or b"").decode(errors="replace"), None
+    clean = code == 0 and (tool is None or bool(NOTHING.search(text) and "Warning" not in text))
+    kernels = Counter(KERNEL.findall(text))
+    seconds = time.perf_counter() - begin
+    print("clean" if clean else "NOT CLEAN", tool or "alone", name, f"{seconds:.0f} s",
+          *text.splitlines()[-1:], dict(kernels), flush=True)  # fmt: skip
+    return {"program": name, "tool": tool, "clean": clean, "exit": code,
+            "seconds": round(seconds, 1), "reported": dict(kernels),
+            "output": "" if clean else text[:6000]}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names of programs; all by default")
+    parser.add_argument("--tools", nargs="*", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--sanitizer", default=sanitizer(), help="default: the installed one")
+    parser.add_argument("--limit", type=float, default=500)
+    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        run(*args.run)
+        return 0
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.at_once) as pool:
+        chosen = {n: p for n, p in programs(Path(name)).items()
+                  if not args.names or any(part in n for part in args.names)}  # fmt: skip
+        jobs: list[Callable[[], dict[str, Any]]] = [
+            partial(watched, n, p, tool, args.sanitizer, args.limit)
+            for tool in (None, *args.tools) for n, p in chosen.items()
+        ]  # fmt: skip
+        alone = list(pool.map(lambda job: job(), jobs[: len(chosen)]))
+        results = alone + list(pool.map(lambda job: job(), jobs[len(chosen) :]))
+    clean = all(r["clean"] for r in results)
+    said = subprocess.check_output([args.sanitizer, "--version"], text=True)
+    watch.keep(args.out, "gpu-sanitize", {
+        "sanitizer": said.strip().splitlines()[-1], "clean": clean, "results": results,
+    })  # fmt: skip
+    return 0 if clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
