@@ -207,7 +207,7 @@ class Prefill:
         self.products.floats(self._rows[:n], [w.gate], gate)
         told = self._view(self._inner, n, width)
         launch.kernel("prefill.cu", "modulated")(
-            (n, -(-width // 256)), 256, gate, powers, np.uint64(by.data_ptr()),
+            (n, -(-width // 256)), 256, gate, powers, launch.Strided(by),
             np.int64(by.stride(0)), told, _INT(width), pdl=False,
         )  # fmt: skip
         self.products.floats(told, [w.out], self._out[:n])
