@@ -269,10 +269,13 @@ class Drafter(WeightedDrafter):
         return self.logits(h), ops.linear(h, w["nextn.post_projection.weight"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [1, h] -> logits [1, V], -inf outside the best clusters of a centroid head."""
-        z = self.ops.logits(x, self.w["token_embd.weight"])
+        """Rows [1, h] -> logits [1, V]. A centroid head reads those of its best clusters, and
+        gives -inf for all others."""
+        table = self.w["token_embd.weight"]
         if self.centroids is None:
-            return z
+            return self.ops.logits(x, table)
         centres, slots = self.centroids
         clusters = self.ops.linear(x, centres).topk(self.config.centroid_top_k).indices[0]
-        return self.ops.only(z, slots[clusters].flatten())
+        ids = slots[clusters].flatten()
+        z = self.ops.linear(x, self.ops.embed(table, ids, 1.0))
+        return self.ops.spread(z, ids, self.config.n_vocab)

@@ -141,10 +141,10 @@ class SimpleOps:
         out[:, ids] = z
         return out
 
-    def only(self, z: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """z [T, V] with every column but `ids` set to -inf."""
-        out = torch.full_like(z, -math.inf)
-        out[:, ids] = z[:, ids]
+    def spread(self, z: torch.Tensor, ids: torch.Tensor, n_vocab: int) -> torch.Tensor:
+        """Logits z [T, n] of tokens `ids` [n] -> [T, V], -inf of all others."""
+        out = z.new_full((len(z), n_vocab), -math.inf)
+        out[:, ids] = z
         return out
 
 

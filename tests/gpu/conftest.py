@@ -1,5 +1,6 @@
 """Kernels on the GPU; on a machine without one in the emulator, which is slow: there a few of each
-test's cases run, or all with G4SPEC_EMULATE=all."""
+test's cases run, or all with G4SPEC_EMULATE=all. With G4SPEC_EMULATE=checked races and accesses
+outside of memory are looked for, which takes ten times as long."""
 
 import os
 from collections import defaultdict
@@ -42,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _machine() -> Iterator[None]:
     """No longer than a file: a worker that ran these may go on with others."""
     if EMULATED:
-        with kernels.installed("sm_90a"):
+        with kernels.installed("sm_90a", checked=os.environ.get("G4SPEC_EMULATE") == "checked"):
             yield
     else:
         yield
