@@ -12,6 +12,7 @@ from g4spec.validate.hardware.choice import LEAST_CONTEXT, USUAL_CONTEXT, Questi
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import GIB, Machine
 from g4spec.validate.hardware.memory import (
+    GGUF,
     UNKNOWN_SIZE,
     Calculator,
     Plan,
@@ -25,6 +26,8 @@ from g4spec.validate.hardware.versions import holds
 from g4spec.validate.hardware.when import Situation, matches
 
 NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
+OLDEST = (7, 0)
+"""Compute capability that our kernels need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,12 @@ def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
 
 def cards_for(name: str, machine: Machine, target: Target, asked: int | None) -> int:
     """Cards that share the model: a power of two that divides the query heads for tensor
-    parallelism over all nodes; every card of one node for llama.cpp's layer split."""
+    parallelism over all nodes; every card of one node for llama.cpp's layer split; one of ours."""
     total = machine.total_gpus if name in ("vllm", "sglang") else len(machine.gpus)
     if asked is not None:
         total = min(asked, total)
+    if name == "g4spec":
+        return 1
     if name not in ("vllm", "sglang"):
         return max(total, 1)
     n = 1
@@ -161,7 +166,7 @@ def _kv_types(facts: Facts, row: Engine, machine: Machine, q: Question) -> tuple
 
 def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdict:
     """The verdict of one engine."""
-    if name == "g4spec":
+    if name == "g4spec" and (machine.cc or (0, 0)) < OLDEST:
         return _own(facts, machine, q)
     row = engine(facts, name)
     version, installed = version_of(facts, machine, name)
@@ -173,11 +178,16 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     ]
     option, plans, plan = choose(calc, name, loadable, q, kinds)
     refusal, fix = "", ""
-    if not machine.gpus and name != "llama.cpp":
+    size = next((x for x in facts.all(Size) if x.id == q.target.size), None)
+    why = supported(size) if size is not None and name == "g4spec" else ""
+    if why:
+        refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
+    elif not machine.gpus and name != "llama.cpp":
         refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
     elif not [o for o in q.target.options if name in o.engines]:
-        kind = "GGUF files" if name == "llama.cpp" else "checkpoint folders and hub ids"
-        refusal, fix = f"it loads {kind}", f"name the model as {q.target.size} or by such a file"
+        kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
+        named = f"as {size.id} or " if size is not None else ""
+        refusal, fix = f"it loads {kind}", f"name the model {named}by one of these"
     elif machine.gpus and machine.memory is None:
         refusal, fix = "the card's memory could not be read", "ask with --assume"
     elif plan is None or not plan.fits:
@@ -267,7 +277,7 @@ def supported(size: Size) -> str:
 
 
 def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
-    """The reference runtime: CPU, float32. Without kernels a GPU does not help."""
+    """Where there is no GPU that our kernels take: the reference on the CPU, in float32."""
     row = engine(facts, "g4spec")
     size = next((s for s in facts.all(Size) if s.id == q.target.size), None)
     params = size.params * 1e9 if size is not None else q.target.options[0].nbytes / 0.56
@@ -290,8 +300,8 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
         fix = "use it to convert and validate; run with llama.cpp"
     elif machine.assumed:
         refusal = (
-            f"its reference runtime works on the CPU and needs {need / GIB:.0f} GiB of RAM; "
-            "no CUDA kernels in this version"
+            f"without a GPU from compute capability 7.0 on its reference runtime works on the CPU "
+            f"and needs {need / GIB:.0f} GiB of RAM"
         )
         fix = "use it to convert and validate; run with llama.cpp"
     s = situation(facts, machine, q, "g4spec", __version__, None, None, q.context, 1)

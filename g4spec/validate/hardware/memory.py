@@ -33,6 +33,8 @@ BITS = {
 }
 """Bits a cached value takes, block scales included."""
 
+GGUF = ("llama.cpp", "g4spec")
+"""Engines that load GGUF files."""
 LLAMACPP_KV = ("f16", "q8_0", "q4_0")
 VLLM_KV = ("bf16", "fp8")
 BLOCK = 16
@@ -173,7 +175,7 @@ class Calculator:
 
     def available(self, engine: str) -> int:
         """Bytes of a card that an engine may fill."""
-        if engine == "llama.cpp":
+        if engine in GGUF:
             reserve = 8 * GIB if self.machine.unified else gib(self.facts, "fixed-llamacpp-margin")
             return max((self.machine.free or 0) - reserve, 0)
         total = self.machine.memory or 0
@@ -188,7 +190,7 @@ class Calculator:
         """Weights of the draft as the engine loads it."""
         if self.draft is None:
             return 0
-        if engine == "llama.cpp":
+        if engine in GGUF:
             return self.draft.gguf_bytes or (self.draft.nbytes * 17 // 32)
         return self.draft.nbytes
 
@@ -221,12 +223,13 @@ class Calculator:
         return low * 256
 
     def _steps(self, engine: str, option: Option, kv: str, context: int) -> tuple[Step, ...]:
-        if engine == "llama.cpp":
-            return self._llamacpp(option, kv, context)
+        if engine in GGUF:
+            return self._gguf(engine, option, kv, context)
         return self._vllm(option, kv, context)
 
-    def _llamacpp(self, option: Option, kv: str, context: int) -> tuple[Step, ...]:
-        """llama.cpp splits by layer: weights and cache are shared, buffers are on every card."""
+    def _gguf(self, engine: str, option: Option, kv: str, context: int) -> tuple[Step, ...]:
+        """llama.cpp splits by layer: weights and cache are shared, buffers are on every card. Our
+        one card holds less of keys that are their values than is counted here."""
         n, caches = self.gpus, self.target.caches
         slots = llamacpp_slots(caches, context)
         share = f" / {n} cards" if n > 1 else ""
@@ -248,11 +251,13 @@ class Calculator:
                 _how(per_slot, "slot", slots, "slots") + share,
             ),
         ]
-        work = gib(self.facts, "fixed-llamacpp-compute")
+        own = engine == "g4spec"
+        work = gib(self.facts, "fixed-g4spec-work" if own else "fixed-llamacpp-compute")
         if self.draft is not None:
-            size = self.draft_bytes("llama.cpp")
-            extra = "fixed-llamacpp-mtp" if self.draft.kind == "mtp" else "fixed-llamacpp-dflash"
-            work += gib(self.facts, extra)
+            size = self.draft_bytes(engine)
+            if not own:
+                chain = self.draft.kind == "mtp"
+                work += gib(self.facts, f"fixed-llamacpp-{'mtp' if chain else 'dflash'}")
             steps.append(
                 Step(
                     "draft",
@@ -264,18 +269,19 @@ class Calculator:
                     else UNKNOWN_SIZE,
                 )
             )
-            own = self.draft.own_cache(context)
+            cached = self.draft.own_cache(context)
             steps.append(
                 Step(
                     "draft cache",
-                    own,
+                    cached,
                     "reads the target's"
-                    if not own
+                    if not cached
                     else _how(self.draft.kv_token, "token", context, "tokens")
                     + (f" + {self.draft.kv_fixed / 2**20:.0f} MiB" if self.draft.kv_fixed else ""),
                 )
             )
-        steps.append(Step("working buffers", work, "fitted to published readings"))
+        how = "prompts in chunks of 512, at most" if own else "fitted to published readings"
+        steps.append(Step("working buffers", work, how))
         if self.machine.gpus:
             steps.append(
                 Step("CUDA context", gib(self.facts, "fixed-cuda-context"), "on every card")
