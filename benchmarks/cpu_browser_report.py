@@ -120,7 +120,7 @@ def made_up(folder: Path) -> tuple[Path, Path]:
     from tests import bench_result
 
     page, data = folder / "report.html", bench_result.result()
-    report.write(data, page)
+    page.write_text(report.page(data), encoding="utf-8")
     (folder / "bench.json").write_text(json.dumps(data))
     return page, folder / "bench.json"
 

@@ -31,11 +31,11 @@ def files(
     have to be. What shows without that is said before it, and a draft, the smaller one, is fetched
     before its target."""
     from g4spec.convert import hub
-    from g4spec.runtime import devices, engine
+    from g4spec.runtime import devices, draft_file
 
     named = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
     devices.check(setup.device, setup.cache_type)
-    engine.check_p_min(setup.draft_p_min, named is not None)
+    draft_file.check_options(setup.draft_p_min, setup.draft_window, named is not None)
     away, path = hub.is_away(model), None
     if not away:
         model = _target(model, setup, out)

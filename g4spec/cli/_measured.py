@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from g4spec.cli._writing import prepare, write
 from g4spec.cli.render import Output
-from g4spec.errors import CheckFailed, EnvironmentProblem, UsageError
+from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from g4spec.runtime.bench import Result
@@ -20,13 +20,11 @@ MT_BENCH = "mt-bench"
 def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None) -> None:
     """Write the JSON file and the HTML page, as far as they were asked for (see `prepare`)."""
     if save is not None:
-        save.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        out.note(f"wrote {save}")
+        write(save, json.dumps(data, indent=1) + "\n", out)
     if report is not None:
         from g4spec.runtime import report as page
 
-        page.write(data, report)
-        out.note(f"wrote {report}")
+        write(report, page.page(data), out)
 
 
 def show(data: Mapping[str, Any], out: Output) -> None:
@@ -85,34 +83,26 @@ def finish(
     from g4spec.runtime import recommendation
 
     data = result.json(origin, recommendation.recommend(result.rows).json())
-    keep(data, out, save, report)
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")
     if averages_too:
         averages(data["rows"], out)
+    keep(data, out, save, report)
     out.result(data)
     require_identical(data)
 
 
-def prepare(*paths: Path | None) -> None:
-    """Make the folders of what will be written: after hours of measuring it is too late to find
-    out that it cannot be."""
-    for path in paths:
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise UsageError(f"{path} is a folder", expected="the name of a file to write")
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise EnvironmentProblem(f"cannot write {path}: permission denied")
-
-
-def checked(model: Path | None, preset: str | None, fixed: bool, *writes: Path | None) -> Path:
+def checked(
+    model: Path | None, preset: str | None, dataset: Path | None, fixed: bool, *writes: Path | None
+) -> Path:
     """The target, if the options mean something together. `writes`: see `prepare`."""
     if model is None:
         raise UsageError("-m is missing: pass the target, a GGUF file")
     if preset not in (None, MT_BENCH):
         raise UsageError("--preset", expected=MT_BENCH, found=preset)
+    if dataset is not None and not preset:
+        raise UsageError("--dataset is for --preset", fix=f"pass --preset {MT_BENCH} too")
     if preset and fixed:
         raise UsageError("--preset fixes the prompts and temperature 0",
                          fix="leave out --temp and --categories")  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from g4spec.cli import _measured
+from g4spec.cli._writing import prepare
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
 
@@ -60,7 +61,7 @@ def run(
     contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
     protocol = steps.Protocol(type, draft=draft, contexts=contexts, accept_length=accept_length)
     steps.check(name, protocol)
-    _measured.prepare(save)
+    prepare(save)
     try:
         ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
     except EnvironmentProblem as missing:

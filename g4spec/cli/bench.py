@@ -79,7 +79,7 @@ def measure(
     if synthetic is not None:
         return _synthetic.run(synthetic, mix, draft, accepted, ctx_size, device, cache_type, out,
                               save)  # fmt: skip
-    model = _measured.checked(model, preset, bool(temp or categories), save, report)
+    model = _measured.checked(model, preset, dataset, bool(temp or categories), save, report)
     from g4spec.runtime import bench, provenance
     from g4spec.runtime import prompts as shipped
     from g4spec.runtime.sampling import Sampler

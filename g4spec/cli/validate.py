@@ -42,6 +42,10 @@ def command(
     from g4spec.validate.rule import Severity
 
     out = render.Output(json, quiet)
+    checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict}
+    for alone, given in (("--list-rules", list_rules), ("--upstream", upstream)):
+        if given and (extra := [name for name, value in checks.items() if value]):
+            raise UsageError(f"{alone} checks nothing", fix=f"leave out {', '.join(extra)}")
     if list_rules:
         _list(out)
         return
@@ -55,6 +59,9 @@ def command(
     against = against and _inputs.local(against, out)
     with out.progress("reading tensors") as progress:
         report = validate.validate(path, target, against, only=rule or (), progress=progress)
+    if missed := [name for name in rule or () if name not in report.checked]:
+        why = report.skipped.get(missed[0], "it is not about this kind of file")
+        raise UsageError(f"{path}: rule {missed[0]} was not checked", found=why)
     report.show(out)
     if report.tensors and not json:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]

@@ -72,7 +72,7 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
             return _requantize(found.source, out, asked, dry_run, False, progress,
                                [*found.notes, note])  # fmt: skip
         files = found.source.files if isinstance(found.source, Folder) else [found.path]
-        _refuse_same(out, [*files, *([target] if target else [])])
+        _check_output(out, [*files, *([target] if target else [])])
         return _convert(found, out, asked, target, dry_run, progress)
 
 
@@ -169,11 +169,15 @@ def _target_of(found: Found, target: Path | None) -> Target:
     )
 
 
-def _refuse_same(out: Path, inputs: list[Path]) -> None:
-    """Writing onto an input would destroy it while it is read."""
+def _check_output(out: Path, inputs: list[Path]) -> None:
+    """Writing onto an input would destroy it while it is read; what is no GGUF file is something
+    else's, as a checkpoint's `config.json`."""
     for path in inputs:
         if out.exists() and path.exists() and out.samefile(path):
             raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
+    if out.is_file() and out.stat().st_size and not gguf.is_gguf(out):
+        raise UsageError(f"{out} exists and is no GGUF file",
+                         fix="choose another name, or remove it")  # fmt: skip
 
 
 def _made(
@@ -251,7 +255,7 @@ def _file_type(plan: Plan, asked: Mix) -> int:
 def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
                 progress: Progress | None, notes: list[str]) -> Result:  # fmt: skip
     start = time.perf_counter()
-    _refuse_same(out, [file.path])
+    _check_output(out, [file.path])
     choice = Policy(asked, file.tensors)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)
@@ -278,7 +282,7 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> Row:
             if not allow:
                 raise InputError(
                     f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
-                    fix="start from a BF16 file, or pass --allow-requantize",
+                    fix="start from a BF16 file, or use g4spec quantize with --allow-requantize",
                 )
             if form.decode is None:
                 form.dequantize(file.raw(name))  # says that there is no code for it

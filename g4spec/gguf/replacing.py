@@ -31,18 +31,28 @@ def check_place(path: Path) -> None:
     """InputError where no file can be written, before any work is done for it."""
     if path.is_dir():
         raise InputError(f"{path} is a folder", expected="the name of a file to write")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is a device or pipe", expected="the name of a file to write")
     if not path.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder", fix="create it first")
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does."""
+    with path.open("rb") as f:
+        return f.read(4) == b"GGUF"
+
+
 @contextmanager
 def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
-    """A new file beside `path` that becomes `path` if the block ends well, else disappears.
+    """A new file beside `path` that becomes `path` if the block ends well, else disappears; where
+    that is a link, what it leads to.
 
     Args:
         size: bytes that will be written; EnvironmentProblem if the disk has not that many.
     """
     check_place(path)
+    path = path.resolve()
     clear(path)
     free = shutil.disk_usage(path.parent).free
     if free < size:
@@ -64,7 +74,8 @@ def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
             os.replace(temporary, path)  # still locked
     except OSError as e:
         temporary.unlink(missing_ok=True)
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO):
+        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO,
+                       errno.EFBIG):
             raise EnvironmentProblem(f"cannot write {path}: {e.strerror}") from e
         raise
     except BaseException:

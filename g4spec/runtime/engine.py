@@ -12,10 +12,10 @@ from g4spec import models
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram
-from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, CacheShape, Draft
+from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, Draft
 from g4spec.runtime import devices, memory
+from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.length import Auto, Fixed, Length
-from g4spec.runtime.ops import Ops
 from g4spec.runtime.sampling import Sampler
 from g4spec.runtime.speculate import Backlog, Cycle, Player, Speculation
 from g4spec.runtime.target import Target
@@ -197,12 +197,13 @@ class Engine:
         with GGUF(target) as file:
             config = _target_config(file)
             context = _context(n_ctx, config.n_ctx)
-            with _DraftFile(draft, draft_p_min) as other:
-                plan = _plan(file, config, other, context, draft_window, chunk, budget)
-                loaded = Target(config, _weights(file, ops), ops, context, chunk)
+            with DraftFile(draft, draft_p_min, draft_window) as other:
+                plan = _plan(file, config, other, context, chunk, budget)
+                weights = {name: ops.load(file, name) for name in file.tensors}
+                loaded = Target(config, weights, ops, context, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
                 if other.file is not None:
-                    drafter = other.build(ops, loaded, draft_window, chunk)
+                    drafter = other.build(ops, loaded, chunk)
             return cls(loaded, drafter, Tokenizer.from_gguf(file), plan)
 
     def generate(self, prompt: Sequence[int], options: Options) -> Run:
@@ -211,7 +212,7 @@ class Engine:
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt that leaves
         no room in the context.
         """
-        self._check_prompt(prompt)
+        self._check_prompt(prompt, options.n_predict)
         stats = Stats(prompt_tokens=len(prompt))
         sampler = replace(options.sampler, suppress=self.tokenizer.suppress_ids)
         draft = None if options.draft_max == 0 else self.draft
@@ -231,16 +232,18 @@ class Engine:
                              len(prompt), options.n_predict, player, plain)  # fmt: skip
         return Run(self, cycles, options, stats)
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
+    def _check_prompt(self, prompt: Sequence[int], n_predict: int) -> None:
         if not prompt:
             raise InputError("the prompt is empty", expected="at least one token")
         if bad := [t for t in prompt if not 0 <= t < self.config.n_vocab]:
             raise InputError("a prompt token is outside the vocabulary",
                              expected=f"0..{self.config.n_vocab - 1}", found=bad[0])  # fmt: skip
         if len(prompt) > self.n_ctx:
+            needed, trained = len(prompt) + n_predict, self.config.n_ctx
+            fix = f"use -c {needed}" if needed <= trained else (
+                f"use a shorter one: the model was trained on {trained} tokens")  # fmt: skip
             raise InputError("the prompt does not fit into the context",
-                             expected=f"at most {self.n_ctx} tokens", found=len(prompt),
-                             fix=f"use -c {len(prompt) + 256} or more")  # fmt: skip
+                             expected=f"at most {self.n_ctx} tokens", found=len(prompt), fix=fix)
 
     def _length(self, options: Options, player: Player | None, plain: Player | None) -> Length:
         if options.draft_max != "auto":
@@ -287,15 +290,6 @@ def check(target: Path, n_ctx: int | None = None) -> None:
         _context(n_ctx, _target_config(file).n_ctx)
 
 
-def check_p_min(p_min: float | None, has_file: bool) -> None:
-    """UsageError for a `draft_p_min` that is out of range, or without the file of a draft."""
-    if p_min is not None and not 0 <= p_min <= 1:
-        raise UsageError("--draft-p-min", expected="0 to 1", found=p_min)
-    if p_min and not has_file:
-        raise UsageError("--draft-p-min needs a draft that has a confidence head",
-                         fix="pass a DSpark draft with -md")  # fmt: skip
-
-
 def _context(asked: int | None, trained: int) -> int:
     if asked is None:
         return min(trained, DEFAULT_CTX)
@@ -315,63 +309,11 @@ def _target_config(file: GGUF) -> gemma4.Config:
     return gemma4.parse_gguf(file.kv, file.shapes())
 
 
-def _weights(file: GGUF, ops: Ops) -> dict[str, Any]:
-    return {name: ops.load(file, name) for name in file.tensors}
-
-
-class _DraftFile:
-    """A draft file and its parsed configuration; empty for no draft and for n-gram lookup."""
-
-    def __init__(self, draft: Path | str | None, p_min: float | None = None) -> None:
-        check_p_min(p_min, draft not in (None, "ngram"))
-        self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
-        if self.file is None:
-            return
-        arch = self.file.kv.get("general.architecture")
-        self.kind = models.of_gguf(arch, self.file.tensors)
-        if self.kind is None or arch in models.TARGETS:
-            self.file.close()
-            if self.kind is not None:
-                raise models.misplaced(self.file.path, self.kind)
-            raise InputError(f"{self.file.path}: not a draft this version knows",
-                             expected=" or ".join(models.drafts()),
-                             found=f"architecture {arch!r}",
-                             fix="convert it with `g4spec convert`")  # fmt: skip
-        self.config: Any = self.kind.parse_gguf(self.file.kv, self.file.shapes())
-        if p_min:
-            models.require_confidence(self.file.path, self.kind, self.file.tensors)
-        if p_min is not None and hasattr(self.config, "cut"):
-            self.config = replace(self.config, cut=p_min)
-
-    def __enter__(self) -> _DraftFile:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        if self.file is not None:
-            self.file.close()
-
-    def shapes(self, window: int | None) -> list[CacheShape]:
-        return list(self.kind.caches(self.config, window)) if self.file and self.kind else []
-
-    def build(self, ops: Ops, target: Target, window: int | None, chunk: int) -> Draft:
-        assert self.file is not None and self.kind is not None
-        # A block may reach past the end of the context; its rows need a place all the same.
-        n_ctx = target.n_ctx + MAX_STEP_ROWS
-        kv = [
-            ops.cache(shape, n_ctx, max(chunk, 2 * MAX_STEP_ROWS)) for shape in self.shapes(window)
-        ]
-        draft: Draft = self.kind.Drafter(
-            self.config, _weights(self.file, ops), ops, target, self.file, kv, window
-        )
-        return draft
-
-
 def _plan(
     file: GGUF,
     config: gemma4.Config,
-    draft: _DraftFile,
+    draft: DraftFile,
     n_ctx: int,
-    window: int | None,
     chunk: int,
     budget: devices.Budget,
 ) -> memory.MemoryPlan:
@@ -386,7 +328,7 @@ def _plan(
             weights=budget.weights(file.tensors.values()),
             cache=budget.cache(gemma4.caches(config), n, chunk),
             draft_weights=budget.weights(drafted.values()),
-            draft_cache=budget.cache(draft.shapes(window), n, chunk, draft=True),
+            draft_cache=budget.cache(draft.shapes(), n, chunk, draft=True),
             workspace=budget.workspace(config, n, chunk),
         )
 

@@ -15,7 +15,8 @@ NOISE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Length by category, what `auto` reaches of the best fixed length, and each in words."""
+    """Length by category, what `auto` reaches of the best fixed length, and each in words. Both
+    are empty where no fixed length was measured."""
 
     lengths: dict[str, int]
     auto: dict[str, float]
@@ -38,6 +39,8 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         by_category.setdefault(row.category, []).append(row)
     if len(by_category) > 1:
         by_category.pop(ALL, None)
+    if all(row.length in (0, "auto") for row in rows):
+        return Recommendation({}, {}, _unfixed(by_category), "")
     lengths: dict[str, int] = {}
     auto: dict[str, float] = {}
     for category, mine in by_category.items():
@@ -48,13 +51,23 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         for row in mine:
             if row.length == "auto" and best.ratio:
                 auto[category] = row.ratio / best.ratio
-    drafted = any(r.length != 0 for r in rows)
-    return Recommendation(lengths, auto, _words(lengths, drafted), _auto_words(auto))
+    return Recommendation(lengths, auto, _words(lengths), _auto_words(auto))
 
 
-def _words(lengths: dict[str, int], drafted: bool) -> str:
-    if not drafted:
+def _unfixed(by_category: dict[str, list[Row]]) -> str:
+    """Without a fixed length there is none to recommend."""
+    autos = {name: row.ratio for name, rows in by_category.items()
+             for row in rows if row.length == "auto"}  # fmt: skip
+    if not autos:
         return "Only plain decoding was measured."
+    mean, lowest = sum(autos.values()) / len(autos), min(autos, key=lambda name: autos[name])
+    text = f"Only auto was measured: {mean:.2f} x plain"
+    if len(autos) > 1:
+        text += f" on average, at least {autos[lowest]:.2f} ({TITLES.get(lowest, lowest)})"
+    return text + "."
+
+
+def _words(lengths: dict[str, int]) -> str:
     groups: dict[int, list[str]] = {}
     for category, length in lengths.items():
         groups.setdefault(length, []).append(TITLES.get(category, category))

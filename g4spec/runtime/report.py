@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -18,13 +17,9 @@ from g4spec.runtime.rows import ALL
 Rows = list[dict[str, Any]]
 
 
-def write(data: Mapping[str, Any], path: Path) -> None:
-    """Write the page for a result file's content (`bench_compare.read` checks foreign ones)."""
-    path.write_text(page(data), encoding="utf-8")
-
-
 def page(data: Mapping[str, Any]) -> str:
-    """The whole page. All text in `data` is escaped."""
+    """The page for a result file's content (`bench_compare.read` checks foreign ones), whose text
+    is escaped."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["bytes"] = _bytes
     environment.filters["title_of"] = lambda name: TITLES.get(name, name)

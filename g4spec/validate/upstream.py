@@ -45,6 +45,9 @@ def of(path: Path) -> Verdict:
         if kind is None:
             raise InputError(f"{path}: not a kind known here", found=f"architecture {arch!r}",
                              expected=", ".join(models.architectures()))  # fmt: skip
+        if arch in models.TARGETS:
+            raise InputError(f"{path}: a target", expected="a draft",
+                             found=f"architecture {arch!r}")  # fmt: skip
         return judge(getattr(kind, "LIMITS", ()), kind.parse_gguf(file.kv, file.shapes()))
 
 

@@ -187,6 +187,15 @@ def test_ties_take_the_smaller_length() -> None:
     assert recommend([made(0, 1.0), made(2, 1.015)]).lengths == {"code": 0}
 
 
+def test_without_a_fixed_length_none_is_recommended() -> None:
+    advice = recommend([made(0, 1.0), made("auto", 1.9)])
+    assert advice.lengths == advice.auto == {} and not advice.auto_words
+    assert advice.words == "Only auto was measured: 1.90 x plain."
+    chat = [made(0, 1.0, category="chat"), made("auto", 1.1, category="chat")]
+    words = recommend([made(0, 1.0), made("auto", 1.9), *chat]).words
+    assert words == "Only auto was measured: 1.50 x plain on average, at least 1.10 (chat)."
+
+
 def test_words_name_what_gains_nothing() -> None:
     chat = [made(0, 1.0, category="chat"), made(4, 0.7, category="chat")]
     rows = [made(0, 1.0), made(4, 2.0), *chat]

@@ -4,6 +4,7 @@ what to do, before anything is fetched or converted."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -95,6 +96,44 @@ def test_options_that_would_do_nothing(g4spec: Cli) -> None:
     assert "--report does nothing with --synthetic" in said
     said = g4spec.refused("bench", "-m", "target.gguf", "--accept-length", 3)
     assert "--accept-length is for --synthetic" in said
+    said = g4spec.refused("bench", "-m", "target.gguf", "--dataset", "nowhere.jsonl")
+    assert "--dataset is for --preset" in said
+
+
+def test_a_result_does_not_replace_a_model(g4spec: Cli, home: Path) -> None:
+    run = ("bench", "-m", "target.gguf", "-md", "draft.gguf", *RUNS["bench"])
+    before = (home / "target.gguf").read_bytes()
+    assert "target.gguf is a GGUF file" in g4spec.refused(*run, "-o", "target.gguf")
+    assert "to be written twice" in g4spec.refused(*run, "-o", "r.x", "--report", "r.x")
+    assert (home / "target.gguf").read_bytes() == before
+
+
+def test_a_model_does_not_replace_what_is_none(
+    g4spec: Cli, home: Path, tmp_path: Path
+) -> None:
+    said = g4spec.refused("convert", "target", "-o", "target/config.json")
+    assert "target/config.json exists and is no GGUF file" in said
+    os.mkfifo(tmp_path / "pipe")
+    assert "is a device or pipe" in g4spec.refused("convert", "target", "-o", tmp_path / "pipe")
+    (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")
+    g4spec("convert", "target", "-o", tmp_path / "link.gguf")
+    assert (tmp_path / "link.gguf").is_symlink() and (tmp_path / "real.gguf").stat().st_size
+
+
+def test_a_window_that_means_nothing(g4spec: Cli) -> None:
+    run = ("generate", "-m", "target.gguf", *RUNS["generate"], "--draft-window")
+    said = g4spec.refused(*run, -3, "-md", "draft")
+    assert "--draft-window: expected 1 or more, found -3" in said
+    assert "--draft-window needs a draft with a cache" in g4spec.refused(*run, 64)
+    assert "--draft-window needs a draft" in g4spec.refused(*run, 64, "-md", "ngram")
+
+
+def test_what_validate_would_pass_over(g4spec: Cli) -> None:
+    said = g4spec.refused("validate", "draft.gguf", "--upstream", "--target", "target.gguf")
+    assert "--upstream checks nothing. Leave out --target" in said
+    assert "a target: expected a draft" in g4spec.refused("validate", "target.gguf", "--upstream")
+    said = g4spec.refused("validate", "draft.gguf", "--rule", "G4-PAIR-001")
+    assert "rule G4-PAIR-001 was not checked" in said
 
 
 @pytest.mark.parametrize("command", RUNS)

@@ -257,12 +257,12 @@ def test_a_disk_that_fails_loses_nothing(
 ) -> None:
     out = tmp_path / "out" / "o.gguf"
     out.parent.mkdir()
-    out.write_bytes(b"older file")
+    out.write_bytes(b"GGUF, an older file")
     data = [TensorData("a", (300, 100), 0, [np.ones((100, 100), np.float32)] * 3)]
     monkeypatch.setattr("g4spec.gguf.replacing.open", failing(room, error), raising=False)
     with pytest.raises(EnvironmentProblem, match="cannot write"):
         write(out, {"k": string("v")}, data)
-    assert out.read_bytes() == b"older file" and list(out.parent.iterdir()) == [out]
+    assert out.read_bytes() == b"GGUF, an older file" and list(out.parent.iterdir()) == [out]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,13 +299,13 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
     target, out = tiny.target(tmp_path / "t", layers=24, hidden=256, inter=768), tmp_path / "o.gguf"
     convert(target, tmp_path / "want.gguf")
     want, rng = (tmp_path / "want.gguf").stat().st_size, random.Random(0)
-    out.write_bytes(b"older file")
+    out.write_bytes(b"GGUF, an older file")
     for _ in range(6):
         process = started(target, out)
         time.sleep(rng.uniform(0.2, 1.0))
         process.send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
         process.wait(60)
-        assert out.read_bytes() == b"older file" or out.stat().st_size == want
+        assert out.read_bytes() == b"GGUF, an older file" or out.stat().st_size == want
     assert started(target, out).wait(60) == 0
     assert not list(tmp_path.glob(".*.tmp"))
     with GGUF(out) as a, GGUF(tmp_path / "want.gguf") as b:

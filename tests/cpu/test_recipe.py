@@ -66,7 +66,8 @@ def test_two_3090_as_they_were() -> None:
     assert not r.works
     what, why, fix = r.blocked[0]
     assert "0.19" in what and "inherits" in why and "vllm>=0.28" in fix
-    assert r.instead == "g4spec recipe vllm -m 31b -md redhat-dflash --with vllm=0.33.0"
+    assert r.instead == ('g4spec recipe vllm -m 31b -md redhat-dflash --assume "2x RTX 3090 24GB"'
+                         " --with vllm=0.33.0")  # fmt: skip
 
 
 def test_two_3090_llamacpp_needs_our_converter() -> None:
@@ -150,7 +151,17 @@ def test_one_3090() -> None:
     too_long = make("llama.cpp", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072, kv="f16")
     assert not too_long.works and "largest context" in too_long.blocked[0][2]
     vllm = make("vllm", "RTX 3090 24GB", "31b", "zlab")
-    assert not vllm.works and vllm.instead == "g4spec recipe llama.cpp -m 31b -md zlab"
+    other = 'g4spec recipe llama.cpp -m 31b -md zlab --assume "RTX 3090 24GB"'
+    assert not vllm.works and vllm.instead == other
+
+
+def test_our_runtime_on_a_card() -> None:
+    r = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=8192)
+    assert r.works and r.commands[0].startswith("g4spec generate -m 31b-q4_k_m.gguf")
+    long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=12288)
+    assert long.works and "--cache-type q8_0" in long.commands[0]
+    too_long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072)
+    assert not too_long.works and "largest context that fits" in too_long.blocked[0][2]
 
 
 # ---- report 4
@@ -160,7 +171,7 @@ def test_two_v100() -> None:
     r = make("vllm", "2x V100", "31b", "mtp")
     assert not r.works
     assert "no code for a V100" in r.blocked[0][0] and "1Cat-vLLM" in r.blocked[0][2]
-    assert r.instead == "g4spec recipe llama.cpp -m 31b -md mtp"
+    assert r.instead == 'g4spec recipe llama.cpp -m 31b -md mtp --assume "2x V100 32GB"'
     r = make("llama.cpp", "2x V100", "31b:q4_k_m", "mtp", c=8192)
     assert "CMAKE_CUDA_ARCHITECTURES=70" in r.prepare[0]
     assert any("CUDA 12.9 or older" in p.reason for p in r.pieces)

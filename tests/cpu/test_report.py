@@ -103,7 +103,7 @@ def test_plain_only_and_one_category(data: dict[str, Any], tmp_path: Path) -> No
     data["rows"] = [r for r in data["rows"] if r["category"] == "code" and r["length"] == 0]
     data["provenance"]["draft"], data["memory"]["grown"] = None, None
     data["recommendation"]["lengths"] = {"code": 0}
-    report.write(data, tmp_path / "a.html")
+    (tmp_path / "a.html").write_text(report.page(data), encoding="utf-8")
     text = (tmp_path / "a.html").read_text()
     assert "Acceptance by position" not in text and Page(text).open == []
 

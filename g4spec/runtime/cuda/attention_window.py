@@ -102,9 +102,10 @@ def _tiles(kv: CudaKV) -> int:
 
 
 def _chunks(kv: CudaKV) -> int:
-    """Most chunks that the rows of a step see."""
+    """Most chunks that the rows of a step see: of a draft's the last reaches MOST positions beyond
+    the window, which all of a block see as the first does."""
     assert kv.window is not None
-    return Chunks.of(kv).most(min(kv.window + MOST - 1, kv.capacity), kv.capacity)
+    return Chunks.of(kv).most(min(kv.window + MOST, kv.capacity), kv.capacity)
 
 
 def _shared(tiles: int, fours: int) -> int:

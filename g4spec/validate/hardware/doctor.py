@@ -9,7 +9,7 @@ from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.lengths import advice
-from g4spec.validate.hardware.machine import GIB, Machine
+from g4spec.validate.hardware.machine import GIB, Machine, assumption
 from g4spec.validate.hardware.memory import UNKNOWN_SIZE
 from g4spec.validate.hardware.rows import Mark
 from g4spec.validate.hardware.survey import general, problem_line, sizes
@@ -338,20 +338,8 @@ def _steps(
     given = f"-m {q.target.given or q.target.size}"
     if q.draft is not None:
         given += f" -md {q.draft.given}"
-    assumed = f' --assume "{_assumed(d.machine)}"' if d.machine.assumed else ""
+    assumed = assumption(d.machine)
     context = f" -c {q.context}" if q.context else ""
     context += f" --kv {q.kv}" if q.kv else ""
     d.steps.append(f"g4spec recipe {best.engine.name} {given}{context}{assumed}")
     d.steps.append("measure with and without the draft (the recipe ends with the command)")
-
-
-def _assumed(machine: Machine) -> str:
-    names = [g.card or g.name for g in machine.gpus] * machine.nodes
-    sizes = {
-        g.card: f" {g.memory / GIB:.0f}GB" if g.memory and not g.unified else ""
-        for g in machine.gpus
-    }
-    first = names[0].replace("-", " ").upper()
-    return (
-        (f"{len(names)}x " if len(names) > 1 else "") + first + sizes.get(machine.gpus[0].card, "")
-    )

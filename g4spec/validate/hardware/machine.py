@@ -222,3 +222,14 @@ def _assume_one(facts: Facts, name: str, text: str) -> Gpu:
         expected=f"[N x] one of: {cards}; with a size where there are several, as V100 16GB; or "
         "any card by capability and size, as sm_86 24GB",
     )
+
+
+def assumption(machine: Machine) -> str:
+    """The options that describe a machine that was not looked at, with a space in front; or ""."""
+    if not machine.assumed or not machine.gpus:
+        return ""
+    gpu = machine.gpus[0]
+    memory = f" {gpu.memory / GIB:.0f}GB" if gpu.card and gpu.memory and not gpu.unified else ""
+    count = f"{len(machine.gpus)}x " if len(machine.gpus) > 1 else ""
+    nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 else ""
+    return f' --assume "{count}{(gpu.card or gpu.name).replace("-", " ").upper()}{memory}"{nodes}'

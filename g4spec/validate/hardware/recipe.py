@@ -15,7 +15,8 @@ from g4spec.validate.hardware import backends, choice, engines, lengths
 from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
-from g4spec.validate.hardware.machine import Machine
+from g4spec.validate.hardware.machine import Machine, assumption
+from g4spec.validate.hardware.memory import GGUF
 from g4spec.validate.hardware.rows import Flag
 from g4spec.validate.hardware.when import Situation, matches
 
@@ -145,7 +146,7 @@ def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
 
 def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
     """Several nodes go to vLLM or SGLang only."""
-    if machine.nodes > 1 and engine in ("llama.cpp", "g4spec"):
+    if machine.nodes > 1 and engine in GGUF:
         why = {
             "llama.cpp": "its own project calls its RPC between hosts fragile and insecure",
             "g4spec": "it runs on one machine",
@@ -170,14 +171,15 @@ def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
 def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
     """What works for the same pair: a newer version of the engine, or another one."""
     draft = f" -md {q.draft.given}" if q.draft is not None else ""
-    pair = f"-m {q.target.given}{draft}"
+    context = f" -c {q.context}" if q.context else ""
+    pair = f"-m {q.target.given}{draft}{context}{assumption(machine)}"
     if engine in machine.tools:
         newest = engines.engine(facts, engine).newest
         newer = engines.judge(facts, replace(machine, tools={}), q, engine)
         if newer.works:
             return f"g4spec recipe {engine} {pair} --with {engine}={newest}"
-    for name in ("vllm", "llama.cpp", "sglang"):
-        if name == engine or (machine.nodes > 1 and name == "llama.cpp"):
+    for name in ("vllm", "llama.cpp", "sglang", "g4spec"):
+        if name == engine or (machine.nodes > 1 and name in GGUF):
             continue
         if engines.judge(facts, machine, q, name).works:
             return f"g4spec recipe {name} {pair}"
@@ -191,7 +193,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     """What {names} in rows stand for."""
     target, draft = q.target, q.draft
     option, plan = v.option, v.plan
-    gguf = v.engine.name in ("llama.cpp", "g4spec")
+    gguf = v.engine.name in GGUF
     model = choice.source(v.engine.name, target, option) if option else "target.gguf"
     if not model and option is not None:
         model = f"YOUR_{target.size}_{option.format.replace(' ', '_')}_CHECKPOINT".upper()

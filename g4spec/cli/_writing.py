@@ -1,0 +1,39 @@
+"""Where results go that commands write beside what they print."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from g4spec.cli.render import Output
+from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.gguf.replacing import is_gguf, replacing
+
+
+def prepare(*paths: Path | None) -> None:
+    """Make the folders of what will be written: after hours of measuring it is too late to find
+    out that it cannot be."""
+    written = [path.resolve() for path in paths if path is not None]
+    if len(written) != len(set(written)):
+        raise UsageError(f"{written[0]} is to be written twice", fix="choose two names")
+    for path in paths:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise UsageError(f"{path} is a folder", expected="the name of a file to write")
+            if path.is_file() and is_gguf(path):
+                raise UsageError(f"{path} is a GGUF file", expected="the name of a result to write",
+                                 fix="choose another name")  # fmt: skip
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise EnvironmentProblem(f"cannot write {path}: permission denied")
+
+
+def write(path: Path, text: str, out: Output) -> None:
+    """A file becomes the new one when that is whole; what is no file is written to."""
+    data = text.encode()
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        with replacing(path, len(data)) as f:
+            f.write(data)
+    out.note(f"wrote {path}")

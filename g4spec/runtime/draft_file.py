@@ -1,0 +1,84 @@
+"""A draft's file: opened, checked against the options that are about it, and built."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from g4spec import models
+from g4spec.errors import InputError, UsageError
+from g4spec.gguf import GGUF
+from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, Draft
+from g4spec.runtime.ops import Ops
+from g4spec.runtime.target import Target
+
+
+def check_options(p_min: float | None, window: int | None, has_file: bool) -> None:
+    """UsageError for a `draft_p_min` or `draft_window` that is out of range, or without the file of
+    a draft."""
+    if window is not None and window < 1:
+        raise UsageError("--draft-window", expected="1 or more", found=window)
+    if window is not None and not has_file:
+        raise UsageError("--draft-window needs a draft with a cache", fix="pass one with -md")
+    if p_min is not None and not 0 <= p_min <= 1:
+        raise UsageError("--draft-p-min", expected="0 to 1", found=p_min)
+    if p_min and not has_file:
+        raise UsageError("--draft-p-min needs a draft that has a confidence head",
+                         fix="pass a DSpark draft with -md")  # fmt: skip
+
+
+class DraftFile:
+    """A draft file and its parsed configuration; empty for no draft and for n-gram lookup."""
+
+    def __init__(
+        self, draft: Path | str | None, p_min: float | None = None, window: int | None = None
+    ) -> None:
+        check_options(p_min, window, draft not in (None, "ngram"))
+        self.window = window
+        self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
+        if self.file is None:
+            return
+        arch = self.file.kv.get("general.architecture")
+        self.kind = models.of_gguf(arch, self.file.tensors)
+        if self.kind is None or arch in models.TARGETS:
+            self.file.close()
+            if self.kind is not None:
+                raise models.misplaced(self.file.path, self.kind)
+            raise InputError(f"{self.file.path}: not a draft this version knows",
+                             expected=" or ".join(models.drafts()),
+                             found=f"architecture {arch!r}",
+                             fix="convert it with `g4spec convert`")  # fmt: skip
+        self.config: Any = self.kind.parse_gguf(self.file.kv, self.file.shapes())
+        caches = self.kind.caches
+        if window is not None and caches(self.config, window) == caches(self.config, None):
+            self.file.close()
+            raise UsageError("--draft-window does nothing with this draft: it has no cache of all "
+                             "of the context", fix="leave it out")  # fmt: skip
+        if p_min:
+            models.require_confidence(self.file.path, self.kind, self.file.tensors)
+        if p_min is not None and hasattr(self.config, "cut"):
+            self.config = replace(self.config, cut=p_min)
+
+    def __enter__(self) -> DraftFile:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.file is not None:
+            self.file.close()
+
+    def shapes(self) -> list[CacheShape]:
+        """Of its own caches."""
+        return list(self.kind.caches(self.config, self.window)) if self.file and self.kind else []
+
+    def build(self, ops: Ops, target: Target, chunk: int) -> Draft:
+        """The draft with its weights loaded, for a target that reads prompts in such chunks."""
+        assert self.file is not None and self.kind is not None
+        # A block may reach past the end of the context; its rows need a place all the same.
+        n_ctx = target.n_ctx + MAX_STEP_ROWS
+        kv = [ops.cache(shape, n_ctx, max(chunk, 2 * MAX_STEP_ROWS)) for shape in self.shapes()]
+        weights = {name: ops.load(self.file, name) for name in self.file.tensors}
+        draft: Draft = self.kind.Drafter(
+            self.config, weights, ops, target, self.file, kv, self.window
+        )
+        return draft
