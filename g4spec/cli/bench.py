@@ -28,7 +28,7 @@ Number = Annotated[int | None, typer.Option("-n", "--n-predict", help="Most new 
 Names = Annotated[str | None, typer.Option(help="Prompt categories, with commas. Default: all.")]
 Count = Annotated[int | None, typer.Option("--prompts", help="Prompts a category. Default: all.")]
 Repeats = Annotated[int, typer.Option(help="How often each prompt is timed.")]
-LongTokens = Annotated[int | None, typer.Option(help="Length of long prompts. [at most 2048]")]
+LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [at most 2048]")]
 Preset = Annotated[
     str | None,
     typer.Option(metavar=_measured.MT_BENCH,

@@ -64,6 +64,10 @@ def command(
         raise UsageError("give the prompt by exactly one of -p, --file and --tokens-file")
     if system is not None and not chat:
         raise UsageError("--system needs --chat")
+    if chat and tokens_file is not None:
+        raise UsageError("--chat needs a text: ids are read as they are", fix="leave it out")
+    if show_draft and json:
+        raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
     from g4spec.runtime.engine import Options
     from g4spec.runtime.sampling import Sampler
 

@@ -12,7 +12,7 @@ from g4spec.errors import CheckFailed, UsageError
 
 Cases = Annotated[int, typer.Option("--cases", help="Comparisons: prompts x lengths x samplers.")]
 Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of each text.")]
-LongTokens = Annotated[int | None, typer.Option(help="Length of long prompts. [at most 1024]")]
+LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [at most 1024]")]
 
 
 def command(
@@ -58,7 +58,7 @@ def command(
         raise CheckFailed(f"the draft changed the text: {verdict.mismatch}")
     if not verdict.drafted:
         raise CheckFailed("the draft proposed nothing, so nothing about it was verified",
-                          fix="run `g4spec validate` on it")  # fmt: skip
+                          fix="pass a larger -n, or run `g4spec validate` on it")  # fmt: skip
     share = verdict.accepted / verdict.drafted
     out.line(
         f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft: "
