@@ -102,8 +102,8 @@ def _tiles(kv: CudaKV) -> int:
 
 
 def _chunks(kv: CudaKV) -> int:
-    """Most chunks that the rows of a step see: of a draft's the last reaches MOST positions beyond
-    the window, which all of a block see as the first does."""
+    """Most chunks that the rows of a step see: at most the window in front of the first row, and as
+    many positions as there are rows."""
     assert kv.window is not None
     return Chunks.of(kv).most(min(kv.window + MOST, kv.capacity), kv.capacity)
 
