@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from g4spec.cli import _measured
+from g4spec.cli import _engine, _measured
 from g4spec.cli._writing import prepare
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
@@ -47,15 +47,14 @@ def run(
     type: str,
     draft: str | None,
     accept_length: int,
-    n_ctx: int | None,
-    device: str,
-    cache_type: str | None,
+    setup: _engine.Setup,
     out: Output,
     save: Path | None,
 ) -> None:
-    """Measure and show; `n_ctx` adds a context to those that are timed."""
+    """Measure and show; the context of `setup` is one more that is timed."""
     from g4spec.runtime import devices, steps
 
+    n_ctx, device = setup.n_ctx, setup.device
     if device == "cpu":
         raise UsageError("--synthetic measures a GPU", fix="leave out --device cpu")
     contexts = tuple(sorted({*steps.CONTEXTS, *([n_ctx] if n_ctx else [])}))
@@ -63,7 +62,7 @@ def run(
     steps.check(name, protocol)
     prepare(save)
     try:
-        ops: Any = devices.select("cuda" if device == "auto" else device, cache_type)[0]
+        ops: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)[0]
     except EnvironmentProblem as missing:
         raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
     data = steps.measure(name, ops, protocol)

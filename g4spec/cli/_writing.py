@@ -7,12 +7,13 @@ from pathlib import Path
 
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
-from g4spec.gguf.replacing import is_gguf, replacing
 
 
 def prepare(*paths: Path | None) -> None:
     """Make the folders of what will be written: after hours of measuring it is too late to find
     out that it cannot be."""
+    from g4spec.gguf import is_gguf
+
     written = [path.resolve() for path in paths if path is not None]
     if len(written) != len(set(written)):
         raise UsageError(f"{written[0]} is to be written twice", fix="choose two names")
@@ -30,6 +31,8 @@ def prepare(*paths: Path | None) -> None:
 
 def write(path: Path, text: str, out: Output) -> None:
     """A file becomes the new one when that is whole; what is no file is written to."""
+    from g4spec.gguf.replacing import replacing
+
     data = text.encode()
     if path.exists() and not path.is_file():
         path.write_bytes(data)

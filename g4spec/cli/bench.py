@@ -48,7 +48,7 @@ def measure(
     draft_max: Lengths = None,
     n_predict: Number = None,
     categories: Names = None,
-    prompts: Count = None,
+    count: Count = None,
     repeats: Repeats = 3,
     long_tokens: LongTokens = None,
     preset: Preset = None,
@@ -75,29 +75,27 @@ def measure(
     if context.invoked_subcommand is not None:
         return
     out = Output(json, quiet)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     _synthetic.check(context, synthetic is not None)
     if synthetic is not None:
-        return _synthetic.run(synthetic, mix, draft, accepted, ctx_size, device, cache_type, out,
-                              save)  # fmt: skip
+        return _synthetic.run(synthetic, mix, draft, accepted, setup, out, save)
     model = _measured.checked(model, preset, dataset, bool(temp or categories), save, report)
-    from g4spec.runtime import bench, provenance
-    from g4spec.runtime import prompts as shipped
+    from g4spec.runtime import bench, prompts, provenance
     from g4spec.runtime.sampling import Sampler
 
     wanted = draft_max or ("8" if preset else "sweep")
     most = n_predict or (2048 if preset else 128)
     protocol = bench.Protocol(bench.lengths_of(wanted, 15), most, repeats,
                               Sampler(temp, top_k, top_p, min_p, seed), ignore_eos)  # fmt: skip
-    names = categories.split(",") if categories else shipped.CATEGORIES
-    questions = _questions(dataset, names, prompts, preset is not None)
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    names = categories.split(",") if categories else prompts.CATEGORIES
+    questions = _questions(dataset, names, count, preset is not None)
     model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, setup, out)
     possible = bench.lengths_of(wanted, engine.draft.max_tokens if engine.draft else None)
     protocol = replace(protocol, lengths=possible)
     room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
-    texts = questions or shipped.prompts(engine.tokenizer, names, prompts, room)
+    texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
     origin = provenance.describe(model, draft_file, engine.target.ops, ["g4spec", *sys.argv[1:]])

@@ -43,25 +43,23 @@ def command(
 
     out = render.Output(json, quiet)
     checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict}
-    for alone, given in (("--list-rules", list_rules), ("--upstream", upstream)):
-        if given and (extra := [name for name, value in checks.items() if value]):
-            raise UsageError(f"{alone} checks nothing", fix=f"leave out {', '.join(extra)}")
+    given = ", ".join(name for name, value in checks.items() if value)
+    if given and (list_rules or upstream):
+        raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")
     if list_rules:
-        _list(out)
-        return
+        return _list(out)
     if path is None:
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
-    path = _inputs.local(path, out, "gguf")
     if upstream:
-        _upstream(out, path)
-        return
+        return _upstream(out, _inputs.local(path, out, "gguf"))
+    path = _inputs.local(path, out, "gguf")
     target = target and _inputs.local(target, out, "gguf")
     against = against and _inputs.local(against, out)
     with out.progress("reading tensors") as progress:
         report = validate.validate(path, target, against, only=rule or (), progress=progress)
-    if missed := [name for name in rule or () if name not in report.checked]:
-        why = report.skipped.get(missed[0], "it is not about this kind of file")
-        raise UsageError(f"{path}: rule {missed[0]} was not checked", found=why)
+    for name in (n for n in rule or () if n not in report.checked):
+        why = report.skipped.get(name, "it is not about this kind of file")
+        raise UsageError(f"{path}: rule {name} was not checked", found=why)
     report.show(out)
     if report.tensors and not json:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]

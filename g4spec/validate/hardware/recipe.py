@@ -242,7 +242,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         if draft is not None and draft.is_local
         else "draft",
         "port": str(PORTS[v.engine.name]),
-        "served": shlex.quote(target.hub if gguf else model),
+        "served": shlex.quote((gguf and target.hub) or model),
     }
 
 
