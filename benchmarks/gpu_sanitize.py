@@ -42,10 +42,6 @@ from g4spec.runtime.sampling import Sampler
 from tests.gpu import family
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
-PAIRS = [(kind, "dense") for kind in family.DRAFTS] + [
-    (kind, target) for target in ("experts", "per-layer") for kind in ("zlab", "assistant")
-]
 SAMPLERS = (Sampler(), Sampler(temperature=0.7, seed=1))
 PROMPT_TOKENS, NEW_TOKENS = 200, 8
 BARRIERS = "128"  # of a block, at most; the tools count too few in an array
@@ -59,7 +55,7 @@ Program = tuple[str, ...]
 def programs(folder: Path) -> dict[str, Program]:
     """What is run, by name; makes the files."""
     out: dict[str, Program] = {}
-    for type in TYPES:
+    for type in family.TYPES:
         at = folder / type
         at.mkdir()
         files = family.trained(at, type)
@@ -71,7 +67,7 @@ def programs(folder: Path) -> dict[str, Program]:
     out["q4_k_m dflash portable"] = target, str(files["dflash"]), "cuda:portable", "f16"
     for kind in family.TARGETS:
         family.random(folder, kind)
-    for kind, on in PAIRS:
+    for kind, on in family.PAIRS:
         draft = family.draft(folder, kind, on)
         out[f"{on} {kind}"] = str(folder / f"{on}.gguf"), str(draft), "cuda", "q8_0"
     return out

@@ -52,6 +52,12 @@ def inside(folder: Path) -> str | None:
     return f"name the file in it: {found[0]}" if found else None
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does."""
+    with path.open("rb") as f:
+        return f.read(len(MAGIC)) == MAGIC
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor of a file.

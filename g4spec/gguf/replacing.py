@@ -37,12 +37,6 @@ def check_place(path: Path) -> None:
         raise InputError(f"{path.parent}: no such folder", fix="create it first")
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does."""
-    with path.open("rb") as f:
-        return f.read(4) == b"GGUF"
-
-
 @contextmanager
 def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
     """A new file beside `path` that becomes `path` if the block ends well, else disappears; where

@@ -28,6 +28,9 @@ TARGETS: dict[str, dict[str, Any]] = {
 DRAFT: dict[str, Any] = {"heads": 4, "kv": 2, "head_dim": 64, "inter": 384}
 CHAIN: dict[str, Any] = {"heads_": 4, "kv": 2, "head_dim": 64, "inter": 384}
 
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
+"""Of the trained family."""
+
 Make = Callable[[Path, Path], Path]
 DRAFTS: dict[str, Make] = {
     "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=3, **DRAFT),
@@ -44,6 +47,12 @@ DRAFTS: dict[str, Make] = {
                                                            inter=512),
     "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
 }  # fmt: skip
+
+
+PAIRS = [(kind, "dense") for kind in DRAFTS] + [
+    (kind, target) for target in ("experts", "per-layer") for kind in ("zlab", "assistant")
+]
+"""Random drafts and targets that are tried together."""
 
 
 def trained(folder: Path, type: str) -> dict[str, Path]:

@@ -18,7 +18,6 @@ from tests.oracle import build
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_k_m")
 TOLERANCE = 0.05
 """Of logits, which lie between -30 and 30; activations are rounded to half precision."""
 SAMPLERS = [Sampler(), Sampler(temperature=0.7, seed=1), Sampler(temperature=1.0, seed=2)]
@@ -39,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
-@pytest.fixture(scope="module", params=TYPES)
+@pytest.fixture(scope="module", params=family.TYPES)
 def files(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The trained family in a type."""
     return family.trained(tmp_path_factory.mktemp("trained"), request.param)
@@ -137,12 +136,7 @@ def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: 
           build.prompt(16, family.VOCAB, 9))  # fmt: skip
 
 
-PAIRS = [(kind, "dense") for kind in family.DRAFTS] + [
-    (kind, target) for target in ("experts", "per-layer") for kind in ("zlab", "assistant")
-]
-
-
-@pytest.mark.parametrize("kind,target", PAIRS)
+@pytest.mark.parametrize("kind,target", family.PAIRS)
 def test_a_random_draft_changes_nothing(folder: Path, kind: str, target: str) -> None:
     """Every number of accepted tokens, with the draft's own caches behind it."""
     path = folder / f"{target}.gguf"

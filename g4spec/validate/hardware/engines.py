@@ -85,6 +85,11 @@ def engine(facts: Facts, name: str) -> Engine:
     return next(e for e in facts.all(Engine) if e.name == name)
 
 
+def _size(facts: Facts, target: Target) -> Size | None:
+    """The row of a target's size, if it is a known one."""
+    return next((s for s in facts.all(Size) if s.id == target.size), None)
+
+
 def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
     """The installed version, or the newest one known; whether it is installed."""
     if name == "g4spec":
@@ -178,7 +183,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
     ]
     option, plans, plan = choose(calc, name, loadable, q, kinds)
     refusal, fix = "", ""
-    size = next((x for x in facts.all(Size) if x.id == q.target.size), None)
+    size = _size(facts, q.target)
     why = supported(size) if size is not None and name == "g4spec" else ""
     if why:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
@@ -279,7 +284,7 @@ def supported(size: Size) -> str:
 def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     """Where there is no GPU that our kernels take: the reference on the CPU, in float32."""
     row = engine(facts, "g4spec")
-    size = next((s for s in facts.all(Size) if s.id == q.target.size), None)
+    size = _size(facts, q.target)
     params = size.params * 1e9 if size is not None else q.target.options[0].nbytes / 0.56
     context = q.context or USUAL_CONTEXT
     cache = token_bytes(q.target.caches, "f32") * context

@@ -9,8 +9,9 @@
 // of four warps multiply, in turns of a slot, and add their sums.
 //
 // What a product needs of others is counted in global memory, and waited for there: the grid must
-// be resident as a whole (so no second process may share the GPU through MPS). Products come in an order in which each needs earlier ones only. The
-// counters are zero before; the kernel that finishes the layer zeroes them again.
+// be resident as a whole (so no second process may share the GPU through MPS). Products come in an
+// order in which each needs earlier ones only. The counters are zero before; the kernel that
+// finishes the layer zeroes them again.
 #include "expert_list.cuh"
 #include "q4_0.cuh"
 #include "q4_1.cuh"
