@@ -22,6 +22,7 @@ import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 SAMPLERS = (Sampler(), Sampler(temperature=0.7, seed=1))
 PROMPT_TOKENS, NEW_TOKENS = 200, 8
 BARRIERS = "128"  # of a block, at most; the tools count too few in an array
+FIRST_PORT, PORTS = 20000, 16  # each program has its own: with the default ones they mix
+LINES = {"G4SPEC_LINEINFO": "1"}
 NOTHING = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
 KERNEL = re.compile(r"\bat (?:void )?(\w+).*\+0x")
 
@@ -91,25 +95,39 @@ def sanitizer() -> str:
     return shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
-def watched(name: str, program: Program, tool: str | None, by: str, limit: float) -> dict[str, Any]:
+def ended(command: list[str], limit: float) -> tuple[str, int | None]:
+    """What a program printed and its exit code; None if it, with all it started, was stopped."""
+    with tempfile.TemporaryFile("w+") as out:
+        started = subprocess.Popen(command, text=True, stdout=out, stderr=subprocess.STDOUT,
+                                   env={**os.environ, **LINES}, start_new_session=True)  # fmt: skip
+        try:
+            code: int | None = started.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            code = None
+            started.wait()
+        out.seek(0)
+        return out.read(), code
+
+
+def watched(name: str, program: Program, tool: str | None, by: str, port: int,
+            limit: float) -> dict[str, Any]:  # fmt: skip
     """What a tool says of a program, or with none how the program does alone."""
     command = [sys.executable, __file__, "--run", *program]
     if tool is not None:
-        command = [by, "--tool", tool, "--report-api-errors", "no", "--print-limit", "2000",
-                   "--num-cuda-barriers", BARRIERS, "--target-processes", "application-only",
-                   *command]  # fmt: skip
+        command = [by, "--tool", tool, "--report-api-errors", "no", "--num-cuda-barriers", BARRIERS,
+                   "--target-processes", "application-only", "--port", str(port),
+                   "--max-connections", str(PORTS), "--launch-timeout", "120",
+                   "--racecheck-num-workers", "2", *command]  # fmt: skip
     begin = time.perf_counter()
-    try:
-        ended = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, timeout=limit)  # fmt: skip
-        text, code = ended.stdout, ended.returncode
-    except subprocess.TimeoutExpired as e:
-        text, code = (e.stdout or b"").decode(errors="replace"), None
+    text, code = ended(command, limit)
+    seconds = time.perf_counter() - begin
     clean = code == 0 and (tool is None or bool(NOTHING.search(text) and "Warning" not in text))
     kernels = Counter(KERNEL.findall(text))
-    seconds = time.perf_counter() - begin
-    print("clean" if clean else "NOT CLEAN", tool or "alone", name, f"{seconds:.0f} s",
-          *text.splitlines()[-1:], dict(kernels), flush=True)  # fmt: skip
+    lines, took = text.splitlines(), f"{seconds:.0f} s, exit {code}:"
+    print("clean" if clean else "NOT CLEAN", tool or "alone", name, took,
+          *(lines[-1:] if clean else [*lines[:6], "...", *lines[-2:], dict(kernels)]), flush=True,
+          sep=" " if clean else "\n")  # fmt: skip
     return {"program": name, "tool": tool, "clean": clean, "exit": code,
             "seconds": round(seconds, 1), "reported": dict(kernels),
             "output": "" if clean else text[:6000]}  # fmt: skip
@@ -132,8 +150,8 @@ def main() -> int:
         chosen = {n: p for n, p in programs(Path(name)).items()
                   if not args.names or any(part in n for part in args.names)}  # fmt: skip
         jobs: list[Callable[[], dict[str, Any]]] = [
-            partial(watched, n, p, tool, args.sanitizer, args.limit)
-            for tool in (None, *args.tools) for n, p in chosen.items()
+            partial(watched, n, p, tool, args.sanitizer, FIRST_PORT + PORTS * i, args.limit)
+            for i, (tool, (n, p)) in enumerate(product((None, *args.tools), chosen.items()))
         ]  # fmt: skip
         alone = list(pool.map(lambda job: job(), jobs[: len(chosen)]))
         results = alone + list(pool.map(lambda job: job(), jobs[len(chosen) :]))
