@@ -1,19 +1,20 @@
-"""compute-sanitizer over everything that the small families run on a GPU: accesses out of bounds
-(memcheck), races in shared memory (racecheck), barriers that not all reach (synccheck).
+"""One of compute-sanitizer's tools over everything that the small families run on a GPU: accesses
+out of bounds (memcheck), races in shared memory (racecheck).
 
-    python benchmarks/gpu_sanitize.py [NAME ...] [--tools memcheck racecheck] [--limit 500]
+    python benchmarks/gpu_sanitize.py racecheck [NAME ...] [--at-once 4] [--limit 500]
 
 The trained family in five types, with each of its drafts and with the kernels for older GPUs;
 random targets (dense, experts, per-layer embeddings) with drafts of every kind. Each reads a prompt
-and generates with drafts of 1, 7 and all their tokens, greedy and with a temperature, as a program
-of its own; first without a tool, so that no compiler runs in one. What is reported is about kernels
-alone (`--report-api-errors no`: the driver is asked for functions that it may not have). Writes
-`results/<date>-gpu-sanitize.json`. Exit code 1 if a tool reports anything, or a program fails or
-takes longer than `--limit` seconds.
+and generates with drafts of 1, 7 and all their tokens, greedy or with a temperature, as a program
+of its own; first without a tool, so that no compiler runs in one. What is reported is about the
+kernels of this project alone (`--report-api-errors no`: the driver is asked for functions that it
+may not have). Writes `results/<date>-gpu-<tool>.json`. Exit code 1 if the tool reports anything, or
+a program fails or takes longer than `--limit` seconds.
 
-Versions before that of CUDA 13.5 (2026.4) report races around mbarriers and bulk copies that are
-none, by NVIDIA's release notes, and do not look for missing proxy fences. A newer one than that of
-an installed CUDA comes with `pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
+racecheck takes some minutes and 20 GB of memory a program. Versions before that of CUDA 13.5
+(2026.4) report races around mbarriers and bulk copies that are none, by NVIDIA's release notes, and
+do not look for missing proxy fences. A newer one than that of an installed CUDA comes with
+`pip install nvidia-cuda-sanitizer-api` (`--sanitizer`).
 """
 
 from __future__ import annotations
@@ -28,10 +29,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import product
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,12 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.sampling import Sampler
 from tests.gpu import family
 
-TOOLS = ("memcheck", "racecheck", "synccheck")
-SAMPLERS = (Sampler(), Sampler(temperature=0.7, seed=1))
-PROMPT_TOKENS, NEW_TOKENS = 200, 8
+GREEDY, RANDOM = Sampler(), Sampler(temperature=0.7, seed=1)
+PROMPT_TOKENS, NEW_TOKENS = 100, 4
 BARRIERS = "128"  # of a block, at most; the tools count too few in an array
 FIRST_PORT, PORTS = 20000, 16  # each program has its own: with the default ones they mix
 LINES = {"G4SPEC_LINEINFO": "1"}
+OURS = "regex=^_Z[0-9]"  # kernels in no namespace: not those of torch and cuBLAS
 NOTHING = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
 KERNEL = re.compile(r"\bat (?:void )?(\w+).*\+0x")
 
@@ -84,10 +83,9 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
     text = prompts.prompts(engine.tokenizer, long_tokens=PROMPT_TOKENS)[-1].encode(engine.tokenizer)
     most = engine.draft.max_tokens
     accepted = 0
-    for sampler in SAMPLERS:
-        for length in sorted({1, min(7, most), most}):
-            done = family.generate(engine, text[:PROMPT_TOKENS], length, NEW_TOKENS, sampler)
-            accepted += done.stats.accepted
+    for length, sampler in ((1, GREEDY), (min(7, most), RANDOM), (most, GREEDY), (most, RANDOM)):
+        done = family.generate(engine, text[:PROMPT_TOKENS], length, NEW_TOKENS, sampler)
+        accepted += done.stats.accepted
     print(f"accepted {accepted}")
 
 
@@ -110,15 +108,15 @@ def ended(command: list[str], limit: float) -> tuple[str, int | None]:
         return out.read(), code
 
 
-def watched(name: str, program: Program, tool: str | None, by: str, port: int,
-            limit: float) -> dict[str, Any]:  # fmt: skip
+def watched(name: str, program: Program, tool: str | None, by: str,
+            port: int, limit: float) -> dict[str, Any]:  # fmt: skip
     """What a tool says of a program, or with none how the program does alone."""
     command = [sys.executable, __file__, "--run", *program]
     if tool is not None:
-        command = [by, "--tool", tool, "--report-api-errors", "no", "--num-cuda-barriers", BARRIERS,
-                   "--target-processes", "application-only", "--port", str(port),
-                   "--max-connections", str(PORTS), "--launch-timeout", "120",
-                   "--racecheck-num-workers", "2", *command]  # fmt: skip
+        command = [by, "--tool", tool, "--report-api-errors", "no", "--kernel-name", OURS,
+                   "--num-cuda-barriers", BARRIERS, "--target-processes", "application-only",
+                   "--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "120",
+                   "--force-synchronization-limit", "1", *command]  # fmt: skip
     begin = time.perf_counter()
     text, code = ended(command, limit)
     seconds = time.perf_counter() - begin
@@ -135,33 +133,31 @@ def watched(name: str, program: Program, tool: str | None, by: str, port: int,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tool", choices=["memcheck", "racecheck"])
     parser.add_argument("names", nargs="*", help="parts of names of programs; all by default")
-    parser.add_argument("--tools", nargs="*", default=TOOLS, choices=TOOLS)
     parser.add_argument("--sanitizer", default=sanitizer(), help="default: the installed one")
     parser.add_argument("--limit", type=float, default=500)
-    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 4) // 4))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--run", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.run:
-        run(*args.run)
-        return 0
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.at_once) as pool:
         chosen = {n: p for n, p in programs(Path(name)).items()
                   if not args.names or any(part in n for part in args.names)}  # fmt: skip
-        jobs: list[Callable[[], dict[str, Any]]] = [
-            partial(watched, n, p, tool, args.sanitizer, FIRST_PORT + PORTS * i, args.limit)
-            for i, (tool, (n, p)) in enumerate(product((None, *args.tools), chosen.items()))
-        ]  # fmt: skip
-        alone = list(pool.map(lambda job: job(), jobs[: len(chosen)]))
-        results = alone + list(pool.map(lambda job: job(), jobs[len(chosen) :]))
+        results: list[dict[str, Any]] = []
+        for tool in (None, args.tool):
+            jobs = [pool.submit(watched, n, p, tool, args.sanitizer, port, args.limit)
+                    for port, (n, p) in zip(count(FIRST_PORT, PORTS), chosen.items())]  # fmt: skip
+            results += [job.result() for job in jobs]
     clean = all(r["clean"] for r in results)
     said = subprocess.check_output([args.sanitizer, "--version"], text=True)
-    watch.keep(args.out, "gpu-sanitize", {
+    watch.keep(args.out, f"gpu-{args.tool}", {
         "sanitizer": said.strip().splitlines()[-1], "clean": clean, "results": results,
     })  # fmt: skip
     return 0 if clean else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--run"]:
+        run(*sys.argv[2:])
+    else:
+        sys.exit(main())

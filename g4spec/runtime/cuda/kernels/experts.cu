@@ -298,8 +298,7 @@ struct ConsumerRole {
     sync();
     if (warp == 0) {
       list_visits(r, lane);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&at.s.routed);
+      barrier_arrive(&at.s.routed);  // each lane for what it wrote
     }
     sync();
   }
@@ -348,7 +347,7 @@ __global__ __launch_bounds__(32 * (TEAM * TEAMS + 2)) void experts(
       barrier_init(s.full + i, ARCH >= 900 ? 33 : 64);
       barrier_init(s.empty + i, TEAM);
     }
-    barrier_init(&s.routed, 1);
+    barrier_init(&s.routed, 32);
     barrier_init_fence();
   }
   for (int i = threadIdx.x; i < EXPERTS; i += C::THREADS) s.visits.rows[i] = 0;

@@ -59,8 +59,8 @@ struct Group {
     if (j) make_smaller(o, by);
     issue_values(o, j);
   }
-  // Weights of the own tile j, for both. Who says so has met all who wrote them, and read the other
-  // group's maximum.
+  // Weights of the own tile j, for both. Each thread arrives for what it wrote, and has read: what
+  // one does for its warp, racecheck does not follow.
   DEVICE void publish(const float (&s)[32], const Rows& rows, int j) const {
     u8* weights = sh.tiles[j % 2] + VALUES;
 #pragma unroll
@@ -75,8 +75,7 @@ struct Group {
       }
     }
     shared_fence();
-    meet(1 + mine, 128);
-    if (warp == 0 && lane == 0) barrier_arrive(&sh.weighed[j % 2]);
+    barrier_arrive(&sh.weighed[j % 2]);
   }
 };
 
@@ -103,6 +102,7 @@ DEVICE void attend(float (&o)[128], Rows& rows, Group& g, int count, int high) {
     // All warps of the group have read the keys before one writes over them.
     meet(1 + g.mine, 128);
     g.publish(s, rows, j);
+    meet(1 + g.mine, 128);
     if (j) make_smaller(o, rows.shrink);
     g.issue_values(o, j);
     products_wait<0>();
@@ -162,7 +162,7 @@ flash_wide(const u8* queries, const u8* tiles, u16* out, int tokens, int group, 
   if (threadIdx.x == 0) {
     barrier_init(&sh.have_queries, 1);
     for (int s = 0; s < 2; ++s) {
-      barrier_init(&sh.loaded[s], 1), barrier_init(&sh.weighed[s], 1);
+      barrier_init(&sh.loaded[s], 1), barrier_init(&sh.weighed[s], 128);
       barrier_init(&sh.used[s], 8);
     }
     barrier_init_fence();
