@@ -224,6 +224,28 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bad torch 2.14.0" in text and "cu126" in text
 
 
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({}, "warn g4spec's CUDA kernels need torch and cuda-core pip install"),
+        ({"torch": "2.13.0"}, "warn g4spec's CUDA kernels need cuda-core pip install"),
+        ({"torch": "2.13.0", "cuda-core": "1.2.2"}, "note no package holds NVRTC"),
+        ({"torch": "2.13.0", "cuda-core": "1.2.2", "nvidia-cuda-nvrtc": "13.0.88"}, ""),
+    ],
+)
+def test_what_own_kernels_need(
+    monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], said: str
+) -> None:
+    from g4spec.validate.hardware.doctor import diagnose
+
+    monkeypatch.setattr(probe, "_packages", lambda: installed)
+    m = look(monkeypatch, Nvml([("NVIDIA H200", (9, 0), 139 * GIB, 138 * GIB)]), system)
+    text = "\n".join(f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections
+                     for x in s.lines)  # fmt: skip
+    assert said in text
+    assert bool(said) == ("NVRTC" in text or "CUDA kernels need" in text)
+
+
 # ---- network
 
 

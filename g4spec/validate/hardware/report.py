@@ -94,14 +94,19 @@ def _software(facts: Facts, s: Section, m: Machine) -> None:
     )
     if others:
         s.add("note", others, detail=True)
-    nvrtc = any(k.startswith("nvidia-cuda-nvrtc") for k in m.tools)
-    s.add(
-        "note",
-        "NVRTC is installed"
-        if nvrtc
-        else "NVRTC is not installed (only g4spec's own CUDA kernels need it)",
-        detail=True,
-    )
+    if m.gpus and not m.assumed:
+        _kernels(s, m)
+
+
+def _kernels(s: Section, m: Machine) -> None:
+    """Whether g4spec has what compiles and launches its own kernels."""
+    missing = [name for name in ("torch", "cuda-core") if name not in m.tools]
+    if missing:
+        s.add("warn", f"g4spec's CUDA kernels need {' and '.join(missing)}",
+              fix="pip install 'g4spec[cuda]'")  # fmt: skip
+    elif not any(name.startswith("nvidia-cuda-nvrtc") for name in m.tools):
+        s.add("note", "no package holds NVRTC: g4spec's CUDA kernels need it from the system",
+              detail=True)  # fmt: skip
 
 
 def _torch(facts: Facts, s: Section, m: Machine, version: str) -> None:
