@@ -76,21 +76,20 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
                 target.step(steps._tokens(target, count), context)
                 play = target._step.recording(count).replay
                 found.append("{}: {:.3f} {:.3f} {:.2f} J".format(count, *rested_and_long(play)))
-            if drafter is not None:
-                player = target.ops.player(target, drafter, protocol.accept_length - 1)
-                player.ready(Sampler())
-                how = player, drafter.max_tokens, context, protocol.times
-                first, lasting = steps._cycle(*how, steps.REST), []
-                calls = round(METERED * 1e3 / first / (protocol.times + steps.WARM + 1))
-                before = energy()
-                for _ in range(calls):
-                    lasting.append(steps._cycle(*how))
-                cycles = calls * (protocol.times + steps.WARM + 1)
-                joules = (energy() - before) / cycles
-                drafter.block(7, context)
-                alone = rested_and_long(drafter._block.recording(1).replay, 0.5)[:2]
-                found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f} {:.2f} J".format(
-                    *alone, first, lasting[-1], joules))  # fmt: skip
+            player = target.ops.player(target, drafter, protocol.accept_length - 1)
+            player.ready(Sampler())
+            how = player, drafter.max_tokens, context, protocol.times
+            first, lasting = steps._cycle(*how, steps.REST), []
+            calls = round(METERED * 1e3 / first / (protocol.times + steps.WARM + 1))
+            before = energy()
+            for _ in range(calls):
+                lasting.append(steps._cycle(*how))
+            cycles = calls * (protocol.times + steps.WARM + 1)
+            joules = (energy() - before) / cycles
+            drafter.block(7, context)
+            alone = rested_and_long(drafter._block.recording(1).replay, 0.5)[:2]
+            found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f} {:.2f} J".format(
+                *alone, first, lasting[-1], joules))  # fmt: skip
             print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
 
 

@@ -129,6 +129,7 @@ def main() -> int:
     for goal in found:
         print("met   " if goal["met"] else "MISSED", *(f"{k} {v}" for k, v in goal.items()))
     kind = "" if args.draft == "dflash" else f"-{args.draft}"
+    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today()}-gpu-steps{kind}.json"
     path.write_text(json.dumps({"results": results, "goals": found}, indent=1) + "\n")
     print(f"wrote {path}")
