@@ -6,8 +6,9 @@
 // time); another one comes later if it knows that time. Knowledge passes where memory is made
 // visible: barriers, mbarriers, __syncwarp, flags in global memory, and waits for asynchronous work.
 // Shuffles and votes pass none. Bulk copies and products of groups of warps are made by another proxy:
-// what others wrote to shared memory they know only if a proxy fence came between. A word of 4 bytes
-// remembers accesses that no later one replaces.
+// what others wrote to shared memory they know only if a proxy fence came between. And as racecheck
+// has it, who arrives at an mbarrier speaks of what threads have read and written for itself alone, not
+// for its warp behind a __syncwarp. A word of 4 bytes remembers accesses that no later one replaces.
 #define CHECKED
 #include "check.h"
 #include <algorithm>
@@ -55,7 +56,7 @@ void join(Times& all, const Times& more) {
 bool has(const Times& all, u32 agent, u32 time) { return agent < all.size() && all[agent] >= time; }
 
 struct Known {
-  Times own, fenced;                                        // of this block; before a proxy fence
+  Times own, fenced, told;  // of this block; before a proxy fence; as racecheck has it
   std::map<unsigned, std::shared_ptr<const Times>> others;  // of other blocks
   void take(unsigned block, const std::shared_ptr<const Times>& times) {
     auto& mine = others[block];
@@ -66,7 +67,7 @@ struct Known {
     mine = both;
   }
   void take(const Known& more) {
-    join(own, more.own), join(fenced, more.fenced);
+    join(own, more.own), join(fenced, more.fenced), join(told, more.told);
     for (auto& [block, times] : more.others) take(block, times);
   }
 };
@@ -187,24 +188,27 @@ void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, 
       link = &a.next;
       continue;
     }
-    bool later;
+    bool later, told = true;
     if (a.block == block_id) {
       const bool fence = other && a.kind != READ && !other_proxy(a.agent);
       later = has(fence ? known.fenced : known.own, a.agent, a.time);
+      if (!global && !block_now->what[by.agent] && !block_now->what[a.agent])
+        told = has(known.told, a.agent, a.time);
     } else {
       auto found = known.others.find(a.block);
       later = found != known.others.end() && has(*found->second, a.agent, a.time);
     }
-    if (!later && (a.kind != kind || kind == WRITE)) {
+    if (!(later && told) && (a.kind != kind || kind == WRITE)) {
       const auto key = std::make_tuple(a.at, a.from, a.kind, at, caller(), kind);
       if (std::find(seen.begin(), seen.end(), key) == seen.end()) {
         seen.push_back(key);
-        report("race in " + place_of(word) + ": " + story(block_id, by.agent, kind, at, caller()) +
+        report((later ? "race, as racecheck has it, in " : "race in ") + place_of(word) + ": " +
+               story(block_id, by.agent, kind, at, caller()) +
                ", not after " + story(a.block, a.agent, a.kind, a.at, a.from));
       }
     }
     const bool replaced = (a.bytes & ~mask) == 0 &&
-        (kind == WRITE || (a.kind == kind && (later || (a.agent == by.agent && a.block == block_id))));
+        (kind == WRITE || (a.kind == kind && ((later && told) || (a.agent == by.agent && a.block == block_id))));
     if (replaced) {
       *link = a.next;
       a.next = free_list, free_list = i;
@@ -275,7 +279,7 @@ void access(const void* address, size_t bytes, Kind kind, By by, u32 at) {
 }
 
 By me() { return {thread_id, actor->known.own[thread_id]}; }
-void tick() { ++actor->known.own[thread_id]; }
+void tick() { ++actor->known.own[thread_id], ++actor->known.told[thread_id]; }
 
 }  // namespace
 
@@ -310,7 +314,10 @@ void block(unsigned id, unsigned threads, const char* base, size_t dynamic, size
     b.agent(t, 0);
     b.actors[t].calls.resize(DEPTH);
   }
-  for (u32 t = 0; t < threads; ++t) raise(b.actors[t].known.own, t, 1);
+  for (u32 t = 0; t < threads; ++t) {
+    raise(b.actors[t].known.own, t, 1);
+    raise(b.actors[t].known.told, t, 1);
+  }
 }
 void own(const void* from, const void* to) { own_from = (const char*)from, own_to = (const char*)to; }
 void declared(size_t used) { block_now->declared = std::max(block_now->declared, used); }
@@ -333,6 +340,14 @@ void come(const void* place) {
   block_now->places[place].come.take(actor->known);
   tick();
 }
+void arrive(const void* place) {
+  Known& come = block_now->places[place].come;
+  Times told = come.told;
+  raise(told, thread_id, actor->known.told[thread_id]);
+  come.take(actor->known);
+  come.told = std::move(told);
+  tick();
+}
 void open(const void* place) {
   Place& p = block_now->places[place];
   p.opened = std::move(p.come);
@@ -350,8 +365,12 @@ void acquire(const void* flag) {
   auto found = flags.find(flag);
   if (found == flags.end()) return;
   for (auto& [other, times] : found->second.others) {
-    if (other == block_id) join(actor->known.own, *times);
-    else actor->known.take(other, times);
+    if (other == block_id) {
+      join(actor->known.own, *times);
+      join(actor->known.told, *times);
+    } else {
+      actor->known.take(other, times);
+    }
   }
 }
 

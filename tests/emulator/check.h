@@ -25,8 +25,10 @@ void read(const void* p, size_t bytes);
 void write(const void* p, size_t bytes);
 void atomic(const void* p, size_t bytes);
 
-// A place to meet: who has come, what those know once it opens, who goes on.
+// A place to meet: who has come, to an mbarrier by arriving, what those know once it opens, who goes
+// on.
 void come(const void* place);
+void arrive(const void* place);
 void open(const void* place);
 void go(const void* place);
 // Flags in global memory.
@@ -72,6 +74,7 @@ inline void read(const void*, size_t) {}
 inline void write(const void*, size_t) {}
 inline void atomic(const void*, size_t) {}
 inline void come(const void*) {}
+inline void arrive(const void*) {}
 inline void open(const void*) {}
 inline void go(const void*) {}
 inline void release(const void*) {}

@@ -190,7 +190,7 @@ inline void arrive(uint64_t* bar, int64_t bytes = 0) {
   Phases& b = phases(bar);
   b.bytes += bytes;
   --b.pending;
-  check::come(bar);
+  check::arrive(bar);
   settle(bar, b);
 }
 // Whether the phase of this parity has ended.

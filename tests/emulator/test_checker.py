@@ -98,18 +98,34 @@ CASES = {
         """
         __shared__ float s[32];
         __shared__ u64 ready;
-        if (t == 0) barrier_init(&ready, 1);
+        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
         __syncthreads();
         if (t < 32) {
           s[t] = x[t];
-          if (GOOD) __syncwarp();
-          if (t == 0) barrier_arrive(&ready);
+          if (GOOD || t == 0) barrier_arrive(&ready);
         } else {
           barrier_wait(&ready, 0);
           y[t] = s[t - 32];
         }
         """,
         "race in declared shared memory",
+    ),
+    "a release by one lane for its warp": (
+        """
+        __shared__ float s[32];
+        __shared__ u64 ready;
+        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
+        __syncthreads();
+        if (t < 32) {
+          s[t] = x[t];
+          __syncwarp();
+          if (GOOD || t == 0) barrier_arrive(&ready);
+        } else {
+          barrier_wait(&ready, 0);
+          y[t] = s[t - 32];
+        }
+        """,
+        "race, as racecheck has it, in declared shared memory",
     ),
     "copies that arrive": (
         """
