@@ -69,8 +69,12 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
+            note += "; the target given is not read" if target else ""
             return _requantize(found.source, out, asked, dry_run, False, progress,
                                [*found.notes, note])  # fmt: skip
+        if found.is_target and target is not None:
+            raise UsageError(f"{found.path} is a target; --target is for drafts",
+                             fix="leave it out; a draft goes first")  # fmt: skip
         files = found.source.files if isinstance(found.source, Folder) else [found.path]
         _check_output(out, [*files, *([target] if target else [])])
         return _convert(found, out, asked, target, dry_run, progress)

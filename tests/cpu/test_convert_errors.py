@@ -140,6 +140,7 @@ def test_drafts_need_their_target(family: Path, tmp_path: Path) -> None:
     refused(family / "spec", tmp_path / "o.gguf", family / "zlab", InputError, "not a target")
     other = tiny.target(tmp_path / "t", hidden=96)
     refused(family / "zlab", tmp_path / "o.gguf", other, InputError, "hidden size")
+    refused(family / "target", tmp_path / "o.gguf", family / "zlab", UsageError, "is a target")
 
 
 def test_output_must_not_be_an_input(family: Path, tmp_path: Path) -> None:
@@ -200,6 +201,7 @@ def test_a_gguf_beside_safetensors_is_taken_and_said(family: Path, tmp_path: Pat
     shutil.copy(tmp_path / "d.gguf", draft / "made.gguf")
     result = convert(draft, tmp_path / "o.gguf", target=family / "target")
     assert any("took made.gguf" in n for n in result.notes)
+    assert any("the target given is not read" in n for n in result.notes)
     with GGUF(tmp_path / "o.gguf") as g:
         assert g.tensors["fc.weight"].type == 8
     shutil.copy(tmp_path / "d.gguf", draft / "second.gguf")
