@@ -50,16 +50,16 @@ def command(
         return _list(out)
     if path is None:
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
-    if upstream:
-        return _upstream(out, _inputs.local(path, out, "gguf"))
     path = _inputs.local(path, out, "gguf")
+    if upstream:
+        return _upstream(out, path)
     target = target and _inputs.local(target, out, "gguf")
     against = against and _inputs.local(against, out)
     with out.progress("reading tensors") as progress:
         report = validate.validate(path, target, against, only=rule or (), progress=progress)
-    for name in (n for n in rule or () if n not in report.checked):
-        why = report.skipped.get(name, "it is not about this kind of file")
-        raise UsageError(f"{path}: rule {name} was not checked", found=why)
+    if passed := [name for name in rule or () if name not in report.checked]:
+        why = report.skipped.get(passed[0], "it is not about this kind of file")
+        raise UsageError(f"{path}: rule {passed[0]} was not checked", found=why)
     report.show(out)
     if report.tensors and not json:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]

@@ -278,4 +278,4 @@ class Drafter(WeightedDrafter):
         clusters = self.ops.linear(x, centres).topk(self.config.centroid_top_k).indices[0]
         ids = slots[clusters].flatten()
         z = self.ops.linear(x, self.ops.embed(table, ids, 1.0))
-        return self.ops.spread(z, ids, self.config.n_vocab)
+        return self.ops.scatter(z, ids, self.config.n_vocab)

@@ -39,24 +39,29 @@ class DraftFile:
         self.file = GGUF(Path(draft)) if draft not in (None, "ngram") else None
         if self.file is None:
             return
-        arch = self.file.kv.get("general.architecture")
-        self.kind = models.of_gguf(arch, self.file.tensors)
-        if self.kind is None or arch in models.TARGETS:
+        try:
+            self._read(self.file, p_min)
+        except BaseException:
             self.file.close()
-            if self.kind is not None:
-                raise models.misplaced(self.file.path, self.kind)
-            raise InputError(f"{self.file.path}: not a draft this version knows",
+            raise
+
+    def _read(self, file: GGUF, p_min: float | None) -> None:
+        arch = file.kv.get("general.architecture")
+        self.kind = models.of_gguf(arch, file.tensors)
+        if self.kind is not None and arch in models.TARGETS:
+            raise models.misplaced(file.path, self.kind)
+        if self.kind is None:
+            raise InputError(f"{file.path}: not a draft this version knows",
                              expected=" or ".join(models.drafts()),
                              found=f"architecture {arch!r}",
                              fix="convert it with `g4spec convert`")  # fmt: skip
-        self.config: Any = self.kind.parse_gguf(self.file.kv, self.file.shapes())
-        caches = self.kind.caches
+        self.config: Any = self.kind.parse_gguf(file.kv, file.shapes())
+        caches, window = self.kind.caches, self.window
         if window is not None and caches(self.config, window) == caches(self.config, None):
-            self.file.close()
             raise UsageError("--draft-window does nothing with this draft: it has no cache of all "
                              "of the context", fix="leave it out")  # fmt: skip
         if p_min:
-            models.require_confidence(self.file.path, self.kind, self.file.tensors)
+            models.require_confidence(file.path, self.kind, file.tensors)
         if p_min is not None and hasattr(self.config, "cut"):
             self.config = replace(self.config, cut=p_min)
 

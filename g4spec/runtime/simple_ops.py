@@ -141,12 +141,6 @@ class SimpleOps:
         out[:, ids] = z
         return out
 
-    def spread(self, z: torch.Tensor, ids: torch.Tensor, n_vocab: int) -> torch.Tensor:
-        """Logits z [T, n] of tokens `ids` [n] -> [T, V], -inf of all others."""
-        out = z.new_full((len(z), n_vocab), -math.inf)
-        out[:, ids] = z
-        return out
-
 
 def in_order(x: torch.Tensor) -> torch.Tensor:
     """Sum over dimension 1 of x [T, k, ...], from the first to the last."""

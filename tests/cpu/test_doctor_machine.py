@@ -214,13 +214,19 @@ def test_which_code_runs_where() -> None:
     assert not report.covered((7, 0), wheel) and not report.covered((10, 0), wheel)
 
 
-def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    from g4spec.validate.hardware import questions
+def lines(m: Machine) -> str:
+    """What doctor says of a machine, with marks and fixes."""
     from g4spec.validate.hardware.doctor import diagnose
 
-    m = questions.machine(FACTS, "V100", ("torch=2.14.0",))
-    text = "\n".join(f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections
+    return "\n".join(f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections
                      for x in s.lines)  # fmt: skip
+
+
+def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    from g4spec.validate.hardware import questions
+
+    m = questions.machine(FACTS, "V100", ("torch=2.14.0",))
+    text = lines(m)
     assert "bad torch 2.14.0" in text and "cu126" in text
 
 
@@ -236,12 +242,9 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_own_kernels_need(
     monkeypatch: pytest.MonkeyPatch, system: System, installed: dict[str, str], said: str
 ) -> None:
-    from g4spec.validate.hardware.doctor import diagnose
-
     monkeypatch.setattr(probe, "_packages", lambda: installed)
     m = look(monkeypatch, Nvml([("NVIDIA H200", (9, 0), 139 * GIB, 138 * GIB)]), system)
-    text = "\n".join(f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections
-                     for x in s.lines)  # fmt: skip
+    text = lines(m)
     assert said in text
     assert bool(said) == ("NVRTC" in text or "CUDA kernels need" in text)
 

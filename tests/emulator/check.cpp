@@ -188,17 +188,18 @@ void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, 
       link = &a.next;
       continue;
     }
-    bool later, told = true;
+    bool later;
     if (a.block == block_id) {
       const bool fence = other && a.kind != READ && !other_proxy(a.agent);
       later = has(fence ? known.fenced : known.own, a.agent, a.time);
-      if (!global && !block_now->what[by.agent] && !block_now->what[a.agent])
-        told = has(known.told, a.agent, a.time);
     } else {
       auto found = known.others.find(a.block);
       later = found != known.others.end() && has(*found->second, a.agent, a.time);
     }
-    if (!(later && told) && (a.kind != kind || kind == WRITE)) {
+    const bool threads = a.block == block_id && !global && !block_now->what[by.agent] &&
+        !block_now->what[a.agent];
+    const bool told = later && (!threads || has(known.told, a.agent, a.time));
+    if (!told && (a.kind != kind || kind == WRITE)) {
       const auto key = std::make_tuple(a.at, a.from, a.kind, at, caller(), kind);
       if (std::find(seen.begin(), seen.end(), key) == seen.end()) {
         seen.push_back(key);
@@ -208,7 +209,7 @@ void touch(u32& head, By by, Kind kind, uint8_t mask, const char* word, u32 at, 
       }
     }
     const bool replaced = (a.bytes & ~mask) == 0 &&
-        (kind == WRITE || (a.kind == kind && ((later && told) || (a.agent == by.agent && a.block == block_id))));
+        (kind == WRITE || (a.kind == kind && (told || (a.agent == by.agent && a.block == block_id))));
     if (replaced) {
       *link = a.next;
       a.next = free_list, free_list = i;

@@ -7,6 +7,20 @@ import torch
 
 from tests.emulator import kernels
 
+RELEASE = """
+        __shared__ float s[32];
+        __shared__ u64 ready;
+        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
+        __syncthreads();
+        if (t < 32) {{
+          s[t] = x[t];
+          {sync}
+          if (GOOD || t == 0) barrier_arrive(&ready);
+        }} else {{
+          barrier_wait(&ready, 0);
+          y[t] = s[t - 32];
+        }}
+        """
 # Of each: its body with `GOOD` 1 or 0, and what is said of the latter. One block of 64 threads;
 # x and y hold 256 numbers.
 CASES = {
@@ -94,37 +108,9 @@ CASES = {
         """,
         "a bulk copy",
     ),
-    "a release by one lane": (
-        """
-        __shared__ float s[32];
-        __shared__ u64 ready;
-        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
-        __syncthreads();
-        if (t < 32) {
-          s[t] = x[t];
-          if (GOOD || t == 0) barrier_arrive(&ready);
-        } else {
-          barrier_wait(&ready, 0);
-          y[t] = s[t - 32];
-        }
-        """,
-        "race in declared shared memory",
-    ),
+    "a release by one lane": (RELEASE.format(sync=""), "race in declared shared memory"),
     "a release by one lane for its warp": (
-        """
-        __shared__ float s[32];
-        __shared__ u64 ready;
-        if (t == 0) barrier_init(&ready, GOOD ? 32 : 1);
-        __syncthreads();
-        if (t < 32) {
-          s[t] = x[t];
-          __syncwarp();
-          if (GOOD || t == 0) barrier_arrive(&ready);
-        } else {
-          barrier_wait(&ready, 0);
-          y[t] = s[t - 32];
-        }
-        """,
+        RELEASE.format(sync="__syncwarp();"),
         "race, as racecheck has it, in declared shared memory",
     ),
     "copies that arrive": (

@@ -103,11 +103,11 @@ def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
 def cards_for(name: str, machine: Machine, target: Target, asked: int | None) -> int:
     """Cards that share the model: a power of two that divides the query heads for tensor
     parallelism over all nodes; every card of one node for llama.cpp's layer split; one of ours."""
+    if name == "g4spec":
+        return 1
     total = machine.total_gpus if name in ("vllm", "sglang") else len(machine.gpus)
     if asked is not None:
         total = min(asked, total)
-    if name == "g4spec":
-        return 1
     if name not in ("vllm", "sglang"):
         return max(total, 1)
     n = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from g4spec.runtime.cuda.nvrtc import INSTALL
 from g4spec.validate.hardware import engines
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import GIB, Gpu, Machine
@@ -103,7 +104,7 @@ def _kernels(s: Section, m: Machine) -> None:
     missing = [name for name in ("torch", "cuda-core") if name not in m.tools]
     if missing:
         s.add("warn", f"g4spec's CUDA kernels need {' and '.join(missing)}",
-              fix="pip install 'g4spec[cuda]'")  # fmt: skip
+              fix=INSTALL)  # fmt: skip
     elif not any(name.startswith("nvidia-cuda-nvrtc") for name in m.tools):
         s.add("note", "no package holds NVRTC: g4spec's CUDA kernels need it from the system",
               detail=True)  # fmt: skip
