@@ -8,8 +8,15 @@ random targets (dense, experts, per-layer embeddings) with drafts of every kind.
 and generates with drafts of 1, 7 and all their tokens, greedy or with a temperature, as a program
 of its own; first without a tool, so that no compiler runs in one. What is reported is about the
 kernels of this project alone (`--report-api-errors no`: the driver is asked for functions that it
-may not have). Writes `results/<date>-gpu-<tool>.json`. Exit code 1 if the tool reports anything, or
-a program fails or takes longer than `--limit` seconds.
+may not have).
+
+Each program ends with a race and an access out of bounds (`gpu_planted.cu`). It is clean if the
+tool reports its one of these and nothing else, for a tool that lost a program says 0 errors too.
+memcheck knows only what the driver allocated, so torch allocates each tensor by itself for it, and
+graphs, for which that is impossible, are played kernel by kernel.
+
+Writes `results/<date>-gpu-<tool>.json`. Exit code 1 if a program is not clean, fails or takes
+longer than `--limit` seconds.
 
 racecheck takes some minutes and 20 GB of memory a program. Versions before that of CUDA 13.5
 (2026.4) report races around mbarriers and bulk copies that are none, by NVIDIA's release notes, and
@@ -20,6 +27,7 @@ do not look for missing proxy fences. A newer one than that of an installed CUDA
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -34,12 +42,17 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import watch
-from g4spec.runtime import prompts
+from g4spec.runtime import graphs, prompts
+from g4spec.runtime.cuda import launch
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.sampling import Sampler
+from tests.emulator import runtime
 from tests.gpu import family
 
 GREEDY, RANDOM = Sampler(), Sampler(temperature=0.7, seed=1)
@@ -47,8 +60,10 @@ PROMPT_TOKENS, NEW_TOKENS = 100, 3
 BARRIERS = "128"  # of a block, at most; the tools count too few in an array
 FIRST_PORT, PORTS = 20000, 16  # each program has its own: with the default ones they mix
 LINES = {"G4SPEC_LINEINFO": "1"}
+APART = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # set: each tensor is an allocation of its own
 OURS = "regex=^_Z[0-9]"  # kernels in no namespace: not those of torch and cuBLAS
-NOTHING = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
+PLANTED = {"memcheck": "planted_access", "racecheck": "planted_race"}
+ONE = re.compile(r"(?m)ERROR SUMMARY: 1 error$|SUMMARY: 1 hazard displayed \(1 error, 0 w")
 KERNEL = re.compile(r"\bat (?:void )?(\w+).*\+0x")
 
 Program = tuple[str, ...]
@@ -78,6 +93,8 @@ def programs(folder: Path) -> dict[str, Program]:
 
 def run(target: str, draft: str, device: str, cache_type: str) -> None:
     """The program: what the tools look at."""
+    if APART in os.environ:
+        graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
     engine = Engine.load(target, draft, device=device, cache_type=cache_type, n_ctx=family.CTX)
     assert engine.draft is not None
     text = prompts.prompts(engine.tokenizer, long_tokens=PROMPT_TOKENS)[-1].encode(engine.tokenizer)
@@ -87,17 +104,27 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
         done = family.generate(engine, text[:PROMPT_TOKENS], length, NEW_TOKENS, sampler)
         accepted += done.stats.accepted
     print(f"accepted {accepted}")
+    plant()
+
+
+def plant() -> None:
+    """Does what the tools have to report; memcheck ends all work on the GPU with it."""
+    file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
+    launch.kernel(file, PLANTED["racecheck"])(1, 64, x)
+    with contextlib.suppress(torch.AcceleratorError):
+        launch.kernel(file, PLANTED["memcheck"])(1, 1, x, np.int32(64))
+        torch.cuda.synchronize()
 
 
 def sanitizer() -> str:
     return shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 
 
-def ended(command: list[str], limit: float) -> tuple[str, int | None]:
+def ended(command: list[str], env: dict[str, str], limit: float) -> tuple[str, int | None]:
     """What a program printed and its exit code; None if it, with all it started, was stopped."""
     with tempfile.TemporaryFile("w+") as out:
         started = subprocess.Popen(command, text=True, stdout=out, stderr=subprocess.STDOUT,
-                                   env={**os.environ, **LINES}, start_new_session=True)  # fmt: skip
+                                   env={**os.environ, **env}, start_new_session=True)  # fmt: skip
         try:
             code: int | None = started.wait(limit)
         except subprocess.TimeoutExpired:
@@ -118,10 +145,12 @@ def watched(name: str, program: Program, tool: str | None, by: str,
                    "--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "120",
                    "--force-synchronization-limit", "1", *command]  # fmt: skip
     begin = time.perf_counter()
-    text, code = ended(command, limit)
+    text, code = ended(command, LINES | ({APART: "1"} if tool == "memcheck" else {}), limit)
     seconds = time.perf_counter() - begin
-    clean = code == 0 and (tool is None or bool(NOTHING.search(text) and "Warning" not in text))
     kernels = Counter(KERNEL.findall(text))
+    clean = code == 0
+    if tool is not None:
+        clean = clean and bool(ONE.search(text)) and set(kernels) == {PLANTED[tool]}
     lines, took = text.splitlines(), f"{seconds:.0f} s, exit {code}:"
     print("clean" if clean else "NOT CLEAN", tool or "alone", name, took,
           *(lines[-1:] if clean else [*lines[:6], "...", *lines[-2:], dict(kernels)]), flush=True,
