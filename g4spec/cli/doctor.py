@@ -19,6 +19,7 @@ from g4spec.cli._machines import (
     ask,
     machine_of,
 )
+from g4spec.errors import CheckFailed, UsageError
 
 
 def command(
@@ -56,11 +57,12 @@ def command(
     Marks: ✓ works, ! works with a condition, ✗ does not work, · a figure or a remark.
     Exits 1 when the run that was asked for cannot work.
     """
-    from g4spec.errors import CheckFailed
     from g4spec.validate.hardware import questions
     from g4spec.validate.hardware.doctor import diagnose
     from g4spec.validate.hardware.facts import facts
 
+    _one_of({"--why": why, "--log": log, "--self-test": self_test, "--network": network},
+            model, draft, ctx_size, kv, engine, attention_backend, gpus, assume, given)  # fmt: skip
     out, known = render.Output(json, quiet), facts()
     if why is not None:
         return questions.explain(known, why, out)
@@ -79,3 +81,10 @@ def command(
         raise CheckFailed(
             f"{d.question}: cannot work as asked", fix=f"first, {d.steps[0]}" if d.steps else None
         )
+
+
+def _one_of(alone: dict[str, object], *others: object) -> None:
+    """UsageError if an option that is a question by itself comes with anything else."""
+    asked = [name for name, value in alone.items() if value]
+    if asked and len(asked) + any(others) > 1:
+        raise UsageError(f"{' and '.join(asked)}: expected one question at a time")

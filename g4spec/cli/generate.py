@@ -79,6 +79,9 @@ def command(
         tuple(stop or ()),
         ignore_eos,
     )
+    if draft is None and (show_draft or options.draft_max not in ("auto", 0)):
+        raise UsageError(f"{'--show-draft' if show_draft else '--draft-max'} needs a draft",
+                         fix="pass one with -md")  # fmt: skip
     given = _given(prompt, file, tokens_file)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +119,12 @@ def test_a_model_does_not_replace_what_is_none(
     (tmp_path / "link.gguf").symlink_to(tmp_path / "real.gguf")
     g4spec("convert", "target", "-o", tmp_path / "link.gguf")
     assert (tmp_path / "link.gguf").is_symlink() and (tmp_path / "real.gguf").stat().st_size
+
+
+@pytest.mark.parametrize("option", [("--draft-max", 4), ("--show-draft",)])
+def test_what_is_about_a_draft_needs_one(g4spec: Cli, option: tuple[Any, ...]) -> None:
+    run = ("generate", "-m", "target.gguf", *RUNS["generate"])
+    assert f"{option[0]} needs a draft. Pass one with -md" in g4spec.refused(*run, *option)
 
 
 def test_a_window_that_means_nothing(g4spec: Cli) -> None:

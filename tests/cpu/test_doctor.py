@@ -312,6 +312,21 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(capsys, "--engine", "ollama", "-m", "12b")[0] == 2
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [("--with", "vlmm=0.19.2"), ("-m", "12b", "--attention-backend", "FLASH_ATN"), ("--gpus", "2"),
+     ("--attention-backend", "FLASH_ATTN"), ("--self-test", "--network"), ("--why", "gtx-1080-ti",
+     "-m", "12b"), ("--log", "-", "--self-test")],
+)  # fmt: skip
+def test_nothing_that_was_typed_is_passed_over(
+    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["doctor", *argv]) == 2
+    said = capsys.readouterr().err
+    assert argv[0] in said or argv[2] in said
+    assert "expected" in said
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = doctor(capsys, "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash",
                        "--json")  # fmt: skip

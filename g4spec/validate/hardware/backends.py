@@ -52,6 +52,12 @@ def shared_memory(facts: Facts, cc: tuple[int, int]) -> int | None:
     return found.smem_block * KIB if found is not None else None
 
 
+def names(facts: Facts, engine: str) -> list[str]:
+    """What the engine calls its backends, without their generations."""
+    told = [b.name.split(" (")[0].split(", ") for b in facts.all(Backend) if b.engine == engine]
+    return sorted({name for some in told for name in some})
+
+
 def rows(facts: Facts, engine: str, version: str, cc: tuple[int, int]) -> list[Row]:
     """Every backend of that engine version, judged for a card of capability `cc`."""
     out = []

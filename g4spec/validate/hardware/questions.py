@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from g4spec.errors import CheckFailed, UsageError
-from g4spec.validate.hardware import engines, subjects
+from g4spec.validate.hardware import backends, engines, subjects
 from g4spec.validate.hardware import machine as machines
 from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.facts import Facts
@@ -48,7 +48,9 @@ def build(
 ) -> Question | None:
     """The question behind the options, or None when no model was named."""
     if model is None:
-        named = [n for n, v in (("-md", draft), ("-c", context), ("--kv", kv)) if v is not None]
+        given = {"-md": draft, "-c": context, "--kv": kv, "--attention-backend": backend,
+                 "--gpus": gpus}  # fmt: skip
+        named = [name for name, value in given.items() if value is not None]
         if named:
             raise UsageError(f"{' and '.join(named)} without a target", expected="-m as well")
         return None
@@ -70,19 +72,27 @@ def build(
             f"-c {context}: {target.title} was trained on fewer positions",
             expected=f"at most {target.context}",
         )
-    return Question(target, pair, context, kv, backend.upper() if backend else None, gpus)
+    if backend is not None:
+        backend, known = backend.upper(), backends.names(facts, "vllm")
+        if backend not in known:
+            raise UsageError("--attention-backend", expected=f"one of {', '.join(known)}",
+                             found=backend)  # fmt: skip
+    return Question(target, pair, context, kv, backend, gpus)
 
 
 def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
     """This machine, or the assumed one, with the versions that were supposed."""
-    from g4spec.validate.hardware.probe import probe
+    from g4spec.validate.hardware.probe import PACKAGES, probe
 
+    known = sorted({*engines.NAMES, *PACKAGES, "nvcc", "driver"})
     tools, driver = {}, None
     for pair in given:
         name, sign, version = pair.partition("=")
         name = ALIASES.get(name.lower(), name.lower())
         if not sign or not any(c.isdigit() for c in version):
             raise UsageError(f"--with {pair!r}", expected="NAME=VERSION, as vllm=0.19.2")
+        if name not in known:
+            raise UsageError(f"--with {pair!r}", expected=f"one of {', '.join(known)}")
         if name == "driver":
             driver = version
         else:
