@@ -62,6 +62,8 @@ def select(
             on every other too.
         cache_type: see `CACHE_TYPES`; None: F16 on a GPU.
 
+    A GPU becomes the current one of the thread, which is to be the one that uses it.
+
     Raises UsageError or EnvironmentProblem where the device cannot be used.
     """
     found = check(device, cache_type)
@@ -71,6 +73,7 @@ def select(
     from g4spec.runtime.cuda.ops import CudaOps
 
     place, portable = torch.device("cuda", found[0]), found[1]
+    torch.cuda.set_device(place)  # kernels, graphs and events are of the current one
     chosen: Any = cache_type or "f16"
     return CudaOps(str(place), chosen, portable), Card(place, chosen, portable)
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from g4spec import quant
 from g4spec.errors import InputError
+from g4spec.gguf.reader import TensorInfo
 from g4spec.models import gemma4
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, LayerSpec
 from g4spec.quant.formats import q8_0
-from g4spec.runtime.cuda import kv, memory
+from g4spec.runtime.cuda import attention, kv, memory
 from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.cuda.long_reader import LongReader
 
@@ -74,6 +76,29 @@ def test_estimated_bytes_are_those_of_the_planes(shape: CacheShape, kind: kv.Kin
                   "cpu", kind, shape.turning)  # fmt: skip
     planes = (made.keys, made.values, made.key_scales, made.value_scales)
     assert got == sum(p.nbytes for p in planes)
+
+
+def test_estimated_weights_are_those_that_are_loaded() -> None:
+    def info(name: str, type: str, *shape: int) -> TensorInfo:
+        form = quant.get(type)
+        return TensorInfo(name, shape, form.type, 0, form.nbytes(shape))
+
+    card, old = (memory.Card(torch.device("cpu"), "f16", portable) for portable in (False, True))
+    whole, odd = info("a", "q8_0", 8, 64), info("b", "q8_0", 8, 96)
+    assert card.weights([whole]) == old.weights([whole]) == 8 * 68
+    assert (card.weights([odd]), old.weights([odd])) == (8 * 96 * 4, 8 * 102)
+    assert card.weights([info("c", "f16", 8, 96), info("d", "f16", 96)]) == 8 * 192 + 96 * 4
+
+
+@pytest.mark.parametrize(("head_dim", "n_kv"), [(64, 1), (128, 2), (128, 4), (256, 2), (512, 4)])
+def test_no_cache_has_more_chunks_than_are_added(head_dim: int, n_kv: int) -> None:
+    for n_ctx in (4096, 131_072, 262_144):
+        cache = CudaKV(n_kv, head_dim, 64, None, 32, "cpu", "f16")
+        cache.capacity = n_ctx + 2 * MAX_STEP_ROWS
+        chunks = attention.Chunks.of(cache)
+        assert chunks.most(cache.capacity, cache.capacity) <= 256
+        narrow = head_dim <= 128 and n_kv < 4
+        assert chunks.shift == (6 if narrow and n_ctx < 262_144 else 7)
 
 
 def test_global_layers_of_the_large_models_store_640_columns() -> None:

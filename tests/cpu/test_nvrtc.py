@@ -243,6 +243,9 @@ def test_architectures_of_devices() -> None:
              (9, 0): "sm_90a", (10, 0): "sm_100", (12, 0): "sm_120", (12, 1): "sm_121"}  # fmt: skip
     assert tuple(nvrtc.arch_of(*each) for each in known) == nvrtc.ARCHS == tuple(known.values())
     assert tuple(nvrtc.SHARED_LIMIT) == nvrtc.ARCHS
+    assert [nvrtc.arch_of(*each) for each in ((10, 3), (12, 2))] == ["sm_100", "sm_121"]
+    assert [nvrtc.arch_of(*each) for each in ((7, 2), (8, 7), (11, 0))] == [
+        "sm_72", "sm_87", "sm_110"]  # fmt: skip
     with pytest.raises(Unsupported, match=r"7\.0.*found 6\.1"):
         nvrtc.arch_of(6, 1)
 

@@ -135,7 +135,9 @@ class Chunks:
         """A constant of the layer: it decides the order of sums."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
-            return cls(_log2(max(tile, 32 * kv.n_kv)), True)
+            chunks = cls(_log2(max(tile, 32 * kv.n_kv)), True)
+            fits = chunks.most(kv.capacity, kv.capacity) <= _CHUNKS
+            return chunks if fits else cls(chunks.shift + 1, True)
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
         return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
 

@@ -269,7 +269,7 @@ def _run(
 
 
 def _units() -> list[Unit]:
-    """Every instance there is, by architecture."""
+    """Every instance of one matrix, by architecture; of two, those of common files."""
     out = []
     for arch in ARCHS:
         cuts = {cut(type, unit, groups, tiles, arch)

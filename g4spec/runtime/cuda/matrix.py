@@ -59,8 +59,11 @@ class Matrix:
 
     @property
     def table(self) -> torch.Tensor:
-        """As it lies in memory now: the file's bytes [rows, bytes], or packed, or numbers."""
-        return self.alone.data if self._raw is None else self._raw
+        """As it lies in memory now: the file's bytes [rows, bytes], or packed, or numbers. Empty
+        if it lies in one of `Pairs`."""
+        if self._raw is not None:
+            return self._raw
+        return self._whole[self._first : self._first + self.groups]
 
     @property
     def groups(self) -> int:
@@ -74,14 +77,14 @@ class Matrix:
         """This matrix by itself."""
         if not self.packed:
             self.put(_pack(self, self.take(), self.rows), 0)
-        data = self._whole[self._first : self._first + self.groups]
-        return Weight(self.type, data, self.rows, self.columns, self.matrices)
+        assert len(self.table) == self.groups, "lies in a pair"
+        return Weight(self.type, self.table, self.rows, self.columns, self.matrices)
 
     def take(self) -> torch.Tensor:
-        """The file's bytes, which are the caller's from now on."""
+        """The file's bytes, which are the caller's from now on; nothing is kept of them."""
         assert self._raw is not None, "packed already, for another product"
-        raw = self._whole = self._raw
-        self._raw = None
+        raw, self._raw = self._raw, None
+        self.put(raw.new_empty(0), 0)
         return raw
 
     def put(self, whole: torch.Tensor, first: int) -> None:
@@ -119,11 +122,15 @@ def join(matrices: Sequence[Matrix]) -> None:
         if any(m.grouped and m.rows % packing.GROUP for m in same[:-1]):
             continue
         groups = [m.groups for m in same]
-        raw = [m.take() for m in same]
-        whole = _pack(same[0], torch.cat(raw) if len(raw) > 1 else raw[0],
-                      sum(m.rows for m in same))  # fmt: skip
+        whole = _pack(same[0], _all_of(same), sum(m.rows for m in same))
         for i, m in enumerate(same):
             m.put(whole, sum(groups[:i]))
+
+
+def _all_of(matrices: Sequence[Matrix]) -> torch.Tensor:
+    """Their bytes behind each other, in one place only."""
+    raw = [m.take() for m in matrices]
+    return torch.cat(raw) if len(raw) > 1 else raw[0]
 
 
 def below(matrices: Sequence[Matrix]) -> list[Weight]:
@@ -148,8 +155,6 @@ def beside(gate: Matrix, up: Matrix) -> list[Weight]:
     raws = [m.take() for m in (gate, up)]
     pair = torch.stack([x.view(-1, TILE, x.shape[1]) for x in raws], dim=1)
     del raws
-    for m in (gate, up):
-        m.put(pair[:0], 0)  # the pair is the caller's
     data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
     return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
 
@@ -190,10 +195,11 @@ def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
         return None
     if any(m.packed or m.keeps for m in both):
         return None
-    raw = torch.cat([m.take().view(m.matrices, m.rows, -1) for m in both], dim=1)
-    turned = raw.view(gate.matrices, 2, -1, TILE, raw.shape[2]).transpose(1, 2)
-    rows = 2 * channels
-    data = _pack(gate, turned.reshape(gate.matrices * rows, -1), rows)
+    halves = [half for m in both for half in
+              m.take().view(m.matrices, 2 // len(both), channels // TILE, TILE, -1).unbind(1)]
+    turned, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
+    del halves
+    data = _pack(gate, turned, rows)
     for m in both:
         m.put(data, 0)
     gate.turned, gate.rows = True, rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
-from g4spec.runtime.cuda import launch, prefill
+from g4spec.runtime.cuda import launch, prefill, rows
 from g4spec.runtime.cuda.kv import Kind, capacity, row_bytes
 
 FLOAT = 4
 
 PACKING = 768 << 20
-"""Most that rearranging weights takes beside them (`packing.CHUNK`), and its rounding."""
+"""Most that rearranging weights takes beside them: a layer's matrices once more, or all its
+experts of one kind, and `packing.CHUNK`. The target's table, which may be larger, is packed while
+what reads long chunks is not there yet (`prefill_model`)."""
 
 FIXED = 512 << 20
 """Kernels, cuBLAS workspaces, graphs, and what the allocator cannot use."""
@@ -28,9 +31,16 @@ class Card:
         self.device, self.cache_type, self.portable = device, cache_type, portable
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
-        """As in the file, but for rows that packing adds to whole groups; integers as 64 bits."""
-        found = list(tensors)
-        return sum(max(t.nbytes, 8 * _count(t) if t.format.integer else 0) for t in found)
+        """As in the file, but for rows that packing adds to whole groups; integers as 64 bits, and
+        as 32 what is no matrix or has columns that kernels do not take."""
+        return sum(max(t.nbytes, self._number(t) * math.prod(t.shape)) for t in tensors)
+
+    def _number(self, t: TensorInfo) -> int:
+        """Bytes of each number that `CudaOps.load` unpacks; 0 if it keeps the file's bytes."""
+        if t.format.integer:
+            return 8
+        odd = t.format.quantized and t.shape[-1] % rows.BLOCK != 0 and not self.portable
+        return FLOAT if len(t.shape) < 2 or odd else 0
 
     def cache(
         self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
@@ -48,20 +58,13 @@ class Card:
         """Logits of the largest steps, what reading a chunk takes, and what is fixed."""
         chunk = min(chunk, n_ctx)
         logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
-        rows = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
+        wide = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
         arch = "" if self.portable else launch.arch(self.device.index)
         long = sum(prefill.workspace(config, chunk, n_ctx, arch))
-        return int(logits + rows + long + PACKING + FIXED)
+        return int(logits + wide + long + PACKING + FIXED)
 
     def available(self) -> int:
         """Free memory, and what torch holds without using it."""
         free, _ = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(free + held)
-
-
-def _count(tensor: TensorInfo) -> int:
-    out = 1
-    for n in tensor.shape:
-        out *= n
-    return out

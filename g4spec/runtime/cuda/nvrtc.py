@@ -25,6 +25,7 @@ SHARED_LIMIT = {
     "sm_70": 98304, "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376,
     "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376, "sm_121": 101376,
 }  # fmt: skip
+TEGRA = ((7, 2), (8, 7), (10, 1))  # run cubins of their own alone (CUDA programming guide)
 STATIC_SHARED = 49152  # of which at most these are declared in the kernel
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -74,13 +75,16 @@ class Cubin:
 
 
 def arch_of(major: int, minor: int) -> str:
-    """The architecture that a device of this compute capability is compiled for."""
+    """The architecture that a device of this compute capability is compiled for: of `ARCHS` the
+    newest that runs there; its own where none does."""
     if major < 7:
         raise Unsupported(
             "CUDA kernels", expected="compute capability 7.0 (Volta) or newer",
-            found=f"{major}.{minor}", fix="use --backend cpu",
+            found=f"{major}.{minor}", fix="use --device cpu",
         )  # fmt: skip
-    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+    runs = [arch for arch in ARCHS if arch[3:].rstrip("a")[:-1] == str(major)
+            and int(arch.rstrip("a")[-1]) <= minor]  # fmt: skip
+    return runs[-1] if runs and (major, minor) not in TEGRA else f"sm_{major}{minor}"
 
 
 def options(arch: str) -> tuple[str, ...]:

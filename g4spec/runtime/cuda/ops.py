@@ -4,9 +4,9 @@ Rows are `g4spec.runtime.cuda.rows.Rows` for steps of at most 16 rows, float32 n
 chunks and for widths that kernels do not take. What has no kernel runs as torch on the GPU and is
 named in `CudaOps.without_kernel`.
 
-GPUs before sm_80 have not what most kernels of products and attention are made of. There, and where
-it is asked for, rows are float32 throughout and meet matrices as their file holds them
-(`g4spec.runtime.cuda.portable`).
+GPUs before sm_80 have not what most kernels of products and attention are made of. There, on those
+that `nvrtc.ARCHS` does not know, and where it is asked for, rows are float32 throughout and meet
+matrices as their file holds them (`g4spec.runtime.cuda.portable`).
 """
 
 from __future__ import annotations

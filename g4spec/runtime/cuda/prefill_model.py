@@ -42,6 +42,7 @@ class LongModel:
     ) -> None:
         self._model = model
         layers = [layer_weights(model.w, spec, pair) for spec in model.config.layers]
+        _weight(model.table)  # packed before the buffers of chunks take the room for it
         self._prefill = Prefill(model.config, layers, caches, model._freqs, chunk, n_ctx, portable)
 
     def forward(

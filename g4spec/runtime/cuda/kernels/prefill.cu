@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(32 * WARPS) convert(const float* x, void* to, 
   write_row<Half>(r, __uint_as_float((u32)(127 - up) << 23), nullptr, row_of<Half, H>(to, row));
 }
 
-// x = (x + rms_norm(stored * h)) * scale, then its norm as halves; `to` null: no norm.
+// x = (x + rms_norm(stored * h) * weight) * scale, then its norm as halves; `to` null: no norm.
 template <int H, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS)
 add_norm(const float* h, float* x, const float* weight, const float* scale, const float* next,

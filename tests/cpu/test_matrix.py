@@ -1,0 +1,67 @@
+"""A matrix lies in memory once, however it is packed; while it is, twice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from g4spec import quant
+from g4spec.runtime.cuda import packing
+from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
+
+ROWS, COLUMNS = 256, 512
+Pack = Callable[[Sequence[Matrix]], object]
+
+
+def live() -> int:
+    """Bytes of all tensors there are."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in found)}.values())
+
+
+def matrix(type: str, matrices: int = 1) -> Matrix:
+    size = quant.get(type).row_bytes(COLUMNS)
+    raw = torch.randint(0, 256, (matrices * ROWS, size), dtype=torch.uint8)
+    return Matrix(type, raw, ROWS, COLUMNS, matrices)
+
+
+CASES: dict[str, tuple[int, int, Pack]] = {
+    "alone": (1, 1, lambda m: m[0].alone),
+    "joined": (3, 1, lambda m: (join(m), below(m))),
+    "a pair": (2, 1, lambda m: Pairs()(m[0], m[1])),
+    "experts": (1, 4, lambda m: in_turns(m[0], None)),
+    "experts, gates and ups apart": (2, 4, lambda m: in_turns(m[0], m[1])),
+}
+
+
+@pytest.mark.parametrize("type", ["q4_k", "q8_0"])
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_is_kept_twice(case: str, type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, matrices, pack = CASES[case]
+    before = live()
+    all_of = [matrix(type, matrices) for _ in range(count)]
+    size = count * matrices * ROWS * quant.get(type).row_bytes(COLUMNS)
+    assert live() - before == size
+    inside: list[int] = []
+    plain = packing.pack
+
+    def watched(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
+        inside.append(live() - before)
+        return plain(name, raw, unit)
+
+    monkeypatch.setattr(packing, "pack", watched)
+    made = pack(all_of)
+    assert inside == [size], "what is packed, and nothing beside it"
+    assert live() - before == size, "the file's bytes are gone"
+    del made
+
+
+def test_a_matrix_of_a_pair_is_not_there_by_itself() -> None:
+    gate, up = matrix("q4_k"), matrix("q4_k")
+    Pairs()(gate, up)
+    with pytest.raises(AssertionError, match="lies in a pair"):
+        _ = gate.alone
