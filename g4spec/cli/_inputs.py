@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from g4spec.cli.render import Output
-from g4spec.errors import InputError
+from g4spec.errors import InputError, UsageError
 
 NGRAM = "ngram"
 
@@ -93,3 +93,10 @@ def check_target(path: Path, n_ctx: int | None) -> None:
         else:
             fix = f"convert it first: g4spec convert {path} -o {path.resolve().name}.gguf"
     raise InputError(f"{path}: a folder", expected="a target's GGUF file", fix=fix)
+
+
+def needs_draft(draft: str | None, **given: object) -> None:
+    """UsageError for an option that is about a draft where there is none."""
+    for name, value in given.items():
+        if draft is None and value:
+            raise UsageError(f"--{name.replace('_', '-')} needs a draft", fix="pass one with -md")

@@ -73,14 +73,26 @@ class Writer:
                 self.out.mark(now, style)
 
 
-def figures(stats: Stats) -> str:
-    """One line about a run."""
-    parts = [f"{stats.tokens} tokens, {stats.tokens_per_second:.1f} tok/s"]
+def figures(stats: Stats, drafting: bool) -> str:
+    """One line about a run. `drafting`: whether there was a draft to be asked."""
+    parts = [f"{stats.tokens} token{'s' * (stats.tokens != 1)}"]
+    if stats.tokens_per_second:
+        parts[0] += f", {stats.tokens_per_second:.1f} tok/s"
     if stats.drafted:
         share = 100 * stats.accepted / stats.drafted
         parts.append(f"{stats.cycles} cycles of {stats.committed_per_cycle:.2f} tokens")
         parts.append(f"drafted {stats.drafted}, accepted {stats.accepted} ({share:.0f} %)")
+    elif drafting:
+        parts.append("drafted 0")
     rate = stats.prompt_tokens / stats.prefill_seconds if stats.prefill_seconds else 0.0
     parts.append(f"prompt {stats.prompt_tokens} tokens, {rate:.0f} tok/s")
     parts.append(f"ended by {stats.stop_reason}")
     return " | ".join(parts)
+
+
+def greedy_note(temp: float, **given: float) -> list[str]:
+    """What to say of options that only sampling reads, where the likeliest token is taken."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if temp or not names:
+        return []
+    return [f"{', '.join(names)}: no effect at --temp 0, which takes the likeliest token"]

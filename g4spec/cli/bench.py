@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _compare, _engine, _measured, _options, _synthetic
+from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _synthetic
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def measure(
 ) -> None:
     """Measure draft lengths by kind of prompt and recommend one (`bench compare`: two results)."""
     if context.invoked_subcommand is not None:
-        return
+        return _compare.alone(context)
+    _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0") and not synthetic)
     out = Output(json, quiet)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     _synthetic.check(context, synthetic is not None)
@@ -83,17 +84,16 @@ def measure(
     from g4spec.runtime import bench, prompts, provenance
     from g4spec.runtime.sampling import Sampler
 
-    wanted = draft_max or ("8" if preset else "sweep")
-    most = n_predict or (2048 if preset else 128)
-    protocol = bench.Protocol(bench.lengths_of(wanted, 15), most, repeats,
-                              Sampler(temp, top_k, top_p, min_p, seed), ignore_eos)  # fmt: skip
+    wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
+    most, sampler = n_predict or (2048 if preset else 128), Sampler(temp, top_k, top_p, min_p, seed)
+    protocol = bench.Protocol(bench.lengths_of(wanted, 15), most, repeats, sampler, ignore_eos)
     names = categories.split(",") if categories else prompts.CATEGORIES
     questions = _questions(dataset, names, count, preset is not None)
     model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, setup, out)
-    possible = bench.lengths_of(wanted, engine.draft.max_tokens if engine.draft else None)
-    protocol = replace(protocol, lengths=possible)
+    lengths = bench.lengths_of(wanted, engine.draft.max_tokens if engine.draft else None)
+    protocol = replace(protocol, lengths=lengths)
     room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     with out.progress("measuring") as progress:

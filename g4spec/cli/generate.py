@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4spec.cli import _engine, _inputs, _options
-from g4spec.cli._spoken import Writer, figures
+from g4spec.cli._spoken import Writer, figures, greedy_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
@@ -79,25 +79,26 @@ def command(
         tuple(stop or ()),
         ignore_eos,
     )
-    if draft is None and (show_draft or options.draft_max not in ("auto", 0)):
-        raise UsageError(f"{'--show-draft' if show_draft else '--draft-max'} needs a draft",
-                         fix="pass one with -md")  # fmt: skip
+    _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft)
+    for note in greedy_note(temp, top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed):
+        out.note(note)
     given = _given(prompt, file, tokens_file)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
     ids = _encoded(engine.tokenizer, given, chat, system)
-    _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft))
+    _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft),
+           draft is not None and options.draft_max != 0)  # fmt: skip
     _engine.tell(engine, out)
 
 
-def _write(run: Run, writer: Writer) -> None:
+def _write(run: Run, writer: Writer, drafting: bool) -> None:
     out = writer.out
     for cycle in run:
         writer.cycle(cycle, run.text)
         for note in run.notes:
             out.note(note)
     writer.finish(run.text)
-    out.note(figures(run.stats))
+    out.note(figures(run.stats, drafting))
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
     out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})

@@ -170,6 +170,6 @@ def error(text: str, exit_code: int, *, json: bool = False) -> int:
         if json and not Output.printed:
             said = {"error": text, "exit_code": exit_code}
             _put(jsonlib.dumps(said, ensure_ascii=False), sys.stdout)
-    except typer.Exit:
-        pass  # nobody listens; the code still says it
+    except (typer.Exit, OSError):
+        pass  # nobody listens, or there is no room; the code still says it
     return exit_code

@@ -70,10 +70,10 @@ def read(path: Path) -> dict[str, Any]:
         _check(row, _ROW, f"{path}: rows[{number}]")
         speeds = [row["tokens_per_second"], *row["spread"]]
         if len(speeds) != 3 or not all(
-            isinstance(s, (int, float)) and math.isfinite(s) for s in speeds
+            isinstance(s, (int, float)) and math.isfinite(s) and s > 0 for s in speeds
         ):
-            raise InputError(f"{path}: rows[{number}].spread", expected="two numbers",
-                             found=row["spread"])  # fmt: skip
+            raise InputError(f"{path}: rows[{number}]", expected="tokens_per_second and two "
+                             "numbers of spread, all above 0", found=speeds)  # fmt: skip
     return data
 
 
@@ -114,6 +114,8 @@ def compare(
     ours = {(r["category"], r["length"]): r for r in old["rows"]}
     theirs = {(r["category"], r["length"]): r for r in new["rows"]}
     changes = [_change(ours[key], theirs[key], allowed) for key in ours if key in theirs]
+    if not changes:
+        raise InputError("the two results have no kind of prompt and draft length in common")
     regressions = [f"{c.category}, length {c.length}: {c.worse}" for c in changes if c.worse]
     if missing := len(ours.keys() - theirs.keys()):
         unlike.append(f"{missing} of {len(ours)} settings are only in the old file")
@@ -149,7 +151,7 @@ def _change(old: Mapping[str, Any], new: Mapping[str, Any], allowed: float) -> C
 def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What was different about the two measurements, beside the program."""
     found = []
-    for name in ("machine", "ops"):
+    for name in ("machine", "device", "ops"):
         a, b = old["provenance"].get(name), new["provenance"].get(name)
         if a != b:
             found.append(f"{name} {a} and {b}")

@@ -120,6 +120,17 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
     one_error_line(capsys.readouterr().err)
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_no_room_for_the_answer(options: list[str]) -> None:
+    command = [sys.executable, "-m", "g4spec", "recipe", "vllm", "-m", "12b", "--assume",
+               "A100 80GB", *options]  # fmt: skip
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 4
+    one_error_line(done.stderr)
+
+
 def test_without_arguments_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([]) == 2
     assert "Usage: g4spec" in capsys.readouterr().out

@@ -121,10 +121,24 @@ def test_a_model_does_not_replace_what_is_none(
     assert (tmp_path / "link.gguf").is_symlink() and (tmp_path / "real.gguf").stat().st_size
 
 
-@pytest.mark.parametrize("option", [("--draft-max", 4), ("--show-draft",)])
-def test_what_is_about_a_draft_needs_one(g4spec: Cli, option: tuple[Any, ...]) -> None:
-    run = ("generate", "-m", "target.gguf", *RUNS["generate"])
+@pytest.mark.parametrize(
+    ("command", "option"), [("generate", ("--draft-max", 4)), ("generate", ("--show-draft",)),
+                            ("bench", ("--draft-max", "sweep"))],
+)  # fmt: skip
+def test_what_is_about_a_draft_needs_one(
+    g4spec: Cli, command: str, option: tuple[Any, ...]
+) -> None:
+    run = (command, "-m", "target.gguf", *RUNS[command])
     assert f"{option[0]} needs a draft. Pass one with -md" in g4spec.refused(*run, *option)
+
+
+def test_options_that_have_no_effect_are_named(g4spec: Cli) -> None:
+    run = ("generate", "-m", "target.gguf", *RUNS["generate"], "--top-k", 5, "--seed", 3)
+    assert "--top-k, --seed: no effect at --temp 0" in g4spec(*run)[1]
+    assert "no effect" not in g4spec(*run, "--temp", 1)[1]
+    said = g4spec.refused("bench", "-n", 5, "compare", "a", "b")
+    assert "--n-predict in front of `compare`" in said
+    assert "-n: expected >= 1" in g4spec.refused("demo", "-n", 0)
 
 
 def test_a_window_that_means_nothing(g4spec: Cli) -> None:

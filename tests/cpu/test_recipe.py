@@ -15,6 +15,7 @@ from g4spec.cli import run
 from g4spec.errors import UsageError
 from g4spec.validate.hardware import engines, lengths, questions, recipe, scripts, subjects
 from g4spec.validate.hardware.facts import facts
+from g4spec.validate.hardware.machine import Machine
 from g4spec.validate.hardware.recipe import Recipe
 from g4spec.validate.hardware.rows import Card, Draft, Flag, Size
 
@@ -73,7 +74,8 @@ def test_two_3090_as_they_were() -> None:
 def test_two_3090_llamacpp_needs_our_converter() -> None:
     r = make("llama.cpp", "2x RTX 3090", "31b:q4_k_m", "redhat-dflash")
     assert any(p.startswith("g4spec convert") for p in r.prepare)
-    assert "CMAKE_CUDA_ARCHITECTURES=86" in r.prepare[0]
+    assert r.prepare[0] == "# put the target here, as a GGUF file: 31b-q4_k_m.gguf"
+    assert "CMAKE_CUDA_ARCHITECTURES=86" in r.prepare[1]
     assert "--spec-draft-n-max 7" in r.commands[0] and "-sm layer" in r.commands[0]
 
 
@@ -158,10 +160,24 @@ def test_one_3090() -> None:
 def test_our_runtime_on_a_card() -> None:
     r = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=8192)
     assert r.works and r.commands[0].startswith("g4spec generate -m 31b-q4_k_m.gguf")
+    assert r.bench == ["g4spec bench -m 31b-q4_k_m.gguf -md draft.gguf -c 8192 --cache-type q8_0"]
+    plain = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", c=8192)
+    assert plain.bench == ["g4spec bench -m 31b-q4_k_m.gguf -c 8192"]
     long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=12288)
     assert long.works and "--cache-type q8_0" in long.commands[0]
     too_long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072)
     assert not too_long.works and "largest context that fits" in too_long.blocked[0][2]
+
+
+def test_a_folder_is_converted_first() -> None:
+    tiny = Path(__file__).resolve().parents[2] / "examples" / "tiny"
+    q = questions.build(FACTS, str(tiny / "target"), str(tiny / "dflash"), None, None, None, None)
+    assert q is not None
+    r = recipe.make(FACTS, Machine((), ram=16 << 30), q, "g4spec")
+    assert r.prepare[:2] == [
+        f"g4spec convert {tiny}/target -o target.gguf",
+        f"g4spec convert {tiny}/dflash --target target.gguf -o draft.gguf",
+    ]
 
 
 # ---- report 4
@@ -173,7 +189,7 @@ def test_two_v100() -> None:
     assert "no code for a V100" in r.blocked[0][0] and "1Cat-vLLM" in r.blocked[0][2]
     assert r.instead == 'g4spec recipe llama.cpp -m 31b -md mtp --assume "2x V100 32GB"'
     r = make("llama.cpp", "2x V100", "31b:q4_k_m", "mtp", c=8192)
-    assert "CMAKE_CUDA_ARCHITECTURES=70" in r.prepare[0]
+    assert "CMAKE_CUDA_ARCHITECTURES=70" in r.prepare[1]
     assert any("CUDA 12.9 or older" in p.reason for p in r.pieces)
     assert "--spec-type draft-mtp" in r.commands[0]
     assert not make("sglang", "2x V100", "31b", "mtp").works

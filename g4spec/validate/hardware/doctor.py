@@ -341,5 +341,6 @@ def _steps(
     assumed = assumption(d.machine)
     context = f" -c {q.context}" if q.context else ""
     context += f" --kv {q.kv}" if q.kv else ""
+    context += f" --gpus {q.gpus}" if q.gpus else ""
     d.steps.append(f"g4spec recipe {best.engine.name} {given}{context}{assumed}")
     d.steps.append("measure with and without the draft (the recipe ends with the command)")

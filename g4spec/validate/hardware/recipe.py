@@ -172,6 +172,8 @@ def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
     """What works for the same pair: a newer version of the engine, or another one."""
     draft = f" -md {q.draft.given}" if q.draft is not None else ""
     context = f" -c {q.context}" if q.context else ""
+    context += f" --kv {q.kv}" if q.kv else ""
+    context += f" --gpus {q.gpus}" if q.gpus else ""
     pair = f"-m {q.target.given}{draft}{context}{assumption(machine)}"
     if engine in machine.tools:
         newest = engines.engine(facts, engine).newest
@@ -237,6 +239,9 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
             else "nvcc 13.2.0 and 13.2.1 miscompile"
         ),
         "draft_hub": draft.hub if draft is not None else "",
+        "with_draft": f" -md {drafted}" if drafted else "",
+        "cached": " --cache-type q8_0" if plan is not None and plan.kv == "q8_0" else "",
+        "target_source": shlex.quote(target.given or ""),
         "target_hub": target.given if target.is_local else target.hub,
         "draft_source": shlex.quote(draft.given)
         if draft is not None and draft.is_local
@@ -262,8 +267,10 @@ def _skip(flag: Flag, q: Question, v: EngineVerdict) -> bool:
         "flag-g4-download": local,
         "flag-lc-convert": q.draft is not None and q.draft.is_gguf,
         "flag-g4-convert": q.draft is not None and q.draft.is_gguf,
-        "flag-lc-target": q.target.is_gguf,
-        "flag-g4-target": q.target.is_gguf,
+        "flag-lc-target": q.target.is_local,
+        "flag-g4-target": q.target.is_local,
+        "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
+        "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-lc-build": v.installed,
         "flag-vllm-install": v.installed,
         "flag-sglang-install": v.installed,
