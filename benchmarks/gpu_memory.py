@@ -1,0 +1,96 @@
+"""Whether a run on a GPU takes as much memory as was computed before it, and no more.
+
+    python benchmarks/gpu_memory.py --work DIR [--gib 23] [--layers 60]
+
+The 31B in Q4_K_M and its DFlash draft in Q8_0, of random numbers, are made in DIR, which is emptied
+afterwards. The GPU is given no more than `--gib`, what a card of 24 GB has free: torch may not take
+more, and what is free is counted so. The largest context that then fits is what the error for one
+that is too large says. With it a prompt of half as many tokens is read, and 64 tokens are
+generated, greedy and sampled. Shown is what was computed, and by how much the driver's free memory
+fell; exit code 1 if that is more, or if anything fails for want of memory.
+"""
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import gpu_first_token, synthetic, watch
+from g4spec.convert import convert
+from g4spec.errors import EnvironmentProblem
+from g4spec.runtime.cuda.memory import Card
+from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.sampling import Sampler
+
+TOKENS, LENGTH = 64, 15
+SAMPLERS = (Sampler(), Sampler(temperature=0.7, top_k=40, seed=1))
+
+
+def free() -> int:
+    """Bytes, by the driver."""
+    return int(torch.cuda.mem_get_info()[0])
+
+
+def loaded(target: Path, draft: Path, device: str, cache_type: str) -> Engine:
+    """With the largest context that is said to fit."""
+    try:
+        return Engine.load(target, draft, device=device, cache_type=cache_type, n_ctx=262144)
+    except EnvironmentProblem as problem:
+        found = re.search(r"use -c (\d+)", str(problem))
+        if found is None:
+            raise
+        print(problem, flush=True)
+        return Engine.load(target, draft, device=device, cache_type=cache_type,
+                           n_ctx=int(found[1]))  # fmt: skip
+
+
+def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float) -> dict[str, Any]:
+    """What a run took and was computed to take, in bytes."""
+    before = free()
+    limit = int(gib * 2**30)
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
+    with mock.patch.object(Card, "available", lambda card: limit - (before - free())):
+        engine = loaded(target, draft, device, cache_type)
+    prompt = [2, *([9, 17, 33, 65] * engine.n_ctx)][: engine.n_ctx // 2]
+    for sampler in SAMPLERS:
+        run = engine.generate(prompt, Options(TOKENS, sampler, LENGTH, ignore_eos=True))
+        for _ in run:
+            pass
+    plan = engine.memory
+    return {"cache_type": cache_type, "n_ctx": engine.n_ctx, "computed": plan.total,
+            "weights": plan.weights + plan.draft_weights, "taken": before - free(),
+            "allocated": torch.cuda.max_memory_allocated()}  # fmt: skip
+
+
+def main() -> int:
+    """Make the files, run, write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--gib", type=float, default=23.0)
+    parser.add_argument("--layers", type=int, default=synthetic.LAYERS)
+    parser.add_argument("--cache-type", default="q8_0", choices=["f16", "q8_0"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="result file")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.work) as name:
+        folder = Path(name)
+        target = gpu_first_token.model(folder, args.layers)
+        draft = folder / "draft.gguf"
+        convert(synthetic.draft(folder / "draft"), draft, target=target, type="q8_0")
+        found = measure(target, draft, args.device, args.cache_type, args.gib)
+    print(*(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
+            for key, value in found.items()), sep="\n")  # fmt: skip
+    watch.keep(args.out, "gpu-memory", {"layers": args.layers, "gib": args.gib, **found})
+    return 0 if found["taken"] <= found["computed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
