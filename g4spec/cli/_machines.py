@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from g4spec.errors import UsageError
+
 if TYPE_CHECKING:
     from g4spec.validate.hardware.choice import Question
     from g4spec.validate.hardware.facts import Facts
@@ -55,6 +57,7 @@ Kv = Annotated[str | None, typer.Option("--kv", help="Cache type: f16, q8_0, q4_
 
 def ask(
     facts: Facts,
+    machine: Machine,
     model: str | None,
     draft: str | None,
     context: int | None,
@@ -65,6 +68,9 @@ def ask(
     """The question behind the options, or None when no model was named."""
     from g4spec.validate.hardware import questions
 
+    if gpus is not None and gpus > machine.total_gpus:
+        raise UsageError("--gpus", expected=f"at most {machine.total_gpus}, the cards there are",
+                         found=gpus)  # fmt: skip
     return questions.build(facts, model, draft, context, kv, backend, gpus)
 
 

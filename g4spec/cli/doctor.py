@@ -73,7 +73,7 @@ def command(
     if network:
         return questions.watch_network(out)
     machine = machine_of(known, assume, given)
-    question = ask(known, model, draft, ctx_size, kv, attention_backend, gpus)
+    question = ask(known, machine, model, draft, ctx_size, kv, attention_backend, gpus)
     d = diagnose(known, machine, question, questions.engine(engine))
     d.show(out, verbose)
     out.result(d.json())

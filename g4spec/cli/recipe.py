@@ -48,7 +48,7 @@ def command(
     out, known = render.Output(json, quiet), facts()
     name = questions.engine(engine) or engine
     machine = recipe.on_nodes(machine_of(known, assume, given), nodes)
-    question = ask(known, model, draft, ctx_size, kv, None, gpus)
+    question = ask(known, machine, model, draft, ctx_size, kv, None, gpus)
     assert question is not None
     made = recipe.make(known, machine, question, name)
     if made.works and compose:

@@ -43,6 +43,7 @@ def command(
 
     out = render.Output(json, quiet)
     checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict}
+    checks |= {"FILE": path, "--upstream": upstream} if list_rules else {}
     given = ", ".join(name for name, value in checks.items() if value)
     if given and (list_rules or upstream):
         raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")

@@ -315,6 +315,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "argv",
     [("--with", "vlmm=0.19.2"), ("-m", "12b", "--attention-backend", "FLASH_ATN"), ("--gpus", "2"),
+     ("--gpus", "2", "--assume", "RTX 3090", "-m", "12b"),
      ("--attention-backend", "FLASH_ATTN"), ("--self-test", "--network"), ("--why", "gtx-1080-ti",
      "-m", "12b"), ("--log", "-", "--self-test")],
 )  # fmt: skip
