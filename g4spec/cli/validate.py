@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from g4spec.cli import _inputs, render
+from g4spec.errors import CheckFailed, UsageError
 
 
 def command(
@@ -38,19 +39,18 @@ def command(
     Exits 1 if there are errors. docs/rules.md explains each rule.
     """
     from g4spec import validate
-    from g4spec.errors import CheckFailed, UsageError
     from g4spec.validate.rule import Severity
 
     out = render.Output(json, quiet)
-    checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict}
-    checks |= {"FILE": path, "--upstream": upstream} if list_rules else {}
+    checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict,
+              "FILE": list_rules and path, "--upstream": list_rules and upstream}  # fmt: skip
     given = ", ".join(name for name, value in checks.items() if value)
     if given and (list_rules or upstream):
         raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")
-    if list_rules:
-        return _list(out)
-    if path is None:
+    if path is None and not list_rules:
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
+    if path is None:
+        return _list(out)
     path = _inputs.local(path, out, "gguf")
     if upstream:
         return _upstream(out, path)
