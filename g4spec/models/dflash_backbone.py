@@ -17,13 +17,22 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, T, array, boolean, f32, string, u32
 from g4spec.models import gemma4
 from g4spec.models.fields import Fields
-from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, CacheShape, Drop, LayerSpec, TensorSpec
+from g4spec.models.spec import (
+    MAX_DRAFT,
+    MAX_STEP_ROWS,
+    QUANTIZED_ACTIVATIONS,
+    CacheShape,
+    Drop,
+    LayerSpec,
+    TensorSpec,
+)
 from g4spec.models.upstream import OWN, Limit
 
 ARCH = "dflash"
 ARCHS = (ARCH, ARCH + OWN)
 PREFIXES = ("model.", "")
 DROPS = (
+    QUANTIZED_ACTIVATIONS,
     Drop(r"t2d", "a mask that repeats what d2t says; its digest is kept"),
     Drop(r"verifier_(norm|lm_head)\..*", "a copy of the target's own tensor"),
 )

@@ -22,7 +22,14 @@ from g4spec.models.gemma4_config import (
     samples,
 )
 from g4spec.models.gemma4_model import Model, attention, sandwich
-from g4spec.models.spec import CacheShape, Checkpoint, Drop, LayerSpec, TensorSpec
+from g4spec.models.spec import (
+    QUANTIZED_ACTIVATIONS,
+    CacheShape,
+    Checkpoint,
+    Drop,
+    LayerSpec,
+    TensorSpec,
+)
 
 __all__ = ["ARCH", "ARCHITECTURES", "DROPS", "PREFIXES", "TITLE", "Config", "Model", "attention",
            "caches", "claims", "layer_tensors", "layers_hf", "metadata", "parse_gguf", "parse_hf",
@@ -41,8 +48,7 @@ ARCHITECTURES = (
 DROPS = (
     Drop(r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
          "vision and audio are not part of a text GGUF"),
-    Drop(r".*\.(input|output|[qkv])_(scale|zero_point|global_scale)",
-         "for quantized activations; they are computed in full precision here"),
+    QUANTIZED_ACTIVATIONS,
     Drop(r"(model\.)?lm_head\.weight", "tied to the token table", "embed_tokens.weight"),
 )  # fmt: skip
 

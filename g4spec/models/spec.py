@@ -84,6 +84,10 @@ class Drop:
     same_as: str | None = None  # stripped name of the tensor that it must repeat, byte for byte
 
 
+QUANTIZED_ACTIVATIONS = Drop(r".*\.(input|output|[qkv])_(scale|zero_point|global_scale)",
+                             "activations are computed in full precision here")  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """What differs between the layers of one model.

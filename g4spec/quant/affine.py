@@ -147,8 +147,8 @@ class _Search:
             scale[above], low[above] = rest / square[above], most
             gain[above] = rest * rest / square[above] + most * (
                 2 * total[above[1]] - most * self.weight[above[1]])  # fmt: skip
-        # One code for all values, or numbers too small to be squared.
-        gain[~((determinant > 0) & (scale > 0))] = -np.inf
+        # One code for all values, which leaves only rounding, or numbers too small to be squared.
+        gain[~((determinant > F(1e-4) * self.weight * square) & (scale > 0))] = -np.inf
         best = gain.argmax(axis=0), np.arange(len(total))
         scale, low, gain = scale[best], low[best], gain[best]
         none = gain == -np.inf

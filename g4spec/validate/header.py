@@ -117,6 +117,8 @@ def read(path: Path) -> Header:
     if path.is_dir():
         fix = inside(path) or "convert it first"
         raise InputError(f"{path} cannot be read: a folder", expected="a GGUF file", fix=fix)
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} cannot be read: a device or pipe", expected="a GGUF file")
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -12,11 +12,15 @@ from g4spec import quant
 from g4spec.errors import InputError
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models import gemma4
-from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, LayerSpec
+from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, Checkpoint, LayerSpec
 from g4spec.quant.formats import q8_0
+from g4spec.runtime import synthetic
 from g4spec.runtime.cuda import attention, kv, memory
 from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.cuda.long_reader import LongReader
+from g4spec.validate.hardware.facts import facts
+from g4spec.validate.hardware.figures import Fixed
+from g4spec.validate.hardware.memory import LARGE
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-5, 1.0, 300.0])
@@ -88,6 +92,28 @@ def test_estimated_weights_are_those_that_are_loaded() -> None:
     assert card.weights([whole]) == old.weights([whole]) == 8 * 68
     assert (card.weights([odd]), old.weights([odd])) == (8 * 96 * 4, 8 * 102)
     assert card.weights([info("c", "f16", 8, 96), info("d", "f16", 96)]) == 8 * 192 + 96 * 4
+
+
+def test_chunks_by_the_size_of_a_card() -> None:
+    sizes = {8: 512, 16: 512, 24: 1024, 32: 1024, 35: 1024, 40: 2048, 48: 2048, 80: 4096, 141: 4096}
+    assert {gib: memory.chunk(gib << 30) for gib in sizes} == sizes
+
+
+@pytest.mark.parametrize(("gib", "arch"), [
+    (16, "sm_75"), (24, "sm_86"), (32, "sm_120"), (48, "sm_86"), (80, "sm_80"), (141, "sm_90a"),
+])  # fmt: skip
+def test_doctor_counts_what_prompts_take(
+    gib: int, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory.launch, "arch", lambda index: arch)
+    card = memory.Card(torch.device("cuda", 0), "q8_0", arch == "sm_75")
+    for size, shape in synthetic.TARGETS.items():
+        config = gemma4.parse_hf(Checkpoint(shape, {}))
+        needed = card.workspace(config, 8192, memory.chunk(gib << 30))
+        large = gib << 30 >= LARGE
+        row = facts().get(Fixed, f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}")
+        assert needed <= row.gib * 2**30
+        assert large or needed > 0.8 * row.gib * 2**30
 
 
 @pytest.mark.parametrize(("head_dim", "n_kv"), [(64, 1), (128, 2), (128, 4), (256, 2), (512, 4)])

@@ -144,6 +144,18 @@ def test_searched_scales_of_edge_values(name: str, few: np.ndarray, seed: int) -
 
 
 @pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("size", [1e-3, 0.0371, 1.0, 300.0])
+@pytest.mark.parametrize("spread", [1e-6, 1e-4, 5e-4, 2e-3, 1e-2])
+def test_nearly_constant_groups(name: str, size: float, spread: float) -> None:
+    """What is left of a group's sums is mostly rounding there, which no scale may follow."""
+    form, noise = quant.get(name), np.random.default_rng(7).standard_normal((64, 256))
+    x = (size * (1 + spread * noise)).astype(np.float32)
+    assert form.bound is not None
+    error = np.abs(form.dequantize(form.quantize(x)) - x)
+    assert (error <= form.bound(x.reshape(-1)).reshape(x.shape)).all()
+
+
+@pytest.mark.parametrize("name", SEARCHED)
 def test_constants(name: str) -> None:
     form = quant.get(name)
     for value in (0.0, -0.0, 1.0, -1.0, 1e-3, -1e-3, 1e-30, 1e5, -1e5):

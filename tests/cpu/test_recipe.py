@@ -160,11 +160,13 @@ def test_one_3090() -> None:
 def test_our_runtime_on_a_card() -> None:
     r = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=8192)
     assert r.works and r.commands[0].startswith("g4spec generate -m 31b-q4_k_m.gguf")
-    assert r.bench == ["g4spec bench -m 31b-q4_k_m.gguf -md draft.gguf -c 8192 --cache-type q8_0"]
+    pair = "g4spec bench -m 31b-q4_k_m.gguf -md draft.gguf"
+    assert r.bench == [f"{pair} -c 8192"]
     plain = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", c=8192)
     assert plain.bench == ["g4spec bench -m 31b-q4_k_m.gguf -c 8192"]
     long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=12288)
     assert long.works and "--cache-type q8_0" in long.commands[0]
+    assert long.bench == [f"{pair} -c 12288 --cache-type q8_0"]
     too_long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072)
     assert not too_long.works and "largest context that fits" in too_long.blocked[0][2]
 

@@ -94,7 +94,7 @@ _mm, _bmm, _baddbmm = torch.mm, torch.bmm, torch.baddbmm
 def install(patch: pytest.MonkeyPatch) -> None:
     for product in (mm, bmm, baddbmm):
         patch.setattr(torch, product.__name__, product)
-    properties = SimpleNamespace(multi_processor_count=PROCESSORS)
+    properties = SimpleNamespace(multi_processor_count=PROCESSORS, total_memory=141 << 30)
     for name, value in {
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: "emulator",

@@ -26,6 +26,7 @@ from g4spec.runtime.cuda import (
     embedding,
     launch,
     linear,
+    memory,
     portable,
     products,
     rows,
@@ -84,6 +85,7 @@ class CudaOps(Ops):
         self.title = torch.cuda.get_device_name(self.device)
         self.portable = portable or launch.arch(self.device.index) not in attention.TENSOR_ARCHS
         self.title += ", portable kernels" if self.portable else ""
+        self.chunk = memory.chunk(torch.cuda.get_device_properties(self.device).total_memory)
         self._exchange = linear.Exchange(self.device)
         self.pairs = Pairs()
         self._layers: dict[Any, Experts | None] = {}
@@ -115,8 +117,6 @@ class CudaOps(Ops):
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> Any:
         return CudaKV(shape.n_kv, shape.head_dim, n_ctx + PADDING, shape.window, slack,
                       self.device, self.cache_type, shape.turning)  # fmt: skip
-
-    chunk = 4096
 
     def slack(self, chunk: int) -> int:
         return rows.MOST  # chunks go around the rings, see prefill_attention.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 
 from g4spec.validate.hardware import backends, engines, speed
@@ -335,9 +336,9 @@ def _steps(
     for p in best.conditions[:3]:
         if not p.cured:  # the recipe does the rest
             d.steps.append(p.fix)
-    given = f"-m {q.target.given or q.target.size}"
+    given = f"-m {shlex.quote(q.target.given or q.target.size)}"
     if q.draft is not None:
-        given += f" -md {q.draft.given}"
+        given += f" -md {shlex.quote(q.draft.given)}"
     assumed = assumption(d.machine)
     context = f" -c {q.context}" if q.context else ""
     context += f" --kv {q.kv}" if q.kv else ""

@@ -17,6 +17,7 @@ from typing import Any
 from g4spec import models
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, inside
+from g4spec.models.fields import MAX_LAYERS
 from g4spec.models.spec import CacheShape
 from g4spec.validate.hardware import subjects
 from g4spec.validate.hardware.facts import Facts
@@ -72,10 +73,17 @@ def _number(kv: Mapping[str, Any], key: str, default: int | None = None) -> int:
     return value
 
 
+def _layers(kv: Mapping[str, Any], prefix: str) -> int:
+    n = _number(kv, f"{prefix}.block_count")
+    if not 0 < n <= MAX_LAYERS:
+        raise InputError("GGUF metadata: layers", expected=f"1 to {MAX_LAYERS}", found=n)
+    return n
+
+
 def gguf_caches(kv: Mapping[str, Any], arch: str) -> tuple[CacheShape, ...]:
     """Cache shapes of a gemma4 file: layers that share an earlier layer's cache are left out."""
     a = f"{arch}."
-    n = _number(kv, a + "block_count")
+    n = _layers(kv, arch)
     heads = _list(kv, a + "attention.head_count_kv", n)
     sliding = _list(kv, a + "attention.sliding_window_pattern", n)
     window = _number(kv, a + "attention.sliding_window")
@@ -115,7 +123,7 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
                 fix="give a draft with -md, and its target with -m",
             )
         kv = file.kv
-        n = _number(kv, "gemma4.block_count")
+        n = _layers(kv, "gemma4")
         size = _size_like(facts, _number(kv, "gemma4.embedding_length"), n)
         names = [t.format.name for t in file.tensors.values() if math.prod(t.shape) > 1 << 20]
         common = max(set(names), key=names.count).upper() if names else "small"
@@ -179,7 +187,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
             )
         prefix = arch if f"{arch}.block_count" in kv else "dflash"
         block = _number(kv, f"{prefix}.block_size", 16) if kind != "eagle3" else 0
-        n = _number(kv, f"{prefix}.block_count")
+        n = _layers(kv, prefix)
         window = _number(kv, f"{prefix}.attention.sliding_window", 0)
         sliding = kv.get(f"{prefix}.attention.sliding_window_pattern") or [False] * n
         head = _number(kv, f"{prefix}.attention.key_length", 128)
@@ -365,11 +373,8 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: Target) -> DraftMo
         return _with_row(made, _row(facts, made.kind, "redhat", of.size))
     if any(_is_target(a) for a in kinds):
         raise models.misplaced(folder, models.kinds()["gemma4"])
-    raise InputError(
-        f"{folder}: not a draft that g4spec knows",
-        found=kinds,
-        expected="a z-lab DFlash, a speculators draft or a Gemma 4 assistant",
-    )
+    raise InputError(f"{folder}: not a draft that g4spec knows", found=kinds, expected="a z-lab "
+                     "DFlash, a speculators draft or a Gemma 4 assistant")  # fmt: skip
 
 
 def _block_draft(made: DraftModel, layer: Mapping[str, Any], block: int, n: int) -> DraftModel:

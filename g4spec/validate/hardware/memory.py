@@ -41,6 +41,10 @@ BLOCK = 16
 """Tokens of a vLLM cache block."""
 UNKNOWN_SIZE = "its size is not known"
 """How a step reads that counts nothing."""
+FITTED = "fitted to published readings"
+OWN_SIZES = ("26b", "31b", "12b", "e4b", "e2b")  # the first takes most
+LARGE = 36 << 30
+"""Bytes of a card from which our runtime reads prompts in chunks of more than 1,024."""
 UBATCH = 512
 """llama.cpp's default micro-batch."""
 
@@ -100,6 +104,11 @@ def llamacpp_slots(caches: Sequence[CacheShape], context: int, sequences: int = 
     """Positions that llama.cpp keeps in sliding layers, padded to 256."""
     wanted = min(context, window_of(caches) * sequences + UBATCH)
     return -(-wanted // 256) * 256
+
+
+def own_slots(caches: Sequence[CacheShape], context: int) -> int:
+    """Positions that our runtime keeps there on a GPU: prompts go around the rings."""
+    return -(-(min(context, window_of(caches)) + 16) // 128) * 128
 
 
 def vllm_slots(window: int, batched: int, context: int, batches: int = 2) -> int:
@@ -227,11 +236,19 @@ class Calculator:
             return self._gguf(engine, option, kv, context)
         return self._vllm(option, kv, context)
 
+    def _work(self) -> tuple[int, str]:
+        """What our runtime takes beside weights and caches, and why so much."""
+        large = (self.machine.memory or 0) >= LARGE
+        size = self.target.size if self.target.size in OWN_SIZES else OWN_SIZES[0]
+        how = f"prompts in chunks of up to {4096 if large else 1024}"
+        return gib(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
+
     def _gguf(self, engine: str, option: Option, kv: str, context: int) -> tuple[Step, ...]:
         """llama.cpp splits by layer: weights and cache are shared, buffers are on every card. Our
         one card holds less of keys that are their values than is counted here."""
         n, caches = self.gpus, self.target.caches
-        slots = llamacpp_slots(caches, context)
+        own = engine == "g4spec"
+        slots = own_slots(caches, context) if own else llamacpp_slots(caches, context)
         share = f" / {n} cards" if n > 1 else ""
         per_token, per_slot = token_bytes(caches, kv), slot_bytes(caches, kv)
         steps = [
@@ -251,8 +268,7 @@ class Calculator:
                 _how(per_slot, "slot", slots, "slots") + share,
             ),
         ]
-        own = engine == "g4spec"
-        work = gib(self.facts, "fixed-g4spec-work" if own else "fixed-llamacpp-compute")
+        work, how = self._work() if own else (gib(self.facts, "fixed-llamacpp-compute"), FITTED)
         if self.draft is not None:
             size = self.draft_bytes(engine)
             if not own:
@@ -280,7 +296,6 @@ class Calculator:
                     + (f" + {self.draft.kv_fixed / 2**20:.0f} MiB" if self.draft.kv_fixed else ""),
                 )
             )
-        how = "prompts in chunks of 512, at most" if own else "fitted to published readings"
         steps.append(Step("working buffers", work, how))
         if self.machine.gpus:
             steps.append(

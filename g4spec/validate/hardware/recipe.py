@@ -170,11 +170,11 @@ def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
 
 def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
     """What works for the same pair: a newer version of the engine, or another one."""
-    draft = f" -md {q.draft.given}" if q.draft is not None else ""
+    draft = f" -md {shlex.quote(q.draft.given)}" if q.draft is not None else ""
     context = f" -c {q.context}" if q.context else ""
     context += f" --kv {q.kv}" if q.kv else ""
     context += f" --gpus {q.gpus}" if q.gpus else ""
-    pair = f"-m {q.target.given}{draft}{context}{assumption(machine)}"
+    pair = f"-m {shlex.quote(q.target.given)}{draft}{context}{assumption(machine)}"
     if engine in machine.tools:
         newest = engines.engine(facts, engine).newest
         newer = engines.judge(facts, replace(machine, tools={}), q, engine)
@@ -239,7 +239,8 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
             else "nvcc 13.2.0 and 13.2.1 miscompile"
         ),
         "draft_hub": draft.hub if draft is not None else "",
-        "with_draft": f" -md {drafted}" if drafted else "",
+        "draft_word": shlex.quote(drafted),
+        "with_draft": f" -md {shlex.quote(drafted)}" if drafted else "",
         "cached": " --cache-type q8_0" if plan is not None and plan.kv == "q8_0" else "",
         "target_source": shlex.quote(target.given or ""),
         "target_hub": target.given if target.is_local else target.hub,
