@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except (G4Error, CLICK_ERROR, MemoryError, OSError) as problem:
+    except (G4Error, CLICK_ERROR, MemoryError, OSError, RuntimeError) as problem:
         known = as_error(problem)
         if known is None:
             raise

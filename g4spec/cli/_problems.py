@@ -25,9 +25,16 @@ def as_error(problem: Exception) -> G4Error | None:
         path = context.command_path if context is not None else "g4spec"
         text = problem.format_message().rstrip(".")  # type: ignore[attr-defined]
         return UsageError(text, fix=f"see `{path} --help`")
-    if isinstance(problem, MemoryError):
+    if isinstance(problem, MemoryError) or _no_room(problem):
         return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
     return _refused(problem) if isinstance(problem, OSError) else None
+
+
+def _no_room(problem: Exception) -> bool:
+    """Whether torch could not allocate: on a GPU it has a class for that, on a CPU words."""
+    if not isinstance(problem, RuntimeError):
+        return False
+    return type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem)
 
 
 def _refused(problem: OSError) -> G4Error | None:

@@ -24,7 +24,9 @@ Lengths = Annotated[
     typer.Option("--draft-max", "--spec-draft-n-max", metavar="sweep|auto|N|N,N,...",
                  help="Draft lengths to measure. Default: sweep."),
 ]  # fmt: skip
-Number = Annotated[int | None, typer.Option("-n", "--n-predict", help="Most new tokens. [128]")]
+Number = Annotated[
+    int | None, typer.Option("-n", "--n-predict", min=1, help="Most new tokens. [128]")
+]
 Names = Annotated[str | None, typer.Option(help="Prompt categories, with commas. Default: all.")]
 Count = Annotated[int | None, typer.Option("--prompts", help="Prompts a category. Default: all.")]
 Repeats = Annotated[int, typer.Option(help="How often each prompt is timed.")]

@@ -49,6 +49,8 @@ class Protocol:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
+        if self.n_predict < 1:
+            raise UsageError("-n", expected=">= 1", found=self.n_predict)
         if self.repeats < 1:
             raise UsageError("--repeats", expected=">= 1", found=self.repeats)
         if self.lengths[:1] != (0,) or len(set(self.lengths)) != len(self.lengths):
@@ -72,7 +74,7 @@ def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
             chosen += [*LENGTHS, "auto"]
         elif word.strip() == "auto":
             chosen.append("auto")
-        elif word.strip().isdigit() and int(word) <= MAX_DRAFT:
+        elif word.strip().isdecimal() and int(word) <= MAX_DRAFT:
             chosen.append(int(word))
         else:
             raise UsageError("--draft-max", expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '

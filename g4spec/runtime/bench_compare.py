@@ -70,10 +70,10 @@ def read(path: Path) -> dict[str, Any]:
         _check(row, _ROW, f"{path}: rows[{number}]")
         speeds = [row["tokens_per_second"], *row["spread"]]
         if len(speeds) != 3 or not all(
-            isinstance(s, (int, float)) and math.isfinite(s) and s > 0 for s in speeds
+            isinstance(s, (int, float)) and math.isfinite(s) and s >= 0 for s in speeds
         ):
             raise InputError(f"{path}: rows[{number}]", expected="tokens_per_second and two "
-                             "numbers of spread, all above 0", found=speeds)  # fmt: skip
+                             "numbers of spread, none below 0", found=speeds)  # fmt: skip
     return data
 
 
@@ -113,9 +113,14 @@ def compare(
                          fix="measure both in the same way, or pass --force")  # fmt: skip
     ours = {(r["category"], r["length"]): r for r in old["rows"]}
     theirs = {(r["category"], r["length"]): r for r in new["rows"]}
-    changes = [_change(ours[key], theirs[key], allowed) for key in ours if key in theirs]
+    both = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    timed = [pair for pair in both if all(row["tokens_per_second"] for row in pair)]
+    changes = [_change(*pair, allowed) for pair in timed]
     if not changes:
-        raise InputError("the two results have no kind of prompt and draft length in common")
+        raise InputError("the two results have no kind of prompt and draft length in common that "
+                         "took any time")  # fmt: skip
+    if untimed := len(both) - len(timed):
+        unlike.append(f"{untimed} settings took no time: their texts are one token")
     regressions = [f"{c.category}, length {c.length}: {c.worse}" for c in changes if c.worse]
     if missing := len(ours.keys() - theirs.keys()):
         unlike.append(f"{missing} of {len(ours)} settings are only in the old file")
@@ -130,7 +135,7 @@ def compare(
 
 def _change(old: Mapping[str, Any], new: Mapping[str, Any], allowed: float) -> Change:
     before, after = old["tokens_per_second"], new["tokens_per_second"]
-    speed = after / before if before else 1.0
+    speed = after / before
     worse = []
     if speed < 1 - allowed and max(new["spread"]) < min(old["spread"]):
         worse.append(f"{1 - speed:.1%} slower ({before:.1f} to {after:.1f} tokens/s)")

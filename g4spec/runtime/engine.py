@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, Draft
 from g4spec.runtime import devices, memory
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.length import Auto, Fixed, Length
-from g4spec.runtime.sampling import Sampler
+from g4spec.runtime.sampling import NotFinite, Sampler
 from g4spec.runtime.speculate import Backlog, Cycle, Player, Speculation
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import Tokenizer
@@ -54,7 +55,8 @@ class Options:
 
 @dataclass(slots=True)
 class Stats:
-    """What a run measured. Seconds are wall time; prefill includes the draft's part of it."""
+    """What a run measured. Seconds are wall time; prefill includes the draft's part of it. `needed`
+    are the tokens of its cycles that plain decoding would have chosen too: none behind the end."""
 
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -66,6 +68,7 @@ class Stats:
     step_seconds: float = 0.0
     drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    needed: int = 0
     stop_reason: str = ""
 
     def add(self, cycle: Cycle) -> None:
@@ -86,12 +89,12 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the cycles over their time; the first token belongs to the prompt."""
-        return (self.cycles + self.accepted) / self.seconds if self.seconds else 0.0
+        """Tokens of the text over the cycles' time; the first one belongs to the prompt."""
+        return self.needed / self.seconds if self.seconds else 0.0
 
     @property
     def committed_per_cycle(self) -> float:
-        """Accepted drafts plus the target's own token, a cycle."""
+        """Accepted drafts plus the target's own token, a cycle; also behind the end of the text."""
         return (self.cycles + self.accepted) / self.cycles if self.cycles else 0.0
 
 
@@ -113,13 +116,14 @@ class Run:
         for cycle in self._cycles:
             if not first:
                 self.stats.add(cycle)
-            first = False
             if self._cycles.failed and self._cycles.failed not in self.notes:
                 self.notes.append(self._cycles.failed)
             kept = self._keep(cycle, stream)
             # Plain decoding would have chosen the stop token too, and nothing after it.
             needed = kept + self.stats.stop_reason.startswith("stop token")
             self._cycles.length.cut(len(cycle.tokens) - needed)
+            self.stats.needed += 0 if first else needed
+            first = False
             cycle.tokens, cycle.logits = cycle.tokens[:kept], cycle.logits[:kept]
             self.ids += cycle.tokens
             self.stats.tokens += kept
@@ -220,11 +224,11 @@ class Engine:
         player, plain = (p if p and p.ready(sampler) else None for p in players)
         length = self._length(options, player, plain)
         started = time.perf_counter()
-        if self.draft:
-            self.draft.reset()
+        if draft:
+            draft.reset()
         for read in self.target.prefill(prompt):
-            if self.draft:
-                self.draft.commit(read)
+            if draft:
+                draft.commit(read)
         logits = self.target.logits(read.hidden[-1:])[0]
         stats.prefill_seconds = time.perf_counter() - started
         chooser = self.target.ops.chooser(sampler)
@@ -248,7 +252,7 @@ class Engine:
     def _length(self, options: Options, player: Player | None, plain: Player | None) -> Length:
         if options.draft_max != "auto":
             return Fixed(options.draft_max)
-        if self.draft is None:
+        if self.draft is None or self.n_ctx < MAX_STEP_ROWS + 2:  # too short to measure, or to gain
             return Fixed(0)
         if self._auto is None:
             self._auto = Auto(self._measure(player, plain))
@@ -278,7 +282,8 @@ class Engine:
             else:
                 if count:
                     self.draft.commit(read)
-                    self.draft.propose(2, at, count, Sampler())
+                    with suppress(NotFinite):  # its first real proposal will say so
+                        self.draft.propose(2, at, count, Sampler())
                 self.target.step([2] * (1 + count), at).logits[0, 0].item()  # waits for a GPU
             costs[count] = min(costs.get(count, 1e9), time.perf_counter() - began)
         return costs

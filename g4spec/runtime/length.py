@@ -202,4 +202,5 @@ class Auto:
 
     def cut(self, tokens: int) -> None:
         step = self.costs[0]
-        self._balance = min(self._uncapped - (1 + MARGIN) * tokens * step, CREDIT * step)
+        self._uncapped -= (1 + MARGIN) * tokens * step
+        self._balance = min(self._uncapped, CREDIT * step)

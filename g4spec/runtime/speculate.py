@@ -236,4 +236,5 @@ class Speculation:
         return self.length.again(count, min(room, self.backlog.draft.max_tokens))
 
     def _fail(self, error: NotFinite) -> None:
+        self.backlog = Backlog(None)  # nothing is kept for it any more
         self.failed = f"the draft cannot be used, going on without it: {error}"

@@ -107,6 +107,7 @@ def test_read_accepts_what_bench_writes(tmp_path: Path, pair: tuple[Data, Data])
         (lambda d: d["rows"].append(7), "an object"),
         (lambda d: d["rows"][1].update(spread=[1]), "two numbers"),
         (lambda d: d["rows"][1].update(spread=[1, "x"]), "two numbers"),
+        (lambda d: d["rows"][1].update(tokens_per_second=-1.0), "none below 0"),
         (lambda d: d["rows"][1].update(tokens_per_second=float("nan")), "two numbers"),
     ],
 )
@@ -118,6 +119,17 @@ def test_read_refuses_other_files(
     path.write_text(json.dumps(pair[0]))
     with pytest.raises(InputError, match=words):
         read(path)
+
+
+def test_settings_that_took_no_time_or_are_in_one_file_alone(pair: tuple[Data, Data]) -> None:
+    old, new = pair
+    for row in new["rows"][1:]:
+        row.update(tokens_per_second=0.0, spread=[0.0, 0.0])
+    found = compare(old, new)
+    assert len(found.changes) == 1 and any("took no time" in w for w in found.warnings)
+    new["rows"] = []
+    with pytest.raises(InputError, match="in common"):
+        compare(old, new)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"[1", b"[]", b"null"])

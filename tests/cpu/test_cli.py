@@ -57,6 +57,8 @@ def one_error_line(err: str) -> str:
         (InputError("a.gguf: bad", fix="convert it"), 3, "a.gguf: bad. Convert it"),
         (EnvironmentProblem("no memory"), 4, "no memory"),
         (MemoryError(), 4, "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 4, "out of memory"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA"), 4, "out of memory"),
         (FileNotFoundError(errno.ENOENT, "No such file", "x.gguf"), 3, "cannot open 'x.gguf'"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 3, "cannot open 'x'"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 4, "cannot use 'x'"),

@@ -14,6 +14,8 @@ import pytest
 from g4spec.cli import _inputs, render
 from g4spec.cli._spoken import Writer, held_back
 from g4spec.errors import InputError
+from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.sampling import Sampler
 from tests import tiny, tokens
 from tests.commands import Cli
 
@@ -44,6 +46,31 @@ def test_the_same_text_with_and_without_a_draft(
                  ("--model-draft", draft, "--spec-draft-n-max", 15)]:  # fmt: skip
         drafted = g4spec.json("generate", "-m", target, *PROMPT, *sampling, *more)
         assert (drafted["ids"], drafted["text"]) == (plain["ids"], plain["text"]), more
+
+
+@pytest.mark.parametrize("n_ctx", [2, 8, 16, 17, 18, 19])
+@pytest.mark.parametrize("draft", ["", "ngram"])
+def test_any_context_however_short(
+    files: tuple[str, str], g4spec: Cli, n_ctx: int, draft: str
+) -> None:
+    run = ("generate", "-m", files[0], "-p", "a", "-n", 24, "-c", n_ctx)
+    plain = g4spec.json(*run)
+    assert g4spec.json(*run, "-md", draft or files[1])["ids"] == plain["ids"]
+
+
+def test_no_token_behind_the_end_counts_as_speed(files: tuple[str, str]) -> None:
+    engine = Engine.load(files[0], "ngram", n_ctx=256)
+    prompt = engine.tokenizer.encode("hello world") * 8
+    text = engine.generate(prompt, Options(60, draft_max=0, ignore_eos=True))
+    list(text)
+    assert text.stats.needed == 59
+    stop = engine.tokenizer.decode(text.ids[30:33])
+    for length in (0, 15):
+        run = engine.generate(prompt, Options(60, Sampler(), length, (stop,), ignore_eos=True))
+        list(run)
+        assert run.stats.stop_reason != "length"
+        assert run.stats.needed == run.stats.tokens - 1
+        assert run.stats.tokens_per_second == run.stats.needed / run.stats.seconds
 
 
 def test_text_on_stdout_and_figures_on_stderr(files: tuple[str, str], g4spec: Cli) -> None:

@@ -160,6 +160,8 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
         raise InputError(f"{path}: question_id", expected="different ones", found="one twice")
     if not found:
         raise InputError(f"{path}: no question", expected=wanted)
+    if count is not None and not 1 <= count <= len(found):
+        raise UsageError("--prompts", expected=f"1 to {len(found)}", found=count)
     return found[:count]
 
 
