@@ -120,16 +120,31 @@ def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
     auto, costs, bill, rng = Auto(table), Costs(table), Bill(table[0]), random.Random(5)
     for _ in range(600):
         count = auto.next(15)
-        ends = count and rng.random() < 0.5
-        needed = 1 if ends else count + 1
+        needed = 1 if count and rng.random() < 0.5 else count + 1
         if ahead:
             auto.again(count, 15)
         auto.observe(count, count, costs[count])
         auto.cut(count + 1 - needed)
-        if ends:  # the next text begins with a token that is the prompt's own
-            auto.cut(0)
         bill.add(needed, costs[count])
         assert bill.over <= 1e-9
+
+
+@pytest.mark.parametrize("table", [{0: 1.0, 1: 1.5, 15: 6.0}, {0: 1.0, 1: 1.2, 15: 3.0},
+                                   {0: 1.0, 1: 1.3, 15: 2.2}])  # fmt: skip
+def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
+    """Each begins with the prompt's own token, which is no cycle, and ends inside a proposal."""
+    costs = Costs(table)
+    for seed in range(10):
+        auto, bill, rng = Auto(table), Bill(costs[0]), random.Random(seed)
+        for _ in range(300):
+            auto.cut(0)
+            for left in reversed(range(rng.randint(1, 6))):
+                count = auto.next(15)
+                auto.observe(count, count, costs[count])
+                needed = count + 1 if left else 1
+                auto.cut(count + 1 - needed)
+                bill.add(needed, costs[count])
+                assert bill.over <= 1e-9
 
 
 def test_never_costs_more_when_nothing_is_proposed() -> None:
