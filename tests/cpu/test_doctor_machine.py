@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 from g4spec.cli import run
 from g4spec.validate.hardware import network, probe, report
 from g4spec.validate.hardware.facts import facts
-from g4spec.validate.hardware.machine import GIB, Machine, find_card
+from g4spec.validate.hardware.machine import GIB, Machine, assume, assumption, find_card
 from g4spec.validate.hardware.probe import System
 
 FACTS = facts()
@@ -303,3 +304,15 @@ def test_network_command_fails_on_rising_errors(
 
 def test_units() -> None:
     assert GIB == 2**30
+
+
+@pytest.mark.parametrize(
+    "text", ["RTX 3090", "2x RTX 3090 nvlink", "sm_86 24GB", "RTX 4090 + 2x RTX 3090", "4x GB10",
+             "V100 16GB", "2x sm_120 32GB"],
+)  # fmt: skip
+def test_what_is_printed_assumes_the_same_machine(text: str) -> None:
+    asked = assume(FACTS, text)
+    printed = shlex.split(assumption(asked))
+    again = assume(FACTS, printed[1])
+    assert printed[0] == "--assume" and again.gpus == asked.gpus and again.nvlink == asked.nvlink
+    assert printed[2:] == (["--nodes", "4"] if text == "4x GB10" else [])

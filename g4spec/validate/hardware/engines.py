@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from g4spec import __version__, models
@@ -25,6 +26,9 @@ from g4spec.validate.hardware.subjects import Option, Target
 from g4spec.validate.hardware.versions import holds
 from g4spec.validate.hardware.when import Situation, matches
 
+VOCABULARY = 262144
+OWN_WORK = 512 << 20
+"""What our runtime takes on a CPU beside weights and caches, at most up to 8,192 tokens."""
 NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
 OLDEST = (7, 0)
 """Compute capability that our kernels need."""
@@ -248,12 +252,12 @@ def own_drafts() -> set[str]:
     return {"mtp" if name == "gemma4-assistant" else name for name in models.drafts()}
 
 
-def supported(size: Size) -> str:
-    """Why g4spec's runtime cannot run a size, or "" if it can: its own parser is asked."""
+def _config(size: Size) -> gemma4.Config:
+    """What our parser makes of a size."""
     n = size.sliding + size.full
     every = n // size.full
     config = {
-        "vocab_size": 262144,
+        "vocab_size": VOCABULARY,
         "hidden_size": size.hidden,
         "num_attention_heads": size.heads,
         "num_hidden_layers": n,
@@ -268,12 +272,17 @@ def supported(size: Size) -> str:
         "enable_moe_block": size.moe,
         "num_kv_shared_layers": n - size.own_sliding - size.own_full,
         "hidden_size_per_layer_input": 256 if size.own_sliding < size.sliding else 0,
-        "vocab_size_per_layer_input": 262144,
+        "vocab_size_per_layer_input": VOCABULARY,
     }
     if size.moe:
         config |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    return gemma4.parse_hf(Checkpoint(config, {}))
+
+
+def supported(size: Size) -> str:
+    """Why g4spec's runtime cannot run a size, or "" if it can: its own parser is asked."""
     try:
-        gemma4.parse_hf(Checkpoint(config, {}))
+        _config(size)
     except Unsupported as problem:
         return str(problem).removeprefix("config.json: ")
     except InputError:
@@ -281,15 +290,26 @@ def supported(size: Size) -> str:
     return ""
 
 
+def _own_bytes(q: Question, size: Size | None, context: int) -> int:
+    """What the reference on a CPU takes: 32 bits a number, and two copies of the largest tensor
+    while it loads (`runtime.memory`)."""
+    numbers = q.target.options[0].nbytes / 0.56
+    if size is not None and not supported(size):
+        counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
+        numbers = sum(counts) + 2 * max(counts)
+    cache = token_bytes(q.target.caches, "f32") * context
+    cache += slot_bytes(q.target.caches, "f32") * min(context, window_of(q.target.caches) + 512)
+    draft = 0
+    if q.draft is not None:  # a file is mostly Q8_0, a checkpoint in 16 bits
+        draft = (4 if q.draft.is_gguf else 2) * q.draft.nbytes
+    return int(4 * numbers + cache + draft + OWN_WORK)
+
+
 def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     """Where there is no GPU that our kernels take: the reference on the CPU, in float32."""
     row = engine(facts, "g4spec")
     size = _size(facts, q.target)
-    params = size.params * 1e9 if size is not None else q.target.options[0].nbytes / 0.56
-    context = q.context or USUAL_CONTEXT
-    cache = token_bytes(q.target.caches, "f32") * context
-    cache += slot_bytes(q.target.caches, "f32") * min(context, window_of(q.target.caches) + 512)
-    need = int(4 * params + cache)
+    need = _own_bytes(q, size, q.context or USUAL_CONTEXT)
     refusal, fix = "", ""
     why = supported(size) if size is not None else ""
     free = machine.ram_free
@@ -297,6 +317,8 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
     elif q.draft is not None and q.draft.kind not in own_drafts():
         refusal, fix = f"it has no {q.draft.kind} drafts yet", "llama.cpp or vLLM"
+    elif q.kv not in (None, "f32"):
+        refusal, fix = f"it has no {q.kv} cache on a CPU", "leave out --kv"
     elif free is not None and need > free:
         refusal = (
             f"its reference runtime works in 32-bit floats on the CPU and needs "

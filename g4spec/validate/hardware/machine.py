@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from g4spec.errors import UsageError
 from g4spec.validate.hardware.facts import Facts
@@ -228,8 +229,13 @@ def assumption(machine: Machine) -> str:
     """The options that describe a machine that was not looked at, with a space in front; or ""."""
     if not machine.assumed or not machine.gpus:
         return ""
-    gpu = machine.gpus[0]
-    memory = f" {gpu.memory / GIB:.0f}GB" if gpu.card and gpu.memory and not gpu.unified else ""
-    count = f"{len(machine.gpus)}x " if len(machine.gpus) > 1 else ""
+    parts = []
+    for gpu, same in groupby(machine.gpus):
+        count = f"{n}x " if (n := len(list(same))) > 1 else ""
+        name = f"sm_{gpu.cc[0]}{gpu.cc[1]}" if gpu.cc and not gpu.card else ""
+        name = name or (gpu.card or gpu.name).replace("-", " ").upper()
+        memory = f" {gpu.memory / GIB:.0f}GB" if gpu.memory and not gpu.unified else ""
+        parts.append(f"{count}{name}{memory}")
+    linked = " nvlink" if machine.nvlink else ""
     nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 else ""
-    return f' --assume "{count}{(gpu.card or gpu.name).replace("-", " ").upper()}{memory}"{nodes}'
+    return f' --assume "{" + ".join(parts)}{linked}"{nodes}'

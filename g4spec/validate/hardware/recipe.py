@@ -18,6 +18,7 @@ from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.machine import Machine, assumption
 from g4spec.validate.hardware.memory import GGUF
 from g4spec.validate.hardware.rows import Flag
+from g4spec.validate.hardware.subjects import Target
 from g4spec.validate.hardware.when import Situation, matches
 
 PORTS = {"vllm": 8000, "sglang": 30000, "llama.cpp": 8080, "g4spec": 8080}
@@ -191,18 +192,26 @@ def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
 # ---- values
 
 
+def _model(v: EngineVerdict, target: Target) -> str:
+    """The target as the engine is given it."""
+    name, option = v.engine.name, v.option
+    if name in GGUF and target.is_local:
+        return target.given if target.is_gguf else "target.gguf"
+    if option is None:
+        return "target.gguf"
+    made_up = f"YOUR_{target.size}_{option.format.replace(' ', '_')}_CHECKPOINT".upper()
+    return choice.source(name, target, option) or made_up
+
+
 def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> dict[str, str]:
     """What {names} in rows stand for."""
     target, draft = q.target, q.draft
-    option, plan = v.option, v.plan
+    plan = v.plan
     gguf = v.engine.name in GGUF
-    model = choice.source(v.engine.name, target, option) if option else "target.gguf"
-    if not model and option is not None:
-        model = f"YOUR_{target.size}_{option.format.replace(' ', '_')}_CHECKPOINT".upper()
-    if gguf and target.is_local and not target.is_gguf:
-        model = "target.gguf"
+    model = _model(v, target)
     most = plan.largest if plan is not None else target.context
-    ctx = q.context or min(CONTEXT, most, target.context)
+    usual = CONTEXT if plan is not None else choice.USUAL_CONTEXT
+    ctx = q.context or min(usual, most, target.context)
     n = (
         lengths.start(facts, draft, v.engine.name, machine.cc)
         if (draft is not None and v.engine.name in lengths.OPTIONS)
