@@ -45,7 +45,7 @@ class Host:
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         return memory.workspace_bytes(config.n_vocab, config.n_embd, config.row_width,
-                                      config.layers[0].n_head, n_ctx, chunk)  # fmt: skip
+                                      config.layers, n_ctx, chunk)  # fmt: skip
 
     def available(self) -> int:
         return memory.available()

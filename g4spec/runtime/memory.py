@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from g4spec.errors import EnvironmentProblem
-from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
+from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, LayerSpec
 from g4spec.runtime.kv import capacity
 
 FLOAT = 4
@@ -43,13 +43,19 @@ def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def workspace_bytes(
-    n_vocab: int, n_embd: int, n_ff: int, n_head: int, n_ctx: int, chunk: int
+    n_vocab: int, n_embd: int, n_ff: int, layers: Sequence[LayerSpec], n_ctx: int, chunk: int
 ) -> int:
     """Upper bound of what a step or a chunk holds at once: logits, activations, one attention."""
     logits = 3 * MAX_STEP_ROWS * n_vocab
     activations = chunk * (8 * n_embd + 3 * n_ff)
-    attention = 4 * MAX_STEP_ROWS * n_head * n_ctx
+    attention = max(_attention(s, min(n_ctx, (s.window or n_ctx) + chunk)) for s in layers)
     return FLOAT * (logits + activations + attention)
+
+
+def _attention(layer: LayerSpec, positions: int) -> int:
+    """Numbers: copies of keys and values, weights of each row, and sums of parts of the keys."""
+    heads = MAX_STEP_ROWS * layer.n_head * (layer.head_dim / 64 + 4)
+    return int(positions * (6 * layer.n_kv * layer.head_dim + heads))
 
 
 def available() -> int:
@@ -65,10 +71,17 @@ def available() -> int:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         if limit != "max":
             used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-            found.append(int(limit) - used)
+            found.append(int(limit) - used + _cached())
     except OSError:
         pass
     return min(found)
+
+
+def _cached() -> int:
+    """Bytes of files that the control group counts as used, and gives back when they are needed."""
+    stat = Path("/sys/fs/cgroup/memory.stat").read_text().split()
+    sizes = dict(zip(stat[::2], stat[1::2], strict=True))
+    return int(sizes.get("active_file", 0)) + int(sizes.get("inactive_file", 0))
 
 
 def require(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:

@@ -42,6 +42,22 @@ def test_a_run_that_cannot_fit_names_the_largest_context(
         Engine.load(target, n_ctx=512)
 
 
+def test_files_in_the_cache_of_a_container_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "sys" / "fs" / "cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    (group / "memory.max").write_text("5000\n")
+    (group / "memory.current").write_text("4900\n")
+    (group / "memory.stat").write_text("anon 900\nactive_file 3000\ninactive_file 1000\n")
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert memory.available() == 4100
+    (group / "memory.max").write_text("max\n")
+    assert memory.available() == 8000 * 1024
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
 def test_the_plan_covers_what_the_process_takes(tmp_path: Path) -> None:
     """Of a process of its own: peak growth while loading and generating, against the plan."""
