@@ -11,6 +11,7 @@ warm ones is below 12 seconds (with --layers nothing is judged).
 """
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
@@ -76,24 +77,35 @@ def model(folder: Path, layers: int) -> Path:
     return out
 
 
-def main() -> int:
-    """Make the file, run, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(doc: str) -> argparse.ArgumentParser:
+    """Of scripts that make the file and run it."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=synthetic.LAYERS)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="result file")
+    return parser
+
+
+@contextlib.contextmanager
+def made(work: Path, layers: int) -> Iterator[Path]:
+    """The file, in a folder of its own that is removed afterwards."""
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=work) as name:
+        yield model(Path(name), layers)
+
+
+def main() -> int:
+    """Make the file, run, write the result."""
+    parser = options(__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.work) as name:
-        folder = Path(name)
-        path = model(folder, args.layers)
+    with made(args.work, args.layers) as path:
         size = path.stat().st_size
         print(f"{size:,} bytes", flush=True)
         command = [sys.executable, "-m", "g4spec", "generate", "-m", path, "-p", PROMPT, "-n", "1",
                    "-c", "4096", "--device", args.device, "-q"]  # fmt: skip
-        env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
+        env = {**os.environ, "XDG_CACHE_HOME": str(path.parent / "cache")}
         cold = watch.watched(command, env)
         print(f"cold {cold['seconds']:.1f} s", flush=True)
         runs = [watch.watched(command, env) for _ in range(args.repeats)]

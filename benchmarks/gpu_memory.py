@@ -10,10 +10,9 @@ generated, greedy and sampled. Shown is what was computed, and by how much the d
 fell; exit code 1 if that is more, or if anything fails for want of memory.
 """
 
-import argparse
+import functools
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,15 +39,15 @@ def free() -> int:
 
 def loaded(target: Path, draft: Path, device: str, cache_type: str) -> Engine:
     """With the largest context that is said to fit."""
+    load = functools.partial(Engine.load, target, draft, device=device, cache_type=cache_type)
     try:
-        return Engine.load(target, draft, device=device, cache_type=cache_type, n_ctx=262144)
+        return load(n_ctx=262144)
     except EnvironmentProblem as problem:
-        found = re.search(r"use -c (\d+)", str(problem))
+        found = re.search(r"use -c (\d+)", problem.fix or "")
         if found is None:
             raise
         print(problem, flush=True)
-        return Engine.load(target, draft, device=device, cache_type=cache_type,
-                           n_ctx=int(found[1]))  # fmt: skip
+        return load(n_ctx=int(found[1]))
 
 
 def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float) -> dict[str, Any]:
@@ -71,20 +70,13 @@ def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float)
 
 def main() -> int:
     """Make the files, run, write the result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True)
+    parser = gpu_first_token.options(__doc__)
     parser.add_argument("--gib", type=float, default=23.0)
-    parser.add_argument("--layers", type=int, default=synthetic.LAYERS)
     parser.add_argument("--cache-type", default="q8_0", choices=["f16", "q8_0"])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="result file")
     args = parser.parse_args()
-    args.work.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.work) as name:
-        folder = Path(name)
-        target = gpu_first_token.model(folder, args.layers)
-        draft = folder / "draft.gguf"
-        convert(synthetic.draft(folder / "draft"), draft, target=target, type="q8_0")
+    with gpu_first_token.made(args.work, args.layers) as target:
+        draft = target.with_name("draft.gguf")
+        convert(synthetic.draft(target.with_name("draft")), draft, target=target, type="q8_0")
         found = measure(target, draft, args.device, args.cache_type, args.gib)
     print(*(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
             for key, value in found.items()), sep="\n")  # fmt: skip

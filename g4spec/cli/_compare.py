@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from g4spec.cli import _inputs
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -16,12 +17,9 @@ if TYPE_CHECKING:
 
 def alone(context: typer.Context) -> None:
     """UsageError for options of `bench` in front of `compare`, which has its own."""
-    for option in context.command.params:
-        given = context.get_parameter_source(option.name or "")
-        if given is not None and given.name == "COMMANDLINE":
-            flag = max(option.opts, key=len)
-            raise UsageError(f"{flag} in front of `compare` does nothing", fix="put it behind, or "
-                             "leave it out")  # fmt: skip
+    for flag in _inputs.typed(context).values():
+        raise UsageError(f"{flag} in front of `compare` does nothing",
+                         fix="put it behind, or leave it out")  # fmt: skip
 
 
 def compare(

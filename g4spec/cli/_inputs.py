@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import typer
+
 from g4spec.cli.render import Output
 from g4spec.errors import InputError, UsageError
 
@@ -93,6 +95,13 @@ def check_target(path: Path, n_ctx: int | None) -> None:
         else:
             fix = f"convert it first: g4spec convert {path} -o {path.resolve().name}.gguf"
     raise InputError(f"{path}: a folder", expected="a target's GGUF file", fix=fix)
+
+
+def typed(context: typer.Context) -> dict[str, str]:
+    """The options that were given: name of the parameter -> flag, in the command's order."""
+    sources = {o: context.get_parameter_source(o.name or "") for o in context.command.params}
+    return {o.name or "": max(o.opts, key=len) for o, source in sources.items()
+            if source is not None and source.name == "COMMANDLINE"}  # fmt: skip
 
 
 def needs_draft(draft: str | None, **given: object) -> None:

@@ -90,9 +90,8 @@ def figures(stats: Stats, drafting: bool) -> str:
     return " | ".join(parts)
 
 
-def greedy_note(temp: float, **given: float) -> list[str]:
+def greedy_note(**given: float) -> str | None:
     """What to say of options that only sampling reads, where the likeliest token is taken."""
     names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    if temp or not names:
-        return []
-    return [f"{', '.join(names)}: no effect at --temp 0, which takes the likeliest token"]
+    said = f"{', '.join(names)}: no effect at --temp 0, which takes the likeliest token"
+    return said if names else None

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from g4spec.cli import _engine, _measured
+from g4spec.cli import _engine, _inputs, _measured
 from g4spec.cli._writing import prepare
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
@@ -31,14 +31,10 @@ TAKES = ONLY | {"synthetic", "draft", "ctx_size", "device", "cache_type", "save"
 
 def check(context: typer.Context, synthetic: bool) -> None:
     """UsageError for options of `bench` that --synthetic would ignore, or that are for it alone."""
-    for option in context.command.params:
-        given = context.get_parameter_source(option.name or "")
-        if given is None or given.name != "COMMANDLINE":
-            continue
-        flag = max(option.opts, key=len)
-        if synthetic and option.name not in TAKES:
+    for name, flag in _inputs.typed(context).items():
+        if synthetic and name not in TAKES:
             raise UsageError(f"{flag} does nothing with --synthetic", fix="leave one of them out")
-        if not synthetic and option.name in ONLY:
+        if not synthetic and name in ONLY:
             raise UsageError(f"{flag} is for --synthetic", fix="leave it out")
 
 

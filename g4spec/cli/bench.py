@@ -76,12 +76,12 @@ def measure(
     """Measure draft lengths by kind of prompt and recommend one (`bench compare`: two results)."""
     if context.invoked_subcommand is not None:
         return _compare.alone(context)
-    _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0") and not synthetic)
     out = Output(json, quiet)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     _synthetic.check(context, synthetic is not None)
     if synthetic is not None:
         return _synthetic.run(synthetic, mix, draft, accepted, setup, out, save)
+    _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0"))
     model = _measured.checked(model, preset, dataset, bool(temp or categories), save, report)
     from g4spec.runtime import bench, prompts, provenance
     from g4spec.runtime.sampling import Sampler

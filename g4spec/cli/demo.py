@@ -12,7 +12,7 @@ import typer
 from g4spec.cli import _family, _measured
 from g4spec.cli._family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
-from g4spec.errors import CheckFailed, UsageError
+from g4spec.errors import CheckFailed
 
 if TYPE_CHECKING:
     from g4spec.runtime.verify import Verdict
@@ -30,8 +30,9 @@ def command(
     """Show everything on a small trained family: convert, validate, verify, measure, report."""
     began = time.perf_counter()
     out = Output(json, quiet)
-    if n_predict < 1:
-        raise UsageError("-n", expected=">= 1", found=n_predict)
+    from g4spec.runtime.engine import Options
+
+    Options(n_predict)  # refuses what no text can have, before anything is converted
     source = _family.find(family)
     folder.mkdir(parents=True, exist_ok=True)
     from g4spec.runtime import bench

@@ -80,8 +80,9 @@ def command(
         ignore_eos,
     )
     _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft)
-    for note in greedy_note(temp, top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed):
-        out.note(note)
+    unread = greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed)
+    if unread and not temp:
+        out.note(unread)
     given = _given(prompt, file, tokens_file)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)

@@ -82,9 +82,13 @@ def arch_of(major: int, minor: int) -> str:
             "CUDA kernels", expected="compute capability 7.0 (Volta) or newer",
             found=f"{major}.{minor}", fix="use --device cpu",
         )  # fmt: skip
-    runs = [arch for arch in ARCHS if arch[3:].rstrip("a")[:-1] == str(major)
-            and int(arch.rstrip("a")[-1]) <= minor]  # fmt: skip
+    runs = [a for a in ARCHS if major * 10 <= _number(a) <= major * 10 + minor]
     return runs[-1] if runs and (major, minor) not in TEGRA else f"sm_{major}{minor}"
+
+
+def _number(arch: str) -> int:
+    """90 of sm_90a."""
+    return int(re.sub(r"\D", "", arch))
 
 
 def options(arch: str) -> tuple[str, ...]:
@@ -181,7 +185,7 @@ def supported() -> tuple[int, ...]:
 
 def check_arch(arch: str) -> None:
     """Refuses an architecture that the installed NVRTC has no code for."""
-    if int(re.sub(r"\D", "", arch)) not in supported():
+    if _number(arch) not in supported():
         raise EnvironmentProblem(
             f"NVRTC {'{}.{}'.format(*version())} cannot compile for {arch}",
             expected="one of " + ", ".join(f"sm_{n}" for n in supported()),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
-from g4spec.validate.hardware.machine import Machine
+from g4spec.validate.hardware.machine import Machine, assumption
 from g4spec.validate.hardware.memory import Calculator, Plan
 from g4spec.validate.hardware.subjects import DraftModel, Option, Target
 
@@ -32,6 +33,16 @@ class Question:
     backend: str | None = None
     gpus: int | None = None
     batched: int = 2048
+
+
+def options(q: Question, machine: Machine) -> str:
+    """What asks the same of `doctor` and `recipe` once more."""
+    said = f"-m {shlex.quote(q.target.given or q.target.size)}"
+    if q.draft is not None:
+        said += f" -md {shlex.quote(q.draft.given)}"
+    for name, value in (("-c", q.context), ("--kv", q.kv), ("--gpus", q.gpus)):
+        said += f" {name} {value}" if value else ""
+    return said + assumption(machine)
 
 
 def _plans(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import replace
 
-from g4spec.validate.hardware import backends, engines, speed
+from g4spec.validate.hardware import backends, choice, engines, speed
 from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.lengths import advice
-from g4spec.validate.hardware.machine import GIB, Machine, assumption
+from g4spec.validate.hardware.machine import GIB, Machine
 from g4spec.validate.hardware.memory import UNKNOWN_SIZE
 from g4spec.validate.hardware.rows import Mark
 from g4spec.validate.hardware.survey import general, problem_line, sizes
@@ -336,12 +335,5 @@ def _steps(
     for p in best.conditions[:3]:
         if not p.cured:  # the recipe does the rest
             d.steps.append(p.fix)
-    given = f"-m {shlex.quote(q.target.given or q.target.size)}"
-    if q.draft is not None:
-        given += f" -md {shlex.quote(q.draft.given)}"
-    assumed = assumption(d.machine)
-    context = f" -c {q.context}" if q.context else ""
-    context += f" --kv {q.kv}" if q.kv else ""
-    context += f" --gpus {q.gpus}" if q.gpus else ""
-    d.steps.append(f"g4spec recipe {best.engine.name} {given}{context}{assumed}")
+    d.steps.append(f"g4spec recipe {best.engine.name} {choice.options(q, d.machine)}")
     d.steps.append("measure with and without the draft (the recipe ends with the command)")

@@ -294,7 +294,7 @@ def _own_bytes(q: Question, size: Size | None, context: int) -> int:
     """What the reference on a CPU takes: 32 bits a number, and two copies of the largest tensor
     while it loads (`runtime.memory`)."""
     numbers = q.target.options[0].nbytes / 0.56
-    if size is not None and not supported(size):
+    if size is not None:
         counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
         numbers = sum(counts) + 2 * max(counts)
     cache = token_bytes(q.target.caches, "f32") * context
@@ -309,9 +309,9 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     """Where there is no GPU that our kernels take: the reference on the CPU, in float32."""
     row = engine(facts, "g4spec")
     size = _size(facts, q.target)
-    need = _own_bytes(q, size, q.context or USUAL_CONTEXT)
     refusal, fix = "", ""
     why = supported(size) if size is not None else ""
+    need = _own_bytes(q, None if why else size, q.context or USUAL_CONTEXT)
     free = machine.ram_free
     if why:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"

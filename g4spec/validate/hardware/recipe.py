@@ -15,7 +15,7 @@ from g4spec.validate.hardware import backends, choice, engines, lengths
 from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
-from g4spec.validate.hardware.machine import Machine, assumption
+from g4spec.validate.hardware.machine import Machine
 from g4spec.validate.hardware.memory import GGUF
 from g4spec.validate.hardware.rows import Flag
 from g4spec.validate.hardware.subjects import Target
@@ -171,11 +171,7 @@ def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
 
 def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
     """What works for the same pair: a newer version of the engine, or another one."""
-    draft = f" -md {shlex.quote(q.draft.given)}" if q.draft is not None else ""
-    context = f" -c {q.context}" if q.context else ""
-    context += f" --kv {q.kv}" if q.kv else ""
-    context += f" --gpus {q.gpus}" if q.gpus else ""
-    pair = f"-m {shlex.quote(q.target.given)}{draft}{context}{assumption(machine)}"
+    pair = choice.options(q, machine)
     if engine in machine.tools:
         newest = engines.engine(facts, engine).newest
         newer = engines.judge(facts, replace(machine, tools={}), q, engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from g4spec.gguf import T
+from g4spec.models.fields import MAX_LAYERS
 from g4spec.quant import policy
 from g4spec.validate.header import Key
 from g4spec.validate.rule import (
@@ -102,7 +103,6 @@ KEYS = {
     "tokenizer.ggml.add_space_prefix": Want((T.BOOL,)),
     "tokenizer.chat_template": Want((T.STRING,)),
 }
-MAX_LAYERS = 512
 PER_LAYER = (".feed_forward_length", ".attention.head_count", ".attention.head_count_kv",
              ".attention.sliding_window_pattern")  # fmt: skip
 POSITIVE = (".block_count", ".context_length", ".embedding_length", ".attention.key_length",

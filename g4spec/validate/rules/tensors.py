@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
+from g4spec.models.fields import MAX_LAYERS
 from g4spec.validate.rule import ERROR, Finding, Findings, Needs, rule
 from g4spec.validate.subject import Subject
 
 RECONVERT = "convert again from the original checkpoint"
-MAX_LAYERS = 512
 
 KNOWN_EXTRAS = (
     (r"t2d", "drop it: it repeats what d2t says"),
