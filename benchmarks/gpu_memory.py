@@ -4,10 +4,11 @@
 
 The 31B in Q4_K_M and its DFlash draft in Q8_0, of random numbers, are made in DIR, which is emptied
 afterwards. The GPU is given no more than `--gib`, what a card of 24 GB has free: torch may not take
-more, and what is free is counted so. The largest context that then fits is what the error for one
-that is too large says. With it a prompt of half as many tokens is read, and 64 tokens are
-generated, greedy and sampled. Shown is what was computed, and by how much the driver's free memory
-fell; exit code 1 if that is more, or if anything fails for want of memory.
+more, what is free is counted so, and prompts are read in chunks as there. The largest context that
+then fits is what the error for one that is too large says. With it a prompt of half as many tokens
+is read, and 64 tokens are generated, greedy and sampled. Shown is what was computed, and by how
+much the driver's free memory fell; exit code 1 if that is more, or if anything fails for want of
+memory.
 """
 
 import functools
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import gpu_first_token, synthetic, watch
 from g4spec.convert import convert
 from g4spec.errors import EnvironmentProblem
+from g4spec.runtime.cuda import memory
 from g4spec.runtime.cuda.memory import Card
 from g4spec.runtime.engine import Engine, Options
 from g4spec.runtime.sampling import Sampler
@@ -33,7 +35,7 @@ SAMPLERS = (Sampler(), Sampler(temperature=0.7, top_k=40, seed=1))
 
 
 def free() -> int:
-    """Bytes, by the driver."""
+    """Bytes that the driver has."""
     return int(torch.cuda.mem_get_info()[0])
 
 
@@ -55,7 +57,11 @@ def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float)
     before = free()
     limit = int(gib * 2**30)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info()[1])
-    with mock.patch.object(Card, "available", lambda card: limit - (before - free())):
+    chunk = memory.chunk(limit)
+    with (
+        mock.patch.object(Card, "available", lambda card: limit - (before - free())),
+        mock.patch.object(memory, "chunk", lambda total: chunk),
+    ):
         engine = loaded(target, draft, device, cache_type)
     prompt = [2, *([9, 17, 33, 65] * engine.n_ctx)][: engine.n_ctx // 2]
     for sampler in SAMPLERS:

@@ -69,11 +69,12 @@ def select(
     found = check(device, cache_type)
     if found is None:
         return Ops(), Host()
-    from g4spec.runtime.cuda.memory import Card
+    from g4spec.runtime.cuda.memory import Card, join_free
     from g4spec.runtime.cuda.ops import CudaOps
 
     place, portable = torch.device("cuda", found[0]), found[1]
     torch.cuda.set_device(place)  # kernels, graphs and events are of the current one
+    join_free(found[0])
     chosen: Any = cache_type or "f16"
     return CudaOps(str(place), chosen, portable), Card(place, chosen, portable)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,11 +24,28 @@ what reads long chunks is not there yet (`prefill_model`)."""
 FIXED = 512 << 20
 """Kernels, cuBLAS workspaces, graphs, and what the allocator cannot use."""
 
+SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Variables of the environment that set up torch's allocator."""
+
 
 def chunk(total: int) -> int:
     """Rows of a prompt that a GPU with so many bytes reads at a time: 4,096 from 72 GiB on, 1,024
     with 24. Not by what is free, for a text must not depend on what else is loaded, as a draft."""
     return 1 << max(9, min(12, (4096 * total // (72 << 30)).bit_length() - 1))
+
+
+def join_free(index: int) -> None:
+    """Let torch put free memory of GPU `index` together again. It otherwise stays in the pieces
+    that it was first asked for in: 1.1 GiB beside a 31B. What the user has set for torch's
+    allocator, and GPUs that cannot do this, are left as they are."""
+    from cuda.core import Device
+
+    can = Device(index).properties
+    if SETTINGS & os.environ.keys() or not can.virtual_memory_management_supported:
+        return
+    if can.handle_type_posix_file_descriptor_supported:
+        binding: Any = torch._C
+        binding._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 class Card:
