@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from g4spec.runtime import provenance
 
 
@@ -57,10 +59,12 @@ def figures(runs: list[dict[str, float]]) -> dict[str, float]:
 
 
 def keep(out: Path | None, name: str, found: dict[str, Any]) -> None:
-    """Write what was found as dated JSON, with the machine and the commit."""
+    """Write what was found as dated JSON, with the machine, its GPU and the commit."""
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    result = {"date": today, "machine": provenance.machine(), "commit": provenance.commit(),
-              **found}  # fmt: skip
+    gpu = {"device": torch.cuda.get_device_name(), "driver": provenance.driver(),
+           "torch": torch.__version__} if torch.cuda.is_available() else {}  # fmt: skip
+    result = {"date": today, "machine": provenance.machine(), **gpu,
+              "commit": provenance.commit(), **found}  # fmt: skip
     path = out or Path(__file__).parent / "results" / f"{today}-{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.name}")

@@ -1,6 +1,7 @@
 """Kernels on the GPU; on a machine without one in the emulator, which is slow: there a few of each
 test's cases run, or all with G4SPEC_EMULATE=all. With G4SPEC_EMULATE=checked races and accesses
-outside of memory are looked for, which takes ten times as long."""
+outside of memory are looked for, which takes ten times as long. There memory that nobody wrote
+holds NaN."""
 
 import os
 from collections import defaultdict
@@ -43,7 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _machine() -> Iterator[None]:
     """No longer than a file: a worker that ran these may go on with others."""
     if EMULATED:
+        torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty is NaN
         with kernels.installed("sm_90a", checked=os.environ.get("G4SPEC_EMULATE") == "checked"):
             yield
+        torch.use_deterministic_algorithms(False)
     else:
         yield
