@@ -20,7 +20,9 @@ from g4spec.runtime.cuda.kv import CudaKV
 from g4spec.runtime.cuda.long_reader import LongReader
 from g4spec.validate.hardware.facts import facts
 from g4spec.validate.hardware.figures import Fixed
-from g4spec.validate.hardware.memory import LARGE
+from g4spec.validate.hardware.memory import LARGE, own_slots, own_token_bytes, slot_bytes
+from g4spec.validate.hardware.rows import Size
+from g4spec.validate.hardware.subjects import named_target
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-5, 1.0, 300.0])
@@ -114,6 +116,19 @@ def test_doctor_counts_what_prompts_take(
         row = facts().get(Fixed, f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}")
         assert needed <= row.gib * 2**30
         assert large or needed > 0.8 * row.gib * 2**30
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("context", [512, 4096, 32_768])
+def test_doctor_counts_what_caches_take(kind: kv.Kind, context: int) -> None:
+    card = memory.Card(torch.device("cuda", 0), kind, False)
+    for size, shape in synthetic.TARGETS.items():
+        caches = gemma4.caches(gemma4.parse_hf(Checkpoint(shape, {})))
+        known = named_target(facts(), facts().get(Size, size.split("-")[0])).caches
+        counted = own_token_bytes(known, kind) * context
+        counted += slot_bytes(known, kind) * own_slots(known, context)
+        steps = own_token_bytes(known, kind) * 128  # the next multiple, and the step's rows
+        assert 0 <= card.cache(caches, context, 1024) - counted <= steps
 
 
 @pytest.mark.parametrize(("head_dim", "n_kv"), [(64, 1), (128, 2), (128, 4), (256, 2), (512, 4)])

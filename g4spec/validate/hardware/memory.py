@@ -45,6 +45,8 @@ FITTED = "fitted to published readings"
 OWN_SIZES = ("26b", "31b", "12b", "e4b", "e2b")  # the first takes most
 LARGE = 36 << 30
 """Bytes of a card from which our runtime reads prompts in chunks of more than 1,024."""
+TURNING = 128
+"""Columns of a global layer's head that turn."""
 UBATCH = 512
 """llama.cpp's default micro-batch."""
 
@@ -88,6 +90,19 @@ def token_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) 
     """Bytes of keys and values that global layers add for one token. `kv_v`: type of values."""
     bits = BITS[kv] + BITS[kv_v or kv]
     return sum(c.n_kv * c.head_dim for c in caches if c.window is None) * bits / 8
+
+
+def own_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
+    """As `token_bytes`, of our runtime on a GPU. Global layers whose KV heads are not as many as
+    those of sliding layers are the ones whose values are their keys (`attention_k_eq_v`); there it
+    keeps of the keys only what turns."""
+    others = {c.n_kv for c in caches if c.window is not None}
+    columns = sum(
+        c.n_kv * (c.head_dim + (c.head_dim if c.n_kv in others else TURNING))
+        for c in caches
+        if c.window is None
+    )
+    return columns * BITS[kv] / 8
 
 
 def slot_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) -> float:
@@ -244,13 +259,13 @@ class Calculator:
         return gib(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
 
     def _gguf(self, engine: str, option: Option, kv: str, context: int) -> tuple[Step, ...]:
-        """llama.cpp splits by layer: weights and cache are shared, buffers are on every card. Our
-        one card holds less of keys that are their values than is counted here."""
+        """llama.cpp splits by layer: weights and cache are shared, buffers are on every card."""
         n, caches = self.gpus, self.target.caches
         own = engine == "g4spec"
         slots = own_slots(caches, context) if own else llamacpp_slots(caches, context)
         share = f" / {n} cards" if n > 1 else ""
-        per_token, per_slot = token_bytes(caches, kv), slot_bytes(caches, kv)
+        per_token = (own_token_bytes if own else token_bytes)(caches, kv)
+        per_slot = slot_bytes(caches, kv)
         steps = [
             Step(
                 "weights",
