@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,11 @@ from g4spec.errors import InputError, UsageError
 from g4spec.models.spec import CacheShape
 from g4spec.validate.hardware import files, memory, questions, subjects
 from g4spec.validate.hardware.doctor import diagnose
+from g4spec.validate.hardware.engines import judge
 from g4spec.validate.hardware.facts import facts
 from g4spec.validate.hardware.machine import assume
 from g4spec.validate.hardware.rows import Size
-from tests import tiny
+from tests import tiny, tiny_drafts
 
 FACTS = facts()
 
@@ -59,6 +62,46 @@ def test_drafts_in_files(family: dict[str, Path]) -> None:
         assert folder.kv_token == file.kv_token, name
         assert folder.head == file.head
         assert file.is_gguf and file.nbytes > 0 and folder.nbytes > 0
+
+
+KINDS: dict[str, tuple[str, Callable[[Path, Path], Path]]] = {
+    "zlab": ("dflash2", tiny_drafts.zlab_dflash2),
+    "speculators": ("dflash2", tiny_drafts.speculators_dflash2),
+    "speculators-dspark": ("dspark", tiny_drafts.speculators_dspark),
+    "deepspec": ("dspark", tiny_drafts.deepspec_dspark),
+    "eagle3": ("eagle3", tiny_drafts.eagle3),
+    "specforge": ("eagle3", functools.partial(tiny_drafts.eagle3, layout="specforge")),
+    "p-eagle": ("eagle3", functools.partial(tiny_drafts.eagle3, depths=4)),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_is_told_from_the_others(
+    name: str, family: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, make = KINDS[name]
+    made = make(tmp_path / name, family["target"])
+    target = subjects.target(FACTS, str(family["target"]))
+    folder = subjects.draft(FACTS, str(made), target)
+    out = tmp_path / "draft.gguf"
+    convert.convert(made, out, target=family["target"])
+    file = subjects.draft(FACTS, str(out), target)
+    assert folder.kind == file.kind == kind
+    assert folder.causal == file.causal == (kind == "eagle3")
+    assert folder.head == file.head > 0
+    assert (folder.kv_token, folder.kv_fixed, folder.block) == (
+        file.kv_token, file.kv_fixed, file.block)  # fmt: skip
+
+
+def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> None:
+    """A recurrent Markov head: llama.cpp would leave it out."""
+    made = tiny_drafts.deepspec_dspark(tmp_path / "draft", family["target"], head="rnn")
+    out = tmp_path / "draft.gguf"
+    convert.convert(made, out, target=family["target"])
+    q = questions.build(FACTS, str(family["target.gguf"]), str(out), 512, None, None, None)
+    assert q is not None
+    verdicts = [judge(FACTS, assume(FACTS, "RTX 3090"), q, name) for name in memory.GGUF]
+    assert [v.refusal for v in verdicts] == ["it would compute this draft wrongly", ""]
 
 
 def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:

@@ -164,9 +164,9 @@ def test_our_runtime_on_a_card() -> None:
     assert r.bench == [f"{pair} -c 8192"]
     plain = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", c=8192)
     assert plain.bench == ["g4spec bench -m 31b-q4_k_m.gguf -c 8192"]
-    long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=12288)
+    long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=16384)
     assert long.works and "--cache-type q8_0" in long.commands[0]
-    assert long.bench == [f"{pair} -c 12288 --cache-type q8_0"]
+    assert long.bench == [f"{pair} -c 16384 --cache-type q8_0"]
     too_long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072)
     assert not too_long.works and "largest context that fits" in too_long.blocked[0][2]
 

@@ -203,6 +203,8 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
         refusal, fix = _too_large(plans, q)
     elif q.draft is not None and q.draft.kind not in row.drafts:
         refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
+    elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
+        refusal, fix = "it would compute this draft wrongly", "g4spec (`g4spec inspect` says why)"
     if q.kv is not None and q.kv not in row.kv_all:
         refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
     s = situation(

@@ -18,7 +18,8 @@ from g4spec import models
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, inside
 from g4spec.models.fields import MAX_LAYERS
-from g4spec.models.spec import CacheShape
+from g4spec.models.spec import CacheShape, Checkpoint
+from g4spec.models.upstream import OWN
 from g4spec.validate.hardware import subjects
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.rows import Draft, Size
@@ -148,22 +149,6 @@ def _row(facts: Facts, kind: str, maker: str, size: str) -> Draft | None:
     return next((d for d in rows if d.maker == maker), None)
 
 
-MARKS = {"markov_w1.weight": "dspark", "selector_hidden.weight": "dflash2"}
-"""Tensors that tell apart drafts which share the architecture dflash."""
-
-
-def _gguf_kind(file: GGUF, arch: str) -> str | None:
-    """The kind of a draft file, None if nobody knows the architecture."""
-    known = models.of_gguf(arch, file.tensors)
-    name = str(getattr(known, "NAME", arch))
-    if known is not None and arch not in ("dflash", "eagle3"):
-        return name if name in models.drafts() else None
-    if arch not in ("dflash", "eagle3"):
-        return None
-    marked = (kind for name, kind in MARKS.items() if name in file.tensors)
-    return next(marked, arch)
-
-
 def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
     with GGUF(path) as file:
         kv, arch = file.kv, str(file.get("general.architecture"))
@@ -175,16 +160,17 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
                 replace(made, kind="mtp", head=512, llamacpp_n=4),
                 _row(facts, "mtp", "google", of.size),
             )
-        kind = _gguf_kind(file, arch)
         if arch in models.TARGETS:
             raise models.misplaced(path, models.kinds()[arch])
-        if kind is None:
+        known = models.of_gguf(arch, file.tensors)
+        if known is None:
             raise InputError(
                 f"{path}: not a draft that engines know",
                 found=arch,
                 expected="architecture dflash, eagle3 or gemma4-assistant",
                 fix="see what it is with `g4spec inspect`; `g4spec convert` writes such a file",
             )
+        kind = getattr(known, "NAME", known.ARCH)
         prefix = arch if f"{arch}.block_count" in kv else "dflash"
         block = _number(kv, f"{prefix}.block_size", 16) if kind != "eagle3" else 0
         n = _layers(kv, prefix)
@@ -196,6 +182,7 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
         made = replace(
             made,
             kind=kind,
+            engines=("g4spec",) if arch.endswith(OWN) else (),
             block=block,
             head=head,
             causal=kind == "eagle3",
@@ -355,46 +342,48 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: Target) -> DraftMo
                 "larger one",
             ),
         )
-    kinds = [str(a) for a in raw.get("architectures") or ()]
-    if any("AssistantForCausalLM" in a for a in kinds):
+    claimed = [name for name, m in models.kinds().items() if m.claims(Checkpoint(raw, {}))]
+    if "gemma4" in claimed:
+        raise models.misplaced(folder, models.kinds()["gemma4"])
+    if "gemma4-assistant" in claimed:
         return _with_row(replace(made, kind="mtp", head=512), _row(facts, "mtp", "google", of.size))
-    inner = raw.get("dflash_config")
-    if isinstance(inner, dict):
-        block = int(inner.get("block_size") or raw.get("block_size") or 16)
-        made = _block_draft(made, raw, block, block - 1)
-        return _with_row(made, _row(facts, "dflash", "zlab", of.size))
-    kind = raw.get("speculators_model_type")
-    if isinstance(kind, str):
-        block = int(raw.get("block_size") or 0)
+    if not claimed:
+        found = raw.get("speculators_model_type") or raw.get("architectures")
+        raise InputError(f"{folder}: not a draft that g4spec knows", found=found,
+                         expected="a DFlash, DFlash2, DSpark or EAGLE-3 draft or a Gemma 4 "
+                         "assistant")  # fmt: skip
+    kind, nested = claimed[0], "speculators_model_type" in raw
+    inner = {} if nested else raw.get("dflash_config") or {}
+    block = int(inner.get("block_size") or raw.get("block_size") or (16 if inner else 0))
+    n = max(block - (kind != "dspark"), 0)
+    if nested:
         methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
         n = int(methods[0].get("speculative_tokens") or 0)
-        layer = raw.get("transformer_layer_config") or {}
-        made = replace(_block_draft(made, layer, block, n), kind=kind.replace("_", ""))
-        return _with_row(made, _row(facts, made.kind, "redhat", of.size))
-    if any(_is_target(a) for a in kinds):
-        raise models.misplaced(folder, models.kinds()["gemma4"])
-    raise InputError(f"{folder}: not a draft that g4spec knows", found=kinds, expected="a z-lab "
-                     "DFlash, a speculators draft or a Gemma 4 assistant")  # fmt: skip
+    layer = (raw.get("transformer_layer_config") or {}) if nested else raw
+    made = replace(_block_draft(made, layer, block, n), kind=kind, causal=kind == "eagle3")
+    return _with_row(made, _row(facts, kind, "redhat" if nested else "zlab", of.size))
 
 
 def _block_draft(made: DraftModel, layer: Mapping[str, Any], block: int, n: int) -> DraftModel:
-    """A DFlash-like draft: its cache from the layers' configuration."""
-    count = int(layer.get("num_hidden_layers") or 0)
-    heads = int(layer.get("num_key_value_heads") or layer.get("num_attention_heads") or 0)
-    head = int(layer.get("head_dim") or 128)
-    types = layer.get("layer_types") or []
-    window = layer.get("sliding_window") if layer.get("use_sliding_window") else None
-    sliding = sum(t == "sliding_attention" for t in types) if window else 0
-    row = 2 * SHORT * heads * head
+    """A draft with layers of its own: its cache from the layers' configuration."""
+    if "global_head_dim" in layer:
+        shapes = folder_caches(layer)
+    else:
+        heads = int(layer.get("num_key_value_heads") or layer.get("num_attention_heads") or 0)
+        head = int(layer.get("head_dim") or 128)
+        window = layer.get("sliding_window") if layer.get("use_sliding_window") else None
+        count = int(layer.get("num_hidden_layers") or 0)
+        types = [*(layer.get("layer_types") or []), *[None] * count][:count]
+        slides = (window if t == "sliding_attention" else None for t in types)
+        shapes = tuple(CacheShape(heads, head, w or None) for w in slides)
+    rows = [(c.window, 2 * SHORT * c.n_kv * c.head_dim) for c in shapes]
     return replace(
         made,
-        kind="dflash",
         block=block,
-        head=head,
-        causal=False,
+        head=max((c.head_dim for c in shapes), default=0),
         vllm_n=n,
         sglang_n=block,
         llamacpp_n=max(block - 1, 0),
-        kv_token=(count - sliding) * row,
-        kv_fixed=sliding * int(window or 0) * row,
+        kv_token=sum(size for window, size in rows if window is None),
+        kv_fixed=sum(size * window for window, size in rows if window is not None),
     )

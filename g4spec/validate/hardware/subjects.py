@@ -67,6 +67,7 @@ class DraftModel:
         vllm_n, sglang_n, llamacpp_n: its full length as each engine counts; 0 if unknown.
         kv_token: bytes a token of its own cache in 16 bits, `kv_fixed`: the rest of it.
         head: head size; 0 unknown. `accepted`: published tokens a step, lowest and highest.
+        engines: those that run it, where others would compute it wrongly; empty otherwise.
     """
 
     title: str
@@ -89,6 +90,7 @@ class DraftModel:
     maker: str = ""
     is_gguf: bool = False
     is_local: bool = False
+    engines: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
     def own_cache(self, context: int) -> int:
