@@ -80,16 +80,23 @@ class Player(Protocol):
         ...
 
 
+MOST_WAITING = 1024
+"""Rows that a draft may have missed: it could not be afforded for so long, so it never will be."""
+
+
 class Backlog:
-    """Verified tokens that the draft has not been given yet; plain steps cost it nothing."""
+    """Verified tokens, `rows` of them, that the draft has not been given yet; plain steps cost it
+    nothing."""
 
     def __init__(self, draft: Draft | None) -> None:
         self.draft = draft
+        self.rows = 0
         self._waiting: list[Committed] = []
 
     def add(self, step: Committed) -> None:
         if self.draft is not None:
             self._waiting.append(step)
+            self.rows += len(step.ids)
 
     def flush(self) -> None:
         """Bring the draft up to date, in as few calls as a step's rows allow."""
@@ -103,6 +110,7 @@ class Backlog:
         if group:
             self.draft.commit(joined(group))
         self._waiting.clear()
+        self.rows = 0
 
 
 def joined(steps: list[Committed]) -> Committed:
@@ -180,7 +188,10 @@ class Speculation:
         draft = self.backlog.draft
         if draft is None or room <= 0 or self.failed:
             return 0
-        return self.length.next(min(room, draft.max_tokens))
+        count = self.length.next(min(room, draft.max_tokens))
+        if not count and self.backlog.rows > MOST_WAITING:
+            self._give_up("a proposal takes more time than may be risked")
+        return count
 
     def _step(self, token: int, position: int, count: int) -> Cycle:
         """A cycle in parts."""
@@ -201,7 +212,7 @@ class Speculation:
             self.backlog.flush()
             return self.backlog.draft.propose(token, position, count, self.chooser)[:count]
         except NotFinite as error:
-            self._fail(error)
+            self._give_up(str(error))
             return []
 
     def _play(self, player: Player, token: int, position: int, count: int, room: int) -> Cycle:
@@ -224,7 +235,7 @@ class Speculation:
         if played.bad:
             raise NotFinite.of_logits()
         if played.refused:
-            self._fail(NotFinite.of_logits())
+            self._give_up(str(NotFinite.of_logits()))
         # The longer of both: cycles may have run while nobody waited, or waited for the host.
         cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
         return cycle
@@ -235,6 +246,6 @@ class Speculation:
             return True
         return self.length.again(count, min(room, self.backlog.draft.max_tokens))
 
-    def _fail(self, error: NotFinite) -> None:
+    def _give_up(self, why: str) -> None:
         self.backlog = Backlog(None)  # nothing is kept for it any more
-        self.failed = f"the draft cannot be used, going on without it: {error}"
+        self.failed = f"the draft cannot be used, going on without it: {why}"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from g4spec import convert
+from g4spec.runtime import speculate
 from g4spec.runtime.engine import Engine, Options, Run
 from g4spec.runtime.kv import LayerKV
 from g4spec.runtime.sampling import Sampler
@@ -201,6 +202,20 @@ def test_a_draft_brought_up_to_date_late_proposes_the_same(family: Path, kind: s
             compared += 1
         position += len(cycle.tokens)
     assert run.ids == plain and compared >= 3
+
+
+@pytest.mark.parametrize(("most", "given_up"), [(20, True), (NEW, False)])
+def test_a_draft_that_is_never_asked_is_given_up(
+    family: Path, most: int, given_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would have to read takes memory."""
+    monkeypatch.setattr(speculate, "MOST_WAITING", most)
+    run = load(family, "zlab").generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
+    run._cycles.length.next = lambda most: 0  # type: ignore[method-assign]
+    waiting = [run._cycles.backlog.rows for _ in run]
+    assert run.ids == generate(load(family, None)).ids
+    assert max(waiting) == (most + 1 if given_up else NEW - 1)
+    assert any("more time than may be risked" in note for note in run.notes) == given_up
 
 
 @pytest.mark.parametrize("kind", ["zlab", "assistant"])
