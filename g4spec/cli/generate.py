@@ -94,12 +94,17 @@ def command(
 
 
 def _write(run: Run, writer: Writer, drafting: bool) -> None:
-    out = writer.out
-    for cycle in run:
-        writer.cycle(cycle, run.text)
-        for note in run.notes:
-            out.note(note)
+    out, pressed = writer.out, None
+    try:
+        for cycle in run:
+            writer.cycle(cycle, run.text)
+            for note in run.notes:
+                out.note(note)
+    except KeyboardInterrupt as keys:  # what there is, and how fast it came, is said all the same
+        run.stats.stop_reason, pressed = "Ctrl-C", keys
     writer.finish(run.text)
     out.note(figures(run.stats, drafting))
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
     out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})
+    if pressed:
+        raise pressed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from g4spec.cli import _inputs, render
 from g4spec.cli._spoken import Writer, held_back
 from g4spec.errors import InputError
-from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.engine import Engine, Options, Run
 from g4spec.runtime.sampling import Sampler
+from g4spec.runtime.speculate import Cycle
 from tests import tiny, tokens
 from tests.commands import Cli
 
@@ -80,6 +82,23 @@ def test_text_on_stdout_and_figures_on_stderr(files: tuple[str, str], g4spec: Cl
     assert out == text + "\n"
     assert "24 tokens" in err and "cycles" in err and "ended by length" in err
     assert g4spec("generate", "-m", target, *PROMPT, "--quiet") == (text + "\n", "")
+
+
+def test_what_there_is_at_ctrl_c(
+    files: tuple[str, str], g4spec: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cycles = g4spec.json("generate", "-m", files[0], *PROMPT), Run.__iter__
+
+    def interrupted(run: Run) -> Iterator[Cycle]:
+        for count, cycle in enumerate(cycles(run)):
+            yield cycle
+            if count == 4:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Run, "__iter__", interrupted)
+    out, err = g4spec("generate", "-m", files[0], *PROMPT, code=130)
+    assert out.endswith("\n") and whole["text"].startswith(out.rstrip("\ufffd\n"))
+    assert err.startswith("5 tokens") and err.endswith("ended by Ctrl-C\n")
 
 
 def test_prompts_from_files(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
