@@ -174,7 +174,7 @@ def test_broken_folders(config: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["target", "zlab", "redhat", "mtp"])
-@pytest.mark.parametrize("junk", [None, "x", -1, [], {}, [None], 1e400, True], ids=str)
+@pytest.mark.parametrize("junk", [None, "x", -1, [], {}, [None], 1e400, True, 10**12], ids=str)
 def test_hostile_values(name: str, junk: object, family: dict[str, Path], tmp_path: Path) -> None:
     """Any value in place of any other: an answer or one of our errors, never a traceback."""
     raw = json.loads((family[name] / "config.json").read_text())

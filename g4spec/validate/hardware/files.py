@@ -373,6 +373,8 @@ def _block_draft(made: DraftModel, layer: Mapping[str, Any], block: int, n: int)
         head = int(layer.get("head_dim") or 128)
         window = layer.get("sliding_window") if layer.get("use_sliding_window") else None
         count = int(layer.get("num_hidden_layers") or 0)
+        if not 0 <= count <= MAX_LAYERS:
+            raise InputError("config.json: layers", expected=f"0 to {MAX_LAYERS}", found=count)
         types = [*(layer.get("layer_types") or []), *[None] * count][:count]
         slides = (window if t == "sliding_attention" else None for t in types)
         shapes = tuple(CacheShape(heads, head, w or None) for w in slides)
