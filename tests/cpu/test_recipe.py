@@ -14,6 +14,7 @@ from g4spec import cli
 from g4spec.cli import run
 from g4spec.errors import UsageError
 from g4spec.validate.hardware import engines, lengths, questions, recipe, scripts, subjects
+from g4spec.validate.hardware.doctor import diagnose
 from g4spec.validate.hardware.facts import facts
 from g4spec.validate.hardware.machine import Machine
 from g4spec.validate.hardware.recipe import Recipe
@@ -169,6 +170,26 @@ def test_our_runtime_on_a_card() -> None:
     assert long.bench == [f"{pair} -c 16384 --cache-type q8_0"]
     too_long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072)
     assert not too_long.works and "largest context that fits" in too_long.blocked[0][2]
+
+
+def test_versions_that_were_supposed_are_asked_about_again() -> None:
+    """But for those that an upgrade replaces."""
+    given = ["driver=580", "transformers=5.10", "vllm=0.28.1"]
+    q = questions.build(FACTS, "31b", "zlab", None, None, None, None)
+    assert q is not None
+
+    def steps(version: str) -> str:
+        given[2] = f"vllm={version}"
+        machine = questions.machine(FACTS, "2x RTX 3090", given)
+        return next(s for s in diagnose(FACTS, machine, q).steps if s.startswith("g4spec recipe"))
+
+    pair = 'g4spec recipe vllm -m 31b -md zlab --assume "2x RTX 3090 24GB" --with driver=580'
+    assert steps("0.28.1") == f"{pair} --with transformers=5.10 --with vllm=0.28.1"
+    assert steps("0.20.1") == pair
+    old = recipe.make(FACTS, questions.machine(FACTS, "2x RTX 3090", given), q, "vllm")
+    assert not old.works and old.instead.startswith(f"{pair} --with vllm=0.3")
+    with pytest.raises(UsageError, match="one of"):
+        questions.machine(FACTS, None, ["g4spec=9.9"])
 
 
 def test_a_folder_is_converted_first() -> None:

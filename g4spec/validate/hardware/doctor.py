@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from g4spec.validate.hardware import backends, choice, engines, speed
 from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
 from g4spec.validate.hardware.lengths import advice
-from g4spec.validate.hardware.machine import GIB, Machine
+from g4spec.validate.hardware.machine import GIB, Machine, upgraded
 from g4spec.validate.hardware.memory import UNKNOWN_SIZE
 from g4spec.validate.hardware.rows import Mark
 from g4spec.validate.hardware.survey import general, problem_line, sizes
@@ -55,7 +53,7 @@ def diagnose(
     _backends(facts, d, question, asked, best)
     _problems(d, verdicts, best)
     _notes(d, question, best)
-    _steps(d, question, asked, best, engine)
+    _steps(d, question, asked, best, engine, after is not None)
     return d
 
 
@@ -91,12 +89,7 @@ def _upgraded(
     for v in asked:
         if v.engine.name not in machine.tools:
             continue
-        tools = {
-            k: t
-            for k, t in machine.tools.items()
-            if k not in (v.engine.name, "transformers", "torch")
-        }
-        newer = engines.judge(facts, replace(machine, tools=tools), q, v.engine.name)
+        newer = engines.judge(facts, upgraded(machine, v.engine.name), q, v.engine.name)
         if newer.works:
             return newer
     return None
@@ -324,8 +317,10 @@ def _steps(
     asked: list[EngineVerdict],
     best: EngineVerdict | None,
     engine: str | None,
+    newer: bool,
 ) -> None:
-    """What to do, in order: cure what was asked for, then run, then measure."""
+    """What to do, in order: cure what was asked for, then run, then measure. `newer`: `best` is
+    what an upgrade makes of what was asked for."""
     for v in asked:
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
             for fix in dict.fromkeys([p.fix for p in v.blockers] + ([v.fix] if v.refusal else [])):
@@ -335,5 +330,7 @@ def _steps(
     for p in best.conditions[:3]:
         if not p.cured:  # the recipe does the rest
             d.steps.append(p.fix)
-    d.steps.append(f"g4spec recipe {best.engine.name} {choice.options(q, d.machine)}")
+    name = best.engine.name
+    pair = choice.options(q, upgraded(d.machine, name) if newer else d.machine)
+    d.steps.append(f"g4spec recipe {name} {pair}")
     d.steps.append("measure with and without the draft (the recipe ends with the command)")

@@ -4,8 +4,9 @@ object and go through the same code."""
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from g4spec.errors import UsageError
@@ -47,6 +48,7 @@ class Machine:
         tools: engine or package -> version (vllm, sglang, llama.cpp, torch, transformers, ...).
         nvlink: whether the cards are linked; None if unknown.
         torch_arches: capabilities that the installed torch has code for; empty if unknown.
+        supposed: versions that were asked about, as vllm=0.19.2, which need not be installed.
         notes: what could not be found out, in words.
     """
 
@@ -64,6 +66,7 @@ class Machine:
     torch_arches: tuple[str, ...] = ()
     env: frozenset[str] = field(default_factory=frozenset)
     assumed: bool = False
+    supposed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -225,10 +228,21 @@ def _assume_one(facts: Facts, name: str, text: str) -> Gpu:
     )
 
 
+def upgraded(machine: Machine, engine: str) -> Machine:
+    """With the newest version of an engine, which brings its own torch and transformers."""
+    old = {engine, "torch", "transformers"}
+    return replace(
+        machine,
+        tools={name: version for name, version in machine.tools.items() if name not in old},
+        supposed=tuple(pair for pair in machine.supposed if pair.split("=")[0] not in old),
+    )
+
+
 def assumption(machine: Machine) -> str:
-    """The options that describe a machine that was not looked at, with a space in front; or ""."""
+    """The options that describe what was not looked at, with a space in front; or ""."""
+    supposed = "".join(f" --with {shlex.quote(pair)}" for pair in machine.supposed)
     if not machine.assumed or not machine.gpus:
-        return ""
+        return supposed
     parts = []
     for gpu, same in groupby(machine.gpus):
         count = f"{n}x " if (n := len(list(same))) > 1 else ""
@@ -238,4 +252,4 @@ def assumption(machine: Machine) -> str:
         parts.append(f"{count}{name}{memory}")
     linked = " nvlink" if machine.nvlink else ""
     nodes = f" --nodes {machine.nodes}" if machine.nodes > 1 else ""
-    return f' --assume "{" + ".join(parts)}{linked}"{nodes}'
+    return f' --assume "{" + ".join(parts)}{linked}"{nodes}{supposed}'

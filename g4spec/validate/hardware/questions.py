@@ -84,8 +84,8 @@ def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
     """This machine, or the assumed one, with the versions that were supposed."""
     from g4spec.validate.hardware.probe import PACKAGES, probe
 
-    known = sorted({*engines.NAMES, *PACKAGES, "nvcc", "driver"})
-    tools, driver = {}, None
+    known = sorted({*engines.NAMES, *PACKAGES, "nvcc", "driver"} - {"g4spec"})
+    tools, driver, supposed = {}, None, tuple[str, ...]()
     for pair in given:
         name, sign, version = pair.partition("=")
         name = ALIASES.get(name.lower(), name.lower())
@@ -93,12 +93,14 @@ def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
             raise UsageError(f"--with {pair!r}", expected="NAME=VERSION, as vllm=0.19.2")
         if name not in known:
             raise UsageError(f"--with {pair!r}", expected=f"one of {', '.join(known)}")
+        supposed += (f"{name}={version}",)
         if name == "driver":
             driver = version
         else:
             tools[name] = version
     found = machines.assume(facts, assume) if assume is not None else probe(facts)
-    return replace(found, tools={**found.tools, **tools}, driver=driver or found.driver)
+    return replace(found, tools={**found.tools, **tools}, driver=driver or found.driver,
+                   supposed=supposed)  # fmt: skip
 
 
 def explain(facts: Facts, id: str, out: Out) -> None:

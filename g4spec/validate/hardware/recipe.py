@@ -15,7 +15,7 @@ from g4spec.validate.hardware import backends, choice, engines, lengths
 from g4spec.validate.hardware.choice import Question
 from g4spec.validate.hardware.engines import EngineVerdict
 from g4spec.validate.hardware.facts import Facts
-from g4spec.validate.hardware.machine import Machine
+from g4spec.validate.hardware.machine import Machine, upgraded
 from g4spec.validate.hardware.memory import GGUF
 from g4spec.validate.hardware.rows import Flag
 from g4spec.validate.hardware.subjects import Target
@@ -171,17 +171,16 @@ def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
 
 def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
     """What works for the same pair: a newer version of the engine, or another one."""
-    pair = choice.options(q, machine)
     if engine in machine.tools:
-        newest = engines.engine(facts, engine).newest
-        newer = engines.judge(facts, replace(machine, tools={}), q, engine)
-        if newer.works:
+        newest, then = engines.engine(facts, engine).newest, upgraded(machine, engine)
+        if engines.judge(facts, then, q, engine).works:
+            pair = choice.options(q, then)
             return f"g4spec recipe {engine} {pair} --with {engine}={newest}"
     for name in ("vllm", "llama.cpp", "sglang", "g4spec"):
         if name == engine or (machine.nodes > 1 and name in GGUF):
             continue
         if engines.judge(facts, machine, q, name).works:
-            return f"g4spec recipe {name} {pair}"
+            return f"g4spec recipe {name} {choice.options(q, machine)}"
     return ""
 
 
