@@ -64,6 +64,8 @@ class Kernel:
             shared: bytes of dynamic shared memory of a block.
             pdl: lets the kernel start before its predecessor in the stream has ended (sm_90 and
                 later); it must call `grid_wait()` before it touches what others write or read.
+                What it takes for constant and reads earlier (weights, norms, frequencies) must
+                have been written before that predecessor started, torch's kernels included.
         """
         values = self._values(args)
         key = (grid, block, shared, pdl)
