@@ -221,7 +221,7 @@ def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
         for start, count in ((0, 9), (9, 40), (49, 1), (50, 16)):
             x, at = randn(g, count, 256), torch.arange(start, start + count)
             there_at = at.to(DEVICE)
-            rows = cuda.norm_rows(x.to(DEVICE), torch.ones(256).to(DEVICE), 1e-6)
+            rows = cuda.norm_rows(x.to(DEVICE), torch.ones(256, device=DEVICE), 1e-6)
             cuda.keys_values(rows, layers[0], there_at, caches[0])
             ref.keys_values(ref.norm_rows(x, torch.ones(256), 1e-6), layers[1], at, caches[1])
             for mine, wanted in zip(*caches, strict=True):

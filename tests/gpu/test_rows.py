@@ -20,8 +20,7 @@ HALF = 2.0**-11  # relative error of a number in half precision
 
 
 def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Copied to the device, not made there: see `launch.Kernel`."""
-    return (torch.randn(*shape) * scale).to(DEVICE)
+    return torch.randn(*shape, device=DEVICE) * scale
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +244,7 @@ def test_heads_of_keys_that_are_values(kind: str) -> None:
 def test_heads_do_not_depend_on_company(dim: int, turning: int) -> None:
     freqs = REF.rope_freqs(1e4, dim).to(DEVICE)
     heads = Heads(4, 2, randn(dim), randn(dim), True, turning > 0, freqs, EPS)
-    y, positions = randn(16, (6 if turning else 8) * dim), torch.arange(1000, 1016).to(DEVICE)
+    y, positions = randn(16, (6 if turning else 8) * dim), torch.arange(1000, 1016, device=DEVICE)
 
     def cache() -> CudaKV:
         return CudaKV(2, dim, 4096, None, 16, DEVICE, turning=turning)
@@ -255,7 +254,7 @@ def test_heads_do_not_depend_on_company(dim: int, turning: int) -> None:
     for count in (1, 5, 16):
         for first in {0, 16 - count}:
             part, kv = slice(first, first + count), cache()
-            assert torch.equal(heads(y[part].clone(), positions[part], kv), q[part])
+            assert torch.equal(heads(y[part].clone(), positions[part].clone(), kv), q[part])
             slots = positions[part]
             assert torch.equal(kv.keys[:, slots], whole.keys[:, slots])
             assert torch.equal(kv.values[:, slots], whole.values[:, slots])
@@ -263,6 +262,6 @@ def test_heads_do_not_depend_on_company(dim: int, turning: int) -> None:
 
 def test_heads_of_partial_sums() -> None:
     heads = Heads(4, 0, randn(256), None, True, False, REF.rope_freqs(1e4, 256).to(DEVICE), EPS)
-    y, positions = randn(4, 5, 4 * 256), torch.arange(5).to(DEVICE)
+    y, positions = randn(4, 5, 4 * 256), torch.arange(5, device=DEVICE)
     got, want = heads(y, positions, None), heads(y.sum(0), positions, None)
     close(got, want, 2e-3)

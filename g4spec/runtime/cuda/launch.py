@@ -62,16 +62,18 @@ class Kernel:
                 the host, None for a null pointer, and numpy scalars of the kernel's exact types;
                 never Python numbers, whose width is a guess.
             shared: bytes of dynamic shared memory of a block.
-            pdl: lets the kernel start before its predecessor in the stream has ended (sm_90 and
+            pdl: lets the kernel start before its predecessor in a graph has ended (sm_90 and
                 later); it must call `grid_wait()` before it touches what others write or read.
-                What it takes for constant and reads earlier (weights, norms, frequencies) must
-                have been written before that predecessor started, torch's kernels included.
+                What it reads earlier (weights, norms, frequencies) was there before the graph, or
+                the kernel says why it may. Outside of graphs kernels run in order, for what has
+                just been made may be such a constant.
         """
         values = self._values(args)
+        pdl = pdl and self._pdl and torch.cuda.is_current_stream_capturing()
         key = (grid, block, shared, pdl)
         config = self._configs.get(key)
         if config is None:
-            config = self._configs[key] = self._config(grid, block, shared, pdl and self._pdl)
+            config = self._configs[key] = self._config(grid, block, shared, pdl)
         stream = _stream(torch.cuda.current_stream(self.device).cuda_stream)
         if torch.cuda.current_device() == self.device:
             _core().launch(stream, config, self._handle, *values)

@@ -208,16 +208,12 @@ def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
 
 def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
     """File bytes [matrices * rows, bytes] of matrices like this one in the order that products
-    read; packed ones each in groups of its own. They are there when this returns, for products
-    read them before the kernel in front has ended."""
+    read; packed ones each in groups of its own."""
     if not like.grouped:
         return raw
     type = like.type
     unit = packing.unit_of(type, like.columns)
     count = len(raw) // rows
-    each = [raw] if rows % packing.GROUP == 0 else raw.view(count, rows, -1).unbind()
-    packed = [packing.pack(type, one, unit) for one in each]
-    out = packed[0] if len(packed) == 1 else torch.cat(packed)
-    if out.is_cuda:
-        torch.cuda.current_stream(out.device).synchronize()
-    return out
+    if count == 1 or rows % packing.GROUP == 0:
+        return packing.pack(type, raw, unit)
+    return torch.cat([packing.pack(type, one, unit) for one in raw.view(count, rows, -1)])
