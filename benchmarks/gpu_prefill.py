@@ -7,8 +7,7 @@ weights made on the GPU. Prints tokens a second and where the time goes.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,11 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import watch
 from g4spec.models.gemma4 import Config, caches
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime import provenance
 from g4spec.runtime.cuda import packing, prefill
 from g4spec.runtime.cuda.dequant import Products, Weight
 from g4spec.runtime.cuda.kv import CudaKV
@@ -189,15 +190,11 @@ def main() -> None:
         del p
         torch.cuda.empty_cache()
     if args.json:
-        record = {
-            "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-            "driver": provenance.driver(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "machine": provenance.machine(), "commit": provenance.commit(),
+        watch.keep(args.json, "gpu-prefill", {
             "weights": "random, made on the GPU", "kv": args.kv, "chunk": args.chunk,
             "note": "parts overlap: products contain dequantize, experts their products",
             "results": results,
-        }  # fmt: skip
-        args.json.write_text(json.dumps(record, indent=1))
+        })  # fmt: skip
 
 
 if __name__ == "__main__":
