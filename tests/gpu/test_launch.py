@@ -33,6 +33,14 @@ __global__ void axpy(const float* x, float* y, int n, float b, i64 slow) {
   if (i < n) y[i] = A * (x ? x[i] : 0.0f) + y[i] * b;
 }
 
+// y = x, where x is taken for a constant: read before the wait.
+__global__ void early(const float* x, float* y, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  float found = i < n ? x[i] : 0.0f;
+  grid_wait();
+  if (i < n) y[i] = found;
+}
+
 // Sums floats that went through dynamic shared memory, all `n` of it.
 __global__ void through_shared(const float* x, float* y, int n) {
   extern __shared__ float s[];
@@ -129,6 +137,28 @@ def test_graph_keeps_the_order(file: str, pdl: bool) -> None:
         graph.replay()
         for got, want in zip((x, y, z), eager, strict=True):
             assert torch.equal(got, want)
+
+
+def test_what_is_taken_for_a_constant_may_be_made_directly_in_front(file: str) -> None:
+    """Of few blocks, so that both kernels have room at once. A graph shows that they overlap there:
+    the second reads what was before."""
+    kernels = launch.module(file, ["axpy<1>", "early"])
+    n, ones = np.int32(BLOCK), torch.ones(BLOCK, device="cuda")
+    x, y = torch.zeros(BLOCK, device="cuda"), torch.full((BLOCK,), torch.nan, device="cuda")
+
+    def run() -> None:
+        kernels["axpy<1>"](1, BLOCK, ones, x, n, np.float32(1), np.int64(2_000_000))
+        kernels["early"](1, BLOCK, x, y, n)
+
+    for made in (1.0, 2.0):
+        run()
+        assert y.tolist() == [made] * BLOCK
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    overlap = torch.cuda.get_device_capability() >= (9, 0)
+    assert (x.tolist(), y.tolist()) == ([3.0] * BLOCK, [2.0 if overlap else 3.0] * BLOCK)
 
 
 def test_shared_memory_above_48_kilobytes(file: str) -> None:
