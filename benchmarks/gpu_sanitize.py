@@ -59,7 +59,7 @@ GREEDY, RANDOM = Sampler(), Sampler(temperature=0.7, seed=1)
 PROMPT_TOKENS, NEW_TOKENS = 100, 3
 BARRIERS = "128"  # of a block, at most; the tools count too few in an array
 FIRST_PORT, PORTS = 20000, 16  # each program has its own: with the default ones they mix
-LINES = {"G4SPEC_LINEINFO": "1"}
+ENVIRONMENT = {"G4SPEC_LINEINFO": "1", "OMP_NUM_THREADS": "1"}  # several at once
 APART = "PYTORCH_NO_CUDA_MEMORY_CACHING"  # set: each tensor is an allocation of its own
 OURS = "regex=^_Z[0-9]"  # kernels in no namespace: not those of torch and cuBLAS
 PLANTED = {"memcheck": "planted_access", "racecheck": "planted_race"}
@@ -148,7 +148,7 @@ def watched(name: str, program: Program, tool: str | None, by: str,
                    "--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "120",
                    "--force-synchronization-limit", "1", *command]  # fmt: skip
     begin = time.perf_counter()
-    text, code = ended(command, LINES | ({APART: "1"} if tool == "memcheck" else {}), limit)
+    text, code = ended(command, ENVIRONMENT | ({APART: "1"} if tool == "memcheck" else {}), limit)
     seconds = time.perf_counter() - begin
     kernels = Counter(KERNEL.findall(text))
     clean = code == 0
