@@ -13,7 +13,9 @@ may not have).
 Each program ends with a race and an access out of bounds (`gpu_planted.cu`). It is clean if the
 tool reports its one of these and nothing else, for a tool that lost a program says 0 errors too.
 memcheck knows only what the driver allocated, so torch allocates each tensor by itself for it, and
-graphs, for which that is impossible, are played kernel by kernel.
+graphs, for which that is impossible, are played kernel by kernel. An access that it reports ends
+that kernel alone: faults of several programs at once, which end all that a program has on the GPU,
+left a GPU behind that no program could use.
 
 Writes `results/<date>-gpu-<tool>.json`. Exit code 1 if a program is not clean, fails or takes
 longer than `--limit` seconds.
@@ -27,7 +29,6 @@ do not look for missing proxy fences. A newer one than that of an installed CUDA
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import shutil
@@ -108,15 +109,11 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
 
 
 def plant() -> None:
-    """Does what the tools have to report; memcheck ends all work on the GPU with it."""
+    """Does what the tools have to report."""
     file, x = str(Path(__file__).with_name("gpu_planted.cu")), torch.zeros(64, device="cuda")
     launch.kernel(file, PLANTED["racecheck"])(1, 64, x)
-    with contextlib.suppress(torch.AcceleratorError):
-        launch.kernel(file, PLANTED["memcheck"])(1, 1, x, np.int32(64))
-        torch.cuda.synchronize()
-    sys.stdout.flush()
-    time.sleep(2)  # the tool hears of it later than torch does
-    os._exit(0)  # torch cannot free what it has on a GPU that failed
+    launch.kernel(file, PLANTED["memcheck"])(1, 1, x, np.int32(64))
+    torch.cuda.synchronize()
 
 
 def sanitizer() -> str:
@@ -146,7 +143,8 @@ def watched(name: str, program: Program, tool: str | None, by: str,
         command = [by, "--tool", tool, "--report-api-errors", "no", "--kernel-name", OURS,
                    "--num-cuda-barriers", BARRIERS, "--target-processes", "application-only",
                    "--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "120",
-                   "--force-synchronization-limit", "1", *command]  # fmt: skip
+                   "--force-synchronization-limit", "1", "--destroy-on-device-error", "kernel",
+                   *command]  # fmt: skip
     begin = time.perf_counter()
     text, code = ended(command, ENVIRONMENT | ({APART: "1"} if tool == "memcheck" else {}), limit)
     seconds = time.perf_counter() - begin
