@@ -39,9 +39,10 @@ _MAIN = """
 #include "running.h"
 static auto chosen = &{name};
 extern "C" const char* emulated(const unsigned* grid, const unsigned* block, size_t dynamic,
-                                unsigned seed, void** args) {{
-  return machine::launch(chosen, grid, block, dynamic, seed, args);
+                                unsigned seed, char* stacks, void** args) {{
+  return machine::launch(chosen, grid, block, dynamic, seed, stacks, args);
 }}
+extern "C" char* reserve() {{ return machine::reserve(); }}
 extern "C" void watch(const uint64_t* ranges, size_t n) {{
   machine::watched = ranges, machine::watched_count = n;
 }}
@@ -117,15 +118,28 @@ def _headers(flags: tuple[str, ...]) -> str:
     return str(_made(sources, [command], "cuda.h"))
 
 
+def _compile(flags: Sequence[str]) -> list[str]:
+    return ["g++", *flags, "-I", _headers(tuple(flags)), "-include", "cuda.h", "-c"]
+
+
+@functools.cache
+def _runner(flags: tuple[str, ...]) -> str:
+    sources = {"running.cpp": (HERE / "running.cpp").read_text()}
+    command = [*_compile(flags), "running.cpp", "-o", "running.o"]
+    return str(_made(sources, [command], "running.cpp") / "running.o")
+
+
 @functools.cache
 def _library(file: str, name: str, arch: str, checked: bool) -> ctypes.CDLL:
     flags = _flags(arch, checked)
-    compile = ["g++", *flags, "-I", _headers(tuple(flags)), "-include", "cuda.h", "-c", "main.cpp"]
-    link = ["g++", "-shared", "-Wl,--no-undefined", "main.o", *([_checker()] if checked else ())]
-    commands = [compile, [*link, "-o", "kernel.so"]]
+    compile, runner = _compile(flags), _runner(tuple(flags))
+    link = ["g++", "-shared", "-Wl,--no-undefined,-Bsymbolic", "main.o", runner]
+    link += [*([_checker()] if checked else ()), "-o", "kernel.so"]
+    commands = [[*compile, "main.cpp"], link]
     made = _made(_sources(file, name), commands, f"{file}: {name}") / "kernel.so"
     library = ctypes.CDLL(str(made))
     library.emulated.restype = ctypes.c_char_p
+    library.reserve.restype = ctypes.c_void_p
     return library
 
 
@@ -159,6 +173,7 @@ class Emulated:
     """One instance; launched like `launch.Kernel`, seeds count up."""
 
     seed = 0
+    stacks: Any = None
     device = 0
     resources = nvrtc.Resources(64, 0, 0, 0)
 
@@ -186,8 +201,10 @@ class Emulated:
         Emulated.seed += 1
         ranges = self._ranges(args)
         self._library.watch(ranges, ctypes.c_size_t(len(ranges) // 2))
+        Emulated.stacks = Emulated.stacks or ctypes.c_void_p(self._library.reserve())
         failed = self._library.emulated(
-            _three(grid), _three(block), ctypes.c_size_t(shared), Emulated.seed, pointers
+            *(_three(grid), _three(block), ctypes.c_size_t(shared)),
+            *(Emulated.seed, Emulated.stacks, pointers),
         )
         if failed:
             text = failed.decode()
