@@ -16,10 +16,11 @@ from pathlib import Path
 
 from g4spec import convert
 from g4spec.cli._family import DRAFTS
+from g4spec.measure import prompts
+from g4spec.measure import run_record as provenance
 from g4spec.models.spec import Committed
-from g4spec.runtime import prompts, provenance
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.sampling import Sampler
 
 ROOT = Path(__file__).parent.parent
 N_CTX, LONG_TOKENS = 2048, 800

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from g4spec import convert
 from g4spec.cli._family import DRAFTS
-from g4spec.runtime import prompts, provenance, verify
+from g4spec.measure import prompts, verify
+from g4spec.measure import run_record as provenance
 from g4spec.runtime.engine import Engine
 
 ROOT = Path(__file__).parent

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import gpu_first_token, synthetic, watch
 from g4spec.convert import convert
 from g4spec.errors import EnvironmentProblem
-from g4spec.runtime.cuda import memory
-from g4spec.runtime.cuda.memory import Card
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cuda import gpu_memory as memory
+from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.engine import Engine, Options
-from g4spec.runtime.sampling import Sampler
 
 TOKENS, LENGTH = 64, 15
 SAMPLERS = (Sampler(), Sampler(temperature=0.7, top_k=40, seed=1))

@@ -37,7 +37,7 @@ def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, 
     """Milliseconds after a rest, of so many seconds without a pause, and joules of one of these."""
     import torch
 
-    from g4spec.runtime import steps
+    from g4spec.measure import synthetic_bench as steps
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     rested = steps.milliseconds(play, rest=steps.REST)
@@ -60,8 +60,10 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
     import pynvml
     import torch
 
-    from g4spec.runtime import devices, steps, synthetic
-    from g4spec.runtime.sampling import Sampler
+    from g4spec.measure import synthetic
+    from g4spec.measure import synthetic_bench as steps
+    from g4spec.ops.sampling import Sampler
+    from g4spec.runtime import devices
 
     pynvml.nvmlInit()
     protocol = steps.Protocol(contexts=tuple(contexts))

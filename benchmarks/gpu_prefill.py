@@ -20,13 +20,19 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import watch
 from g4spec.models.gemma4 import Config, caches
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda import packing, prefill
-from g4spec.runtime.cuda.dequant import Products, Weight
-from g4spec.runtime.cuda.kv import CudaKV
-from g4spec.runtime.cuda.prefill import LayerWeights, Prefill
-from g4spec.runtime.cuda.prefill_attention import Attention, Flash, HeadWeights, Scores, Wide
-from g4spec.runtime.cuda.prefill_experts import Experts, ExpertWeights
-from g4spec.runtime.ops import Ops
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.prefill.prefill import LayerWeights, Prefill, prefill
+from g4spec.runtime.cuda.prefill.prefill_attention import (
+    Attention,
+    Flash,
+    HeadWeights,
+    Scores,
+    Wide,
+)
+from g4spec.runtime.cuda.prefill.prefill_experts import Experts, ExpertWeights
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.dequant import Products, Weight
 
 DEVICE = torch.device("cuda")
 SHAPES: dict[str, dict[str, Any]] = {

@@ -49,10 +49,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import watch
-from g4spec.runtime import graphs, prompts
-from g4spec.runtime.cuda import launch
+from g4spec.measure import prompts
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.sampling import Sampler
 from tests.emulator import runtime
 from tests.gpu import family
 

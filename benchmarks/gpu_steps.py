@@ -26,7 +26,8 @@ import torch
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent))
 
-from g4spec.runtime import devices, steps  # noqa: E402
+from g4spec.measure import synthetic_bench as steps  # noqa: E402
+from g4spec.runtime import devices  # noqa: E402
 
 # Model, context, figure: required and stretch, milliseconds.
 GOALS = {

@@ -18,8 +18,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_steps import timeline
-from g4spec.runtime import devices, steps, synthetic
-from g4spec.runtime.sampling import Sampler
+from g4spec.measure import synthetic
+from g4spec.measure import synthetic_bench as steps
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime import devices
 
 
 def main() -> None:

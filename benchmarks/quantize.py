@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT.parent))
 
 from g4spec import convert  # noqa: E402
 from g4spec.gguf import GGUF  # noqa: E402
-from g4spec.runtime import provenance  # noqa: E402
+from g4spec.measure import run_record as provenance  # noqa: E402
 from g4spec.validate.loss import losses, total  # noqa: E402
 from tests import tiny  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""What the upper two bits of a Q6_K table know of the best token (`g4spec.runtime.cuda.screen`).
+"""What the upper two bits of a Q6_K table know of the best token (`cuda.step.screen`).
 
 For each row from which a draft of the bundled family reads a token, on a CPU: the place of the best
 one when all are ordered by these bits alone; then the same of those that were accepted.
@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from g4spec import convert
 from g4spec.gguf import GGUF
 from g4spec.models.dflash_drafter import Drafter
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine, Options
-from g4spec.runtime.sampling import Sampler
 from tests.upper_bits import tables
 
 FAMILY = Path(__file__).parent.parent / "examples" / "tiny"

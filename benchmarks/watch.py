@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from g4spec.runtime import provenance
+from g4spec.measure import run_record as provenance
 
 
 def watched(command: list[object], env: dict[str, str] | None = None) -> dict[str, float]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from g4spec.measure.prompts import Prompt
 from g4spec.models import ngram
 from g4spec.models.spec import Draft
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.memory import MemoryPlan
-from g4spec.runtime.prompts import Prompt
 from tests import memory_models
 
 

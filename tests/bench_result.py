@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from g4spec.runtime.bench import LENGTHS, Protocol, Result
-from g4spec.runtime.recommendation import recommend
-from g4spec.runtime.rows import Row
+from g4spec.measure.bench import LENGTHS, Protocol, Result
+from g4spec.measure.bench_summary import Row
+from g4spec.measure.recommendation import recommend
 
 HOLDS = {"code": 0.82, "chat": 0.62, "maths": 0.75, "extraction": 0.85, "rewriting": 0.9,
          "long": 0.7}  # fmt: skip

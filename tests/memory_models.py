@@ -9,8 +9,8 @@ import torch
 
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.models.spec import MAX_STEP_ROWS, LayerSpec, TensorSpec
-from g4spec.runtime.kv import LayerKV
-from g4spec.runtime.ops import Ops
+from g4spec.ops.kv import LayerKV
+from g4spec.ops.reference import Ops
 from g4spec.runtime.target import Target
 
 V, H, WINDOW = 160, 48, 24

@@ -1,4 +1,4 @@
-"""What the upper bits of a Q6_K matrix say (`g4spec.runtime.cuda.screen`)."""
+"""What the upper bits of a Q6_K matrix say (`g4spec.runtime.cuda.step.screen`)."""
 
 from __future__ import annotations
 

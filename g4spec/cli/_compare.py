@@ -12,7 +12,7 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from g4spec.runtime.bench_compare import Comparison
+    from g4spec.measure.bench_compare import Comparison
 
 
 def alone(context: typer.Context) -> None:
@@ -31,7 +31,7 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Compare two results; exit code 1 when something became worse."""
-    from g4spec.runtime import bench_compare as comparing
+    from g4spec.measure import bench_compare as comparing
 
     out = Output(json, quiet)
     found = comparing.compare(

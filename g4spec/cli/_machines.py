@@ -9,9 +9,9 @@ import typer
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.validate.hardware.choice import Question
-    from g4spec.validate.hardware.facts import Facts
-    from g4spec.validate.hardware.machine import Machine
+    from g4spec.advisor.choice import Question
+    from g4spec.advisor.facts import Facts
+    from g4spec.advisor.machine import Machine
 
 Model = Annotated[
     str | None,
@@ -66,7 +66,7 @@ def ask(
     gpus: int | None,
 ) -> Question | None:
     """The question behind the options, or None when no model was named."""
-    from g4spec.validate.hardware import questions
+    from g4spec.advisor import questions
 
     if gpus is not None and gpus > machine.total_gpus:
         raise UsageError("--gpus", expected=f"at most {machine.total_gpus}, the cards there are",
@@ -76,6 +76,6 @@ def ask(
 
 def machine_of(facts: Facts, assume: str | None, given: list[str] | None) -> Machine:
     """The machine that is asked about: this one, or an assumed one."""
-    from g4spec.validate.hardware import questions
+    from g4spec.advisor import questions
 
     return questions.machine(facts, assume, given or ())

@@ -12,7 +12,7 @@ from g4spec.cli.render import Output
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from g4spec.runtime.bench import Result
+    from g4spec.measure.bench import Result
 
 MT_BENCH = "mt-bench"
 
@@ -22,7 +22,7 @@ def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path |
     if save is not None:
         write(save, json.dumps(data, indent=1) + "\n", out)
     if report is not None:
-        from g4spec.runtime import report as page
+        from g4spec.measure import bench_report as page
 
         write(report, page.page(data), out)
 
@@ -80,7 +80,7 @@ def finish(
     averages_too: bool,
 ) -> None:
     """Keep and show a result; CheckFailed if a draft changed a text."""
-    from g4spec.runtime import recommendation
+    from g4spec.measure import recommendation
 
     data = result.json(origin, recommendation.recommend(result.rows).json())
     show(data, out)

@@ -48,7 +48,8 @@ def run(
     save: Path | None,
 ) -> None:
     """Measure and show; the context of `setup` is one more that is timed."""
-    from g4spec.runtime import devices, steps
+    from g4spec.measure import synthetic_bench as steps
+    from g4spec.runtime import devices
 
     n_ctx, device = setup.n_ctx, setup.device
     if device == "cpu":

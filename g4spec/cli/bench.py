@@ -14,7 +14,7 @@ from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _synthet
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
-    from g4spec.runtime.prompts import Prompt
+    from g4spec.measure.prompts import Prompt
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -83,8 +83,9 @@ def measure(
         return _synthetic.run(synthetic, mix, draft, accepted, setup, out, save)
     _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0"))
     model = _measured.checked(model, preset, dataset, bool(temp or categories), save, report)
-    from g4spec.runtime import bench, prompts, provenance
-    from g4spec.runtime.sampling import Sampler
+    from g4spec.measure import bench, prompts
+    from g4spec.measure import run_record as provenance
+    from g4spec.ops.sampling import Sampler
 
     wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
     most, sampler = n_predict or (2048 if preset else 128), Sampler(temp, top_k, top_p, min_p, seed)
@@ -108,7 +109,7 @@ def _questions(
     dataset: Path | None, names: Sequence[str], count: int | None, preset: bool
 ) -> list[Prompt]:
     """The preset's prompts; without one none, and an error for shipped ones that there are not."""
-    from g4spec.runtime import prompts
+    from g4spec.measure import prompts
 
     if preset:
         return prompts.mt_bench(dataset or Path("question.jsonl"), count)

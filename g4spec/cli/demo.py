@@ -15,7 +15,7 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from g4spec.runtime.verify import Verdict
+    from g4spec.measure.verify import Verdict
 
 N_CTX, LONG, CASES, PROMPTS = 2048, 1024, 12, 2
 
@@ -35,7 +35,7 @@ def command(
     Options(n_predict)  # refuses what no text can have, before anything is converted
     source = _family.find(family)
     folder.mkdir(parents=True, exist_ok=True)
-    from g4spec.runtime import bench
+    from g4spec.measure import bench
 
     idle = bench.memory_in_use()
     files = _family.convert_all(source, folder, out)
@@ -53,7 +53,7 @@ def command(
 
 
 def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
-    from g4spec.runtime import prompts, verify
+    from g4spec.measure import prompts, verify
     from g4spec.runtime.engine import Engine
 
     if name == DRAFTS[0]:
@@ -79,7 +79,8 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
 def _sweep(
     files: dict[str, Path], folder: Path, n_predict: int, idle: int | None, out: Output
 ) -> dict[str, Any]:
-    from g4spec.runtime import bench, prompts, provenance, recommendation
+    from g4spec.measure import bench, prompts, recommendation
+    from g4spec.measure import run_record as provenance
     from g4spec.runtime.engine import Engine
 
     out.line("\n5  Measure: how many tokens to draft depends on what is written.", "bold")

@@ -57,9 +57,9 @@ def command(
     Marks: ✓ works, ! works with a condition, ✗ does not work, · a figure or a remark.
     Exits 1 when the run that was asked for cannot work.
     """
-    from g4spec.validate.hardware import questions
-    from g4spec.validate.hardware.doctor import diagnose
-    from g4spec.validate.hardware.facts import facts
+    from g4spec.advisor import questions
+    from g4spec.advisor.doctor import diagnose
+    from g4spec.advisor.facts import facts
 
     _one_of({"--why": why, "--log": log, "--self-test": self_test, "--network": network},
             model, draft, ctx_size, kv, engine, attention_backend, gpus, assume, given)  # fmt: skip

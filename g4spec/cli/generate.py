@@ -68,8 +68,8 @@ def command(
         raise UsageError("--chat needs a text: ids are read as they are", fix="leave it out")
     if show_draft and json:
         raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
+    from g4spec.ops.sampling import Sampler
     from g4spec.runtime.engine import Options
-    from g4spec.runtime.sampling import Sampler
 
     out = Output(json, quiet)
     options = Options(

@@ -11,7 +11,7 @@ from g4spec.cli import render
 from g4spec.cli._machines import Assume, Context, Draft, Gpus, Kv, With, ask, machine_of
 
 if TYPE_CHECKING:
-    from g4spec.validate.hardware.recipe import Recipe
+    from g4spec.advisor.recipe import Recipe
 
 
 def command(
@@ -41,9 +41,9 @@ def command(
 
     Exits 1 when the engine cannot run it here; then it names one that can.
     """
+    from g4spec.advisor import questions, recipe, scripts
+    from g4spec.advisor.facts import facts
     from g4spec.errors import CheckFailed
-    from g4spec.validate.hardware import questions, recipe, scripts
-    from g4spec.validate.hardware.facts import facts
 
     out, known = render.Output(json, quiet), facts()
     name = questions.engine(engine) or engine

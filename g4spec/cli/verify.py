@@ -34,7 +34,7 @@ def command(
     exit code 1 at the first token that differs."""
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
-    from g4spec.runtime import prompts, verify
+    from g4spec.measure import prompts, verify
     from g4spec.runtime.engine import Options
 
     out = Output(json, quiet)

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     import torch
 
     from g4spec.gguf import GGUF
-    from g4spec.runtime.kv import LayerKV
-    from g4spec.runtime.ops import Ops
+    from g4spec.ops.kv import LayerKV
+    from g4spec.ops.reference import Ops
 
 
 class WeightedDrafter:

@@ -15,8 +15,8 @@ from g4spec.models.spec import Attention, ExpertLayer, LayerSpec, Reach
 if TYPE_CHECKING:
     import torch
 
-    from g4spec.runtime.kv import LayerKV
-    from g4spec.runtime.ops import Ops
+    from g4spec.ops.kv import LayerKV
+    from g4spec.ops.reference import Ops
 
 
 class Model:

@@ -2,7 +2,7 @@
 
 A *noun* file in this package (gemma4, dflash, assistant, ngram) says what one kind of model is:
 how its checkpoint is recognised, its hyperparameters, its tensors under both names, and its
-forward pass written with :class:`g4spec.runtime.ops.Ops`. Nothing here imports torch at run time,
+forward pass written with :class:`g4spec.ops.reference.Ops`. Nothing here imports torch at run time,
 so that converting, inspecting and `--help` stay light.
 """
 

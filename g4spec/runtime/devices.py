@@ -12,8 +12,8 @@ import torch
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import CacheShape
+from g4spec.ops.reference import Ops
 from g4spec.runtime import memory
-from g4spec.runtime.ops import Ops
 
 CACHE_TYPES = ("f16", "q8_0")
 """How keys and values may be stored on a GPU; on a CPU they are always F32."""
@@ -69,7 +69,7 @@ def select(
     found = check(device, cache_type)
     if found is None:
         return Ops(), Host()
-    from g4spec.runtime.cuda.memory import Card, join_free
+    from g4spec.runtime.cuda.gpu_memory import Card, join_free
     from g4spec.runtime.cuda.ops import CudaOps
 
     place, portable = torch.device("cuda", found[0]), found[1]

@@ -10,7 +10,7 @@ from g4spec import models
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, Draft
-from g4spec.runtime.ops import Ops
+from g4spec.ops.reference import Ops
 from g4spec.runtime.target import Target
 
 

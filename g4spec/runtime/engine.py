@@ -14,10 +14,10 @@ from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram
 from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, Draft
+from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime import devices, memory
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.length import Auto, Fixed, Length
-from g4spec.runtime.sampling import NotFinite, Sampler
 from g4spec.runtime.speculate import Backlog, Cycle, Player, Speculation
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import Tokenizer

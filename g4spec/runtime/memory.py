@@ -9,7 +9,7 @@ from pathlib import Path
 
 from g4spec.errors import EnvironmentProblem
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, LayerSpec
-from g4spec.runtime.kv import capacity
+from g4spec.ops.kv import capacity
 
 FLOAT = 4
 """Bytes of every weight and cache entry of the reference runtime (float32)."""

@@ -10,8 +10,8 @@ import torch
 
 from g4spec.models import gemma4
 from g4spec.models.spec import MAX_STEP_ROWS, Committed
-from g4spec.runtime.kv import LayerKV
-from g4spec.runtime.ops import Ops
+from g4spec.ops.kv import LayerKV
+from g4spec.ops.reference import Ops
 
 STEPS = (1, 2, 4, 8, 16)
 """Rows of the steps that a backend may record."""

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from g4spec.runtime.cuda import nvrtc, units
+from g4spec.runtime.cuda.build import nvrtc, units
 
 REGISTERED = units.registered()
 
@@ -53,13 +53,13 @@ def test_every_kernel_is_registered() -> None:
     }
     kernels = {
         (path.name, name)
-        for path in nvrtc.KERNELS.glob("*.cu")
+        for path in nvrtc.kernel_files().values()
         for name in re.findall(
             r"__global__(?:\s+(?:void|__launch_bounds__\([^()]*(?:\([^()]*\))?[^()]*\)))*\s+(\w+)\s*\(",
             path.read_text(),
         )
     }
-    assert len(kernels) >= len(list(nvrtc.KERNELS.glob("*.cu"))) > 0
+    assert len(kernels) >= len(list(nvrtc.kernel_files().values())) > 0
     assert kernels - instances == set()
 
 

@@ -92,7 +92,7 @@ def nouns() -> set[str]:
     return found | {"ngram", "eagle", "dspark"}
 
 
-VERBS = ["runtime/speculate.py", "runtime/sampling.py", "runtime/length.py", "runtime/kv.py"]
+VERBS = ["runtime/speculate.py", "ops/sampling.py", "runtime/length.py", "ops/kv.py"]
 
 
 @pytest.mark.parametrize("verb", VERBS)

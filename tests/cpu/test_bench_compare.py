@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from g4spec.errors import InputError, UsageError
-from g4spec.runtime.bench_compare import compare, read, tolerance
+from g4spec.measure.bench_compare import compare, read, tolerance
 from tests import bench_result
 
 Data = dict[str, Any]

@@ -15,8 +15,8 @@ import pytest
 from g4spec.cli import _inputs, render
 from g4spec.cli._spoken import Writer, held_back
 from g4spec.errors import InputError
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.sampling import Sampler
 from g4spec.runtime.speculate import Cycle
 from tests import tiny, tokens
 from tests.commands import Cli

@@ -9,20 +9,22 @@ import pytest
 import torch
 
 from g4spec import quant
+from g4spec.advisor.facts import facts
+from g4spec.advisor.figures import Fixed
+from g4spec.advisor.memory_needs import LARGE, own_slots, own_token_bytes, slot_bytes
+from g4spec.advisor.schema import Size
+from g4spec.advisor.subjects import named_target
 from g4spec.errors import InputError
 from g4spec.gguf.reader import TensorInfo
+from g4spec.measure import synthetic
 from g4spec.models import gemma4
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, Checkpoint, LayerSpec
 from g4spec.quant.formats import q8_0
-from g4spec.runtime import synthetic
-from g4spec.runtime.cuda import attention, kv, memory
-from g4spec.runtime.cuda.kv import CudaKV
-from g4spec.runtime.cuda.long_reader import LongReader
-from g4spec.validate.hardware.facts import facts
-from g4spec.validate.hardware.figures import Fixed
-from g4spec.validate.hardware.memory import LARGE, own_slots, own_token_bytes, slot_bytes
-from g4spec.validate.hardware.rows import Size
-from g4spec.validate.hardware.subjects import named_target
+from g4spec.runtime.cuda import gpu_memory as memory
+from g4spec.runtime.cuda.cache import cuda_kv as kv
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.prefill.long_reader import LongReader
+from g4spec.runtime.cuda.step import attention
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-5, 1.0, 300.0])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.runtime.cuda import launch, nvrtc
+from g4spec.runtime.cuda.build import launch, nvrtc
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 
 from g4spec import cli, convert
 from g4spec.cli import demo
+from g4spec.measure.bench_compare import read
 from g4spec.runtime import speculate
-from g4spec.runtime.bench_compare import read
 from tests import tiny
 from tests.cpu.test_verify import believe_one
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from g4spec.advisor import backends, questions
+from g4spec.advisor.doctor import diagnose
+from g4spec.advisor.facts import facts
+from g4spec.advisor.machine import Gpu, Machine, assume
+from g4spec.advisor.schema import Card
+from g4spec.advisor.verdict import Diagnosis
 from g4spec.cli import run
 from g4spec.errors import UsageError
-from g4spec.validate.hardware import backends, questions
-from g4spec.validate.hardware.doctor import diagnose
-from g4spec.validate.hardware.facts import facts
-from g4spec.validate.hardware.machine import Gpu, Machine, assume
-from g4spec.validate.hardware.rows import Card
-from g4spec.validate.hardware.verdict import Diagnosis
 
 FACTS = facts()
 ROOT = Path(__file__).resolve().parents[2]

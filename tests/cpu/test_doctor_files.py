@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from g4spec import convert
+from g4spec.advisor import files, questions, subjects
+from g4spec.advisor import memory_needs as memory
+from g4spec.advisor.doctor import diagnose
+from g4spec.advisor.engines import judge
+from g4spec.advisor.facts import facts
+from g4spec.advisor.machine import assume
+from g4spec.advisor.schema import Size
 from g4spec.errors import InputError, UsageError
 from g4spec.models.spec import CacheShape
-from g4spec.validate.hardware import files, memory, questions, subjects
-from g4spec.validate.hardware.doctor import diagnose
-from g4spec.validate.hardware.engines import judge
-from g4spec.validate.hardware.facts import facts
-from g4spec.validate.hardware.machine import assume
-from g4spec.validate.hardware.rows import Size
 from tests import tiny, tiny_drafts
 
 FACTS = facts()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from g4spec.advisor import logs
+from g4spec.advisor.facts import facts
 from g4spec.cli import run
-from g4spec.validate.hardware import logs
-from g4spec.validate.hardware.facts import facts
 
 FACTS = facts()
 

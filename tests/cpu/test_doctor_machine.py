@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from g4spec.advisor import doctor_report as report
+from g4spec.advisor import network, probe
+from g4spec.advisor.facts import facts
+from g4spec.advisor.machine import GIB, Machine, assume, assumption, find_card
+from g4spec.advisor.probe import System
 from g4spec.cli import run
-from g4spec.validate.hardware import network, probe, report
-from g4spec.validate.hardware.facts import facts
-from g4spec.validate.hardware.machine import GIB, Machine, assume, assumption, find_card
-from g4spec.validate.hardware.probe import System
 
 FACTS = facts()
 
@@ -159,7 +160,7 @@ def test_unknown_card_computes_its_bandwidth(
 
 def test_unsupported_calls_are_unknown(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     m = look(monkeypatch, Nvml([("NVIDIA Y", None, None, None)]), system)
-    from g4spec.validate.hardware.doctor import diagnose
+    from g4spec.advisor.doctor import diagnose
 
     assert diagnose(FACTS, m, None).sections
 
@@ -217,14 +218,14 @@ def test_which_code_runs_where() -> None:
 
 def lines(m: Machine) -> str:
     """What doctor says of a machine, with marks and fixes."""
-    from g4spec.validate.hardware.doctor import diagnose
+    from g4spec.advisor.doctor import diagnose
 
     return "\n".join(f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections
                      for x in s.lines)  # fmt: skip
 
 
 def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    from g4spec.validate.hardware import questions
+    from g4spec.advisor import questions
 
     m = questions.machine(FACTS, "V100", ("torch=2.14.0",))
     text = lines(m)

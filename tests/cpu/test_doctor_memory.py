@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from g4spec.validate.hardware import memory, speed
-from g4spec.validate.hardware.facts import facts
-from g4spec.validate.hardware.figures import CacheTable, Fit, Reading
-from g4spec.validate.hardware.machine import GIB, Gpu, Machine, assume
-from g4spec.validate.hardware.memory import Calculator
-from g4spec.validate.hardware.rows import Card, Draft, Size
-from g4spec.validate.hardware.subjects import (
+from g4spec.advisor import memory_needs as memory
+from g4spec.advisor import speed
+from g4spec.advisor.facts import facts
+from g4spec.advisor.figures import CacheTable, Fit, Reading
+from g4spec.advisor.machine import GIB, Gpu, Machine, assume
+from g4spec.advisor.memory_needs import Calculator
+from g4spec.advisor.schema import Card, Draft, Size
+from g4spec.advisor.subjects import (
     DraftModel,
     Option,
     Target,

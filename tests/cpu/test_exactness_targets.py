@@ -11,9 +11,9 @@ import torch
 from g4spec.models import gemma4, ngram
 from g4spec.models.gemma4_config import shared_kv
 from g4spec.models.spec import Draft, LayerSpec
+from g4spec.ops.reference import TILE, Ops
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime import memory
-from g4spec.runtime.ops import TILE, Ops
-from g4spec.runtime.sampling import Sampler
 from g4spec.runtime.target import Target
 from tests import memory_models as mm
 from tests.cpu.test_exactness import PROMPT, decode

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from g4spec.validate.hardware import facts as loader
-from g4spec.validate.hardware import rows, versions
-from g4spec.validate.hardware.facts import FOLDER, BadFact, Facts, facts
-from g4spec.validate.hardware.figures import CacheTable, Fit, Reading
-from g4spec.validate.hardware.rows import Card, Error, Flag, Problem, Row, Size, Source, When
+from g4spec.advisor import facts as loader
+from g4spec.advisor import schema as rows
+from g4spec.advisor import versions
+from g4spec.advisor.facts import FOLDER, BadFact, Facts, facts
+from g4spec.advisor.figures import CacheTable, Fit, Reading
+from g4spec.advisor.schema import Card, Error, Flag, Problem, Row, Size, Source, When
 
 REFS = Path(__file__).resolve().parents[1] / "data" / "hardware_refs.txt"
 
@@ -202,7 +203,7 @@ def test_ranges(text: str, version: str, inside: bool) -> None:
 
 
 def test_defaults_do_not_restrict() -> None:
-    from g4spec.validate.hardware.when import Situation, matches
+    from g4spec.advisor.when import Situation, matches
 
     assert matches(When(), Situation())
     assert not matches(When(cc="<8.9"), Situation()), "what is unknown does not match"
@@ -216,8 +217,8 @@ def test_every_kind_of_row_is_used(known: Facts) -> None:
 
 
 def test_the_page_is_up_to_date() -> None:
-    from g4spec.validate.hardware.document import document
+    from g4spec.advisor.document import document
 
     path = Path(__file__).resolve().parents[2] / "docs" / "hardware.md"
-    fix = "run python -m g4spec.validate.hardware.document"
+    fix = "run python -m g4spec.advisor.document"
     assert path.read_text(encoding="utf-8") == document(), fix

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.runtime.cuda import packing
-from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, in_turns, join
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, in_turns, join
 
 ROWS, COLUMNS = 256, 512
 Pack = Callable[[Sequence[Matrix]], object]

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported
-from g4spec.runtime.cuda import cache, nvrtc, units
-from g4spec.runtime.cuda.units import Job
+from g4spec.runtime.cuda.build import disk_cache as cache
+from g4spec.runtime.cuda.build import nvrtc, units
+from g4spec.runtime.cuda.build.units import Job
 
 SOURCE = """
 #include "scale.cuh"
@@ -193,7 +194,7 @@ def test_a_worker_that_dies_is_said(kernel: Path, monkeypatch: pytest.MonkeyPatc
 def test_compiling_in_a_script_without_a_main_guard(kernel: Path) -> None:
     kernel.write_text("template <int N> __global__ void f(int* x) { *x = N; }")
     script = (
-        "from g4spec.runtime.cuda.units import Job, compile_all\n"
+        "from g4spec.runtime.cuda.build.units import Job, compile_all\n"
         f"jobs = [Job({str(kernel)!r}, f'f<{{n}}>', 'sm_80') for n in range(3)]\n"
         "print(len(compile_all(jobs, workers=2)))\n"
     )
@@ -264,7 +265,7 @@ def test_an_architecture_the_compiler_lacks(kernel: Path, monkeypatch: pytest.Mo
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from g4spec.runtime.cuda import launch
+    from g4spec.runtime.cuda.build import launch
 
     nvrtc._library.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.ops import Ops
 from tests.gpu.parity import CASES, ELSEWHERE
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,8 @@ import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
-from g4spec.runtime.cuda import nvrtc, packing
+from g4spec.runtime.cuda.build import nvrtc
+from g4spec.runtime.cuda.weights import packing
 from tests.quant_blocks import random_blocks
 
 SHAPES = [(128, 256), (200, 768), (1, 256), (129, 64), (300, 192)]

@@ -11,14 +11,14 @@ import pytest
 import typer
 
 from g4spec import cli
+from g4spec.advisor import engines, lengths, questions, recipe, scripts, subjects
+from g4spec.advisor.doctor import diagnose
+from g4spec.advisor.facts import facts
+from g4spec.advisor.machine import Machine
+from g4spec.advisor.recipe import Recipe
+from g4spec.advisor.schema import Card, Draft, Flag, Size
 from g4spec.cli import run
 from g4spec.errors import UsageError
-from g4spec.validate.hardware import engines, lengths, questions, recipe, scripts, subjects
-from g4spec.validate.hardware.doctor import diagnose
-from g4spec.validate.hardware.facts import facts
-from g4spec.validate.hardware.machine import Machine
-from g4spec.validate.hardware.recipe import Recipe
-from g4spec.validate.hardware.rows import Card, Draft, Flag, Size
 
 FACTS = facts()
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from g4spec.runtime import charts, report
+from g4spec.measure import bench_report as report
+from g4spec.measure import charts
 from tests import bench_result
 
 VOID = {"meta", "link", "br", "line", "polyline", "circle", "path", "rect"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4spec.errors import UsageError
-from g4spec.runtime.sampling import NotFinite, Sampler, gumbel, philox
+from g4spec.ops.sampling import NotFinite, Sampler, gumbel, philox
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from g4spec.errors import UsageError
-from g4spec.runtime import speculate, verify
+from g4spec.measure import verify
+from g4spec.runtime import speculate
 from g4spec.runtime.engine import Engine
 from tests import bench_engine, memory_models
 

@@ -1,4 +1,4 @@
-"""Stands in for `g4spec.runtime.cuda.launch` on a machine without a GPU.
+"""Stands in for `g4spec.runtime.cuda.build.launch` on a machine without a GPU.
 
     with kernels.installed("sm_90a"):
         attend(q, kv, first, last, scale)  # tensors on the CPU
@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from g4spec.runtime.cuda import launch, nvrtc
+from g4spec.runtime.cuda.build import launch, nvrtc
 from tests.emulator import runtime
 
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-// What kernels/include/ptx.cuh has, on the machine of machine.h.
+// What cuda/include/ptx.cuh has, on the machine of machine.h.
 #pragma once
 #include "cuda.h"
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.runtime import devices, graphs
-from g4spec.runtime.cuda import launch, ops
+from g4spec.runtime import devices
+from g4spec.runtime.cuda import ops
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.step import graphs
 from tests.emulator import unseen
 
 PROCESSORS = 3

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda import launch, linear, prefill_attention, rows, screen
-from g4spec.runtime.cuda.choose import Choice, Chosen
-from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.prefill_attention import HeadWeights
-from g4spec.runtime.ops import Ops
+from g4spec.runtime.cuda.prefill import prefill_attention
+from g4spec.runtime.cuda.prefill.prefill_attention import HeadWeights
+from g4spec.runtime.cuda.step import linear, screen
+from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.step.choose import Choice, Chosen
 from tests.emulator import kernels
 from tests.gpu import parity, test_attention, test_attention_window, test_experts
 from tests.gpu.device import EMULATED

@@ -1,4 +1,4 @@
-// What kernels/include/wgmma.cuh has. A product is done when it is issued: hardware may do so.
+// What cuda/include/wgmma.cuh has. A product is done when it is issued: hardware may do so.
 #pragma once
 #include "ptx.cuh"
 

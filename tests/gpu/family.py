@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import convert
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.sampling import Sampler
 from tests import tiny, tiny_drafts
 from tests.oracle import build
 

@@ -16,13 +16,15 @@ import torch
 
 from g4spec import quant
 from g4spec.models.spec import Attention, CacheShape, ExpertLayer, Reach
-from g4spec.runtime.cuda import packing, products, screen
-from g4spec.runtime.cuda.choose import Choice
-from g4spec.runtime.cuda.cycle import Picks
-from g4spec.runtime.cuda.matrix import Matrix
-from g4spec.runtime.cuda.rows import Rows, unpack
-from g4spec.runtime.ops import Ops
-from g4spec.runtime.sampling import Sampler
+from g4spec.ops.reference import Ops
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cuda.portable import products
+from g4spec.runtime.cuda.step import screen
+from g4spec.runtime.cuda.step.choose import Choice
+from g4spec.runtime.cuda.step.cycle import Picks
+from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.device import DEVICE
 
 Pair = tuple[Any, torch.Tensor, float]

@@ -11,14 +11,14 @@ import torch
 from g4spec import quant
 from g4spec.models import gemma4
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda import packing
-from g4spec.runtime.cuda.dequant import Weight
-from g4spec.runtime.cuda.kv import CudaKV, Kind
-from g4spec.runtime.cuda.matrix import Matrix
-from g4spec.runtime.cuda.prefill import LayerWeights, PerLayerWeights, Prefill
-from g4spec.runtime.cuda.prefill_attention import HeadWeights
-from g4spec.runtime.cuda.prefill_experts import ExpertWeights
-from g4spec.runtime.ops import Ops
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.prefill.prefill import LayerWeights, PerLayerWeights, Prefill
+from g4spec.runtime.cuda.prefill.prefill_attention import HeadWeights
+from g4spec.runtime.cuda.prefill.prefill_experts import ExpertWeights
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.target import Target
 from tests import memory_models as mm
 from tests.gpu.device import DEVICE

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from g4spec.runtime import devices
-from g4spec.runtime.cuda.memory import SETTINGS
+from g4spec.runtime.cuda.gpu_memory import SETTINGS
 from tests.gpu.device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]

@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.runtime.cuda import attention, launch, torch_attention
-from g4spec.runtime.cuda.attention import Attended, attend
-from g4spec.runtime.cuda.heads import Heads
-from g4spec.runtime.cuda.kv import CudaKV, Kind
-from g4spec.runtime.cuda.rows import Rows
-from g4spec.runtime.kv import LayerKV
-from g4spec.runtime.ops import Ops
+from g4spec.ops.kv import LayerKV
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.heads import Heads
+from g4spec.runtime.cuda.portable import torch_attention
+from g4spec.runtime.cuda.step import attention
+from g4spec.runtime.cuda.step.attention import Attended, attend
+from g4spec.runtime.cuda.step.packed_rows import Rows
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import stored
 

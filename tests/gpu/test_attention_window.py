@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from g4spec.models.spec import Attention, CacheShape
-from g4spec.runtime.cuda import attention_window, launch
-from g4spec.runtime.cuda.attention_window import Unfinished, takes
-from g4spec.runtime.cuda.heads import Heads
-from g4spec.runtime.cuda.kv import CudaKV, Kind
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.ops import Ops
+from g4spec.runtime.cuda.step import attention_window
+from g4spec.runtime.cuda.step.attention_window import Unfinished, takes
 from tests.gpu import parity
 from tests.gpu.device import DEVICE, EMULATED
 from tests.gpu.test_attention import expected

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from g4spec.runtime.cuda.choose import Choice, CycleState
-from g4spec.runtime.sampling import NotFinite, Sampler, gumbel
+from g4spec.ops.sampling import NotFinite, Sampler, gumbel
+from g4spec.runtime.cuda.step.choose import Choice, CycleState
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = pytest.mark.gpu

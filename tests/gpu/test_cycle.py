@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from g4spec import convert
-from g4spec.runtime.cuda import cycle, screen
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cuda.step import cycle, screen
 from g4spec.runtime.engine import Engine, Options, Run
 from g4spec.runtime.length import Auto, Fixed
-from g4spec.runtime.sampling import Sampler
 from tests import tiny, tiny_drafts
 from tests.emulator import unseen
 from tests.gpu.device import DEVICE, EMULATED

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from g4spec.runtime.cuda import elementwise, rows
-from g4spec.runtime.ops import Ops
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.step import elementwise
+from g4spec.runtime.cuda.step import packed_rows as rows
 from tests.gpu.device import DEVICE
 from tests.gpu.test_rows import check_rows, close
 

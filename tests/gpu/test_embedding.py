@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.runtime.cuda import packing
-from g4spec.runtime.cuda.embedding import embed
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.embedding import embed
 from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from g4spec import convert
-from g4spec.runtime import prompts, verify
+from g4spec.measure import prompts, verify
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.sampling import Sampler
 from tests.gpu import family
 from tests.gpu.device import needs_gpu
 from tests.oracle import build

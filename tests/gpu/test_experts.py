@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.runtime.cuda import packing, rows
-from g4spec.runtime.cuda.dequant import Weight
-from g4spec.runtime.cuda.experts import Buffers, Experts, Shape, fits
-from g4spec.runtime.cuda.matrix import TILE
-from g4spec.runtime.ops import Ops
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape, fits
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.weights.matrix import TILE
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 
 pytestmark = pytest.mark.gpu

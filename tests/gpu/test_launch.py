@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from g4spec.errors import EnvironmentProblem, KernelCompileError
-from g4spec.runtime import graphs
-from g4spec.runtime.cuda import launch
-from g4spec.runtime.cuda.units import Unit
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.step import graphs
 from tests.gpu.device import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4spec.runtime.cuda import linear, rows
+from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step import packed_rows as rows
 from tests.gpu.device import DEVICE
 from tests.gpu.parity import HALF, matrix
 

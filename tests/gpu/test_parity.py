@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4spec.runtime.ops import Ops
+from g4spec.ops.reference import Ops
 from tests.gpu.device import DEVICE
 from tests.gpu.parity import CASES
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.runtime.cuda import dequant, portable
-from g4spec.runtime.cuda.dequant import Weight
+from g4spec.runtime.cuda.portable import portable
+from g4spec.runtime.cuda.weights import dequant
+from g4spec.runtime.cuda.weights.dequant import Weight
 from tests.gpu.device import DEVICE
 from tests.quant_blocks import random_blocks
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from g4spec.errors import UsageError
+from g4spec.ops.reference import Ops
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime import devices
-from g4spec.runtime.cuda import launch
-from g4spec.runtime.cuda.matrix import Matrix
+from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.ops import Ops
-from g4spec.runtime.sampling import Sampler
 from tests.emulator import kernels
 from tests.gpu import family, parity
 from tests.gpu.device import DEVICE, EMULATED

@@ -12,14 +12,15 @@ import torch
 from g4spec import quant
 from g4spec.models.gemma4_config import shared_kv
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda import launch, packing, prefill_attention
-from g4spec.runtime.cuda.dequant import Weight, dequantize
-from g4spec.runtime.cuda.kv import CudaKV, Kind
-from g4spec.runtime.cuda.matrix import beside
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
-from g4spec.runtime.cuda.prefill import Prefill, workspace
-from g4spec.runtime.cuda.prefill_attention import HeadWeights
-from g4spec.runtime.cuda.prefill_model import LongModel
+from g4spec.runtime.cuda.prefill.prefill import Prefill, prefill_attention, workspace
+from g4spec.runtime.cuda.prefill.prefill_attention import HeadWeights
+from g4spec.runtime.cuda.prefill.prefill_model import LongModel
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.dequant import Weight, dequantize
+from g4spec.runtime.cuda.weights.matrix import beside
 from g4spec.runtime.target import Target
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.gpu.prefill_models import Small, dense, small

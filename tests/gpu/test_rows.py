@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from g4spec.runtime.cuda import rows
-from g4spec.runtime.cuda.heads import Heads
-from g4spec.runtime.cuda.kv import CudaKV
-from g4spec.runtime.ops import Ops
+from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.heads import Heads
+from g4spec.runtime.cuda.step import packed_rows as rows
 from tests.gpu.device import DEVICE
 from tests.gpu.parity import stored
 

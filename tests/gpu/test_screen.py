@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.runtime.cuda import linear, screen
-from g4spec.runtime.cuda.choose import SPAN, Choice, Chosen
-from g4spec.runtime.cuda.matrix import Matrix
+from g4spec.runtime.cuda.step import linear, screen
+from g4spec.runtime.cuda.step.choose import SPAN, Choice, Chosen
+from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.device import DEVICE
 from tests.upper_bits import tables
 

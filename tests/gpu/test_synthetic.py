@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from g4spec.runtime import steps, synthetic
+from g4spec.measure import synthetic
+from g4spec.measure import synthetic_bench as steps
 from g4spec.runtime.cuda.ops import CudaOps
 from tests.gpu.device import DEVICE
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from g4spec import convert
+from g4spec.ops.kv import LayerKV
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime import speculate
 from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.kv import LayerKV
-from g4spec.runtime.sampling import Sampler
 from g4spec.runtime.speculate import Backlog
 from tests import tiny
 from tests.oracle import build

@@ -17,8 +17,8 @@ import torch
 
 from g4spec import convert
 from g4spec.models.spec import Committed
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.sampling import Sampler
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ["dflash", "dflash-speculators", "assistant"]

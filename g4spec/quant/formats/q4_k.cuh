@@ -1,4 +1,4 @@
-// Q4_K in packed order (g4spec/runtime/cuda/packing.py): a value is d * scale * q - dmin * min. Q5_K
+// Q4_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * q - dmin * min. Q5_K
 // is the same with a fifth bit.
 #pragma once
 #include "product.cuh"

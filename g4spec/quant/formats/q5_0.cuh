@@ -1,4 +1,4 @@
-// Q5_0 in packed order (g4spec/runtime/cuda/packing.py): a value is d * (q - 16).
+// Q5_0 in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * (q - 16).
 #pragma once
 #include "blocks32.cuh"
 

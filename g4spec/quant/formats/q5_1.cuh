@@ -1,4 +1,4 @@
-// Q5_1 in packed order (g4spec/runtime/cuda/packing.py): a value is d * q + m.
+// Q5_1 in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * q + m.
 #pragma once
 #include "blocks32.cuh"
 

@@ -1,4 +1,4 @@
-// Q5_K in packed order (g4spec/runtime/cuda/packing.py): Q4_K with a fifth bit.
+// Q5_K in packed order (g4spec/runtime/cuda/weights/packing.py): Q4_K with a fifth bit.
 #pragma once
 #include "q4_k.cuh"
 

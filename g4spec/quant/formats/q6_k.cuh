@@ -1,4 +1,4 @@
-// Q6_K in packed order (g4spec/runtime/cuda/packing.py): a value is d * scale * (q - 32).
+// Q6_K in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * scale * (q - 32).
 #pragma once
 #include "product.cuh"
 

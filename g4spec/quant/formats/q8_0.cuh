@@ -1,4 +1,4 @@
-// Q8_0 in packed order (g4spec/runtime/cuda/packing.py): a value is d * (q - 128), q unsigned.
+// Q8_0 in packed order (g4spec/runtime/cuda/weights/packing.py): a value is d * (q - 128), q unsigned.
 #pragma once
 #include "product.cuh"
 

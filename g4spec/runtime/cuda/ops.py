@@ -1,12 +1,12 @@
 """The op vocabulary on an NVIDIA GPU.
 
-Rows are `g4spec.runtime.cuda.rows.Rows` for steps of at most 16 rows, float32 numbers for longer
+Rows are `cuda.step.packed_rows.Rows` for steps of at most 16 rows, float32 numbers for longer
 chunks and for widths that kernels do not take. What has no kernel runs as torch on the GPU and is
 named in `CudaOps.without_kernel`.
 
 GPUs before sm_80 have not what most kernels of products and attention are made of. There, on those
 that `nvrtc.ARCHS` does not know, and where it is asked for, rows are float32 throughout and meet
-matrices as their file holds them (`g4spec.runtime.cuda.portable`).
+matrices as their file holds them (`g4spec.runtime.cuda.portable.portable`).
 """
 
 from __future__ import annotations
@@ -17,40 +17,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from g4spec.models.spec import Recordable
-from g4spec.runtime import graphs
-from g4spec.runtime.cuda import (
-    attention,
-    attention_window,
-    context,
-    elementwise,
-    embedding,
-    launch,
-    linear,
-    memory,
-    portable,
-    products,
-    rows,
-    torch_attention,
-    torch_experts,
-)
-from g4spec.runtime.cuda.attention_window import Unfinished
-from g4spec.runtime.cuda.cycle import Cycles, Picks
-from g4spec.runtime.cuda.dequant import Weight
-from g4spec.runtime.cuda.experts import Buffers, Experts, Shape
-from g4spec.runtime.cuda.heads import HEAD_DIMS, Heads
-from g4spec.runtime.cuda.kv import CudaKV, Kind
-from g4spec.runtime.cuda.loading import Uploader
-from g4spec.runtime.cuda.long_reader import LongReader
-from g4spec.runtime.cuda.matrix import Matrix, Pairs, below, join, weight_of
-from g4spec.runtime.cuda.rows import Residual, Rows
-from g4spec.runtime.cuda.sampler import CudaSampler
-from g4spec.runtime.ops import Graph, Ops, Reader, Run, Spans
-from g4spec.runtime.simple_ops import in_order
+from g4spec.ops.reference import Graph, Ops, Reader, Run, Spans
+from g4spec.ops.simple import in_order
+from g4spec.runtime.cuda import gpu_memory as memory
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache import context
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
+from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
+from g4spec.runtime.cuda.prefill.long_reader import LongReader
+from g4spec.runtime.cuda.step import attention, attention_window, elementwise, graphs, linear
+from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.step.attention_window import Unfinished
+from g4spec.runtime.cuda.step.cycle import Cycles, Picks
+from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
+from g4spec.runtime.cuda.step.packed_rows import Residual, Rows
+from g4spec.runtime.cuda.step.sampler import CudaSampler
+from g4spec.runtime.cuda.weights import embedding
+from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.weights.loading import Uploader
+from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, join, weight_of
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
     from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer, Pick, Reach
-    from g4spec.runtime.sampling import Sampler
+    from g4spec.ops.sampling import Sampler
     from g4spec.runtime.speculate import Player
     from g4spec.runtime.target import Target
 

@@ -1,0 +1,122 @@
+"""Which attention backend of an engine takes what Gemma 4 and its drafts need, on one card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.schema import Backend, Capability, Release
+from g4spec.advisor.subjects import DraftModel
+from g4spec.advisor.versions import holds, parse
+
+KIB = 1024
+WIDE = 512
+"""Head size of the target's global layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One backend on one card.
+
+    Attributes:
+        target: whether the whole target can run on it (head sizes 256 and 512, sliding).
+        draft: whether a non-causal draft can; None if that is not known.
+        heads: the sizes of 128, 256 and 512 it takes. `kv`: cache types on this card.
+        why: reasons for every no. `fix`: what to do about it.
+    """
+
+    name: str
+    heads: tuple[int, ...]
+    target: bool
+    draft: bool | None
+    sliding: str
+    kv: tuple[str, ...]
+    why: str
+    fix: str
+    fact: str
+
+
+def _kv(backend: Backend, cc: tuple[int, int]) -> tuple[str, ...]:
+    """Cache types that the card allows."""
+    limits = {}
+    for entry in backend.kv_min:
+        kind, _, least = entry.partition(">=")
+        limits[kind] = parse(least)
+    return tuple(k for k in backend.kv if cc >= limits.get(k, (0,)))
+
+
+def shared_memory(facts: Facts, cc: tuple[int, int]) -> int | None:
+    """Bytes of shared memory a block may opt in to, or None for an unknown capability."""
+    name = f"{cc[0]}.{cc[1]}"
+    found = next((c for c in facts.all(Capability) if name in c.cc), None)
+    return found.smem_block * KIB if found is not None else None
+
+
+def names(facts: Facts, engine: str) -> list[str]:
+    """What the engine calls its backends, without their generations."""
+    told = [b.name.split(" (")[0].split(", ") for b in facts.all(Backend) if b.engine == engine]
+    return sorted({name for some in told for name in some})
+
+
+def rows(facts: Facts, engine: str, version: str, cc: tuple[int, int]) -> list[Row]:
+    """Every backend of that engine version, judged for a card of capability `cc`."""
+    out = []
+    for b in facts.all(Backend):
+        if b.engine != engine or not holds(b.versions, parse(version)):
+            continue
+        if not holds(b.cc, cc):
+            continue
+        out.append(_judge(facts, b, cc))
+    return out
+
+
+def _judge(facts: Facts, b: Backend, cc: tuple[int, int]) -> Row:
+    reasons = []
+    heads = b.heads
+    memory = shared_memory(facts, cc)
+    if b.smem and memory is not None and memory < b.smem:
+        heads = tuple(h for h in heads if h < WIDE)
+        reasons.append(
+            f"head size 512 needs {b.smem:,} bytes of shared memory a block, "
+            f"this card has {memory:,}"
+        )
+    elif WIDE not in heads and b.head_why:
+        reasons.append(f"head size 512: {b.head_why}")
+    if b.noncausal == "no":
+        reasons.append(f"non-causal: {b.noncausal_why or 'not supported'}")
+    elif b.noncausal == "unknown":
+        reasons.append(f"non-causal: {b.noncausal_why or 'unknown'}")
+    kv = _kv(b, cc)
+    for missing in sorted(set(b.kv) - set(kv)):
+        least = next(e.partition(">=")[2] for e in b.kv_min if e.startswith(missing + ">="))
+        reasons.append(f"{missing} cache: needs capability {least}")
+    target = WIDE in heads and 256 in heads and b.sliding == "yes"
+    draft = {"yes": True, "no": False}.get(b.noncausal)
+    fix = b.fix
+    if kv != b.kv and WIDE in heads and b.noncausal == "yes":
+        fix = "a bf16 cache"
+    why = "; ".join(reasons)
+    return Row(b.name, heads, target, draft, b.sliding, kv, why, fix if why else "", b.id)
+
+
+def release(facts: Facts, version: str) -> Release | None:
+    """The row of the upgrade table for a vLLM version."""
+    return next((r for r in facts.all(Release) if holds(r.versions, parse(version))), None)
+
+
+def chosen(
+    facts: Facts, version: str, cc: tuple[int, int], draft: DraftModel | None
+) -> tuple[str, str]:
+    """Which backend vLLM takes by itself for the target and for the draft; "" where none fits."""
+    row = release(facts, version)
+    if row is None:
+        return "", ""
+    hopper = (9, 0) <= cc < (10, 0)
+    target = row.target_hopper if hopper else row.target_triton
+    if (10, 0) <= cc < (11, 0) and parse(version) >= (0, 24):
+        target = "FLASHINFER"
+    if draft is None:
+        return target, ""
+    if draft.kind == "mtp":
+        return target, target.split(" ")[0] if row.mtp != "no" else ""
+    return target, row.dflash_backend

@@ -1,0 +1,336 @@
+"""Puts facts, machine and question together: what runs, what does not, and the fix."""
+
+from __future__ import annotations
+
+from g4spec.advisor import backends, choice, engines, speed
+from g4spec.advisor.choice import Question
+from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.lengths import advice
+from g4spec.advisor.machine import GIB, Machine, upgraded
+from g4spec.advisor.memory_needs import UNKNOWN_SIZE
+from g4spec.advisor.schema import Mark
+from g4spec.advisor.survey import general, problem_line, sizes
+from g4spec.advisor.verdict import Diagnosis
+
+
+def diagnose(
+    facts: Facts, machine: Machine, question: Question | None, engine: str | None = None
+) -> Diagnosis:
+    """The whole answer; without a question, every Gemma 4 size.
+
+    Args:
+        engine: the engine that is asked about; None asks all, and the run counts as possible if
+            one that is installed can do it, or any if none is installed.
+    """
+    from g4spec.advisor.doctor_report import machine_section
+
+    title = f"{machine.title}{' (assumed)' if machine.assumed else ''}"
+    d = Diagnosis(machine, title)
+    machine_section(facts, d)
+    if question is None:
+        sizes(facts, d)
+        general(facts, d)
+        return d
+    draft = question.draft
+    d.question = f"{question.target.title}{' with ' + draft.title if draft else ''} on {title}"
+    verdicts = [
+        engines.judge(facts, machine, question, name)
+        for name in ([engine] if engine else engines.NAMES)
+    ]
+    asked = _asked(verdicts, machine, engine)
+    d.asked, d.works = True, not all(v.refused for v in asked)
+    best = _best(verdicts, asked)
+    after = None
+    if not d.works:
+        after = _upgraded(facts, machine, question, asked)
+        best = after or best
+    _engines(d, verdicts, best, after)
+    if best is not None and best.plan is not None and (best.works or machine.gpus):
+        _memory(d, best)
+        _speed(facts, d, question, best)
+    _lengths(facts, d, question, verdicts)
+    _backends(facts, d, question, asked, best)
+    _problems(d, verdicts, best)
+    _notes(d, question, best)
+    _steps(d, question, asked, best, engine, after is not None)
+    return d
+
+
+def _asked(
+    verdicts: list[EngineVerdict], machine: Machine, engine: str | None
+) -> list[EngineVerdict]:
+    """The verdicts that decide whether the run can work."""
+    if engine:
+        return verdicts
+    installed = [v for v in verdicts if v.installed and v.engine.name != "g4spec"]
+    return installed or verdicts
+
+
+URGENT = 5
+"""Problems of this rank or less are shown for every engine, not only for the one in detail."""
+ORDER = ("vllm", "llama.cpp", "sglang", "g4spec")
+"""Which engine is shown in detail when several work and none is installed: most is known first."""
+
+
+def _best(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVerdict | None:
+    """The engine to show in detail: one that works, among those asked about if possible."""
+    ranked = sorted(
+        verdicts,
+        key=lambda v: (not v.works, v not in asked, v.plan is None, ORDER.index(v.engine.name)),
+    )
+    return ranked[0] if ranked else None
+
+
+def _upgraded(
+    facts: Facts, machine: Machine, q: Question, asked: list[EngineVerdict]
+) -> EngineVerdict | None:
+    """The first engine that was asked about and that would work in its newest known version."""
+    for v in asked:
+        if v.engine.name not in machine.tools:
+            continue
+        newer = engines.judge(facts, upgraded(machine, v.engine.name), q, v.engine.name)
+        if newer.works:
+            return newer
+    return None
+
+
+def _version(v: EngineVerdict) -> str:
+    if v.engine.name == "g4spec":
+        return f"g4spec {v.version}"
+    return f"{v.engine.title} {v.version}" + (
+        "" if v.installed else " (newest known, not installed)"
+    )
+
+
+def _engines(
+    d: Diagnosis,
+    verdicts: list[EngineVerdict],
+    best: EngineVerdict | None,
+    after: EngineVerdict | None,
+) -> None:
+    s = d.section("Engines")
+    for v in verdicts:
+        for i, p in enumerate(v.blockers):
+            name = _version(v) if i == 0 else v.engine.title
+            s.add("bad", f"{name}: {p.title}", p.says, p.fix, (p.id,))
+        if v.blockers:
+            continue
+        if v.refusal:
+            mark: Mark = "note" if v.engine.name == "g4spec" or "loads" in v.refusal else "bad"
+            s.add(mark, f"{_version(v)}: {v.refusal}", fix=v.fix)
+        elif v.unknown:
+            p = next(c for c in v.conditions if c.unknown)
+            s.add("warn", f"{_version(v)}: {p.title}", p.says, p.fix, (p.id,))
+        else:
+            n = len(v.conditions)
+            more = ""
+            if n:
+                where = "below" if v is best else "--verbose"
+                more = f", with {n} condition{'s' * (n != 1)} ({where})"
+            s.add(
+                "warn" if n else "good",
+                f"{_version(v)}: {_runs(v)}{more}",
+                facts=tuple(p.id for p in v.conditions),
+            )
+    if after is not None:
+        s.add("good", f"after an upgrade, {_version(after)}: {_runs(after)}")
+    d.conditions = len(best.conditions) if best is not None else 0
+
+
+def _runs(v: EngineVerdict) -> str:
+    if v.plan is None:
+        return "runs, on the CPU, slowly (32-bit reference)"
+    cards = f"{v.gpus} cards, " if v.gpus > 1 else ""
+    if not v.on_gpu:
+        cards = "on the CPU, "
+    text = f"runs {v.plan.format}, {cards}{v.plan.kv} cache up to {v.plan.largest:,} tokens"
+    return text + (" (without the draft, whose size is not known)" if v.uncounted else "")
+
+
+def _memory(d: Diagnosis, v: EngineVerdict) -> None:
+    assert v.plan is not None
+    plan = v.plan
+    d.plans.extend(v.plans)
+    per_card = " a card" if v.gpus > 1 else ""
+    like = " with vLLM's figures, an estimate" if v.engine.name == "sglang" else ""
+    s = d.section(
+        f"Memory{per_card}: {v.engine.title}, {plan.format}, {plan.kv} cache, "
+        f"{plan.context:,} tokens (computed{like}; -c for others)"
+    )
+    for step in plan.steps:
+        if step.nbytes or step.how == UNKNOWN_SIZE:
+            s.add("note", f"{step.nbytes / GIB:7.2f} GiB  {step.name}: {step.how}")
+    sign: Mark = "good" if plan.fits else "bad"
+    s.add(
+        sign,
+        f"{plan.total / GIB:7.2f} GiB  of {plan.available / GIB:.2f} GiB usable",
+        facts=("memory-formula",),
+    )
+    limits = ", ".join(
+        f"{p.kv} {p.largest:,}" if p.largest >= 256 else f"{p.kv} none" for p in v.plans
+    )
+    s.add("note", f"largest context by cache type: {limits}", facts=("cache-slots",))
+
+
+def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
+    assert v.plan is not None and v.option is not None
+    machine = d.machine
+    gpus = v.gpus if v.engine.name in ("vllm", "sglang") else 1
+    made = speed.estimate(
+        facts, machine, q.target, q.draft, v.option, v.plan.kv, v.plan.context, gpus
+    )
+    s = d.section(f"Speed at {v.plan.context:,} tokens, one request (computed, not measured)")
+    if made is None:
+        s.add("note", "unknown: the memory bandwidth is not known")
+        return
+    s.add(
+        "note",
+        f"{made.low:.0f} to {made.high:.0f} tokens/s without a draft: {made.basis}",
+        facts=made.facts,
+    )
+    if q.draft is not None:
+        if made.draft_high:
+            low, high = made.cycle
+            cost = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+            s.add(
+                "note",
+                f"{made.draft_low:.0f} to {made.draft_high:.0f} tokens/s with the draft: "
+                f"published are {min(q.draft.accepted):g} to {max(q.draft.accepted):g} accepted "
+                f"tokens a cycle, and a cycle costs {cost} plain steps",
+                facts=(*q.draft.ids, *made.facts),
+            )
+        else:
+            s.add(
+                "note",
+                "with the draft: unknown, no acceptance was published for this pair"
+                if not q.target.moe
+                else "with the draft: unknown; a longer step reads more experts: measure",
+                facts=q.draft.ids,
+            )
+    for report in made.reports:
+        best = " to ".join(f"{x:g}" for x in report.best)
+        base = f"{report.base:g} without, " if report.base else ""
+        s.add(
+            "note",
+            f"reported by others ({report.date}): {base}{best} tokens/s with this draft, "
+            f"{report.engine}",
+            facts=(report.id,),
+        )
+
+
+def _lengths(facts: Facts, d: Diagnosis, q: Question, verdicts: list[EngineVerdict]) -> None:
+    if q.draft is None:
+        return
+    s = d.section("Draft length to start with")
+    for v in verdicts:
+        if v.engine.name == "g4spec":
+            continue
+        text, ids = advice(facts, q.draft, v.engine.name, d.machine.cc)
+        s.add("note", f"{v.engine.title}: {text}", facts=ids, detail=not v.works)
+
+
+def _backends(
+    facts: Facts,
+    d: Diagnosis,
+    q: Question,
+    asked: list[EngineVerdict],
+    best: EngineVerdict | None,
+) -> None:
+    """The table of the engine that was asked about, or of the one shown in detail."""
+    cc = d.machine.cc
+    v = next((a for a in asked if a.engine.name == "vllm"), best)
+    if v is None or cc is None:
+        return
+    name = v.engine.name
+    asks = q.draft is not None and not q.draft.causal
+    s = d.section(
+        f"Attention backends: {v.engine.title} {v.version}, capability {cc[0]}.{cc[1]} (the target "
+        "needs head sizes 256 and 512 and sliding windows"
+        + (", the draft non-causal attention)" if asks else ")")
+    )
+    rows = backends.rows(facts, name, v.version, cc)
+    if not rows:
+        s.add("note", "nothing known for this version and card")
+        return
+    for row in rows:
+        heads = "/".join(str(h) for h in row.heads) or "none"
+        draft = {True: "yes", False: "no", None: "unknown"}[row.draft]
+        text = (
+            f"{row.name}: head sizes {heads}, non-causal {draft}, sliding {row.sliding}, "
+            f"cache {', '.join(row.kv) or 'none'}"
+        )
+        whole = row.target and (row.draft is True or not asks)
+        half = row.target or (row.draft is True and asks)
+        mark: Mark = "good" if whole else "warn" if half else "bad"
+        use = (
+            ""
+            if whole or not asks
+            else " (target only)"
+            if row.target
+            else " (draft only)"
+            if half
+            else ""
+        )
+        # Backends that are beside the point are shown where the run fails, or on request.
+        s.add(mark, text + use, row.why, row.fix, (row.fact,), not half and d.works)
+    if name == "vllm":
+        target, draft_backend = backends.chosen(facts, v.version, cc, q.draft)
+        if target and not any(p.when.cc and p.rank <= 2 for p in v.blockers):
+            # Nothing is chosen where no code exists for the card.
+            text = f"chosen by itself: target {target}"
+            if q.draft is not None:
+                text += f", draft {draft_backend or 'none that can (it inherits the target)'}"
+            s.add("note", text, facts=("vllm-selection", "vllm-needs"))
+
+
+def _problems(d: Diagnosis, verdicts: list[EngineVerdict], best: EngineVerdict | None) -> None:
+    s = d.section("Known problems for this machine and these versions")
+    seen: set[str] = set()
+    for v in verdicts:
+        main = v is best
+        for p in (*v.conditions, *v.advice):
+            if p.id in seen:
+                continue
+            seen.add(p.id)
+            detail = p.mark == "note" or p.unknown or (not main and p.rank > URGENT)
+            problem_line(s, p, v.engine.title if p.when.engine else "", detail)
+
+
+def _notes(d: Diagnosis, q: Question, best: EngineVerdict | None) -> None:
+    notes = [*q.target.notes, *(q.draft.notes if q.draft is not None else ())]
+    disk, option = d.machine.disk_free, best.option if best is not None else None
+    if disk is not None and option is not None and not q.target.is_local and disk < option.nbytes:
+        notes.append(
+            f"{option.format} is a download of {option.nbytes / 1e9:.0f} GB, and "
+            f"{disk / 1e9:.0f} GB are free on this disk"
+        )
+    if notes:
+        s = d.section("About the files")
+        for note in notes:
+            s.add("warn", note)
+
+
+def _steps(
+    d: Diagnosis,
+    q: Question,
+    asked: list[EngineVerdict],
+    best: EngineVerdict | None,
+    engine: str | None,
+    newer: bool,
+) -> None:
+    """What to do, in order: cure what was asked for, then run, then measure. `newer`: `best` is
+    what an upgrade makes of what was asked for."""
+    for v in asked:
+        if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
+            for fix in dict.fromkeys([p.fix for p in v.blockers] + ([v.fix] if v.refusal else [])):
+                d.steps.append(f"{v.engine.title}: {fix}")
+    if best is None or not best.works:
+        return
+    for p in best.conditions[:3]:
+        if not p.cured:  # the recipe does the rest
+            d.steps.append(p.fix)
+    name = best.engine.name
+    pair = choice.options(q, upgraded(d.machine, name) if newer else d.machine)
+    d.steps.append(f"g4spec recipe {name} {pair}")
+    d.steps.append("measure with and without the draft (the recipe ends with the command)")

@@ -1,0 +1,352 @@
+"""One engine's verdict on one pair and machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from g4spec import __version__, models
+from g4spec.advisor.choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.machine import GIB, Machine
+from g4spec.advisor.memory_needs import (
+    GGUF,
+    UNKNOWN_SIZE,
+    Calculator,
+    Plan,
+    slot_bytes,
+    token_bytes,
+    window_of,
+)
+from g4spec.advisor.schema import Engine, Problem, Size
+from g4spec.advisor.subjects import Option, Target
+from g4spec.advisor.versions import holds
+from g4spec.advisor.when import Situation, matches
+from g4spec.errors import InputError, Unsupported
+from g4spec.models import gemma4
+from g4spec.models.spec import Checkpoint
+
+VOCABULARY = 262144
+OWN_WORK = 512 << 20
+"""What our runtime takes on a CPU beside weights and caches, at most up to 8,192 tokens."""
+NAMES = ("vllm", "sglang", "llama.cpp", "g4spec")
+OLDEST = (7, 0)
+"""Compute capability that our kernels need."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVerdict:
+    """Whether one engine runs it.
+
+    Attributes:
+        version: installed, or the newest known (`installed` false).
+        option: the weight format taken, None if no format fits or none is loadable.
+        plans: one for each cache type; `plan` is the one taken.
+        blockers, conditions, advice: matched problems. `refusal`: any other reason for no.
+        situation: what the problems were matched against.
+    """
+
+    engine: Engine
+    target: Target
+    version: str
+    installed: bool
+    gpus: int
+    option: Option | None
+    plan: Plan | None
+    plans: tuple[Plan, ...]
+    blockers: tuple[Problem, ...]
+    conditions: tuple[Problem, ...]
+    advice: tuple[Problem, ...]
+    refusal: str
+    fix: str
+    situation: Situation
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.situation.unified is not None
+
+    @property
+    def unknown(self) -> str:
+        """What nobody published about it, if that decides whether it runs."""
+        return next((p.title for p in self.conditions if p.unknown), "")
+
+    @property
+    def works(self) -> bool:
+        return not self.blockers and not self.refusal and not self.unknown
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether the draft's weights are missing from the arithmetic."""
+        return self.plan is not None and any(s.how == UNKNOWN_SIZE for s in self.plan.steps)
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.blockers or self.refusal)
+
+
+def engine(facts: Facts, name: str) -> Engine:
+    """The row of an engine by its name."""
+    return next(e for e in facts.all(Engine) if e.name == name)
+
+
+def _size(facts: Facts, target: Target) -> Size | None:
+    """The row of a target's size, if it is a known one."""
+    return next((s for s in facts.all(Size) if s.id == target.size), None)
+
+
+def version_of(facts: Facts, machine: Machine, name: str) -> tuple[str, bool]:
+    """The installed version, or the newest one known; whether it is installed."""
+    if name == "g4spec":
+        return __version__, True
+    found = machine.tools.get(name)
+    if found and any(c.isdigit() for c in found):
+        return found, True
+    return engine(facts, name).newest, found is not None
+
+
+def cards_for(name: str, machine: Machine, target: Target, asked: int | None) -> int:
+    """Cards that share the model: a power of two that divides the query heads for tensor
+    parallelism over all nodes; every card of one node for llama.cpp's layer split; one of ours."""
+    if name == "g4spec":
+        return 1
+    total = machine.total_gpus if name in ("vllm", "sglang") else len(machine.gpus)
+    if asked is not None:
+        total = min(asked, total)
+    if name not in ("vllm", "sglang"):
+        return max(total, 1)
+    n = 1
+    while n * 2 <= total:
+        n *= 2
+    return n
+
+
+def situation(
+    facts: Facts,
+    machine: Machine,
+    q: Question,
+    name: str,
+    version: str,
+    option: Option | None,
+    kv: str | None,
+    context: int | None,
+    gpus: int,
+) -> Situation:
+    """What conditions of facts are matched against."""
+    memory = machine.memory
+    quant = (option.format if option is not None else "") + " " + (option.hub if option else "")
+    if name == "vllm" and option is not None and option.format == "FP8" and not q.target.is_local:
+        quant += " fp8-runtime"
+    return Situation(
+        engine=name,
+        version=version,
+        cc=machine.cc,
+        gpus=max(gpus // machine.nodes, 1),
+        nodes=machine.nodes,
+        memory=memory / GIB if memory is not None else None,
+        context=context,
+        driver=machine.driver,
+        unified=machine.unified if machine.gpus else None,
+        wsl=machine.wsl,
+        mixed=machine.mixed,
+        nvlink=machine.nvlink,
+        moe=q.target.moe,
+        cards=tuple(g.card for g in machine.gpus if g.card),
+        model=q.target.size,
+        quant=quant,
+        draft=q.draft.kind if q.draft is not None else "none",
+        drafts=q.draft.ids if q.draft is not None else (),
+        kv=kv,
+        backend=q.backend,
+        env=machine.env,
+        versions=dict(machine.tools),
+    )
+
+
+def _kv_types(facts: Facts, row: Engine, machine: Machine, q: Question) -> tuple[str, ...]:
+    """Cache types worth showing: what was asked for, or what the card has kernels for."""
+    if q.kv is not None:
+        return (q.kv,)
+    cc = machine.cc or (0, 0)
+    kinds = row.kv
+    if row.name == "vllm" and (cc < (8, 9) or (q.draft is not None and not q.draft.causal)):
+        kinds = tuple(k for k in kinds if k != "fp8")
+    return kinds
+
+
+def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdict:
+    """The verdict of one engine."""
+    if name == "g4spec" and (machine.cc or (0, 0)) < OLDEST:
+        return _own(facts, machine, q)
+    row = engine(facts, name)
+    version, installed = version_of(facts, machine, name)
+    gpus = cards_for(name, machine, q.target, q.gpus)
+    calc = Calculator(facts, machine, q.target, q.draft, gpus, q.batched)
+    kinds = _kv_types(facts, row, machine, q)
+    loadable = [
+        o for o in q.target.options if name in o.engines and holds(o.cc, machine.cc or (0,))
+    ]
+    option, plans, plan = choose(calc, name, loadable, q, kinds)
+    refusal, fix = "", ""
+    size = _size(facts, q.target)
+    why = supported(size) if size is not None and name == "g4spec" else ""
+    if why:
+        refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
+    elif not machine.gpus and name != "llama.cpp":
+        refusal, fix = "it needs an NVIDIA GPU here", 'ask about one with --assume "RTX 3090"'
+    elif not [o for o in q.target.options if name in o.engines]:
+        kind = "GGUF files of the usual types" if name in GGUF else "checkpoint folders and hub ids"
+        named = f"as {size.id} or " if size is not None else ""
+        refusal, fix = f"it loads {kind}", f"name the model {named}by one of these"
+    elif machine.gpus and machine.memory is None:
+        refusal, fix = "the card's memory could not be read", "ask with --assume"
+    elif plan is None or not plan.fits:
+        refusal, fix = _too_large(plans, q)
+    elif q.draft is not None and q.draft.kind not in row.drafts:
+        refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
+    elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
+        refusal, fix = "it would compute this draft wrongly", "g4spec (`g4spec inspect` says why)"
+    if q.kv is not None and q.kv not in row.kv_all:
+        refusal, fix = f"it has no {q.kv} cache", f"--kv with one of {', '.join(row.kv_all)}"
+    s = situation(
+        facts, machine, q, name, version, option, plan.kv if plan else kinds[0], q.context, gpus
+    )
+    found = [p for p in facts.all(Problem) if matches(p.when, s)]
+    found.sort(key=lambda p: p.rank)
+    return EngineVerdict(
+        row,
+        q.target,
+        version,
+        installed,
+        gpus,
+        option,
+        plan,
+        plans,
+        tuple(p for p in found if p.mark == "bad"),
+        tuple(p for p in found if p.mark == "warn"),
+        tuple(p for p in found if p.mark in ("note", "good")),
+        refusal,
+        fix,
+        s,
+    )
+
+
+def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
+    if not plans:
+        return "no weight format known for this card", "name one, as 31b:q4_k_m"
+    best = max(plans, key=lambda p: p.largest)
+    if best.largest >= LEAST_CONTEXT and q.context:
+        return (
+            f"{q.context:,} tokens do not fit",
+            f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
+        )
+    need, have = best.total / GIB, best.available / GIB
+    return (
+        f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable",
+        "a smaller size or format, or more cards",
+    )
+
+
+# ---- our own runtime
+
+
+def own_drafts() -> set[str]:
+    """Kinds of drafts that this version of g4spec runs, by the words used here."""
+    return {"mtp" if name == "gemma4-assistant" else name for name in models.drafts()}
+
+
+def _config(size: Size) -> gemma4.Config:
+    """What our parser makes of a size."""
+    n = size.sliding + size.full
+    every = n // size.full
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "num_hidden_layers": n,
+        "num_key_value_heads": size.kv_sliding,
+        "num_global_key_value_heads": size.kv_full,
+        "global_head_dim": 512,
+        "layer_types": [
+            "sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)
+        ],
+        "sliding_window": size.window,
+        "intermediate_size": size.ff,
+        "enable_moe_block": size.moe,
+        "num_kv_shared_layers": n - size.own_sliding - size.own_full,
+        "hidden_size_per_layer_input": 256 if size.own_sliding < size.sliding else 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    if size.moe:
+        config |= {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    return gemma4.parse_hf(Checkpoint(config, {}))
+
+
+def supported(size: Size) -> str:
+    """Why g4spec's runtime cannot run a size, or "" if it can: its own parser is asked."""
+    try:
+        _config(size)
+    except Unsupported as problem:
+        return str(problem).removeprefix("config.json: ")
+    except InputError:
+        return ""  # about this made-up configuration, not about the size
+    return ""
+
+
+def _own_bytes(q: Question, size: Size | None, context: int) -> int:
+    """What the reference on a CPU takes: 32 bits a number, and two copies of the largest tensor
+    while it loads (`runtime.memory`)."""
+    numbers = q.target.options[0].nbytes / 0.56
+    if size is not None:
+        counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
+        numbers = sum(counts) + 2 * max(counts)
+    cache = token_bytes(q.target.caches, "f32") * context
+    cache += slot_bytes(q.target.caches, "f32") * min(context, window_of(q.target.caches) + 512)
+    draft = 0
+    if q.draft is not None:  # a file is mostly Q8_0, a checkpoint in 16 bits
+        draft = (4 if q.draft.is_gguf else 2) * q.draft.nbytes
+    return int(4 * numbers + cache + draft + OWN_WORK)
+
+
+def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
+    """Where there is no GPU that our kernels take: the reference on the CPU, in float32."""
+    row = engine(facts, "g4spec")
+    size = _size(facts, q.target)
+    refusal, fix = "", ""
+    why = supported(size) if size is not None else ""
+    need = _own_bytes(q, None if why else size, q.context or USUAL_CONTEXT)
+    free = machine.ram_free
+    if why:
+        refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
+    elif q.draft is not None and q.draft.kind not in own_drafts():
+        refusal, fix = f"it has no {q.draft.kind} drafts yet", "llama.cpp or vLLM"
+    elif q.kv not in (None, "f32"):
+        refusal, fix = f"it has no {q.kv} cache on a CPU", "leave out --kv"
+    elif free is not None and need > free:
+        refusal = (
+            f"its reference runtime works in 32-bit floats on the CPU and needs "
+            f"{need / GIB:.0f} GiB, {free / GIB:.0f} GiB are free"
+        )
+        fix = "use it to convert and validate; run with llama.cpp"
+    elif machine.assumed:
+        refusal = (
+            f"without a GPU from compute capability 7.0 on its reference runtime works on the CPU "
+            f"and needs {need / GIB:.0f} GiB of RAM"
+        )
+        fix = "use it to convert and validate; run with llama.cpp"
+    s = situation(facts, machine, q, "g4spec", __version__, None, None, q.context, 1)
+    return EngineVerdict(
+        row,
+        q.target,
+        __version__,
+        True,
+        1,
+        None,
+        None,
+        (),
+        (),
+        (),
+        (),
+        refusal,
+        fix,
+        replace(s, engine="g4spec"),
+    )

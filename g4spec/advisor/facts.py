@@ -1,0 +1,211 @@
+"""Loads the facts and checks them against their schema."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from g4spec.advisor import figures, versions
+from g4spec.advisor import schema as rows
+from g4spec.advisor.schema import Row, Source, When
+from g4spec.errors import G4Error
+
+tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+FOLDER = Path(__file__).with_name("data")
+
+KINDS: dict[str, type[Row]] = {
+    "source": rows.Source,
+    "note": rows.Note,
+    "seed": rows.Seed,
+    "card": rows.Card,
+    "capability": rows.Capability,
+    "support": rows.Support,
+    "size": rows.Size,
+    "weights": rows.Weights,
+    "draft": rows.Draft,
+    "backend": rows.Backend,
+    "release": rows.Release,
+    "problem": rows.Problem,
+    "error": rows.Error,
+    "fixed": figures.Fixed,
+    "cache": figures.CacheTable,
+    "fit": figures.Fit,
+    "reading": figures.Reading,
+    "speed": figures.Speed,
+    "efficiency": figures.Efficiency,
+    "length": figures.Length,
+    "wheel": rows.Wheel,
+    "toolkit": rows.Toolkit,
+    "engine": rows.Engine,
+    "flag": rows.Flag,
+}
+"""Name of a TOML table -> class of its rows."""
+
+RANGES = frozenset(
+    {
+        "versions",
+        "cc",
+        "gpus",
+        "nodes",
+        "memory",
+        "context",
+        "streams",
+        "driver",
+        "torch",
+        "transformers",
+        "nvcc",
+        "bandwidth",
+    }
+)
+"""Fields that hold a range (see `versions.holds`) when their type is str."""
+
+_ID = re.compile(r"[a-z0-9][a-z0-9.\-]*")
+_DATE = re.compile(r"20\d\d-(0[1-9]|1[0-2])(-(0[1-9]|[12]\d|3[01]))?")
+
+R = TypeVar("R", bound=Row)
+
+
+class BadFact(G4Error):
+    """A row that does not follow the schema: a mistake in g4spec's own data."""
+
+
+class Facts:
+    """All rows, by id and by kind."""
+
+    def __init__(self, found: Mapping[str, list[Row]]) -> None:
+        self._kinds = found
+        self.by_id = {row.id: row for group in found.values() for row in group}
+
+    def all(self, kind: type[R]) -> list[R]:
+        """Rows of one kind, in file order."""
+        return [row for row in self._kinds.get(kind.__name__, []) if isinstance(row, kind)]
+
+    def get(self, kind: type[R], id: str) -> R:
+        """A row that must exist."""
+        row = self.by_id[id]
+        assert isinstance(row, kind), id
+        return row
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.by_id.values())
+
+    def cite(self, row: Row) -> list[str]:
+        """The links behind a row's sources."""
+        out = []
+        for key in row.source:
+            known = self.by_id.get(key)
+            out.append(known.link if isinstance(known, Source) else key)
+        return out
+
+
+def _is_optional(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint)
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint`; BadFact if it is something else."""
+    if _is_optional(hint):
+        hint = next(a for a in get_args(hint) if a is not type(None))
+    if hint is When:
+        return make(When, value, where)
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise BadFact(where, expected=f"one of {', '.join(get_args(hint))}", found=value)
+        return value
+    if get_origin(hint) is tuple:
+        item = get_args(hint)[0]
+        if not isinstance(value, list):
+            raise BadFact(where, expected="a list", found=value)
+        return tuple(_value(item, v, where) for v in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise BadFact(where, expected=hint.__name__, found=value)
+    return value
+
+
+_HINTS: dict[Any, tuple[dict[str, Any], frozenset[str]]] = {}
+
+
+def _schema(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
+    """Types of a class by key, and the keys that it needs."""
+    if kind not in _HINTS:
+        needed = frozenset(
+            f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING
+        )
+        _HINTS[kind] = get_type_hints(kind), needed
+    return _HINTS[kind]
+
+
+def make(kind: type[Any], raw: Mapping[str, Any], where: str) -> Any:
+    """An object of `kind` from a TOML table. BadFact for unknown, missing or wrong keys."""
+    hints, needed = _schema(kind)
+    if unknown := sorted(set(raw) - set(hints)):
+        raise BadFact(f"{where}: unknown keys", expected=sorted(hints), found=unknown)
+    if missing := sorted(needed - set(raw)):
+        raise BadFact(f"{where}: missing keys", expected=missing)
+    made = {key: _value(hints[key], value, f"{where}.{key}") for key, value in raw.items()}
+    for key in RANGES & set(made):
+        # An error's `versions` is prose: where people saw it.
+        if isinstance(made[key], str) and kind is not rows.Error:
+            try:
+                versions.check(made[key])
+            except ValueError as problem:
+                raise BadFact(f"{where}.{key}: {problem}") from None
+    return kind(**made)
+
+
+def _check(row: Row, where: str) -> None:
+    if not _ID.fullmatch(row.id):
+        raise BadFact(f"{where}: id", expected="lower-case words and dashes", found=row.id)
+    if not _DATE.fullmatch(row.date):
+        raise BadFact(f"{where}: date", expected="2026-11-21 or 2026-11", found=row.date)
+    if not row.source:
+        raise BadFact(f"{where}: a row needs a source")
+
+
+def parse(raw: Mapping[str, Any], name: str, strict: bool = True) -> list[Row]:
+    """The rows of one parsed TOML file. `strict` checks ids and dates as well as types."""
+    out: list[Row] = []
+    for table, entries in raw.items():
+        if table not in KINDS:
+            raise BadFact(f"{name}: unknown table", expected=sorted(KINDS), found=table)
+        for i, entry in enumerate(entries):
+            where = f"{name}: {table} {entry.get('id', i)}"
+            row = make(KINDS[table], entry, where)
+            if strict:
+                _check(row, where)
+            out.append(row)
+    return out
+
+
+def load(folder: Path = FOLDER) -> Facts:
+    """Every row of every file of `folder`. BadFact for duplicates and sources nobody declared."""
+    found: dict[str, list[Row]] = {}
+    seen: dict[str, str] = {}
+    for path in sorted(folder.glob("*.toml")):
+        for row in parse(tomllib.loads(path.read_text(encoding="utf-8")), path.name):
+            if row.id in seen:
+                raise BadFact(f"{path.name}: id {row.id!r} is used in {seen[row.id]} too")
+            seen[row.id] = path.name
+            found.setdefault(type(row).__name__, []).append(row)
+    facts = Facts(found)
+    for row in facts:
+        for key in row.source:
+            if "://" not in key and not isinstance(facts.by_id.get(key), Source):
+                raise BadFact(f"{seen[row.id]}: {row.id}: unknown source", found=key)
+    return facts
+
+
+@cache
+def facts() -> Facts:
+    """The facts that ship with g4spec."""
+    return load()

@@ -1,0 +1,132 @@
+"""Rows that hold figures: costs in memory, published readings, speeds, draft lengths.
+
+The arithmetic is built from some of them and tested against the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from g4spec.advisor.schema import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed(Row):
+    """A cost in memory that does not depend on the model's shape, GiB."""
+
+    engine: str
+    what: str
+    gib: float
+    per: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTable(Row):
+    """Published cache sizes, to check the formula: per-token and per-slot bytes of one size, or
+    GiB at several contexts."""
+
+    engine: str
+    model: str
+    kv: str
+    tp: int = 1
+    global_token: int = 0
+    sliding_slot: int = 0
+    unwindowed: int = 0
+    batched: int = 0
+    contexts: tuple[int, ...] = ()
+    gib: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit(Row):
+    """Largest context, in units of 1024 tokens, that fits on cards of several sizes.
+
+    Attributes:
+        cards: GiB. `f16`, `q8_0`: one entry a card; 0 = does not fit, -1 = the model's maximum,
+            -2 = not stated.
+    """
+
+    model: str
+    format: str
+    draft: str
+    cards: tuple[int, ...]
+    f16: tuple[int, ...]
+    q8_0: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading(Row):
+    """A published reading of memory.
+
+    Attributes:
+        check: which formula gives it: `total` (a llama.cpp process, GiB), `slope` (GiB between two
+            contexts), `pool` (GiB of one sequence), `token` (bytes), `tokens` (in a pool), `pages`,
+            `unwindowed` (bytes a token with sliding layers kept whole), `unwindowed-tokens`,
+            `full-sliding` (GiB of that), `card` (GiB on one card); empty for an anchor that no
+            formula covers.
+        kv_v: type of the values, where it differs. `tp`: cards. `batched`: vLLM's
+            max_num_batched_tokens. `pool_gib`, `tokens`: size of the cache pool. `util`: vLLM's
+            gpu-memory-utilization.
+        value: what was read. `tolerance`: relative.
+    """
+
+    engine: str
+    check: str = ""
+    model: str = ""
+    draft: str = ""
+    draft_gb: float = 0.0
+    kv: str = ""
+    kv_v: str = ""
+    context: int = 0
+    context_to: int = 0
+    tp: int = 1
+    batched: int = 2048
+    pool_gib: float = 0.0
+    tokens: int = 0
+    weights_gb: float = 0.0
+    util: float = 0.0
+    value: float = 0.0
+    tolerance: float = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed(Row):
+    """A published speed. `base`: tokens/s without a draft, `best`: range with it."""
+
+    hardware: str
+    engine: str = ""
+    cards: tuple[str, ...] = ()
+    gpus: int = 0
+    model: str = ""
+    draft: str = ""
+    n: int = 0
+    base: float = 0.0
+    best: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency(Row):
+    """Share of the bandwidth ceiling that decoding without a draft reaches, and what a cycle with
+    a draft costs in plain steps (`cycle_*`; 0 = not published)."""
+
+    moe: bool
+    bandwidth: str
+    low: float
+    high: float
+    cycle_low: float = 0.0
+    cycle_high: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Length(Row):
+    """How many tokens to draft: for code, for chat, with 4 to 8 concurrent requests."""
+
+    model: str
+    kind: str
+    maker: str = ""
+    code: int
+    chat: int
+    streams: int
+    engine: tuple[str, ...] = ()
+    cc: str = ""
+    limit: str = ""

@@ -1,0 +1,65 @@
+"""How many tokens to draft, as each engine counts them."""
+
+from __future__ import annotations
+
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.figures import Length
+from g4spec.advisor.subjects import DraftModel
+from g4spec.advisor.versions import holds
+
+OPTIONS = {
+    "vllm": "num_speculative_tokens",
+    "sglang": "--speculative-num-draft-tokens",
+    "llama.cpp": "--spec-draft-n-max",
+}
+
+
+def row(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None) -> Length | None:
+    """The first advice that fits the draft, the engine and the card."""
+    for found in facts.all(Length):
+        if (
+            found.model == draft.model
+            and found.kind == draft.kind
+            and found.maker in ("", draft.maker)
+            and (not found.engine or engine in found.engine)
+            and (not found.cc or (cc is not None and holds(found.cc, cc)))
+        ):
+            return found
+    return None
+
+
+def full(draft: DraftModel, engine: str) -> int:
+    """The draft's whole length in this engine's count; 0 if unknown."""
+    return {"vllm": draft.vllm_n, "sglang": draft.sglang_n, "llama.cpp": draft.llamacpp_n}[engine]
+
+
+def start(facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None) -> int:
+    """What to type first. SGLang is given the draft's own block: it counts the anchor, and no
+    advice was published for it. 0 if unknown."""
+    most = full(draft, engine)
+    found = row(facts, draft, engine, cc)
+    if engine == "sglang" or found is None:
+        return most
+    return min(found.code, most) if most else found.code
+
+
+def advice(
+    facts: Facts, draft: DraftModel, engine: str, cc: tuple[int, int] | None
+) -> tuple[str, tuple[str, ...]]:
+    """The line to print, and the ids behind it."""
+    most, found = full(draft, engine), row(facts, draft, engine, cc)
+    option = OPTIONS[engine]
+    if engine == "sglang":
+        if not most:
+            return "unknown how it counts this draft; keep its default", ("sglang-dflash",)
+        return f"{option} {most}, the block with its anchor", ("sglang-dflash",)
+    if found is None:
+        text = f"{option} {most} is the draft's own; nothing published" if most else "unknown"
+        return text, draft.ids
+    top = most or found.code
+    code, chat, streams = (min(n, top) for n in (found.code, found.chat, found.streams))
+    limit = f" (at most {most})" if most and most > code else ""
+    return (
+        f"{option} {code} for code, {chat} for chat, {streams} with 4 to 8 requests{limit}",
+        (found.id, "length-rule"),
+    )

@@ -1,0 +1,195 @@
+"""Turns what was typed into questions, and answers those that need no diagnosis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from g4spec.advisor import backends, engines, subjects
+from g4spec.advisor import machine as machines
+from g4spec.advisor.choice import Question
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.machine import Machine
+from g4spec.advisor.memory_needs import BITS
+from g4spec.advisor.schema import Row, When
+from g4spec.errors import CheckFailed, UsageError
+
+ALIASES = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama_cpp": "llama.cpp"}
+
+
+class Out(Protocol):
+    """The part of `cli.render.Output` that answers need."""
+
+    def line(self, text: str = "", style: str | None = None) -> None: ...
+    def note(self, text: str) -> None: ...
+    def result(self, value: dict[str, Any]) -> None: ...
+
+
+def engine(name: str | None) -> str | None:
+    """An engine's name. UsageError for one nobody knows."""
+    if name is None:
+        return None
+    known = ALIASES.get(name.lower(), name.lower())
+    if known not in engines.NAMES:
+        raise UsageError(f"unknown engine {name!r}", expected=" or ".join(engines.NAMES))
+    return known
+
+
+def build(
+    facts: Facts,
+    model: str | None,
+    draft: str | None,
+    context: int | None,
+    kv: str | None,
+    backend: str | None,
+    gpus: int | None,
+) -> Question | None:
+    """The question behind the options, or None when no model was named."""
+    if model is None:
+        given = {"-md": draft, "-c": context, "--kv": kv, "--attention-backend": backend,
+                 "--gpus": gpus}  # fmt: skip
+        named = [name for name, value in given.items() if value is not None]
+        if named:
+            raise UsageError(f"{' and '.join(named)} without a target", expected="-m as well")
+        return None
+    if kv is not None and kv not in BITS:
+        alias = {
+            "bfloat16": "bf16",
+            "float16": "f16",
+            "fp8_e4m3": "fp8",
+            "fp8_e5m2": "fp8",
+            "int8_per_token_head": "int8",
+        }
+        if kv not in alias:
+            raise UsageError(f"--kv {kv!r}", expected=f"one of {', '.join(BITS)}")
+        kv = alias[kv]
+    target = subjects.target(facts, model)
+    pair = subjects.draft(facts, draft, target) if draft is not None else None
+    if context is not None and context > target.context:
+        raise UsageError(
+            f"-c {context}: {target.title} was trained on fewer positions",
+            expected=f"at most {target.context}",
+        )
+    if backend is not None:
+        backend, known = backend.upper(), backends.names(facts, "vllm")
+        if backend not in known:
+            raise UsageError("--attention-backend", expected=f"one of {', '.join(known)}",
+                             found=backend)  # fmt: skip
+    return Question(target, pair, context, kv, backend, gpus)
+
+
+def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
+    """This machine, or the assumed one, with the versions that were supposed."""
+    from g4spec.advisor.probe import PACKAGES, probe
+
+    known = sorted({*engines.NAMES, *PACKAGES, "nvcc", "driver"} - {"g4spec"})
+    tools, driver, supposed = {}, None, tuple[str, ...]()
+    for pair in given:
+        name, sign, version = pair.partition("=")
+        name = ALIASES.get(name.lower(), name.lower())
+        if not sign or not any(c.isdigit() for c in version):
+            raise UsageError(f"--with {pair!r}", expected="NAME=VERSION, as vllm=0.19.2")
+        if name not in known:
+            raise UsageError(f"--with {pair!r}", expected=f"one of {', '.join(known)}")
+        supposed += (f"{name}={version}",)
+        if name == "driver":
+            driver = version
+        else:
+            tools[name] = version
+    found = machines.assume(facts, assume) if assume is not None else probe(facts)
+    return replace(found, tools={**found.tools, **tools}, driver=driver or found.driver,
+                   supposed=supposed)  # fmt: skip
+
+
+def explain(facts: Facts, id: str, out: Out) -> None:
+    """One row with its source and date."""
+    row = facts.by_id.get(id)
+    if row is None:
+        near = [k for k in facts.by_id if id.lower() in k][:8]
+        raise UsageError(
+            f"no fact is called {id!r}",
+            fix="ids are shown by doctor --verbose",
+            expected=f"perhaps one of {', '.join(near)}" if near else None,
+        )
+    out.line(id, "bold")
+    for name, value in _fields(row):
+        out.line(f"  {name}: {value}")
+    for link in facts.cite(row):
+        out.line(f"  source: {link}")
+    out.line(f"  date: {row.date}")
+    out.result({**asdict(row), "links": facts.cite(row)})
+
+
+def _fields(row: Row) -> list[tuple[str, str]]:
+    """What a row says, without what is empty."""
+    out = []
+    for name, value in asdict(row).items():
+        if name in ("id", "source", "date", "ref") or value in ("", (), 0, None):
+            continue
+        if isinstance(getattr(row, name), When):
+            text = ", ".join(
+                f"{k} {' or '.join(v) if isinstance(v, tuple) else v}"
+                for k, v in value.items()
+                if v not in ("", (), None)
+            )
+        elif isinstance(value, tuple):
+            text = ", ".join(str(v) for v in value)
+        else:
+            text = str(value)
+        if text:
+            out.append((name.replace("_", " "), text))
+    return out
+
+
+def explain_log(facts: Facts, path: Path, out: Out) -> None:
+    """Known errors in a log."""
+    from g4spec.advisor import logs
+
+    found = logs.scan(facts, path)
+    for hit in found:
+        mark = "·" if hit.error.harmless else "✗"
+        out.line(f"{mark} line {hit.line}: {hit.text}", None if hit.error.harmless else "bad")
+        out.line(f"    cause: {hit.error.cause}")
+        out.line(f"    fix: {hit.error.fix}")
+        out.line(
+            f"    seen in: {hit.error.versions}; {hit.count} time{'s' * (hit.count != 1)}"
+            f"  [{hit.error.id}]",
+            "dim",
+        )
+    if not found:
+        out.line(
+            "No error text that g4spec knows. The first error in a log is usually the cause; "
+            "later ones follow from it."
+        )
+    out.result({"errors": [hit.json() for hit in found]})
+
+
+def run_self_test(out: Out) -> None:
+    """What g4spec itself can do here."""
+    from g4spec.advisor import selftest
+
+    results = selftest.run()
+    for r in results:
+        out.line(
+            f"{'✓' if r.ok else '·' if r.ok is None else '✗'} {r.text}",
+            {True: "good", False: "bad", None: "dim"}[r.ok],
+        )
+    out.result({"checks": [asdict(r) for r in results]})
+    if any(r.ok is False for r in results):
+        raise CheckFailed("the self-test found a problem")
+
+
+def watch_network(out: Out) -> None:
+    """Error counters of links, sampled twice."""
+    from g4spec.advisor import network
+
+    out.note(f"watching link error counters for {network.SECONDS} s")
+    found = network.watch()
+    for line in found.lines:
+        out.line(f"{'✗' if line.rising else '·'} {line.text}", "bad" if line.rising else None)
+    out.line(found.summary, "good" if found.ok else "bad")
+    out.result(found.json())
+    if not found.ok:
+        raise CheckFailed("errors on a link are rising", fix=network.FIX)

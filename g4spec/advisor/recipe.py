@@ -1,0 +1,365 @@
+"""Complete commands for one pair on one machine: which flags, why, and since when.
+
+Every piece is a row (`data/recipes.toml`) whose condition holds here; nothing else is written.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from g4spec.advisor import backends, choice, engines, lengths
+from g4spec.advisor.choice import Question
+from g4spec.advisor.engines import EngineVerdict
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.machine import Machine, upgraded
+from g4spec.advisor.memory_needs import GGUF
+from g4spec.advisor.schema import Flag
+from g4spec.advisor.subjects import Target
+from g4spec.advisor.when import Situation, matches
+from g4spec.errors import UsageError
+
+PORTS = {"vllm": 8000, "sglang": 30000, "llama.cpp": 8080, "g4spec": 8080}
+SERVER = {
+    "vllm": "vllm serve {model}",
+    "sglang": "python -m sglang.launch_server --model-path {model}",
+    "llama.cpp": "llama-server -m {model}",
+    "g4spec": "g4spec generate -m {model}",
+}
+HEAD = "HEAD_IP"
+"""Stands for the address of the first node."""
+CONTEXT = 32768
+"""Context in tokens that a recipe takes when none was asked for, if it fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One flag, variable or command: text, reason, the rows and versions behind it."""
+
+    part: str
+    text: str
+    reason: str
+    versions: str
+    fact: str
+
+
+@dataclass(slots=True)
+class Recipe:
+    """What to type.
+
+    Attributes:
+        commands: one a node, complete, with environment variables.
+        prepare: before it; bench: after it. `pieces`: every flag with its reason.
+        blocked: reasons why it cannot work; then there are no commands. `instead`: what can.
+        unknown: what the facts do not say. `image`: for a compose file, or "".
+        model: the target as the engine is given it.
+    """
+
+    engine: str
+    title: str
+    version: str
+    installed: bool
+    pieces: list[Piece] = field(default_factory=list)
+    prepare: list[str] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    bench: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    arguments: list[list[str]] = field(default_factory=list)
+    blocked: list[tuple[str, str, str]] = field(default_factory=list)
+    conditions: list[tuple[str, str, str]] = field(default_factory=list)
+    instead: str = ""
+    unknown: list[str] = field(default_factory=list)
+    image: str = ""
+    model: str = ""
+
+    @property
+    def works(self) -> bool:
+        return bool(self.commands)
+
+    def reasons(self) -> list[str]:
+        """One line a piece: what, why, since when, and the row behind it."""
+        out = []
+        for p in self.pieces:
+            if p.part in ("prepare", "bench"):
+                out.append(f"{p.text.split(' -')[0]}: {p.reason}  [{p.fact}]")
+            elif p.part != "image":
+                text = p.text.replace("{rank}", "RANK")
+                out.append(f"{text}: {p.reason} ({self.title}, {p.versions})  [{p.fact}]")
+        return out
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "engine": self.engine,
+            "version": self.version,
+            "installed": self.installed,
+            "works": self.works,
+            "prepare": self.prepare,
+            "environment": self.env,
+            "commands": self.commands,
+            "bench": self.bench,
+            "unknown": self.unknown,
+            "flags": [
+                {
+                    "part": p.part,
+                    "text": p.text,
+                    "reason": p.reason,
+                    "versions": p.versions,
+                    "fact": p.fact,
+                }
+                for p in self.pieces
+            ],
+            "blocked": [{"what": a, "why": b, "fix": c} for a, b, c in self.blocked],
+            "conditions": [{"what": a, "why": b, "fix": c} for a, b, c in self.conditions],
+            "instead": self.instead,
+            "image": self.image,
+        }
+
+
+def make(facts: Facts, machine: Machine, q: Question, engine: str) -> Recipe:
+    """The recipe of one engine, or the reasons why there is none."""
+    v = engines.judge(facts, machine, q, engine)
+    r = Recipe(engine, v.engine.title, v.version, v.installed)
+    r.blocked = [(p.title, p.says, p.fix) for p in v.blockers]
+    if v.refusal:
+        r.blocked.append((v.refusal, "", v.fix))
+    _nodes(r, machine, q, engine)
+    _lacks(r, v, q)
+    if r.blocked:
+        r.instead = _instead(facts, machine, q, engine)
+        return r
+    values = _values(facts, machine, q, v)
+    r.model = shlex.split(values["model"])[0]
+    if r.model.startswith("YOUR_"):
+        r.unknown.append(
+            f"the hub id of a checkpoint in {v.option.format if v.option else ''}: "
+            f"put yours in place of {r.model}"
+        )
+    for flag in sorted(facts.all(Flag), key=lambda f: f.order):
+        if flag.engine == engine and matches(flag.when, _situation(v, q, values)):
+            _take(r, flag, values, q, v)
+    _assemble(r, machine, values, engine)
+    taken = {p.fact for p in r.pieces}
+    r.conditions = [(p.title, p.says, p.fix) for p in v.conditions if not taken & set(p.cured)]
+    return r
+
+
+def _nodes(r: Recipe, machine: Machine, q: Question, engine: str) -> None:
+    """Several nodes go to vLLM or SGLang only."""
+    if machine.nodes > 1 and engine in GGUF:
+        why = {
+            "llama.cpp": "its own project calls its RPC between hosts fragile and insecure",
+            "g4spec": "it runs on one machine",
+        }[engine]
+        r.blocked.append(
+            (
+                f"{r.title} is not for several nodes",
+                why,
+                f"g4spec recipe vllm --nodes {machine.nodes}, or sglang",
+            )
+        )
+
+
+def _lacks(r: Recipe, v: EngineVerdict, q: Question) -> None:
+    """What cannot be written because nothing is known about it."""
+    for p in v.conditions:
+        if p.unknown:
+            r.unknown.append(f"{p.title}. {p.says}")
+            r.blocked.append((p.title, p.says, p.fix))
+
+
+def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
+    """What works for the same pair: a newer version of the engine, or another one."""
+    if engine in machine.tools:
+        newest, then = engines.engine(facts, engine).newest, upgraded(machine, engine)
+        if engines.judge(facts, then, q, engine).works:
+            pair = choice.options(q, then)
+            return f"g4spec recipe {engine} {pair} --with {engine}={newest}"
+    for name in ("vllm", "llama.cpp", "sglang", "g4spec"):
+        if name == engine or (machine.nodes > 1 and name in GGUF):
+            continue
+        if engines.judge(facts, machine, q, name).works:
+            return f"g4spec recipe {name} {choice.options(q, machine)}"
+    return ""
+
+
+# ---- values
+
+
+def _model(v: EngineVerdict, target: Target) -> str:
+    """The target as the engine is given it."""
+    name, option = v.engine.name, v.option
+    if name in GGUF and target.is_local:
+        return target.given if target.is_gguf else "target.gguf"
+    if option is None:
+        return "target.gguf"
+    made_up = f"YOUR_{target.size}_{option.format.replace(' ', '_')}_CHECKPOINT".upper()
+    return choice.source(name, target, option) or made_up
+
+
+def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> dict[str, str]:
+    """What {names} in rows stand for."""
+    target, draft = q.target, q.draft
+    plan = v.plan
+    gguf = v.engine.name in GGUF
+    model = _model(v, target)
+    most = plan.largest if plan is not None else target.context
+    usual = CONTEXT if plan is not None else choice.USUAL_CONTEXT
+    ctx = q.context or min(usual, most, target.context)
+    n = (
+        lengths.start(facts, draft, v.engine.name, machine.cc)
+        if (draft is not None and v.engine.name in lengths.OPTIONS)
+        else 0
+    )
+    drafted = ""
+    if draft is not None:
+        drafted = draft.given if draft.is_local else draft.hub
+        if gguf and not draft.is_gguf:
+            drafted = "draft.gguf"
+    cc = machine.cc or (0, 0)
+    arch = f"{cc[0]}{cc[1]}" + ("a" if cc >= (12, 0) else "")
+    chosen, _ = (
+        backends.chosen(facts, v.version, cc, draft) if v.engine.name == "vllm" else ("", "")
+    )
+    return {
+        "model": shlex.quote(model),
+        "draft": drafted,
+        "n": str(n),
+        "ctx": str(ctx),
+        "tp": str(v.gpus),
+        "nodes": str(machine.nodes),
+        "head": HEAD,
+        "version": v.version,
+        "batched": str(q.batched),
+        "util": "0.80" if machine.unified else "0.92",
+        "kv": plan.kv if plan is not None else "f16",
+        "kv_vllm": {"int8": "int8_per_token_head"}.get(q.kv or "", q.kv or "auto"),
+        "arch": arch,
+        "target_backend": chosen or "a backend that takes head size 512",
+        "build_note": (
+            "with CUDA 12.9 or older: CUDA 13 compiles nothing for this card"
+            if cc < (7, 5)
+            else "nvcc 13.2.0 and 13.2.1 miscompile"
+        ),
+        "draft_hub": draft.hub if draft is not None else "",
+        "draft_word": shlex.quote(drafted),
+        "with_draft": f" -md {shlex.quote(drafted)}" if drafted else "",
+        "cached": " --cache-type q8_0" if plan is not None and plan.kv == "q8_0" else "",
+        "target_source": shlex.quote(target.given or ""),
+        "target_hub": target.given if target.is_local else target.hub,
+        "draft_source": shlex.quote(draft.given)
+        if draft is not None and draft.is_local
+        else "draft",
+        "port": str(PORTS[v.engine.name]),
+        "served": shlex.quote((gguf and target.hub) or model),
+    }
+
+
+def _situation(v: EngineVerdict, q: Question, values: dict[str, str]) -> Situation:
+    return replace(
+        v.situation, context=int(values["ctx"]), kv=values["kv"] if q.kv is None else q.kv
+    )
+
+
+def _skip(flag: Flag, q: Question, v: EngineVerdict) -> bool:
+    """Rows that hold only in a way that their conditions cannot say."""
+    local = q.draft is None or q.draft.is_local
+    return {
+        "flag-vllm-tp": v.gpus < 2,
+        "flag-sglang-tp": v.gpus < 2,
+        "flag-lc-download": local,
+        "flag-g4-download": local,
+        "flag-lc-convert": q.draft is not None and q.draft.is_gguf,
+        "flag-g4-convert": q.draft is not None and q.draft.is_gguf,
+        "flag-lc-target": q.target.is_local,
+        "flag-g4-target": q.target.is_local,
+        "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
+        "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
+        "flag-lc-build": v.installed,
+        "flag-vllm-install": v.installed,
+        "flag-sglang-install": v.installed,
+    }.get(flag.id, False)
+
+
+def _take(r: Recipe, flag: Flag, values: dict[str, str], q: Question, v: EngineVerdict) -> None:
+    """Adds one row to the recipe."""
+    if _skip(flag, q, v):
+        return
+    if "{n}" in flag.text and values["n"] == "0":
+        r.unknown.append("the draft length: nothing read says how this engine counts it here")
+        return
+    text = flag.text.format_map(values | {"rank": "{rank}"})
+    reason = flag.reason.format_map(values)
+    versions = flag.when.versions
+    r.pieces.append(Piece(flag.part, text, reason, versions or "all versions read", flag.id))
+    if flag.part == "prepare":
+        r.prepare.append(text)
+    elif flag.part == "bench":
+        r.bench.append(text)
+    elif flag.part == "image":
+        r.image = text
+    elif flag.part == "env":
+        name, _, value = text.partition("=")
+        r.env[name] = value
+
+
+def _assemble(r: Recipe, machine: Machine, values: dict[str, str], engine: str) -> None:
+    """Commands, one a node."""
+    words = [w for p in r.pieces if p.part == "arg" for w in _split(p.text)]
+    spec: dict[str, object] = {}
+    for p in r.pieces:
+        if p.part == "spec":
+            key, _, value = p.text.partition("=")
+            spec[key] = int(value) if value.isdigit() else value
+    if spec:
+        words += ["--speculative-config", shlex.quote(json.dumps(spec))]
+    for rank in range(machine.nodes):
+        mine = [w.replace("{rank}", str(rank)) for w in words]
+        if machine.nodes > 1 and rank and engine == "vllm":
+            mine.append("--headless")
+        start = SERVER[engine].format_map(values)
+        r.arguments.append(mine)
+        env = [f"{k}={v}" for k, v in r.env.items()]
+        r.commands.append(_wrap([*env, start, *_joined(mine)]))
+    if engine == "vllm" and machine.nodes > 1:
+        r.pieces.append(
+            Piece(
+                "note",
+                f"{HEAD}: the address of the first node; every other node "
+                "adds --headless and its own rank",
+                "the same rank twice hangs",
+                "all versions read",
+                "flag-vllm-nodes",
+            )
+        )
+
+
+def _split(text: str) -> list[str]:
+    """Words of a piece, each still quoted as a shell needs it."""
+    return [shlex.quote(w) for w in shlex.split(text)] if "'" in text else text.split(" ")
+
+
+def _joined(words: list[str]) -> list[str]:
+    """Options together with their values."""
+    out: list[str] = []
+    for w in words:
+        if w.startswith("-") and not w.lstrip("-").isdigit():
+            out.append(w)
+        elif out:
+            out[-1] += f" {w}"
+    return out
+
+
+def _wrap(parts: list[str]) -> str:
+    """A command over several lines."""
+    return " \\\n  ".join(parts)
+
+
+def on_nodes(machine: Machine, nodes: int | None) -> Machine:
+    """The machine repeated over nodes. A 4x GB10 is four nodes already."""
+    if nodes is None or nodes == machine.nodes:
+        return machine
+    if machine.nodes > 1:
+        raise UsageError(f"--nodes {nodes}, but the machine has {machine.nodes}", fix="say it once")
+    return replace(machine, nodes=nodes)

@@ -1,0 +1,78 @@
+"""A recipe as files: scripts and a compose file."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from g4spec.advisor.machine import Machine
+from g4spec.advisor.recipe import PORTS, Recipe
+from g4spec.errors import UsageError
+
+
+def compose(r: Recipe, machine: Machine) -> str:
+    """A compose file of one node. UsageError where no image is known, or for several nodes."""
+    if not r.image:
+        raise UsageError(
+            f"no image of {r.title} is known for this card", fix="use the commands instead"
+        )
+    if machine.nodes > 1:
+        raise UsageError("a compose file is for one node", fix="use the commands, one a node")
+    start = {
+        "vllm": [r.model],
+        "sglang": ["python3", "-m", "sglang.launch_server", "--model-path", r.model],
+        "llama.cpp": ["-m", r.model],
+    }[r.engine]
+    words = start + [w for raw in r.arguments[0] for w in shlex.split(raw)]
+    if r.engine in ("llama.cpp", "sglang"):
+        words += ["--host", "0.0.0.0"]
+    port = PORTS[r.engine]
+    lines = [
+        "services:",
+        f"  {r.engine.replace('.', '')}:",
+        f"    image: {r.image}",
+        "    ipc: host",
+        f'    ports: ["{port}:{port}"]',
+        "    volumes:",
+        "      - ${HOME}/.cache/huggingface:/root/.cache/huggingface",
+        "      - .:/models",
+    ]
+    if r.engine == "llama.cpp":
+        lines += ["    working_dir: /models"]
+        words += ["--port", str(port)]
+    if r.env:
+        lines += ["    environment:"] + [f"      {k}: {json.dumps(v)}" for k, v in r.env.items()]
+    lines += ["    command:"] + [f"      - {json.dumps(w)}" for w in words]
+    lines += [
+        "    deploy:",
+        "      resources:",
+        "        reservations:",
+        "          devices:",
+        "            - driver: nvidia",
+        "              count: all",
+        "              capabilities: [gpu]",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
+    """Scripts: prepare, one start script a node, the benchmark, and a compose file if there is an
+    image. Returns what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"prepare.sh": _script(r.prepare), "bench.sh": _script(r.bench)}
+    for rank, command in enumerate(r.commands):
+        name = "start.sh" if len(r.commands) == 1 else f"start-node{rank}.sh"
+        texts[name] = _script([command])
+    if r.image and machine.nodes == 1:
+        texts["compose.yaml"] = compose(r, machine)
+    made = []
+    for name, text in texts.items():
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        made.append(path)
+    return made
+
+
+def _script(commands: list[str]) -> str:
+    return "#!/bin/sh\nset -e\n" + "".join(f"{c}\n" for c in commands)

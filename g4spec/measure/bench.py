@@ -1,0 +1,274 @@
+"""Measures drafts: every draft length on every category of prompts, against plain decoding.
+
+How a number comes about:
+
+- All settings of a prompt run one after the other, in an order that rotates from prompt to prompt
+  and repeat to repeat, so that a machine that slows down slows all of them. A speed-up compares
+  the runs of one repeat with one another. Repeats time the same prompts again; counts of tokens
+  come from the first.
+- A first run of every setting on another prompt warms up and is not counted.
+- Prefill is timed apart. Speed is emitted tokens over the time of drafting and steps.
+- The text of every run must equal the plain text. If not, the benchmark has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from g4spec.errors import InputError, UsageError
+from g4spec.measure.bench_summary import ALL, Length, Row, Sample, summarize
+from g4spec.measure.prompts import Prompt
+from g4spec.models.spec import MAX_DRAFT
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.engine import Engine, Options
+
+SCHEMA = "g4spec.bench/1"
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
+"""Draft lengths of a sweep; `auto` is measured beside them."""
+
+LOOPING = 0.5
+"""Share of repeated n-grams above which an output counts as looping."""
+
+Progress = Callable[[int, int], None]
+
+_WARM_UP = "A list of words, one word a line:\napple\nbridge\ncandle\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """What is measured. `lengths` always begin with 0, plain decoding."""
+
+    lengths: tuple[Length, ...]
+    n_predict: int = 128
+    repeats: int = 3
+    sampler: Sampler = field(default_factory=Sampler)
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_predict < 1:
+            raise UsageError("-n", expected=">= 1", found=self.n_predict)
+        if self.repeats < 1:
+            raise UsageError("--repeats", expected=">= 1", found=self.repeats)
+        if self.lengths[:1] != (0,) or len(set(self.lengths)) != len(self.lengths):
+            raise UsageError("--draft-max", expected="different lengths", found=self.lengths)
+
+    def options(self, length: Length, n_predict: int | None = None) -> Options:
+        return Options(n_predict or self.n_predict, self.sampler, length, (), self.ignore_eos)
+
+
+def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
+    """Draft lengths from "sweep", "auto", "4" or "2,4,auto"; plain decoding is added in front.
+
+    Args:
+        most: longest proposal of the draft; None without a draft, then only plain remains.
+
+    Raises UsageError for anything else, and for a number above what a step can hold.
+    """
+    chosen: list[Length] = [0]
+    for word in ("sweep",) if text == "sweep" else text.split(","):
+        if word.strip() == "sweep":
+            chosen += [*LENGTHS, "auto"]
+        elif word.strip() == "auto":
+            chosen.append("auto")
+        elif word.strip().isdecimal() and int(word) <= MAX_DRAFT:
+            chosen.append(int(word))
+        else:
+            raise UsageError("--draft-max", expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '
+                             "or several with commas between them", found=word)  # fmt: skip
+    if most is None:
+        return (0,)
+    numbers = sorted({min(n, most) for n in chosen if n != "auto"})
+    return (*numbers, "auto") if "auto" in chosen else tuple(numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A text that is not the plain one; `index` of the first token, None past an end."""
+
+    prompt: str
+    length: Length
+    index: int
+    plain: int | None
+    speculative: int | None
+
+
+@dataclass(slots=True)
+class Result:
+    """A finished sweep. `texts`: digest of each prompt's ids and of the plain output's ids."""
+
+    protocol: Protocol
+    rows: list[Row]
+    differences: list[Difference]
+    texts: dict[str, dict[str, str]]
+    notes: list[str]
+    memory: dict[str, int | None]
+
+    def row(self, category: str, length: Length) -> Row | None:
+        """One row, or None if it was not measured."""
+        found = (r for r in self.rows if (r.category, r.length) == (category, length))
+        return next(found, None)
+
+    def json(self, provenance: dict[str, Any], advice: dict[str, Any]) -> dict[str, Any]:
+        """The result file."""
+        return {
+            "schema": SCHEMA,
+            "provenance": provenance,
+            "options": asdict(self.protocol),
+            "recommendation": advice,
+            "identical": not self.differences,
+            "rows": [asdict(r) for r in self.rows],
+            "differences": [asdict(d) for d in self.differences],
+            "texts": self.texts,
+            "memory": self.memory,
+            "notes": self.notes,
+        }
+
+
+def sweep(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    protocol: Protocol,
+    *,
+    idle: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> Result:
+    """Measure every length on every prompt.
+
+    Args:
+        idle: `memory_in_use()` before the engine was loaded, to report its growth.
+
+    Raises InputError when two prompts are the same.
+    """
+    encoded = _encode(engine, prompts, protocol.n_predict)
+    samples = {
+        (p.name, n): Sample(p, n, len(encoded[p.name])) for p in prompts for n in protocol.lengths
+    }
+    result = Result(protocol, [], [], {}, list(engine.notes), {})
+    warm = engine.tokenizer.encode(_WARM_UP)
+    for length in protocol.lengths:
+        list(engine.generate(warm, protocol.options(length, min(16, protocol.n_predict))))
+    peak, done = 0, 0
+    for repeat in range(protocol.repeats):
+        for number, prompt in enumerate(prompts):
+            ids: dict[Length, list[int]] = {}
+            for length in _rotated(protocol.lengths, repeat + number):
+                ids[length] = _measure(engine, encoded[prompt.name], protocol.options(length),
+                                       samples[prompt.name, length])  # fmt: skip
+                peak = max(peak, memory_in_use() or 0)
+                done += 1
+                progress(done, protocol.repeats * len(samples))
+            result.differences += _differences(prompt.name, ids)
+            result.texts[prompt.name] = {
+                "prompt": _digest(encoded[prompt.name]), "text": _digest(ids[0])
+            }  # fmt: skip
+            result.notes += [n for n in engine.notes if n not in result.notes]
+    result.rows = summarize(list(samples.values()), protocol.lengths)
+    result.notes += _remarks(result)
+    result.memory = _memory(engine, idle, peak)
+    return result
+
+
+def repetition(ids: Sequence[int], n: int = 4) -> float:
+    """Share of the n-grams ending in the second half of `ids` that were there before.
+
+    Near 1 for text that goes in circles, which any draft predicts; 0 for fewer than 32 tokens.
+    """
+    if len(ids) < 32:
+        return 0.0
+    seen: set[tuple[int, ...]] = set()
+    again = total = 0
+    for end in range(n, len(ids) + 1):
+        gram = tuple(ids[end - n : end])
+        if end > len(ids) // 2:
+            total += 1
+            again += gram in seen
+        seen.add(gram)
+    return again / total
+
+
+def memory_in_use() -> int | None:
+    """Bytes of this process that are not pages of files; None where Linux cannot be asked."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon:")), None)
+
+
+def _encode(engine: Engine, prompts: Sequence[Prompt], n_predict: int) -> dict[str, list[int]]:
+    """Tokens by prompt name; refuses repetitions and prompts that leave no room."""
+    encoded: dict[str, list[int]] = {}
+    seen: dict[tuple[int, ...], str] = {}
+    for prompt in prompts:
+        ids = prompt.encode(engine.tokenizer)
+        if (first := seen.setdefault(tuple(ids), prompt.name)) != prompt.name:
+            raise InputError(f"prompts {first} and {prompt.name} are the same text",
+                             fix="remove one: a prompt may count only once")  # fmt: skip
+        if len(ids) + n_predict > engine.n_ctx:
+            raise UsageError(f"prompt {prompt.name} and -n {n_predict} do not fit",
+                             expected=f"at most {engine.n_ctx} tokens",
+                             found=len(ids) + n_predict, fix="raise -c or lower -n")  # fmt: skip
+        encoded[prompt.name] = ids
+    return encoded
+
+
+def _rotated(lengths: tuple[Length, ...], by: int) -> tuple[Length, ...]:
+    by %= len(lengths)
+    return lengths[by:] + lengths[:by]
+
+
+def _measure(engine: Engine, prompt: list[int], options: Options, sample: Sample) -> list[int]:
+    """Run once and add what was counted and timed to `sample`; returns the tokens."""
+    run = engine.generate(prompt, options)
+    for number, cycle in enumerate(run):
+        if number:  # the first token comes from the prompt alone
+            sample.accepted_lengths[cycle.accepted] += 1
+    stats = run.stats
+    engine.notes += [n for n in run.notes if n not in engine.notes]
+    sample.seconds.append(stats.seconds)
+    sample.prefill.append(stats.prefill_seconds)
+    sample.draft.append(stats.draft_seconds)
+    sample.step.append(stats.step_seconds)
+    sample.cycles.append(stats.cycles)
+    for i in range(MAX_DRAFT):
+        sample.drafted[i] += stats.drafted_by_position[i]
+        sample.accepted[i] += stats.accepted_by_position[i]
+    # A stop token is computed but not emitted; the last cycle's tokens after it never counted.
+    sample.tokens = len(run.ids) - 1 + stats.stop_reason.startswith("stop token")
+    sample.looping = repetition(run.ids) > LOOPING
+    return run.ids
+
+
+def _differences(prompt: str, ids: dict[Length, list[int]]) -> Iterable[Difference]:
+    plain = ids[0]
+    for length, other in ids.items():
+        if other != plain:
+            pairs = zip(plain, other, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(plain), len(other)))
+            a, b = (x[at] if at < len(x) else None for x in (plain, other))
+            yield Difference(prompt, length, at, a, b)
+
+
+def _remarks(result: Result) -> list[str]:
+    """What a reader must know to judge the numbers."""
+    notes = [
+        f"{r.category}: {r.looping} of {r.prompts} outputs repeat themselves, which flatters drafts"
+        for r in result.rows
+        if r.looping and r.length == 0 and r.category != ALL
+    ]
+    if result.protocol.repeats == 1:
+        notes.append("one repeat: how much the timing scatters is not known")
+    return notes
+
+
+def _memory(engine: Engine, idle: int | None, peak: int) -> dict[str, int | None]:
+    planned = asdict(engine.memory) | {"total": engine.memory.total}
+    return {**planned, "grown": peak - idle if idle is not None and peak else None}
+
+
+def _digest(ids: list[int]) -> str:
+    return sha256(",".join(map(str, ids)).encode()).hexdigest()[:16]

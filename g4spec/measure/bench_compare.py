@@ -1,0 +1,188 @@
+"""Compares two result files of `g4spec bench`: has anything become worse?"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from g4spec.errors import InputError, UsageError
+from g4spec.measure.bench import SCHEMA
+
+ACCEPTANCE = 0.001
+"""A fixed length accepts the same tokens every time; more than this less is another draft."""
+
+_FIELDS: dict[str, type] = {
+    "provenance": dict, "options": dict, "rows": list, "texts": dict, "identical": bool,
+    "recommendation": dict, "memory": dict, "notes": list,
+}  # fmt: skip
+
+_ROW: dict[str, type | tuple[type, ...]] = {
+    "category": str, "length": (int, str), "tokens_per_second": (int, float), "spread": list,
+    "ratio": (int, float), "acceptance": (int, float), "committed": (int, float),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One setting in both files. `speed`: new over old. `worse`: why it counts as regression."""
+
+    category: str
+    length: int | str
+    old_speed: float
+    new_speed: float
+    speed: float
+    old_acceptance: float
+    new_acceptance: float
+    worse: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All settings of both files; `regressions` in words, empty when nothing became worse."""
+
+    changes: list[Change]
+    regressions: list[str]
+    warnings: list[str]
+
+    def json(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": not self.regressions}
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A result file, checked. Raises InputError for anything else."""
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not JSON", found=error,
+                         expected="a file written by `g4spec bench -o`") from None  # fmt: skip
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != SCHEMA:
+        raise InputError(f"{path}: not a result of `g4spec bench`", expected=f"schema {SCHEMA}",
+                         found=repr(schema))  # fmt: skip
+    _check(data, _FIELDS, str(path))
+    for number, row in enumerate(data["rows"]):
+        if not isinstance(row, dict):
+            raise InputError(f"{path}: rows[{number}]", expected="an object", found=row)
+        _check(row, _ROW, f"{path}: rows[{number}]")
+        speeds = [row["tokens_per_second"], *row["spread"]]
+        if len(speeds) != 3 or not all(
+            isinstance(s, (int, float)) and math.isfinite(s) and s >= 0 for s in speeds
+        ):
+            raise InputError(f"{path}: rows[{number}]", expected="tokens_per_second and two "
+                             "numbers of spread, none below 0", found=speeds)  # fmt: skip
+    return data
+
+
+def _check(data: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
+    for name, kind in fields.items():
+        if not isinstance(data.get(name), kind):
+            wanted = kind if isinstance(kind, tuple) else (kind,)
+            raise InputError(f"{where}: {name}", expected=" or ".join(k.__name__ for k in wanted),
+                             found=type(data.get(name)).__name__)  # fmt: skip
+
+
+def tolerance(text: str) -> float:
+    """A share from "5%", "5 %" or "0.05". Raises UsageError for anything else."""
+    number, percent, rest = text.strip().partition("%")
+    try:
+        value = float(number) / (100 if percent else 1)
+    except ValueError:
+        value = math.nan
+    if rest.strip() or not 0 <= value < 1:
+        raise UsageError("--tolerance", expected="0% to 99%", found=text)
+    return value
+
+
+def compare(
+    old: Mapping[str, Any], new: Mapping[str, Any], allowed: float = 0.05, *, force: bool = False
+) -> Comparison:
+    """Compare two results that `read` returned.
+
+    Slower counts when the speed drops by more than `allowed` and the repeats of the two do not
+    overlap. Lower acceptance counts for fixed lengths; another text always does.
+
+    Raises InputError when they were measured in different ways, unless `force`.
+    """
+    unlike, retyped = _unlike(old, new), _retyped(old, new)
+    if unlike and not force:
+        raise InputError("the two results cannot be compared: " + "; ".join(unlike),
+                         fix="measure both in the same way, or pass --force")  # fmt: skip
+    ours = {(r["category"], r["length"]): r for r in old["rows"]}
+    theirs = {(r["category"], r["length"]): r for r in new["rows"]}
+    both = [(ours[key], theirs[key]) for key in ours if key in theirs]
+    timed = [pair for pair in both if all(row["tokens_per_second"] for row in pair)]
+    changes = [_change(*pair, allowed) for pair in timed]
+    if not changes:
+        raise InputError("the two results have no kind of prompt and draft length in common that "
+                         "took any time")  # fmt: skip
+    if untimed := len(both) - len(timed):
+        unlike.append(f"{untimed} settings took no time: their texts are one token")
+    regressions = [f"{c.category}, length {c.length}: {c.worse}" for c in changes if c.worse]
+    if missing := len(ours.keys() - theirs.keys()):
+        unlike.append(f"{missing} of {len(ours)} settings are only in the old file")
+    for name in old["texts"].keys() & new["texts"].keys():
+        before, after = old["texts"][name], new["texts"][name]
+        if before.get("prompt") == after.get("prompt") and before != after:
+            regressions.append(f"the text of prompt {name} changed")
+    if not new["identical"]:
+        regressions.append("the new result's own texts differ between draft lengths")
+    return Comparison(changes, sorted(regressions), sorted(unlike + retyped))
+
+
+def _change(old: Mapping[str, Any], new: Mapping[str, Any], allowed: float) -> Change:
+    before, after = old["tokens_per_second"], new["tokens_per_second"]
+    speed = after / before
+    worse = []
+    if speed < 1 - allowed and max(new["spread"]) < min(old["spread"]):
+        worse.append(f"{1 - speed:.1%} slower ({before:.1f} to {after:.1f} tokens/s)")
+    if old["length"] != "auto" and new["acceptance"] < old["acceptance"] - ACCEPTANCE:
+        worse.append(f"acceptance fell from {old['acceptance']:.1%} to {new['acceptance']:.1%}")
+    return Change(
+        category=old["category"],
+        length=old["length"],
+        old_speed=before,
+        new_speed=after,
+        speed=speed,
+        old_acceptance=old["acceptance"],
+        new_acceptance=new["acceptance"],
+        worse=", ".join(worse) or None,
+    )
+
+
+def _unlike(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What was different about the two measurements, beside the program."""
+    found = []
+    for name in ("machine", "device", "ops"):
+        a, b = old["provenance"].get(name), new["provenance"].get(name)
+        if a != b:
+            found.append(f"{name} {a} and {b}")
+    for name in ("target", "draft"):
+        if name == "draft" and _retyped(old, new):
+            continue
+        one, two = (side["provenance"].get(name) or {} for side in (old, new))
+        if one.get("sha256") != two.get("sha256") or one.get("kind") != two.get("kind"):
+            found.append(f"{name} {one.get('name')} and {two.get('name')} are different files")
+    for name in ("n_predict", "sampler", "ignore_eos", "lengths"):
+        a, b = old["options"].get(name), new["options"].get(name)
+        if a != b:
+            found.append(f"{name} {a} and {b}")
+    prompts = [{n: t.get("prompt") for n, t in side["texts"].items()} for side in (old, new)]
+    if prompts[0] != prompts[1]:
+        found.append("other prompts")
+    return found
+
+
+def _retyped(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The drafts are of one kind but stored in other types: what that costs can be compared, as
+    the texts are the target's."""
+    one, two = (side["provenance"].get("draft") or {} for side in (old, new))
+    types = [side.get("types") or {} for side in (one, two)]
+    if one.get("kind") != two.get("kind") or set(types[0]) == set(types[1]) or not all(types):
+        return []
+    shown = [max((t for t in side if t != "f32"), key=lambda t: side[t], default="f32")
+             for side in types]  # fmt: skip
+    return [f"the draft is stored as {shown[0]}, then as {shown[1]}"]

@@ -1,0 +1,125 @@
+"""Where a result comes from: files, versions, machine, command."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import g4spec
+from g4spec import quant
+from g4spec.gguf import GGUF
+from g4spec.ops.reference import Ops
+
+
+def describe(
+    target: Path, draft: Path | str | None, ops: Ops, command: Sequence[str]
+) -> dict[str, Any]:
+    """Everything needed to judge and repeat a measurement; JSON types only.
+
+    Args:
+        draft: a draft file, "ngram", or None.
+        command: the arguments as they were typed.
+    """
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "target": file(target),
+        "draft": file(draft)
+        if isinstance(draft, Path)
+        else draft and {"kind": draft, "name": draft},
+        "g4spec": g4spec.__version__,
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": machine(),
+        "ops": type(ops).__name__,
+        "device": ops.title,
+        "overridden_ops": overridden(ops),
+        "ops_without_kernel": sorted(ops.without_kernel),
+    }
+
+
+def file(path: Path) -> dict[str, Any]:
+    """Name, size, SHA-256, architecture and quantization types of a GGUF file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    with GGUF(path) as opened:
+        types = Counter(quant.by_type(t.type).name for t in opened.tensors.values())
+        kind = opened.kv.get("general.architecture")
+    return {
+        "name": path.name,
+        "bytes": path.stat().st_size,
+        "sha256": digest.hexdigest(),
+        "kind": kind,
+        "types": dict(types.most_common()),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Processor, threads and operating system; no host or user name."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "os": f"{platform.system()} {platform.release()}",
+    }  # fmt: skip
+
+
+def driver() -> str | None:
+    """Version of NVIDIA's driver; None where there is none."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """Commit of the source tree that runs, "+" behind it if something was changed; None for an
+    installed package."""
+    root = Path(g4spec.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        dirty = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+" if dirty else "")
+
+
+def _git(root: Path, *args: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def overridden(ops: Ops) -> list[str]:
+    """Names of the operations that a backend replaces; empty for the reference."""
+    kind = type(ops)
+    return sorted(n for n in dir(Ops) if n[0] != "_" and getattr(kind, n) is not getattr(Ops, n))

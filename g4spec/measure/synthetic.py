@@ -1,0 +1,184 @@
+"""Models of the published shapes with random weights, made on the GPU: for measuring speed where
+no checkpoint is at hand. What they say means nothing; what they cost is what the real ones cost.
+
+Shapes: config.json of google/gemma-4-{E2B,E4B,12B,26B-A4B,31B}, of their assistants, and of z-lab's
+DFlash drafts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4spec.models import assistant, dflash, gemma4
+from g4spec.models.spec import MAX_STEP_ROWS, Checkpoint, TensorSpec
+from g4spec.quant import policy
+from g4spec.quant.format import Format
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.weights.matrix import Matrix
+from g4spec.runtime.target import Target
+
+VOCAB = 262144
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _text(hidden: int, layers: int, heads: int, kv: tuple[int, int], ff: int, period: int = 6,
+          **more: Any) -> dict[str, Any]:  # fmt: skip
+    return {
+        "vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv[0],
+        "num_global_key_value_heads": kv[1], "head_dim": 256, "global_head_dim": 512,
+        "intermediate_size": ff, "sliding_window": 1024, "attention_k_eq_v": True,
+        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 262144,
+        "layer_types": [FULL if (i + 1) % period == 0 else SLIDING for i in range(layers)],
+        **more,
+    }  # fmt: skip
+
+
+_SMALL = {"attention_k_eq_v": False, "sliding_window": 512, "hidden_size_per_layer_input": 256,
+          "vocab_size_per_layer_input": VOCAB, "max_position_embeddings": 131072}  # fmt: skip
+TARGETS = {
+    "31b": _text(5376, 60, 32, (16, 4), 21504),
+    "26b-a4b": _text(2816, 30, 16, (8, 2), 2112, enable_moe_block=True, num_experts=128,
+                     top_k_experts=8, moe_intermediate_size=704),
+    "12b": _text(3840, 48, 16, (8, 1), 15360),
+    "e4b": _text(2560, 42, 8, (2, 2), 10240, num_kv_shared_layers=18, **_SMALL),
+    "e2b": _text(1536, 35, 8, (1, 1), 6144, 5, num_kv_shared_layers=20, use_double_wide_mlp=True,
+                 **_SMALL),
+}  # fmt: skip
+"""`text_config` of each size."""
+
+DRAFTS = {"31b": (64, 10752), "26b-a4b": (32, 5632), "12b": (32, 7680)}
+"""Heads and feed-forward width of z-lab's DFlash for a size."""
+
+ASSISTANTS = {"31b": (1024, 32, 8192), "26b-a4b": (1024, 16, 8192), "12b": (1024, 16, 8192),
+              "e4b": (256, 4, 2048), "e2b": (256, 4, 2048)}  # fmt: skip
+"""Hidden size, heads and feed-forward width of Google's assistant for a size."""
+
+CENTROIDS = 2048
+"""Clusters of tokens that the assistants of the small sizes have."""
+
+
+def target(name: str, type: str, ops: CudaOps, n_ctx: int) -> Target:
+    """A target of a size in `TARGETS`, its matrices of the types that `type` gives them."""
+    config = gemma4.parse_hf(Checkpoint({"text_config": TARGETS[name]}, {}))
+    return Target(config, _turning(gemma4.tensors(config), type, ops), ops, n_ctx, ops.chunk)
+
+
+def drafts(name: str) -> list[str]:
+    """The kinds of draft that there are for a size, the one to take first."""
+    return [kind for kind, of in (("dflash", DRAFTS), ("assistant", ASSISTANTS)) if name in of]
+
+
+def draft(
+    name: str, type: str, ops: CudaOps, on: Target, kind: str | None = None
+) -> dflash.Drafter | assistant.Drafter:
+    """A draft for a target of this size, of a kind in `drafts`, or of the first one."""
+    make = _dflash if (kind or drafts(name)[0]) == "dflash" else _assistant
+    return make(name, type, ops, on)
+
+
+class _Head:
+    """What a file of an assistant holds of its head in the metadata."""
+
+    def __init__(self, config: assistant.Config) -> None:
+        rng = np.random.default_rng(0)
+        centres = rng.standard_normal(config.n_centroids * config.n_embd, np.float32)
+        order = rng.permutation(config.n_vocab).astype(np.int32)
+        self.arrays = {assistant.CENTROIDS: centres, assistant.ORDERING: order}
+
+    def numbers(self, key: str) -> Any:
+        return self.arrays[key]
+
+
+def _assistant(name: str, type: str, ops: CudaOps, on: Target) -> assistant.Drafter:
+    (hidden, heads, ff), its = ASSISTANTS[name], TARGETS[name]
+    kv = its["num_key_value_heads"], its["num_global_key_value_heads"]
+    same = {key: its[key] for key in ("sliding_window", "attention_k_eq_v")}
+    config = assistant.parse_hf(Checkpoint({
+        "architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": on.config.n_embd,
+        "use_ordered_embeddings": name not in DRAFTS, "num_centroids": CENTROIDS,
+        "text_config": _text(hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None, **same),
+    }, {}), on.config)  # fmt: skip
+    weights: Any = _turning(assistant.tensors(config), type, ops)
+    head: Any = _Head(config)
+    return assistant.Drafter(config, weights, ops, on, head, [], None)
+
+
+def _dflash(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
+    heads, ff = DRAFTS[name]
+    n = len(on.config.layers)
+    taps = [round(1 + k * (n - 4) / 5) for k in range(6)]
+    config = dflash.parse_hf(Checkpoint({
+        "architectures": ["DFlashDraftModel"], "vocab_size": VOCAB,
+        "hidden_size": on.config.n_embd, "intermediate_size": ff, "num_hidden_layers": 5,
+        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
+        "hidden_act": "silu", "max_position_embeddings": 262144, "rope_theta": 1e6,
+        "layer_types": [SLIDING] * 4 + [FULL], "use_sliding_window": True, "sliding_window": 2048,
+        "block_size": 16, "dflash_config": {"mask_token_id": 4, "target_layer_ids": taps},
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    }, {}), on.config)  # fmt: skip
+    kv = [ops.cache(s, on.n_ctx + MAX_STEP_ROWS, max(ops.chunk, 2 * MAX_STEP_ROWS))
+          for s in dflash.caches(config, None)]  # fmt: skip
+    weights = _weights(dflash.tensors(config), type, ops)
+    drafter = dflash.Drafter(config, weights, ops, on, None, kv, None)
+    on.taps = drafter.taps
+    return drafter
+
+
+def _turning(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
+    """`_weights`, and how much of a global layer's heads turns."""
+    still = [1e30] * (256 - 64)
+    turns = torch.tensor([1.0] * 64 + still, device=ops.device)
+    return _weights(specs, type, ops) | {"rope_freqs.weight": turns}
+
+
+def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
+    """What `CudaOps.load` returns for a file of these tensors."""
+    choice = policy.Policy(policy.asked(type), [s.name for s in specs if not s.optional])
+    out: dict[str, Any] = {}
+    for spec in specs:
+        if spec.optional or spec.make:
+            continue
+        form, _ = choice.choose(spec.name, spec.shape, spec.role)
+        if len(spec.shape) == 1 or not form.quantized:
+            out[spec.name] = _numbers(spec, ops)
+        else:
+            out[spec.name] = _matrix(form, spec.shape, ops)
+    return out
+
+
+def _numbers(spec: TensorSpec, ops: CudaOps) -> torch.Tensor:
+    """Vectors near one; matrices that stay F32 of values that keep sizes as they are."""
+    x = torch.randn(spec.shape, device=ops.device)
+    return x * spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 1 + 0.1 * x
+
+
+def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
+    """Random codes; scales such that a product keeps the size of its input."""
+    columns, rows = shape[-1], math.prod(shape[:-1])
+    raw = torch.randint(0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8,
+                        device=ops.device)  # fmt: skip
+    halves = raw.view(rows, columns // form.block, form.block_bytes)
+    for at, value in _FACTORS[form.name]:
+        bits = torch.tensor([value * columns**-0.5], dtype=torch.float16).view(torch.uint8)
+        halves[..., at : at + 2] = bits.to(ops.device)
+    return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], keeps=ops.portable)
+
+
+_FACTORS = {
+    "q4_k": ((0, 1 / 150), (2, 1 / 20)),
+    "q5_k": ((0, 1 / 300), (2, 1 / 20)),
+    "q6_k": ((208, 1 / 1400),),
+    "q8_0": ((0, 1 / 74),),
+    "q4_0": ((0, 1 / 4.6),),
+    "q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
+    "q5_0": ((0, 1 / 9.2),),
+    "q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
+}
+"""Where a block's half-precision factors stand, and what they are for one column."""

@@ -1,0 +1,256 @@
+"""Times steps and cycles of models with random weights on a GPU (`bench --synthetic`).
+
+A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
+not what Python adds. A cycle is timed by the clock with everything in it, and accepts as many
+drafts as it is told to: random weights predict nothing. Before each of these the GPU rests, so that
+its clock does not depend on what ran before; what cycles take once power limits the clock is
+measured after a second of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+
+from g4spec.errors import UsageError
+from g4spec.measure import run_record as provenance
+from g4spec.measure import synthetic
+from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS
+from g4spec.ops.sampling import Sampler
+from g4spec.quant import policy
+from g4spec.runtime.cuda.ops import CudaOps
+
+SCHEMA = "g4spec.synthetic/2"
+ROWS = (1, 2, 4, 8, 16)
+CONTEXTS = (64, 4096)
+WARM = 3
+REST = 0.5
+"""Seconds without work before something is timed."""
+SUSTAIN = 1.0
+"""Seconds of cycles, one after the other, before sustained ones are timed."""
+
+LABEL = "random weights, made on the GPU; acceptance forced: speed only, nothing about quality"
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """What is measured.
+
+    Attributes:
+        type, draft_type: of the matrices, as `--type` of `quantize`.
+        draft: "dflash", which proposes a block at once, "assistant": a token after the other, as
+            many as a cycle commits, or None: the first of these that there is for the size.
+        contexts: tokens in front of the steps that are timed.
+        accept_length: tokens a cycle commits, the target's own included.
+        times: repetitions whose median counts.
+    """
+
+    type: str = "q4_k_m"
+    draft_type: str = "q8_0"
+    draft: str | None = None
+    contexts: tuple[int, ...] = CONTEXTS
+    accept_length: int = 6
+    times: int = 20
+
+    @property
+    def room(self) -> int:
+        """Positions that cycles reach behind a context."""
+        return (self.times + WARM + 1) * self.accept_length + 2 * MAX_STEP_ROWS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.accept_length <= MAX_DRAFT + 1:
+            raise UsageError("--accept-length", expected=f"1 to {MAX_DRAFT + 1}, the target's own "
+                             "token included", found=self.accept_length)  # fmt: skip
+
+
+Watch = Callable[[int, int, Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Figures at one context, in milliseconds: `steps` by rows; of cycles those after a rest and
+    `sustained` ones, from which `tokens_per_second` follows."""
+
+    context: int
+    prefill_tokens_per_second: float
+    steps: dict[int, float]
+    draft: float
+    cycle: float
+    sustained: float
+    tokens_per_second: float
+
+
+def measure(
+    name: str, ops: CudaOps, protocol: Protocol, watch: Watch | None = None
+) -> dict[str, Any]:
+    """Build a model of a size in `synthetic.TARGETS`, with a draft; the result file's contents.
+
+    Args:
+        watch: is given each context and number of rows, and what plays a step of so many there.
+    """
+    kind = check(name, protocol)
+    with torch.cuda.device(ops.device):
+        read = bandwidth(ops.device)
+        torch.cuda.empty_cache()
+        target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + protocol.room)
+        target.step(_tokens(target, 1), 0)  # packs what a step reads
+        pairs = ops.pairs.nbytes
+        drafter = synthetic.draft(name, protocol.draft_type, ops, target, kind)
+        rows = []
+        for context in protocol.contexts:
+            rows.append(_at(context, target, drafter, protocol))
+            if watch is not None:
+                step: Any = target._step
+                for count in ROWS:
+                    watch(context, count, step.recording(count).replay)
+    held = weight_bytes(target.model.w) + pairs
+    step = held - _idle_bytes(target.model.w, target.config.layers[0])
+    plain = rows[0].steps[1]
+    return {
+        "schema": SCHEMA, "label": LABEL, "model": name,
+        "type": protocol.type, "draft": kind, "draft_type": protocol.draft_type,
+        "cache_type": ops.cache_type, "accept_length": protocol.accept_length,
+        "machine": provenance.machine(), "device": ops.title, "driver": provenance.driver(),
+        "commit": provenance.commit(),
+        "torch": torch.__version__, "overridden_ops": provenance.overridden(ops),
+        "ops_without_kernel": sorted(ops.without_kernel),
+        "read_bytes_per_second": read, "weight_bytes": held, "step_bytes": step,
+        "fraction_of_bandwidth": step / (plain * 1e-3) / read,
+        "rows": [_json(row) for row in rows],
+    }  # fmt: skip
+
+
+def check(name: str, protocol: Protocol) -> str:
+    """The kind of draft; raises unless there are such a size, draft, and type or mix of weights."""
+    policy.asked(protocol.type)
+    if name not in synthetic.TARGETS:
+        raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
+    kinds = synthetic.drafts(name)
+    if protocol.draft not in (None, *kinds):
+        raise UsageError(f"-md with --synthetic {name}", expected=" or ".join(kinds),
+                         found=protocol.draft)  # fmt: skip
+    return protocol.draft or kinds[0]
+
+
+def milliseconds(run: Callable[[], Any], times: int = 20, rest: float = 0.0) -> float:
+    """Median time on the GPU of what `run` launches, once it has done so and then rested for so
+    many seconds. As in use, the host starts each while the one before it runs: what that takes the
+    host, a tenth of a millisecond on some, is not in it."""
+    run()
+    torch.cuda.synchronize()
+    time.sleep(rest)
+    marks = [_mark()]
+    for _ in range(times):
+        run()
+        marks.append(_mark())
+    torch.cuda.synchronize()
+    return float(round(median(a.elapsed_time(b) for a, b in pairwise(marks)), 3))
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def bandwidth(device: torch.device | str = "cuda") -> float:
+    """Bytes a second that a sum over most of a GPU's free memory, at most 8 GiB, reads."""
+    count = min(1 << 31, torch.cuda.mem_get_info()[0] // 8)
+    x = torch.ones(count, dtype=torch.float32, device=device)
+    return float(x.nbytes / (milliseconds(x.sum, 5) * 1e-3))
+
+
+def weight_bytes(weights: Mapping[str, Any]) -> int:
+    """Bytes of the weights as they lie in memory, each counted once."""
+    seen = {}
+    for w in weights.values():
+        data = w if isinstance(w, torch.Tensor) else w.table
+        seen[data.data_ptr()] = data.nbytes
+    return sum(seen.values())
+
+
+def _idle_bytes(weights: Mapping[str, Any], layer: Any) -> int:
+    """Bytes of the experts that one row does not visit."""
+    stacks = {name: w for name, w in weights.items() if name.endswith("_exps.weight")}
+    if not stacks:
+        return 0
+    idle: float = 1 - layer.n_expert_used / layer.n_expert
+    return int(weight_bytes(stacks) * idle)
+
+
+def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
+    fill = _fill(target, drafter, context)
+    steps = {}
+    for rows in ROWS:
+        ids = _tokens(target, rows)
+        logits = target.step(ids, context).logits
+        assert bool(logits.isfinite().all()), (context, rows)
+        steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times, REST)
+    draft = milliseconds(_proposal(drafter, context).replay, protocol.times, REST)
+    length = 1 + min(protocol.accept_length - 1, drafter.max_tokens)
+    most = drafter.max_tokens if drafter.at_once else min(drafter.max_tokens, length)
+    player = target.ops.player(target, drafter, length - 1)
+    player.ready(Sampler())
+    cycle = sustained = _cycle(player, most, context, protocol.times, REST)
+    end = time.perf_counter() + SUSTAIN
+    while time.perf_counter() < end:
+        sustained = _cycle(player, most, context, protocol.times)
+    speed = round(length / sustained * 1e3, 1)
+    return Row(context, fill, steps, draft, cycle, sustained, speed)
+
+
+def _proposal(drafter: Any, context: int) -> Any:
+    """A block, or a token of one that drafts them one after the other, as recorded."""
+    if drafter.at_once:
+        drafter.block(7, context)
+        return drafter._block.recording(1)
+    drafter._next([7], context, drafter._newest)
+    return drafter._next.recording(1)
+
+
+def _tokens(target: Any, n: int) -> list[int]:
+    ids: list[int] = torch.randint(10, target.config.n_vocab, (n,)).tolist()
+    return ids
+
+
+def _fill(target: Any, drafter: Any, tokens: int) -> float:
+    """Read random tokens so that caches are real; tokens a second."""
+    ids = _tokens(target, tokens)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for read in target.prefill(ids):
+        drafter.commit(read)
+    torch.cuda.synchronize()
+    return round(tokens / (time.perf_counter() - begin))
+
+
+def _cycle(player: Any, count: int, at: int, times: int, rest: float = 0.0) -> float:
+    """Median milliseconds of cycles of `count` drafted tokens from a position on: draft, step,
+    choice, and the draft brought up to date with what is said to be accepted, each started before
+    the one before it is read."""
+    player.begin(7, at)
+    player.start(count)
+    torch.cuda.synchronize()
+    time.sleep(rest)
+    ends = []
+    for _ in range(WARM + times):
+        player.start(count)
+        player.result()
+        ends.append(time.perf_counter())
+    player.result()
+    return round(median(b - a for a, b in pairwise(ends[WARM - 1 :])) * 1e3, 3)
+
+
+def _json(row: Row) -> dict[str, Any]:
+    return {
+        "context": row.context, "prefill_tokens_per_second": row.prefill_tokens_per_second,
+        **{f"step_{rows}_ms": ms for rows, ms in row.steps.items()},
+        "draft_ms": row.draft, "cycle_ms": row.cycle, "sustained_ms": row.sustained,
+        "tokens_per_second": row.tokens_per_second,
+    }  # fmt: skip

@@ -1,0 +1,200 @@
+"""Proof by comparison that a draft changes nothing about the text.
+
+Every case generates twice, without and with the draft, from the same prompt and sampler, and the
+two texts must be the same tokens. It stops at the first difference. That alone would also hold for
+a draft that never proposes anything, so what was drafted and accepted is counted and reported.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from g4spec.errors import UsageError
+from g4spec.measure.prompts import Prompt
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.engine import Engine, Options
+
+LENGTHS: tuple[int | Literal["auto"], ...] = (1, 2, 3, 4, 5, 7, 8, 11, 15, "auto")
+
+SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 1.5},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+)
+"""Fields of `Sampler`; each case has a seed of its own."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One comparison."""
+
+    prompt: Prompt
+    length: int | Literal["auto"]
+    sampler: Sampler
+
+    def json(self) -> dict[str, Any]:
+        return {"prompt": self.prompt.name, "draft_max": self.length, **asdict(self.sampler)}
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One side of a difference; all None where that text had already ended."""
+
+    id: int | None
+    text: str | None
+    logit: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Where two texts part: `index` counts generated tokens from 0."""
+
+    case: Case
+    index: int
+    plain: Token
+    speculative: Token
+
+    def __str__(self) -> str:
+        def side(token: Token) -> str:
+            return f"{token.id} {token.text!r} (logit {token.logit})"
+
+        s = self.case.sampler
+        return (
+            f"{self.case.prompt.name}, draft length {self.case.length}, temperature "
+            f"{s.temperature:g}, top-k {s.top_k}, top-p {s.top_p:g}, min-p {s.min_p:g}, seed "
+            f"{s.seed}: token {self.index} is {side(self.plain)} without the draft, "
+            f"{side(self.speculative)} with it"
+        )
+
+    def json(self) -> dict[str, Any]:
+        return {**asdict(self), "case": self.case.json()}
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What `verify` found.
+
+    Attributes:
+        cases, tokens: compared before the first difference, or in all.
+        same_logits: tokens whose logit was the same float both times.
+        cycles, drafted, accepted: of the runs with the draft.
+    """
+
+    cases: int
+    tokens: int
+    same_logits: int
+    cycles: int
+    drafted: int
+    accepted: int
+    mismatch: Mismatch | None
+    notes: list[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether all texts were the same and the draft took part."""
+        return self.mismatch is None and self.drafted > 0
+
+    def json(self) -> dict[str, Any]:
+        found = self.mismatch.json() if self.mismatch else None
+        return {**asdict(self), "mismatch": found, "ok": self.ok}
+
+
+def check(count: int) -> None:
+    """UsageError for a number of cases that cannot be."""
+    if count < 1:
+        raise UsageError("--cases", expected=">= 1", found=count)
+
+
+def cases(prompts: Sequence[Prompt], count: int, most: int, seed: int = 0) -> list[Case]:
+    """`count` cases that go through all prompts, draft lengths and sampler settings evenly.
+
+    Args:
+        most: longest proposal of the draft.
+        seed: of the order; case i samples with seed + i.
+    """
+    check(count)
+    lengths = [n for n in LENGTHS if n == "auto" or n <= most]
+    order = random.Random(seed)
+    # Three decks of cards, each shuffled anew when it is used up: the pairs keep changing.
+    decks = [_deck(list(source), order) for source in (prompts, lengths, SETTINGS)]
+    made = []
+    for i in range(count):
+        prompt, length, setting = (next(deck) for deck in decks)
+        made.append(Case(prompt, length, Sampler(**setting, seed=seed + i)))
+    return made
+
+
+def _deck(cards: list[Any], order: random.Random) -> Iterator[Any]:
+    while True:
+        yield from order.sample(cards, len(cards))
+
+
+def verify(
+    engine: Engine,
+    todo: Sequence[Case],
+    n_predict: int = 64,
+    *,
+    progress: Progress = lambda done, total: None,
+) -> Verdict:
+    """Compare until the first difference.
+
+    Raises UsageError when the engine has no draft.
+    """
+    if engine.draft is None:
+        raise UsageError("nothing to verify without a draft", fix="pass one with -md")
+    verdict = Verdict(0, 0, 0, 0, 0, 0, None, [])
+    for case in todo:
+        plain, plain_logits = _generate(engine, case, 0, n_predict, None)
+        other, logits = _generate(engine, case, case.length, n_predict, verdict)
+        if plain != other:
+            verdict.mismatch = _mismatch(engine, case, (plain, plain_logits), (other, logits))
+            return verdict
+        verdict.cases += 1
+        verdict.tokens += len(plain)
+        verdict.same_logits += sum(a == b for a, b in zip(plain_logits, logits, strict=True))
+        progress(verdict.cases, len(todo))
+    return verdict
+
+
+def _generate(
+    engine: Engine, case: Case, length: int | Literal["auto"], n_predict: int,
+    verdict: Verdict | None,
+) -> tuple[list[int], list[float]]:  # fmt: skip
+    """Tokens and their logits; adds what the draft did to `verdict`."""
+    # Stop tokens are ignored: a text that ends early would compare little.
+    options = Options(n_predict, case.sampler, length, ignore_eos=True)
+    run = engine.generate(case.prompt.encode(engine.tokenizer), options)
+    logits = [value for cycle in run for value in cycle.logits]
+    if verdict is not None:
+        verdict.cycles += run.stats.cycles
+        verdict.drafted += run.stats.drafted
+        verdict.accepted += run.stats.accepted
+        verdict.notes += [note for note in run.notes if note not in verdict.notes]
+    return run.ids, logits
+
+
+Text = tuple[list[int], list[float]]
+
+
+def _mismatch(engine: Engine, case: Case, plain: Text, speculative: Text) -> Mismatch:
+    pairs = zip(plain[0], speculative[0], strict=False)
+    shorter = min(len(plain[0]), len(speculative[0]))
+    at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+
+    def side(text: Text) -> Token:
+        ids, logits = text
+        if at >= len(ids):
+            return Token(None, None, None)
+        return Token(ids[at], engine.tokenizer.decode([ids[at]], special=True), logits[at])
+
+    return Mismatch(case, at, side(plain), side(speculative))

@@ -1,0 +1,84 @@
+"""What `doctor --self-test` asks of the kernels on this machine's GPU: right results, and a row's
+bits the same whatever the rows beside it. Seconds, where the kernels were compiled before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from g4spec import quant
+from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.portable import products
+from g4spec.runtime.cuda.cache.cuda_kv import TURNING
+from g4spec.runtime.cuda.weights.matrix import Matrix
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.ops.reference import Ops
+
+COLUMNS, ROWS = 512, 768
+POSITIONS = 640
+TOLERANCE = 2.0**-8
+"""Of a row's largest value; rows, keys and values are half precision."""
+
+
+def checks(ops: CudaOps) -> Iterator[tuple[bool, str]]:
+    """Whether each thing holds, and what it is."""
+    seed = torch.Generator().manual_seed(1)
+    for type in packing.PARTS:
+        same, error = _product(ops, type, seed)
+        yield same and error < TOLERANCE, _said(f"{type.upper()} product", same, error)
+    for head_dim, window in ((256, 512), (512, None)):
+        same, error = _attention(ops, head_dim, window, seed)
+        yield same and error < TOLERANCE, _said(f"attention, heads of {head_dim}", same, error)
+
+
+def _said(what: str, same: bool, error: float) -> str:
+    bits = "the same bits" if same else "OTHER BITS"
+    return f"kernel: {what}: a row has {bits} among 1 to 16, largest error {error:.1e}"
+
+
+def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, float]:
+    values = torch.randn(ROWS, COLUMNS, generator=seed) * COLUMNS**-0.5
+    raw = quant.get(type).quantize(values.numpy())
+    x = torch.randn(MAX_STEP_ROWS, COLUMNS, generator=seed)
+    want = x.double() @ torch.from_numpy(quant.get(type).dequantize(raw)).double().T
+    matrix = Matrix(type, torch.from_numpy(raw).to(ops.device), ROWS, COLUMNS)
+    there = x.to(ops.device)
+    whole = ops.linear(there, matrix).clone()
+    same = all(torch.equal(ops.linear(there[:n], matrix), whole[:n]) for n in range(1, len(x)))
+    return same, _error(whole, want)
+
+
+def _attention(
+    ops: CudaOps, head_dim: int, window: int | None, seed: torch.Generator
+) -> tuple[bool, float]:
+    turning = 0 if window else TURNING  # as in the models: global layers' keys are their values
+    shape = CacheShape(2, head_dim, window, turning)
+    ours, reference = ops.cache(shape, POSITIONS, 16), Ops().cache(shape, POSITIONS, 64)
+    for start in range(0, POSITIONS, 16):
+        at = torch.arange(start, start + 16)
+        rows = torch.randn(2, 16, 2, head_dim, generator=seed).half().float()
+        if turning:
+            halves = rows.view(2, 16, 2, 2, -1)
+            halves[0, ..., turning:] = halves[1, ..., turning:]
+        ours.append(at.to(ops.device), *rows.to(ops.device))
+        reference.append(at, *rows)
+    q = (torch.randn(16, 4, head_dim, generator=seed) * head_dim**-0.5).half()
+    last = torch.arange(POSITIONS - 16, POSITIONS)
+    first = (last - (window or POSITIONS) + 1).clamp(min=0)
+    want = Ops().attend(q.float(), reference, first, last, 1.0)
+
+    def run(n: int) -> torch.Tensor:
+        found = ops.attend(q[:n].to(ops.device), ours, first[:n].to(ops.device),
+                           last[:n].to(ops.device), 1.0)  # fmt: skip
+        return products.numbers(found)
+
+    whole = run(16).clone()
+    return all(torch.equal(run(n), whole[:n]) for n in range(1, 16)), _error(whole, want)
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest, relative to the largest value of its row."""
+    got, want = got.double().cpu(), want.double().view(got.shape)
+    return float(((got - want).abs().amax(-1) / want.abs().amax(-1)).max())

@@ -1,0 +1,208 @@
+"""Kernels of this machine's GPU, compiled when first asked for, launched on torch's stream.
+
+    scale = launch.kernel("rows.cu", "scale_rows<2>")
+    scale(grid, block, x, np.int32(n), np.float32(0.5), shared=1024)
+
+The same call works eagerly and inside `torch.cuda.graph`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4spec.errors import EnvironmentProblem
+from g4spec.runtime.cuda.build import nvrtc
+from g4spec.runtime.cuda.build.units import Job, Unit, compile_all
+
+Grid = int | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Strided:
+    """An argument that need not be contiguous: the kernel is told the distances."""
+
+    tensor: torch.Tensor
+
+
+SCALARS = (np.int32, np.int64, np.uint32, np.uint64, np.float32)
+
+
+class Kernel:
+    """One kernel instance on one device.
+
+    Args:
+        name: file and name expression, for messages.
+        device: index of the device.
+        handle: cuda.core's kernel.
+        resources: what it takes.
+    """
+
+    def __init__(self, name: str, device: int, handle: Any, resources: nvrtc.Resources) -> None:
+        self.name, self.device, self.resources = name, device, resources
+        self._handle = handle
+        self._sizes = _argument_sizes(handle)
+        self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self._shared = nvrtc.STATIC_SHARED - resources.shared  # dynamic bytes allowed so far
+        self._configs: dict[tuple[Grid, Grid, int, bool], Any] = {}
+
+    def __call__(
+        self, grid: Grid, block: Grid, *args: Any, shared: int = 0, pdl: bool = True
+    ) -> None:
+        """Launches on torch's current stream of the kernel's device.
+
+        Args:
+            grid, block: blocks and threads, up to three dimensions.
+            args: contiguous (or `Strided`) tensors on the kernel's device or in pinned memory of
+                the host, None for a null pointer, and numpy scalars of the kernel's exact types;
+                never Python numbers, whose width is a guess.
+            shared: bytes of dynamic shared memory of a block.
+            pdl: lets the kernel start before its predecessor in a graph has ended (sm_90 and
+                later); it must call `grid_wait()` before it touches what others write or read.
+                What it reads earlier (weights, norms, frequencies) was there before the graph, or
+                the kernel says why it may. Outside of graphs kernels run in order, for what has
+                just been made may be such a constant.
+        """
+        values = self._values(args)
+        pdl = pdl and self._pdl and torch.cuda.is_current_stream_capturing()
+        key = (grid, block, shared, pdl)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = self._config(grid, block, shared, pdl)
+        stream = _stream(torch.cuda.current_stream(self.device).cuda_stream)
+        if torch.cuda.current_device() == self.device:
+            _core().launch(stream, config, self._handle, *values)
+        else:
+            with torch.cuda.device(self.device):
+                _core().launch(stream, config, self._handle, *values)
+
+    def _values(self, args: tuple[Any, ...]) -> list[Any]:
+        """Arguments as cuda.core takes them: addresses as int, scalars as they are."""
+        values: list[Any] = []
+        sizes: list[int] = []
+        for i, given in enumerate(args):
+            strided = isinstance(given, Strided)
+            arg = given.tensor if strided else given
+            if isinstance(arg, torch.Tensor):
+                there = arg.device.type == "cuda" and arg.device.index == self.device
+                if not (there or arg.is_pinned()):
+                    raise self._wrong(i, f"a tensor on cuda:{self.device}", arg.device)
+                if not (strided or arg.is_contiguous()):
+                    raise self._wrong(i, "a contiguous tensor", f"strides {arg.stride()}")
+                values.append(arg.data_ptr())
+                sizes.append(8)
+            elif arg is None:
+                values.append(0)
+                sizes.append(8)
+            elif isinstance(arg, SCALARS):
+                values.append(arg)
+                sizes.append(arg.itemsize)
+            else:
+                raise self._wrong(i, "a tensor, None or a numpy scalar", type(arg).__name__)
+        if self._sizes is not None and sizes != self._sizes:
+            raise TypeError(
+                f"{self.name}: expected arguments of {self._sizes} bytes, found {sizes}"
+            )
+        return values
+
+    def _wrong(self, i: int, expected: str, found: object) -> TypeError:
+        return TypeError(f"{self.name}, argument {i}: expected {expected}, found {found}")
+
+    def _config(self, grid: Grid, block: Grid, shared: int, pdl: bool) -> Any:
+        if shared > self._shared:
+            self._allow_shared(shared)
+        return _core().LaunchConfig(
+            grid=grid, block=block, shmem_size=shared, programmatic_stream_serialization=pdl
+        )
+
+    def _allow_shared(self, shared: int) -> None:
+        """More than 48 KB of shared memory must be asked for, once for each kernel."""
+        from cuda.bindings import driver
+
+        limit = _core().Device(self.device).properties.max_shared_memory_per_block_optin
+        if shared + self.resources.shared > limit:
+            raise EnvironmentProblem(
+                f"{self.name}: shared memory of a block on cuda:{self.device}",
+                expected=f"at most {limit} bytes",
+                found=f"{shared} dynamic and {self.resources.shared} static",
+            )
+        (status,) = driver.cuKernelSetAttribute(
+            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            shared, driver.CUkernel(int(self._handle.handle)), driver.CUdevice(self.device),
+        )  # fmt: skip
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise EnvironmentProblem(f"{self.name}: {shared} bytes of shared memory", found=status)
+        self._shared = shared
+
+
+def _argument_sizes(handle: Any) -> list[int] | None:
+    """Bytes of each kernel parameter; None where the driver cannot tell (before CUDA 12.4)."""
+    try:
+        return [info.size for info in handle.arguments_info]
+    except NotImplementedError:
+        return None
+
+
+@functools.cache
+def _core() -> Any:
+    try:
+        import cuda.core
+    except ImportError:
+        raise EnvironmentProblem(
+            "CUDA kernels need the package cuda-core", fix=nvrtc.INSTALL
+        ) from None
+    return cuda.core
+
+
+@functools.lru_cache(64)
+def _stream(handle: int) -> Any:
+    """cuda.core's object for a stream of torch's, which it does not own."""
+    return _core().Stream.from_handle(handle)
+
+
+_loaded: dict[tuple[int, str, str], Kernel] = {}
+
+
+def kernel(file: str, name: str, device: int | None = None) -> Kernel:
+    """One instance, for instance `kernel("norm.cu", "norm<2>")`, on the current device."""
+    index = torch.cuda.current_device() if device is None else device
+    found = _loaded.get((index, file, name))
+    return module(file, (name,), index)[name] if found is None else found
+
+
+def module(file: str, names: Sequence[str], device: int | None = None) -> dict[str, Kernel]:
+    """Several instances of one file, compiled in parallel; by name expression."""
+    index = torch.cuda.current_device() if device is None else device
+    missing = tuple(name for name in names if (index, file, name) not in _loaded)
+    if missing:
+        warm([Unit(file, missing)], index)
+    return {name: _loaded[index, file, name] for name in names}
+
+
+def arch(device: int | None = None) -> str:
+    """The architecture kernels are compiled for on a device."""
+    return nvrtc.arch_of(*torch.cuda.get_device_capability(device))
+
+
+def warm(units: Iterable[Unit], device: int | None = None) -> None:
+    """Compiles every instance of these units, in parallel, and loads it."""
+    index = torch.cuda.current_device() if device is None else device
+    assert not torch.cuda.is_current_stream_capturing(), "kernels are loaded before a capture"
+    names = dict.fromkeys((unit.file, name) for unit in units for name in unit.names)
+    jobs = [Job(*pair, arch(index)) for pair in names if (index, *pair) not in _loaded]
+    for job, cubin in zip(jobs, compile_all(jobs), strict=True):
+        _loaded[index, job.file, job.name] = _load(job, cubin, index)
+
+
+def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
+    core = _core()
+    with torch.cuda.device(index):
+        core.Device(index).set_current()
+        code = core.ObjectCode.from_cubin(cubin.code, name=job.file)
+        handle = code.get_kernel(cubin.symbol)
+        return Kernel(f"{job.file}: {job.name}", index, handle, cubin.resources)

@@ -1,0 +1,278 @@
+"""Kernel files to machine code: one template instance for one architecture, a cubin.
+
+Done on the user's machine by NVRTC, which needs neither a GPU nor nvcc nor any header. A kernel
+stands beside its `.py` and includes only files of `cuda/include/` and `quant/formats/`, by their
+bare names; they are given to the compiler in memory, so that what a cubin was made from is known exactly (`closure`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported
+
+# What every kernel is compiled for in the tests. A cubin runs on its own architecture and on later
+# minor versions of the same major one; sm_90a has what Hopper has alone.
+ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_121")
+# Bytes of shared memory a block may have (CUDA programming guide, "Compute Capabilities").
+SHARED_LIMIT = {
+    "sm_70": 98304, "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376,
+    "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376, "sm_121": 101376,
+}  # fmt: skip
+TEGRA = ((7, 2), (8, 7), (10, 1))  # run cubins of their own alone (CUDA programming guide)
+STATIC_SHARED = 49152  # of which at most these are declared in the kernel
+
+CUDA = Path(__file__).parents[1]
+INCLUDES = (CUDA / "include", Path(__file__).parents[3] / "quant" / "formats")
+INSTALL = "pip install 'g4spec[cuda]'"
+
+_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b(.*)", re.MULTILINE)
+_ENTRY = re.compile(
+    r"Compiling entry function '(?P<symbol>\w+)'(?P<text>.*?)(?=Compiling entry function|\Z)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one thread or block of a kernel takes, as ptxas reports it.
+
+    Args:
+        registers: 32-bit registers of a thread.
+        spill, stack: bytes of a thread that lie in local memory (stores and loads; frame).
+        shared: bytes of statically declared shared memory of a block.
+    """
+
+    registers: int
+    spill: int
+    stack: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel.
+
+    Args:
+        arch: sm_XX.
+        symbol: its name in the code.
+        resources: what it takes.
+        log: the compiler's log.
+        code: the ELF image.
+    """
+
+    arch: str
+    symbol: str
+    resources: Resources
+    log: str
+    code: bytes
+
+
+def arch_of(major: int, minor: int) -> str:
+    """The architecture that a device of this compute capability is compiled for: of `ARCHS` the
+    newest that runs there; its own where none does."""
+    if major < 7:
+        raise Unsupported(
+            "CUDA kernels", expected="compute capability 7.0 (Volta) or newer",
+            found=f"{major}.{minor}", fix="use --device cpu",
+        )  # fmt: skip
+    runs = [a for a in ARCHS if major * 10 <= _number(a) <= major * 10 + minor]
+    return runs[-1] if runs and (major, minor) not in TEGRA else f"sm_{major}{minor}"
+
+
+def _number(arch: str) -> int:
+    """90 of sm_90a."""
+    return int(re.sub(r"\D", "", arch))
+
+
+def options(arch: str) -> tuple[str, ...]:
+    """Options of every compilation. G4SPEC_LINEINFO=1 adds source lines for profilers."""
+    lines = ("-lineinfo",) if os.environ.get("G4SPEC_LINEINFO") == "1" else ()
+    # NVRTC has a cache of its own since 12.9; what comes from there has no log of resources.
+    own = ("--no-cache",) if version() >= (12, 9) else ()
+    return (f"-arch={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v", *own, *lines)
+
+
+def source_path(file: str) -> Path:
+    """Find a kernel file by its name, or by its absolute path (in tests)."""
+    return kernel_files().get(file, CUDA / file)
+
+
+@functools.cache
+def kernel_files() -> dict[str, Path]:
+    """Map the name of every kernel file of the package to its path."""
+    return {path.name: path for path in sorted(CUDA.glob("*/*.cu"))}
+
+
+def closure(file: str) -> dict[str, str]:
+    """Everything a kernel is made from: name -> text, the kernel's own file first.
+
+    An include that is in none of the folders is an error here, also inside an `#if`.
+    """
+    path = source_path(file)
+    found = {file: _read(path, file)}
+    queue = [file]
+    while queue:
+        user = queue.pop()
+        for text in _INCLUDE.findall(found[user]):
+            quoted = re.match(r'\s*"([\w.]+)"', text)
+            name = quoted[1] if quoted else ""
+            if name in found:
+                continue
+            places = [folder / name for folder in INCLUDES if (folder / name).is_file()]
+            if not name or len(places) != 1:
+                raise KernelCompileError(
+                    str(path), (), f"{user}: #include {text.strip()}",
+                    fix='include "name.cuh", a file that is in just one of '
+                    + " and ".join(str(folder) for folder in INCLUDES),
+                )  # fmt: skip
+            found[name] = _read(places[0], user)
+            queue.append(name)
+    return found
+
+
+def _read(path: Path, user: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{user}: kernel source {path} cannot be read", found=error.strerror,
+            fix="install g4spec again",
+        ) from None  # fmt: skip
+
+
+@functools.cache
+def _library() -> Any:
+    """The NVRTC bindings, with the library behind them loaded."""
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError:
+        raise EnvironmentProblem(
+            "CUDA kernels need the package cuda-bindings", fix=INSTALL
+        ) from None
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise EnvironmentProblem(
+            "CUDA kernels need the NVRTC library", found=str(error).splitlines()[0], fix=INSTALL
+        ) from None
+    return nvrtc
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """Version of the NVRTC library, for instance (12, 9)."""
+    _, major, minor = _library().nvrtcVersion()
+    return major, minor
+
+
+@functools.cache
+def build() -> str:
+    """Version of the NVRTC library and the size of its file: patch releases have one version."""
+    _library()
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    found = load_nvidia_dynamic_lib("nvrtc").abs_path
+    size = Path(found).stat().st_size if found and Path(found).is_file() else 0
+    return "{}.{}-{}".format(*version(), size)
+
+
+@functools.cache
+def supported() -> tuple[int, ...]:
+    """Architectures the NVRTC library compiles for, as numbers: 70 is sm_70."""
+    return tuple(_library().nvrtcGetSupportedArchs()[1])
+
+
+def check_arch(arch: str) -> None:
+    """Refuses an architecture that the installed NVRTC has no code for."""
+    if _number(arch) not in supported():
+        raise EnvironmentProblem(
+            f"NVRTC {'{}.{}'.format(*version())} cannot compile for {arch}",
+            expected="one of " + ", ".join(f"sm_{n}" for n in supported()),
+            fix="install a torch whose CUDA version covers this GPU: NVRTC comes with it",
+        )
+
+
+def key(sources: dict[str, str], name: str, arch: str) -> str:
+    """Name of a compilation: equal for equal sources, options, instance and compiler."""
+    parts = [build(), *options(arch), name, *(text for pair in sources.items() for text in pair)]
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
+    """Compiles one instance of a kernel file; serialized within a process.
+
+    Args:
+        sources: what `closure` found.
+        name: name expression, for instance "norm<2>".
+        arch: sm_XX.
+
+    Raises:
+        KernelCompileError: the compiler refused, or the file has no such kernel.
+        EnvironmentProblem: NVRTC is missing, or cannot compile for the architecture.
+    """
+    check_arch(arch)
+    nvrtc, (file, text), *headers = _library(), *sources.items()
+    status, program = nvrtc.nvrtcCreateProgram(
+        text.encode(), str(source_path(file)).encode(), len(headers),
+        [source.encode() for _, source in headers], [header.encode() for header, _ in headers],
+    )  # fmt: skip
+    _check(status, "nvrtcCreateProgram")
+    try:
+        return _compile(nvrtc, program, file, name, arch)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin:
+    _check(nvrtc.nvrtcAddNameExpression(program, name.encode())[0], f"{file}: {name}")
+    flags = options(arch)
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), [flag.encode() for flag in flags])
+    log = bytes(nvrtc.nvrtcGetProgramLogSize(program)[1])  # the bindings write into it
+    nvrtc.nvrtcGetProgramLog(program, log)
+    said = log.rstrip(b"\0").decode("utf-8", "replace")
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise KernelCompileError(
+            f"{source_path(file)}: {name}", flags, said or status.name,
+            fix="correct the kernel, or report this with the lines above",
+        )  # fmt: skip
+    status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
+    _check(status, f"{file}: {name}")
+    status, size = nvrtc.nvrtcGetCUBINSize(program)
+    _check(status, "nvrtcGetCUBINSize")
+    code = bytes(size)
+    _check(nvrtc.nvrtcGetCUBIN(program, code)[0], "nvrtcGetCUBIN")
+    return Cubin(arch, symbol.decode(), resources(said)[symbol.decode()], said, code)
+
+
+def _check(status: Any, what: str) -> None:
+    if status.value:
+        raise EnvironmentProblem(f"NVRTC: {what}", found=status.name)
+
+
+def resources(log: str) -> dict[str, Resources]:
+    """What each kernel takes, from the log that `--ptxas-options=-v` writes; by symbol."""
+    found = {}
+    for match in _ENTRY.finditer(log):
+        text = match["text"]
+        numbers = {
+            what: sum(int(n) for n in re.findall(rf"(\d+) bytes {what}", text))
+            for what in ("stack frame", "spill stores", "spill loads", "smem")
+        }
+        registers = re.search(r"Used (\d+) registers", text)
+        assert registers, log
+        found[match["symbol"]] = Resources(
+            int(registers[1]), numbers["spill stores"] + numbers["spill loads"],
+            numbers["stack frame"], numbers["smem"],
+        )  # fmt: skip
+    return found

@@ -1,0 +1,82 @@
+"""Keys and values of several layers from the same rows, a draft's context, in two launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.models.spec import Attention
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, HEADS, NORM_V, Heads
+from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step.linear import Exchange
+from g4spec.runtime.cuda.step.packed_rows import Rows
+from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.weights.matrix import Matrix, join
+from g4spec.runtime.cuda.weights.packing import GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Layers whose keys and values are made alike.
+
+    Attributes:
+        weight: keys and values of each layer, below each other.
+        layers: int64 [L, 6], what heads.cu calls `Layer`; `held` is what it points to.
+        heads: what all layers do with their heads. q8: whether their caches are Q8_0.
+    """
+
+    weight: Weight
+    layers: torch.Tensor
+    held: list[torch.Tensor | None]
+    heads: Heads
+    q8: bool
+
+    def __call__(self, x: Rows, positions: torch.Tensor, by: Exchange) -> None:
+        """Append the keys and values of rows x [T, H], T <= 16, at `positions` (as in `Heads`)."""
+        h, y = self.heads, linear.linear(x, self.weight, by)
+        launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
+            (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)), 32 * HEADS,
+            y, self.layers, h.freqs, positions,
+            *map(np.int32, (len(x), h.n_kv, NORM_V * h.v_norm)), np.float32(h.eps),
+        )  # fmt: skip
+
+
+def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
+    """These layers together, their keys and values packed behind each other; None if they differ,
+    or are packed already."""
+    matrices = [m for a in layers for m in (a.k, a.v)]
+    if not all(isinstance(m, Matrix) and m.grouped and not m.packed for m in matrices):
+        return None
+    heads = [Heads.of(a, queries=False) for a in layers]
+    kinds = {(m.type, m.shape) for m in matrices}
+    alike = {(h.n_kv, h.v_norm, h.pairs, h.eps, h.freqs, h.k_norm is None) for h in heads}
+    stored = {(kv.kind, kv.turning) for kv in kvs}
+    if len(kinds) > 1 or len(alike) > 1 or len(stored) > 1 or heads[0].pairs or kvs[0].turning:
+        return None
+    if matrices[0].rows % GROUP or heads[0].head_dim not in HEAD_DIMS:
+        return None
+    join(matrices)
+    planes = [(h.k_norm, kv.keys, kv.key_scales, kv.values, kv.value_scales)
+              for h, kv in zip(heads, kvs, strict=True)]  # fmt: skip
+    rows = [[*(0 if x is None else x.data_ptr() for x in held), kv.capacity]
+            for held, kv in zip(planes, kvs, strict=True)]  # fmt: skip
+    weight = matrices[0].through(matrices[-1], sum(m.rows for m in matrices))
+    table = torch.tensor(rows, device=kvs[0].keys.device)
+    return Context(weight, table, [x for p in planes for x in p], heads[0], kvs[0].kind == "q8_0")
+
+
+def instance(head_dim: int, q8: bool) -> str:
+    """Name of a kernel of heads.cu."""
+    return f"append_layers<{head_dim}, {int(q8)}>"
+
+
+UNITS = [
+    Unit("heads.cu", tuple(instance(dim, q8) for dim in HEAD_DIMS
+                           for q8 in (False, True)), max_registers=80),
+]  # fmt: skip

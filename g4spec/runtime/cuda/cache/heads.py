@@ -1,0 +1,130 @@
+"""From the product of queries, keys and values to what attention reads, in one kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.models.spec import Attention
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV
+
+HEADS = 4
+"""Heads of a block; a warp each."""
+
+HEAD_DIMS = (64, 128, 256, 512)
+
+NORM_V, V_FROM_K = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What a layer does with its heads.
+
+    Attributes:
+        n_q, n_kv: heads of queries, and of keys and values, in the product; either may be 0.
+        q_norm, k_norm: weights [head_dim] of their norms, or None: not normed.
+        v_norm: whether values are normed, without weight.
+        v_from_k: values are keys before norm and rotation; the product has none of its own.
+        freqs: radians a position, float32 [head_dim / 2]. `pairs`: which values turn together:
+            neighbours (2 i, 2 i + 1), or else (i, i + head_dim / 2).
+    """
+
+    n_q: int
+    n_kv: int
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    v_norm: bool
+    v_from_k: bool
+    freqs: torch.Tensor
+    eps: float
+    pairs: bool = False
+
+    @classmethod
+    def of(cls, a: Attention, queries: bool = True) -> Heads:
+        """Those of an attention sublayer, with or without queries."""
+        return cls(
+            n_q=a.q.shape[0] // a.head_dim if queries else 0,
+            n_kv=0 if a.k is None else a.k.shape[0] // a.head_dim,
+            q_norm=a.q_norm,
+            k_norm=a.k_norm,
+            v_norm=a.v_norm,
+            v_from_k=a.k is not None and a.v is None,
+            freqs=a.freqs,
+            eps=a.eps,
+            pairs=a.pairs,
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return 2 * len(self.freqs)
+
+    def __call__(self, y: torch.Tensor, positions: torch.Tensor, kv: CudaKV | None) -> torch.Tensor:
+        """Norm, rotate, append to `kv`.
+
+        Args:
+            y: float32 [T, (n_q + 2 n_kv) * head_dim] (n_kv if `v_from_k`): queries, keys, values;
+                or partial sums [S, T, ...], added in order. Any T.
+            positions: int64 [T], written by a kernel before the one directly before (see rows.py).
+            kv: where rows are appended, or else what the queries will meet.
+
+        Returns:
+            Queries, half [T, n_q, head_dim]; they have taken over `kv.weight`.
+        """
+        dim, heads = self.head_dim, self.n_q + 2 * self.n_kv
+        slices, (count, width) = y.shape[0] if y.dim() == 3 else 1, y.shape[-2:]
+        given = heads - self.n_kv if self.v_from_k else heads
+        assert width == given * dim and dim in HEAD_DIMS, (y.shape, given, dim)
+        assert positions.shape == (count,) and positions.dtype is torch.int64, positions.shape
+        q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
+        planes: tuple[torch.Tensor | None, ...] = (None,) * 4
+        capacity, q8, turning, k_norm = 1, False, 0, self.k_norm
+        if kv is not None and kv.turning:
+            turning, k_norm = kv.turning, self._weight(kv)
+        if self.n_kv:
+            assert kv is not None and (kv.n_kv, kv.head_dim) == (self.n_kv, dim), kv
+            capacity, q8 = kv.capacity, kv.kind == "q8_0"
+            planes = kv.keys, kv.values, kv.key_scales, kv.value_scales
+        name = instance(dim, slices, pairs=self.pairs, q8=q8, turning=turning)
+        launch.kernel("heads.cu", name)(
+            (-(-heads // HEADS), count), 32 * HEADS,
+            y, self.q_norm, k_norm, self.freqs, positions, q, *planes,
+            np.int32(count), np.int32(self.n_q), np.int32(self.n_kv),
+            np.int32(NORM_V * self.v_norm + V_FROM_K * self.v_from_k), np.int32(capacity),
+            np.float32(self.eps),
+        )  # fmt: skip
+        return q
+
+    def _weight(self, kv: CudaKV) -> torch.Tensor:
+        """What queries take over; rows that are appended bring it along."""
+        if self.n_kv:
+            assert self.v_from_k and self.v_norm and not self.pairs, self
+            kv.weight = self.k_norm
+        assert kv.head_dim == self.head_dim and kv.weight is not None, kv
+        return kv.weight
+
+
+def instance(
+    head_dim: int,
+    slices: int = 1,
+    *,
+    pairs: bool = False,
+    q8: bool = False,
+    turning: int = 0,
+) -> str:
+    """Name of a kernel of heads.cu."""
+    flags = (int(pairs), slices, int(q8), turning)
+    return f"finish_heads<{head_dim}, {', '.join(map(str, flags))}>"
+
+
+UNITS = [
+    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in HEAD_DIMS
+                           for pairs in (False, True) for q8 in (False, True)),
+         max_registers=80),
+    Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
+                      *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
+         max_registers=80),
+]  # fmt: skip

@@ -1,0 +1,96 @@
+"""What a run takes of a GPU's memory, computed before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from g4spec.gguf.reader import TensorInfo
+from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.cache.cuda_kv import Kind, capacity, row_bytes
+from g4spec.runtime.cuda.prefill import prefill
+from g4spec.runtime.cuda.step import packed_rows as rows
+
+FLOAT = 4
+
+PACKING = 768 << 20
+"""Most that rearranging weights takes beside them: a layer's matrices once more, or all its
+experts of one kind, and `packing.CHUNK`. The target's table, which may be larger, is packed while
+what reads long chunks is not there yet (`prefill_model`)."""
+
+FIXED = 512 << 20
+"""Kernels, cuBLAS workspaces, graphs, and what the allocator cannot use."""
+
+SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Variables of the environment that set up torch's allocator."""
+
+
+def chunk(total: int) -> int:
+    """Rows of a prompt that a GPU with so many bytes reads at a time: 4,096 from 72 GiB on, 1,024
+    with 24. Not by what is free, for a text must not depend on what else is loaded, as a draft."""
+    return 1 << max(9, min(12, (4096 * total // (72 << 30)).bit_length() - 1))
+
+
+def join_free(index: int) -> None:
+    """Let torch put free memory of GPU `index` together again. It otherwise stays in the pieces
+    that it was first asked for in: 1.1 GiB beside a 31B. What the user has set for torch's
+    allocator, and GPUs that cannot do this, are left as they are."""
+    from cuda.core import Device
+
+    can = Device(index).properties
+    if SETTINGS & os.environ.keys() or not can.virtual_memory_management_supported:
+        return
+    if can.handle_type_posix_file_descriptor_supported:
+        binding: Any = torch._C
+        binding._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+class Card:
+    """A GPU (`g4spec.runtime.devices.Budget`). `portable`: as `CudaOps` is told."""
+
+    def __init__(self, device: torch.device, cache_type: Kind, portable: bool = False) -> None:
+        self.device, self.cache_type, self.portable = device, cache_type, portable
+
+    def weights(self, tensors: Iterable[TensorInfo]) -> int:
+        """As in the file, but for rows that packing adds to whole groups; integers as 64 bits, and
+        as 32 what is no matrix or has columns that kernels do not take."""
+        return sum(max(t.nbytes, self._number(t) * math.prod(t.shape)) for t in tensors)
+
+    def _number(self, t: TensorInfo) -> int:
+        """Bytes of each number that `CudaOps.load` unpacks; 0 if it keeps the file's bytes."""
+        if t.format.integer:
+            return 8
+        odd = t.format.quantized and t.shape[-1] % rows.BLOCK != 0 and not self.portable
+        return FLOAT if len(t.shape) < 2 or odd else 0
+
+    def cache(
+        self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
+    ) -> int:
+        """Chunks go around a target's rings; a draft's take them whole."""
+        slack = max(chunk, 2 * MAX_STEP_ROWS) if draft else MAX_STEP_ROWS
+        n_ctx += MAX_STEP_ROWS * (2 if draft else 1)
+        return sum(
+            capacity(n_ctx, s.window, slack)
+            * row_bytes(s.n_kv, s.head_dim, self.cache_type, s.turning)
+            for s in shapes
+        )
+
+    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
+        """Logits of the largest steps, what reading a chunk takes, and what is fixed."""
+        chunk = min(chunk, n_ctx)
+        logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
+        wide = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
+        arch = "" if self.portable else launch.arch(self.device.index)
+        long = sum(prefill.workspace(config, chunk, n_ctx, arch))
+        return int(logits + wide + long + PACKING + FIXED)
+
+    def available(self) -> int:
+        """Free memory, and what torch holds without using it."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free + held)

@@ -1,0 +1,67 @@
+// Formats with 4- or 5-bit codes and half-precision factors of 32 values each, in packed order
+// (g4spec/runtime/cuda/weights/packing.py). A value is d * (code - ZERO), or d * code + m if MINIMUM.
+#pragma once
+#include "product.cuh"
+
+template <int K, int BITS, bool MINIMUM>
+struct Blocks32 {
+  static constexpr int CODES = K * 64, UPPER = BITS == 5 ? K * 16 : 0, PLANE = K * 8;
+  static constexpr int UNIT = K, UNIT_BYTES = CODES + UPPER + PLANE * (MINIMUM ? 2 : 1);
+  static constexpr int SCRATCH = 0;
+  // Bias of the operands over the codes, as a multiple of 1024: rows g hold 1024 + code, rows g + 8
+  // 1024 + 16 * code.
+  static constexpr float ZERO = MINIMUM ? 0.0f : (1 << (BITS - 1)) / 1024.0f;
+  static constexpr float LOW = 1.0f + ZERO, HIGH = 1.0f + 16.0f * ZERO;
+
+  template <int NT>
+  using Lane = PlainLane<Blocks32, NT>;
+
+  template <int NT>
+  static DEVICE void add(Acc<NT>& acc, const u8* unit, const u8* act, int warp, int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const uint4* codes = (const uint4*)unit + warp * K + lane;
+    const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
+    const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + g;
+    const uint2* m = (const uint2*)(unit + CODES + UPPER + PLANE) + warp * 8 + g;
+#pragma unroll 4
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      const int k64 = k32 / 2, h = k32 % 2;
+      const uint4 w[2] = {codes[k64 * 32], codes[K / 2 + k64 * 32]};
+      u32 fifths[2];
+      if constexpr (BITS == 5) fifths[0] = upper[k64 * 32], fifths[1] = upper[K / 2 + k64 * 32];
+      const auto rows = activations<NT>(act, k64);
+      u32 b[2][NT][2];
+      rows.fragments(b, h, lane);
+      const uint2 scales = d[k32 * 32];
+      uint2 least;
+      if constexpr (MINIMUM) least = m[k32 * 32];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        u32 a0[4], a1[4];
+        from_nibbles(a0, h ? w[tile].z : w[tile].x);
+        from_nibbles(a1, h ? w[tile].w : w[tile].y);
+        if constexpr (BITS == 5) {
+          add_fifths(a0, fifths[tile], h * 2);
+          add_fifths(a1, fifths[tile], h * 2 + 1);
+        }
+        const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          const float2 n = rows.sums32(h, nt, t);
+          float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
+          mma_f16(c, a0, b[0][nt][0], b[0][nt][1], c);
+          mma_f16(c, a1, b[1][nt][0], b[1][nt][1], c);
+          fold(acc[tile][nt], c, s.x, s.y);
+          if constexpr (MINIMUM) {  // m times the sum, which is there times -1024
+            const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
+            fold(acc[tile][nt], {n.x, n.y, n.x, n.y}, low.x, low.y);
+          }
+        }
+      }
+    }
+  }
+
+  static DEVICE float2 halves(u32 pair, float low, float high) {
+    return {low * from_half((u16)pair), high * from_half((u16)(pair >> 16))};
+  }
+};

@@ -1,0 +1,185 @@
+// A head's vector of a row in the registers of a warp: norm, rotation by position, storage in half
+// precision and in the cache (layout: g4spec/runtime/cuda/cache/cuda_kv.py).
+#pragma once
+#include "reduce.cuh"
+
+constexpr int NORM_V = 1, V_FROM_K = 2;  // flags of a layer: how its values are made
+
+// a / b rounded, where `share` is 1 / b: without the branches of a division.
+DEVICE float quotient(float a, float b, float share) {
+  const float q = a * share;
+  return fmaf(fmaf(-q, b, a), share, q);
+}
+
+// Cosine and sine of 0 to 2^20 radians, each within 1.2e-7: pi/2 in three parts, then polynomials
+// that interpolate both at Chebyshev nodes. The library's functions branch to a slow path beyond
+// 105,615, which takes local memory.
+DEVICE float2 cos_sin(float angle) {
+  const float k = rintf(angle * 0.636619772f);
+  float r = fmaf(k, -1.57079637f, angle);
+  r = fmaf(k, 4.37113900e-8f, r);
+  r = fmaf(k, 1.71512451e-15f, r);
+  const float u = r * r;
+  float p = fmaf(2.45177453e-5f, u, -1.38881546e-3f), q = fmaf(-1.95577741e-4f, u, 8.33260082e-3f);
+  p = fmaf(p, u, 4.16666642e-2f), q = fmaf(q, u, -1.66666642e-1f);
+  const float c = fmaf(u * u, p, fmaf(u, -0.5f, 1.0f)), s = fmaf(r * u, q, r);
+  const int n = (int)k;
+  const float x = n & 1 ? s : c, y = n & 1 ? c : s;
+  return {(n + 1) & 2 ? -x : x, n & 2 ? -y : y};
+}
+
+// Element e of a head's vector j in a lane: value (32 j + lane) W + e. W is such that both values
+// of a rotated pair lie in the same lane.
+template <int D, int PAIRS>
+struct Head {
+  static constexpr int W = PAIRS ? (D >= 128 ? 4 : 2) : (D >= 256 ? 4 : D / 64);
+  static constexpr int J = D / (32 * W);
+  float v[J][W];
+
+  static DEVICE int at(int j) { return (j * 32 + threadIdx.x % 32) * W; }
+
+  DEVICE void load(const float* p) {
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      if constexpr (W == 4) {
+        const float4 x = __ldcg((const float4*)(p + at(j)));
+        v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;
+      } else if constexpr (W == 2) {
+        const float2 x = __ldcg((const float2*)(p + at(j)));
+        v[j][0] = x.x, v[j][1] = x.y;
+      } else {
+        v[j][0] = __ldcg(p + at(j));
+      }
+    }
+  }
+  DEVICE void load_shared(const float* p) {
+    static_assert(W == 4, "");
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      const float4 x = *(const float4*)(p + at(j));
+      v[j][0] = x.x, v[j][1] = x.y, v[j][2] = x.z, v[j][3] = x.w;
+    }
+  }
+  template <int SLICES>  // p [SLICES][rows][n heads][D], summed in order
+  DEVICE void load(const float* p, int row, int rows, int n, int head) {
+    load<SLICES>(p + ((i64)row * n + head) * D, (i64)rows * n * D);
+  }
+  template <int SLICES>  // `apart`: from one slice to the next
+  DEVICE void load(const float* p, i64 apart) {
+    load(p);
+#pragma unroll
+    for (int s = 1; s < SLICES; ++s) {
+      Head more;
+      more.load(p + s * apart);
+#pragma unroll
+      for (int j = 0; j < J; ++j)
+#pragma unroll
+        for (int e = 0; e < W; ++e) v[j][e] += more.v[j][e];
+    }
+  }
+  DEVICE float inverse(float eps) const {  // 1 / root mean square
+    float s = 0;
+#pragma unroll
+    for (int j = 0; j < J; ++j)
+#pragma unroll
+      for (int e = 0; e < W; ++e) s += v[j][e] * v[j][e];
+    return rsqrtf(over_warp(s, Sum()) * (1.0f / D) + eps);
+  }
+  DEVICE void scale(float r) {
+#pragma unroll
+    for (int j = 0; j < J; ++j)
+#pragma unroll
+      for (int e = 0; e < W; ++e) v[j][e] *= r;
+  }
+  template <int TURN>  // but for the first TURN columns of both halves
+  DEVICE void scale(const Head& w) {
+#pragma unroll
+    for (int j = 0; j < J; ++j)
+#pragma unroll
+      for (int e = 0; e < W; ++e)
+        if (at(j) % (D / 2) >= TURN) v[j][e] *= w.v[j][e];
+  }
+  static DEVICE void turn(float& a, float& b, float2 by) {  // by cosine and sine
+    const float x = a * by.x - b * by.y;
+    b = b * by.x + a * by.y;
+    a = x;
+  }
+  DEVICE void rotate(const float2* angles) {
+    if constexpr (PAIRS) {
+#pragma unroll
+      for (int j = 0; j < J; ++j)
+#pragma unroll
+        for (int e = 0; e < W; e += 2) turn(v[j][e], v[j][e + 1], angles[(at(j) + e) / 2]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < J / 2; ++j)
+#pragma unroll
+        for (int e = 0; e < W; ++e) turn(v[j][e], v[j + J / 2][e], angles[at(j) + e]);
+    }
+  }
+  // Norm, with the weight or without, and rotation.
+  DEVICE void finish(bool normed, bool weighted, const Head& weight, bool turns,
+                     const float2* angles, float eps) {
+    if (normed || weighted) {
+      scale(inverse(eps));
+      if (weighted) scale<0>(weight);
+    }
+    if (turns) rotate(angles);
+  }
+  // Columns that are stored: all, or with TURN the first TURN of both halves.
+  template <int TURN>
+  static DEVICE bool stored(int j) { return !TURN || at(j) % (D / 2) < TURN; }
+  template <int TURN>
+  static DEVICE int column(int j) {
+    return TURN ? at(j) % (D / 2) + (at(j) < D / 2 ? 0 : TURN) : at(j);
+  }
+  template <int TURN>
+  DEVICE void store(u16* p) const {
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      if (!stored<TURN>(j)) continue;
+      u16* to = p + column<TURN>(j);
+      if constexpr (W == 4)
+        *(uint2*)to = {pack_halves(v[j][0], v[j][1]), pack_halves(v[j][2], v[j][3])};
+      else if constexpr (W == 2)
+        *(u32*)to = pack_halves(v[j][0], v[j][1]);
+      else
+        *to = to_half(v[j][0]);
+    }
+  }
+  // Q8_0: bytes q + 128, and a scale for 32 values; rounded as `roundf` does. `also`: a second place.
+  template <int TURN>
+  DEVICE void store(u8* p, u16* scales, u8* also = nullptr, u16* also_scales = nullptr) const {
+#pragma unroll
+    for (int j = 0; j < J; ++j) {
+      float most = 0;
+#pragma unroll
+      for (int e = 0; e < W; ++e) most = Largest()(most, fabsf(v[j][e]));
+#pragma unroll
+      for (int step = 16 / W; step; step /= 2)
+        most = Largest()(most, __shfl_xor_sync(FULL, most, step));
+      const float d = quotient(most, 127.0f, 1.0f / 127.0f);
+      const float rough = reciprocal(d);
+      float inverse = fmaf(rough, fmaf(-d, rough, 1.0f), rough);
+      if (!(inverse < __int_as_float(0x7f800000))) inverse = 0.0f;
+      int codes[4] = {};
+#pragma unroll
+      for (int e = 0; e < W; ++e) {
+        const float x = __fmul_rn(v[j][e], inverse);
+        codes[e] = __float2int_rz(__fadd_rn(x, copysignf(0.49999997f, x)));
+      }
+      const u32 bytes = pack_bytes(codes[0], codes[1], codes[2], codes[3]) ^ 0x80808080u;
+      if (!stored<TURN>(j)) continue;
+      put<TURN>(p, scales, j, bytes, d);
+      if (also) put<TURN>(also, also_scales, j, bytes, d);
+    }
+  }
+  template <int TURN>
+  static DEVICE void put(u8* p, u16* scales, int j, u32 bytes, float d) {
+    u8* to = p + column<TURN>(j);
+    if constexpr (W == 4) *(u32*)to = bytes;
+    else if constexpr (W == 2) *(u16*)to = (u16)bytes;
+    else *to = (u8)bytes;
+    if (at(j) % 32 == 0) scales[column<TURN>(j) / 32] = to_half(d);
+  }
+};

@@ -1,0 +1,91 @@
+// Input of a product: up to 16 rows as half, in the order in which the tensor cores read them. The
+// format is described in g4spec/runtime/cuda/step/packed_rows.py.
+#pragma once
+#include "ptx.cuh"
+
+// Bytes of 64 values of 8 rows, and where their sums are: of 16 in two halves each, of 32 as floats
+// and in two halves each.
+constexpr int ACT_BYTES = 1280, SPLIT16 = 1024, SUMS32 = 1152, SPLIT32 = 1216;
+// Bytes of 256 values of 8 rows where values are bytes (g4spec/runtime/cuda/step/screen.py), and where the
+// scales of these rows are.
+constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
+
+DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
+
+DEVICE float sum4(float4 v) { return (v.x + v.y) + (v.z + v.w); }
+DEVICE float4 mul4(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
+DEVICE float4 mul4(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }
+DEVICE float4 add4(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+DEVICE float square4(float4 v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
+DEVICE float largest4(float4 v) {
+  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+DEVICE bool finite4(float4 v) {  // NaN - NaN and inf - inf are NaN
+  return sum4({v.x - v.x, v.y - v.y, v.z - v.z, v.w - v.w}) == 0.0f;
+}
+
+// Two sums as halves, and what halves leave of them.
+DEVICE uint2 split_sums(float a, float b) {
+  const u32 high = pack_halves(a, b);
+  return {high, pack_halves(a - from_half((u16)high), b - from_half((u16)(high >> 16)))};
+}
+// Where the sums of row m go, in bytes from the start of its block: those of half `half`, and those of
+// both.
+struct SumPlace {
+  u32 split16, sums32, split32;
+
+  SumPlace() = default;
+  DEVICE SumPlace(u32 tiles, u32 m, u32 half) {
+    const u32 at = half * 8 * tiles + m;
+    split16 = SPLIT16 * tiles + at * 8;
+    sums32 = SUMS32 * tiles + at * 4;
+    split32 = SPLIT32 * tiles + m * 8;
+  }
+  DEVICE void store32(u8* block, float a, float b) const {  // a, b: of 16
+    *(uint2*)(block + split16) = split_sums(a, b);
+    *(float*)(block + sums32) = -1024.0f * (a + b);
+  }
+  DEVICE void store64(u8* block, float a, float b) const {  // a, b: of 32
+    *(uint2*)(block + split32) = split_sums(a, b);
+  }
+};
+
+// Where the eight words of a row's sums are: split 16s of both halves, 32s, split 32s.
+DEVICE int sum_word(int tiles, int m, int word) {
+  const SumPlace at(tiles, m, word < 4 ? word / 2 : word % 2);
+  return word < 4 ? at.split16 + word % 2 * 4 : word < 6 ? at.sums32 : at.split32 + word % 2 * 4;
+}
+
+// Where values 4 i .. 4 i + 3 of row m go, in bytes.
+struct RowPlace {
+  u32 block, halves;
+  u32 quad;  // of 16
+  SumPlace sums;
+
+  RowPlace() = default;
+  DEVICE RowPlace(u32 tiles, u32 m, u32 i) {
+    const u32 k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
+    quad = now(i % 16);
+    block = now(i / 16 * (ACT_BYTES * tiles));
+    halves = now(tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
+                            : (k16 * 32 + lane) * 16 + m / 8 * 8);
+    sums = SumPlace(tiles, m, k16 / 2);
+    sums.split16 = now(sums.split16), sums.sums32 = now(sums.sums32);
+  }
+
+  // All lanes of a warp call it, with consecutive i that start at a multiple of 16; `valid` is the
+  // same for 16 lanes.
+  DEVICE void store(u8* rows, float4 v, bool valid) const {
+    const uint2 h = {pack_halves(v.x, v.y), pack_halves(v.z, v.w)};
+    float sum = (from_half(h.x) + from_half(h.x >> 16)) + (from_half(h.y) + from_half(h.y >> 16));
+    sum += __shfl_xor_sync(FULL, sum, 1);
+    sum += __shfl_xor_sync(FULL, sum, 2);
+    const float next16 = __shfl_xor_sync(FULL, sum, 4), sum32 = sum + next16;
+    const float next32 = __shfl_xor_sync(FULL, sum32, 8);
+    if (!valid) return;
+    u8* to = rows + block;
+    *(uint2*)(to + halves) = h;
+    if (quad % 8 == 0) sums.store32(to, sum, next16);
+    if (quad == 0) sums.store64(to, sum32, next32);
+  }
+};

@@ -1,0 +1,102 @@
+"""Products in float32 from a matrix as its file holds it: GPUs without the tensor-core path.
+
+sm_70 and sm_75 have no `mma` with 16 columns of half precision and no asynchronous copies, which
+the fast path is made of. This path needs neither, nor any packing. It runs on every GPU, so it can
+be tested, and compared with the fast one, on any of them.
+
+Rows that share a launch with others get the bits that they get alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from g4spec import quant
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.weights.dequant import FILE_TYPES, Weight, in_file_order
+from g4spec.runtime.cuda.weights.packing import spelt
+
+PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+FORMATS = (*PLAIN.values(), *FILE_TYPES)
+ROWS = {1: 2, 4: 4, 8: 4}
+"""Rows of x that an instance computes -> rows of the matrix a warp takes. More than 8 rows of x
+take several launches."""
+WARPS = 4
+"""Of a block."""
+
+
+def format_of(weight: Weight) -> str:
+    """Name of its values' type, one of :data:`FORMATS`."""
+    return weight.type or PLAIN[weight.data.dtype]
+
+
+def takes(weight: Weight) -> bool:
+    """Whether there is a kernel for it: it is as in a file, its rows are a multiple of 8 values
+    and start where a warp can read them."""
+    data = weight.data
+    if weight.type and not in_file_order(weight):
+        return False
+    size = quant.get(format_of(weight)).block_bytes if weight.type else 16
+    align = next(n for n in (16, 8, 4, 2) if size % n == 0)
+    return weight.columns % 8 == 0 and data.is_contiguous() and data.data_ptr() % align == 0
+
+
+def instance(name: str, tokens: int) -> str:
+    """The kernel for a type and this number of rows of x."""
+    return f"portable<{spelt(name)}, {tokens}, {ROWS[tokens]}>"
+
+
+def instance_of_visits(name: str) -> str:
+    """The kernel for a type where each row has a matrix of its own."""
+    return f"portable_visits<{spelt(name)}, {ROWS[1]}>"
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x [T, K] times W [N, K] transposed -> [T, N], all float32.
+
+    A row's result depends on that row alone, not on T nor on its place.
+    """
+    assert takes(weight) and weight.matrices == 1, weight
+    count, columns = x.shape
+    assert x.dtype is torch.float32 and columns == weight.columns, (x.dtype, x.shape)
+    x, n = x.contiguous(), weight.rows
+    y = x.new_empty(count, n)
+    for at in range(0, count, max(ROWS)):
+        rows = x[at : at + max(ROWS)]
+        tokens = next(t for t in ROWS if t >= len(rows))
+        launch.kernel("portable.cu", instance(format_of(weight), tokens))(
+            -(-n // (ROWS[tokens] * WARPS)), 32 * WARPS, weight.data, rows, y[at : at + len(rows)],
+            np.int32(n), np.int32(columns), np.int32(len(rows)),
+        )  # fmt: skip
+    return y
+
+
+def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
+    """Rows of x times the matrices they chose, all float32.
+
+    Args:
+        x: [T, K], each row for `len(ids) / T` visits that follow each other.
+        ids: int64 [V], the matrix of each visit.
+        stack: matrices [N, K].
+
+    Returns:
+        [V, N]; a row's result depends on that row and its matrix alone.
+    """
+    assert takes(stack) and ids.dtype is torch.int64 and ids.is_contiguous(), (stack, ids.dtype)
+    count, n = len(ids), stack.rows
+    assert x.dtype is torch.float32 and count % len(x) == 0, (x.shape, ids.shape)
+    assert x.shape[1] == stack.columns, (x.shape, stack.columns)
+    y = x.new_empty(count, n)
+    launch.kernel("portable.cu", instance_of_visits(format_of(stack)))(
+        (-(-n // (ROWS[1] * WARPS)), count), 32 * WARPS, stack.data, x.contiguous(), ids, y,
+        np.int32(n), np.int32(stack.columns), np.int32(count // len(x)),
+    )  # fmt: skip
+    return y
+
+
+UNITS = [
+    Unit("portable.cu", (*(instance(f, t) for f in FORMATS for t in ROWS),
+                         *(instance_of_visits(f) for f in FORMATS)), max_registers=168)
+]  # fmt: skip

@@ -1,0 +1,168 @@
+// Queries, keys and values of a chunk: normed, rotated, appended to the cache (see
+// g4spec/runtime/cuda/cache/cuda_kv.py), and laid out for prefill's attention together with what the cache
+// still holds of earlier rows. A warp takes a row of one head.
+#include "keys.cuh"
+
+// A row of a plane of the cache: halves, or bytes q + 128 with a half for each 32. TURN: of each half
+// of a head the plane holds that many columns, the others of `x` are not touched; 0: it holds all.
+template <int D>
+struct HalfCache {
+  template <int TURN>
+  static DEVICE void write(u8* plane, u16*, i64 row, const HeadRow<D>& x) {
+    u16* to = (u16*)plane + row * (TURN ? 2 * TURN : D);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (x.template stored<TURN>()) pack_row(to + x.template column<TURN>(h), x.x[h]);
+  }
+  template <int TURN>
+  static DEVICE void read(HeadRow<D>& x, const u8* plane, const u16*, i64 row) {
+    const u16* from = (const u16*)plane + row * (TURN ? 2 * TURN : D);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (x.template stored<TURN>()) unpack_row(x.x[h], from + x.template column<TURN>(h));
+  }
+};
+
+template <int N>
+DEVICE void store(u8* to, const u8 (&bytes)[N]) {
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i)
+      ((u32*)to)[i] = bytes[4 * i] | bytes[4 * i + 1] << 8 | bytes[4 * i + 2] << 16 |
+                      (u32)bytes[4 * i + 3] << 24;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = bytes[i];
+  }
+}
+
+template <int D>
+struct ByteCache {
+  static constexpr int V = HeadRow<D>::V;
+
+  // Rounds as `quantize` in kv.py does, to the bit.
+  template <int TURN>
+  static DEVICE void write(u8* plane, u16* scales, i64 row, const HeadRow<D>& x) {
+    float most[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      most[h] = 0;
+#pragma unroll
+      for (int e = 0; e < V; ++e) most[h] = fmaxf(most[h], fabsf(x.x[h][e]));
+#pragma unroll
+      for (int step = 1; step * V < (D >= 64 ? 32 : D / 2); step *= 2)
+        most[h] = fmaxf(most[h], __shfl_xor_sync(FULL, most[h], step));
+    }
+    if (D < 64) most[0] = most[1] = fmaxf(most[0], most[1]);  // one block for both halves
+    if (!x.template stored<TURN>()) return;
+    constexpr int WIDTH = TURN ? 2 * TURN : D;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = x.template column<TURN>(h);
+      const float step = __fdiv_rn(most[h], 127.0f), inverse = __frcp_rn(step);
+      const float by = inverse - inverse == 0.0f ? inverse : 0.0f;  // 0 if infinite or NaN
+      u8 bytes[V];
+#pragma unroll
+      for (int e = 0; e < V; ++e) {
+        const float v = x.x[h][e] * by;
+        bytes[e] = (u8)((int)truncf(v + copysignf(0.49999997f, v)) + 128);
+      }
+      store<V>(plane + row * WIDTH + at, bytes);
+      if (at % 32 == 0) scales[row * (WIDTH / 32) + at / 32] = to_half(step);
+    }
+  }
+  template <int TURN>
+  static DEVICE void read(HeadRow<D>& x, const u8* plane, const u16* scales, i64 row) {
+    if (!x.template stored<TURN>()) return;
+    constexpr int WIDTH = TURN ? 2 * TURN : D;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = x.template column<TURN>(h);
+      const float step = from_half(scales[row * (WIDTH / 32) + at / 32]);
+#pragma unroll
+      for (int e = 0; e < V; ++e) x.x[h][e] = ((int)plane[row * WIDTH + at + e] - 128) * step;
+    }
+  }
+};
+
+template <class Layout, int D>
+DEVICE void keep_key(u16* keys, int head, i64 capacity, int row, const HeadRow<D>& x) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (x.active() && Layout::keeps_key(x.at(h)))
+      pack_row(keys + Layout::key(head, capacity, row, x.at(h)), x.x[h]);
+}
+template <class Layout, int D>
+DEVICE void keep_value(u16* values, int head, i64 capacity, int row, const HeadRow<D>& x) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (x.active()) pack_row(values + Layout::value(head, capacity, row, x.at(h)), x.x[h]);
+}
+
+// Rows [T, columns]: heads of queries, of keys, of values (`own_values`; else the keys before their
+// norm are the values too). Grid: (T, y); a block's warps share the heads of its row.
+//
+// queries: [KV head][row * group + head of the group], of `query_rows` rows. `fold`: weights that
+// queries take over where the layout keeps no keys, or null. keys, values: `rows` rows a head, this
+// chunk from row `first` on; values are zero from there to the end of the tile, for products read
+// them with weights of zero. `turns`: [T, rotated]. The cache takes the last `capacity` rows,
+// of keys the columns of TURN.
+template <int D, class Q, class KV, template <int> class CacheKind, int TURN>
+__global__ void __launch_bounds__(256)
+heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
+      const float* k_norm, const float* fold, const float2* turns, int rotated, u16* queries,
+      int query_rows, u16* keys, u16* values, int rows, int first, u8* cache_keys,
+      u8* cache_values, u16* key_scales, u16* value_scales, int capacity, int start, float eps) {
+  const int t = blockIdx.x, tokens = gridDim.x, group = n_head / n_kv;
+  const int total = n_head + (columns / D - n_head) / (own_values ? 2 : 1);
+  turns += (i64)t * rotated;
+  for (int head = blockIdx.y * 8 + threadIdx.x / 32; head < total; head += gridDim.y * 8) {
+    HeadRow<D> x;
+    x.load(qkv + (i64)t * columns + head * D);
+    if (head < n_head) {
+      auto q = x.times(x.inverse(eps), q_norm);
+      q.rotate(turns, rotated);
+      if (fold) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+          for (int e = 0; e < q.V; ++e)
+            if (!KV::keeps_key(q.at(h))) q.x[h][e] *= fold[q.at(h) + e];
+      }
+      keep_key<Q>(queries, head / group, query_rows, t * group + head % group, q);
+      continue;
+    }
+    const int kv = head - n_head;
+    auto k = x.times(x.inverse(eps), k_norm);
+    k.rotate(turns, rotated);
+    keep_key<KV>(keys, kv, rows, first + t, k);
+    if (own_values) x.load(qkv + (i64)t * columns + (head + n_kv) * D);
+    const auto v = x.times(x.inverse(eps), nullptr);
+    keep_value<KV>(values, kv, rows, first + t, v);
+    for (int row = first + tokens + t; row < (first + tokens + 63) / 64 * 64; row += tokens)
+      keep_value<KV>(values, kv, rows, row, HeadRow<D>{});
+    if (t < tokens - capacity) continue;
+    const i64 slot = (i64)kv * capacity + (start + t) % capacity;
+    CacheKind<D>::template write<TURN>(cache_keys, key_scales, slot, k);
+    CacheKind<D>::template write<0>(cache_values, value_scales, slot, v);
+  }
+}
+
+// Rows of the cache from position `from` on become rows 0 ... of `keys` and `values`. Grid: (rows,
+// y); a block's warps share the KV heads. `k_norm`: weights of the norm of keys.
+template <int D, class KV, template <int> class CacheKind, int TURN>
+__global__ void __launch_bounds__(256)
+earlier(const u8* cache_keys, const u8* cache_values, const u16* key_scales,
+        const u16* value_scales, int capacity, int from, u16* keys, u16* values, int rows,
+        int n_kv, const float* k_norm) {
+  const int row = blockIdx.x;
+  for (int kv = blockIdx.y * 8 + threadIdx.x / 32; kv < n_kv; kv += gridDim.y * 8) {
+    const i64 slot = (i64)kv * capacity + (from + row) % capacity;
+    HeadRow<D> k, v;
+    CacheKind<D>::template read<0>(v, cache_values, value_scales, slot);
+    if (TURN) k = v.times(1.0f, k_norm);
+    CacheKind<D>::template read<TURN>(k, cache_keys, key_scales, slot);
+    keep_key<KV>(keys, kv, rows, row, k);
+    keep_value<KV>(values, kv, rows, row, v);
+  }
+}

@@ -1,0 +1,290 @@
+"""Attention of up to 16 rows over a cache, in two kernels: chunks of keys, then their sum.
+
+Chunks are ranges of absolute positions and each is summed by itself, in order, so that a row's
+result depends neither on the rows beside it nor on how long the sequence is. Which rows share a
+block, how tiles come to shared memory and how many blocks run changes nothing about the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV, Kind, shares
+from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
+from g4spec.runtime.cuda.step.packed_rows import BLOCK_BYTES
+
+MAX_ROWS = 16
+"""Tokens of a step."""
+
+TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
+"""Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
+
+_STATIC = 2176  # bytes of shared memory that the kernel declares beside the rest
+_RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
+"""Most bytes of tiles in flight in a block, by head_dim."""
+_CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One instance of `attend_chunks`; see the template `Shape` in attend_tiles.cuh."""
+
+    head_dim: int
+    kind: Kind
+    row_tiles: int
+    key_parts: int = 1
+    value_parts: int = 1
+    key_ring: int = 2
+    value_ring: int = 2
+    turning: int = 0
+
+    @property
+    def warps(self) -> tuple[int, int]:
+        """Warps for scores and for sums."""
+        return {64: (4, 2), 128: (4, 4), 256: (8, 8), 512: (8, 8)}[self.head_dim]
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return tile_keys(self.head_dim)
+
+    @property
+    def name(self) -> str:
+        parts = (self.key_parts, self.value_parts, self.key_ring, self.value_ring, self.turning)
+        numbers = (self.head_dim, int(self.kind != "f16"), self.row_tiles, *self.warps, *parts)
+        return f"attend_chunks<{', '.join(map(str, numbers))}>"
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Bytes of a part of a tile, of keys and of values."""
+        dims, keys = self.head_dim // self.key_parts, self.keys // self.value_parts
+        if self.kind == "f16":
+            return self.keys * dims * 2, keys * self.head_dim * 2
+        return (self.keys * (dims + 32 + dims // 16),
+                keys * (self.head_dim + 32 + self.head_dim // 16))  # fmt: skip
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of dynamic shared memory without tiles."""
+        rows, (score_warps, sum_warps) = 8 * self.row_tiles, self.warps
+        return rows * (2 * self.head_dim + 4 * self.keys + 4 * (3 * score_warps + sum_warps + 4))
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        keys, values = self.stages
+        return self.key_ring * keys + self.value_ring * values + self.fixed
+
+
+def tile_keys(head_dim: int) -> int:
+    """Keys of a tile."""
+    return 128 if head_dim >= 256 else 64
+
+
+@functools.cache
+def choose(head_dim: int, kind: Kind, rows: int, arch: str, turning: int = 0) -> tuple[Shape, int]:
+    """The instance for `rows` (token, head) pairs of a KV head, and the blocks they are cut into.
+
+    As few blocks as fit, then tiles in as few parts as leave room for two of each. `turning`: of
+    the cache.
+    """
+    options = (1, 2, 4)  # more would not fit in registers
+    for most in reversed(options):
+        blocks = -(-rows // (8 * most))
+        tiles = next(n for n in options if 8 * n * blocks >= rows)
+        shape = _with_parts(head_dim, kind, tiles, arch)
+        if shape is not None:
+            return replace(shape, turning=turning), blocks
+    raise AssertionError((head_dim, kind, rows, arch))
+
+
+def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | None:
+    """`Shape` with its tiles cut into as few parts as leave room for two of each."""
+    keys = tile_keys(head_dim)
+    for parts in (1, 2, 4, 8):
+        if head_dim // parts < 64 or keys // parts < 16:
+            continue
+        shape = Shape(head_dim, kind, tiles, parts, parts)
+        room = min(nvrtc.SHARED_LIMIT[arch] - _STATIC - shape.fixed, _RING[head_dim])
+        count = room // max(shape.stages)
+        if count >= 4:
+            return Shape(head_dim, kind, tiles, parts, parts, count // 2, (count + 1) // 2)
+    return None
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Ranges of positions that are summed by themselves; see chunks.cuh.
+
+    With a window all have 2^shift positions; without, they grow with their position, so that a long
+    context is not cut into many more parts than there are blocks to work on them.
+    """
+
+    shift: int
+    growing: bool
+
+    @classmethod
+    def of(cls, kv: CudaKV) -> Chunks:
+        """A constant of the layer: it decides the order of sums."""
+        tile = tile_keys(kv.head_dim)
+        if kv.window is None:
+            chunks = cls(_log2(max(tile, 32 * kv.n_kv)), True)
+            fits = chunks.most(kv.capacity, kv.capacity) <= _CHUNKS
+            return chunks if fits else cls(chunks.shift + 1, True)
+        each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
+        return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
+
+    def index(self, position: int) -> int:
+        """The chunk of a position."""
+        if not self.growing or position < 4096:
+            return position >> self.shift
+        octave = position.bit_length() - 13
+        inside = (position - (4096 << octave)) >> (self.shift + octave + 1)
+        return ((2 + octave) << (11 - self.shift)) + inside
+
+    def most(self, span: int, capacity: int) -> int:
+        """Most chunks that `span` consecutive positions touch."""
+        if self.growing:
+            return self.index(capacity - 1) + 1
+        return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
+
+
+def _log2(n: int) -> int:
+    """The smallest power of two that is at least n, as its exponent."""
+    return (n - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it,
+    bytes [n_head * D / 64, BLOCK_BYTES * token tiles]."""
+
+    values: torch.Tensor
+    rows: torch.Tensor
+
+
+def attend(
+    q: torch.Tensor,
+    kv: CudaKV,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    scale: float,
+    settled: torch.Tensor | None = None,
+    plain: bool | None = None,
+) -> Attended:
+    """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t].
+
+    Args:
+        q: [T, n_head, D] float16, T at most 16; head h reads KV head h // (n_head / n_kv). They
+            have taken over `kv.weight`.
+        first, last: [T] int64, both ends included, first <= last; at most `kv.capacity`
+            positions from the smallest `first` to the largest `last`.
+        settled: int64, its first element: positions from there on are written in this step. With
+            it, keys of earlier ones are fetched before the kernel in front of this one has ended.
+            Only right if they, `first`, `last` and `settled` were written by kernels that had
+            ended before that kernel started.
+        plain: whether to do without tensor cores; by default where the device has not the right
+            ones (before sm_80).
+    """
+    tokens, n_head, head_dim = q.shape
+    assert q.dtype == torch.float16 and head_dim == kv.head_dim and tokens <= MAX_ROWS
+    assert n_head % kv.n_kv == 0 and head_dim in HEAD_DIMS
+    group, chunks = n_head // kv.n_kv, Chunks.of(kv)
+    count = chunks.most(kv.capacity, kv.capacity)
+    assert count <= _CHUNKS, (count, kv.capacity)
+    sums = torch.empty(count, kv.n_kv, tokens * group, head_dim, device=q.device)
+    tops = torch.empty(count, kv.n_kv, tokens * group, 2, device=q.device)
+    if plain is None:
+        plain = launch.arch(q.device.index) not in TENSOR_ARCHS
+    cache = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
+    sizes = (tokens, kv.n_kv, group, kv.capacity, chunks.shift, chunks.growing)
+    numbers = (*map(np.int32, sizes), np.float32(scale))
+    if plain:
+        name = plain_instance(head_dim, kv.kind, kv.turning)
+        kernel = launch.kernel("attention_plain.cu", name, q.device.index)
+        grid = min(count * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
+        kernel(grid, 128, q, *cache, first, last, sums, tops, *numbers)
+    else:
+        arch = launch.arch(q.device.index)
+        shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
+        kernel = launch.kernel("attention.cu", shape.name, q.device.index)
+        kernel(
+            _grid(kernel, shape, kv, chunks, blocks, tokens), 32 * sum(shape.warps),
+            q, *cache, first, last, settled, sums, tops, *numbers, shared=shape.shared,
+        )  # fmt: skip
+    return _combine(sums, tops, first, last, settled, chunks)
+
+
+def _grid(
+    kernel: launch.Kernel, shape: Shape, kv: CudaKV, chunks: Chunks, blocks: int, tokens: int
+) -> int:
+    """Blocks of `attend_chunks`: as many as run at once, or as there is work at most."""
+    span = kv.capacity if kv.window is None else min(kv.window + tokens - 1, kv.capacity)
+    work = chunks.most(span, kv.capacity) * kv.n_kv * blocks  # (chunk, head, rows)
+    threads = 32 * sum(shape.warps)
+    limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
+    registers = -(-kernel.resources.registers // 8) * 8 * threads
+    each = min(limit // (shape.shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
+    pairs = kv.n_kv * blocks  # no block needs a longer list than all chunks of one pair
+    return min(work, max(pairs, _processors(kernel) * max(1, each)))
+
+
+def _processors(kernel: launch.Kernel) -> int:
+    return int(torch.cuda.get_device_properties(kernel.device).multi_processor_count)
+
+
+def _combine(
+    sums: torch.Tensor,
+    tops: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    settled: torch.Tensor | None,
+    chunks: Chunks,
+) -> Attended:
+    """The second phase: sums [chunks, n_kv, rows, D], tops [chunks, n_kv, rows, 2]."""
+    _, n_kv, rows, head_dim = sums.shape
+    tokens = len(first)
+    tiles, width = (1 if tokens <= 8 else 2), n_kv * rows // tokens * head_dim // 64
+    out = torch.empty(tokens, width * 64, device=sums.device)
+    packed = torch.empty(width, BLOCK_BYTES * tiles, dtype=torch.uint8, device=sums.device)
+    warps = 8 if chunks.growing and tokens <= 4 else 1
+    kernel = launch.kernel(
+        "attention_combine.cu", f"combine_chunks<{head_dim}, {tiles}, {warps}>", sums.device.index
+    )
+    kernel(
+        -(-width * tokens * warps // 8), 256, sums, tops, first, last, settled, out, packed,
+        *(np.int32(n) for n in (tokens, n_kv, rows // tokens, chunks.shift, chunks.growing)),
+    )  # fmt: skip
+    return Attended(out, packed)
+
+
+def plain_instance(head_dim: int, kind: Kind, turning: int) -> str:
+    return f"attend_plain<{head_dim}, {int(kind != 'f16')}, {turning}>"
+
+
+def _units() -> list[Unit]:
+    """Every instance that `choose` can pick, by architecture, and the second phase."""
+    kinds: tuple[Kind, ...] = ("f16", "q8_0")
+    combine = tuple(f"combine_chunks<{d}, {t}, {w}>"
+                    for d in HEAD_DIMS for t in (1, 2) for w in (1, 8))  # fmt: skip
+    ways = [(d, t) for d in HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
+    plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in kinds)
+    units = [Unit("attention_combine.cu", combine, max_registers=64)]
+    units.append(Unit("attention_plain.cu", plain, max_registers=128))
+    for arch in TENSOR_ARCHS:
+        for (head_dim, turning), kind in itertools.product(ways, kinds):
+            rows = range(1, MAX_ROWS * 16 + 1)
+            shapes = sorted({choose(head_dim, kind, r, arch, turning)[0] for r in rows}, key=str)
+            most = max(shape.shared for shape in shapes)
+            units.append(Unit("attention.cu", tuple(s.name for s in shapes), (arch,), 255, most))
+    return units
+
+
+UNITS = _units()

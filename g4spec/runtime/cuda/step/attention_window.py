@@ -1,0 +1,128 @@
+"""Attention of layers with a window in one kernel, from the product of queries, keys and values to
+the input of the next product: see attention_window.cu.
+
+Which layers take this way depends on the layer and the GPU, never on the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.cache.cuda_kv import TILE, CudaKV
+from g4spec.runtime.cuda.cache.heads import NORM_V, Heads
+from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, Chunks, Shape
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, empty
+
+HEAD_DIM, GROUP = 256, 2
+TOKENS, FOURS = 4, (1, 2)
+"""Of a block, and how many times as many it may have where a step has more."""
+MOST_CHUNKS = {1: 10, 2: 6}
+"""That a step may see, by tiles of a chunk."""
+
+_STATIC = 1024  # bytes of shared memory that the kernel declares, and that the GPU keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Queries, keys and values as they leave the product: `attend` finishes and stores them.
+
+    Attributes:
+        heads: what is done with them.
+        y: as in `Heads.__call__`. positions: int64 [T], consecutive, written like those.
+    """
+
+    heads: Heads
+    y: torch.Tensor
+    positions: torch.Tensor
+
+
+def takes(heads: Heads, kv: CudaKV | None) -> bool:
+    """Whether the kernel is made for this layer, and fits on this GPU."""
+    if kv is None or kv.window is None or kv.kind != "q8_0":
+        return False
+    arch = launch.arch(kv.keys.device.index)
+    shape = heads.head_dim == HEAD_DIM and heads.n_q == GROUP * heads.n_kv and heads.n_kv > 0
+    if not shape or heads.pairs or heads.v_from_k:
+        return False
+    tiles = _tiles(kv)
+    return _chunks(kv) <= MOST_CHUNKS.get(tiles, 0) and arch in _archs(tiles)
+
+
+def attend(
+    q: Unfinished,
+    kv: CudaKV,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    scale: float,
+    arrived: torch.Tensor,
+    at_once: int,
+) -> Rows:
+    """softmax(scale * q k) v of T <= 16 rows over positions first[t] .. last[t], after the rows'
+    own keys and values have gone to `kv`.
+
+    Args:
+        first, last: int64 [T], rising, both ends included, last[t] neither before the row's own
+            position nor beyond the step's last one; written like `q.positions`.
+        arrived: int32 counters [4 n_kv or more], zero; they are zero again afterwards.
+        at_once: blocks that may run at once; it changes nothing about the result.
+    """
+    h, count = q.heads, len(q.positions)
+    slices = q.y.shape[0] if q.y.dim() == 3 else 1
+    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM) and count <= MOST
+    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-count // TOKENS)
+    assert len(arrived) >= blocks * h.n_kv
+    y = empty(count, h.n_q * HEAD_DIM, q.y.device)
+    fours = min(blocks, max(FOURS))
+    rows = -(-blocks // fours) * fours * h.n_kv * GROUP * TOKENS
+    sums = torch.empty(chunks, rows, HEAD_DIM, device=q.y.device)
+    tops = torch.empty(chunks, rows, 2, device=q.y.device)
+    launch.kernel("attention_window.cu", instance(tiles, slices, fours), q.y.device.index)(
+        (h.n_kv, blocks, max(1, min(chunks, at_once // (h.n_kv * blocks)))), 512,
+        q.y, h.q_norm, h.k_norm, h.freqs, q.positions, first, last,
+        kv.keys, kv.values, kv.key_scales, kv.value_scales, sums, tops, arrived, y.data,
+        *map(np.int32, (count, NORM_V * h.v_norm, kv.capacity)),
+        np.float32(h.eps), np.float32(scale), shared=_shared(tiles, fours),
+    )  # fmt: skip
+    return y
+
+
+def instance(tiles: int, slices: int, fours: int) -> str:
+    """Name of a kernel of attention_window.cu."""
+    return f"attend_window<{tiles}, {slices}, {fours}>"
+
+
+def _tiles(kv: CudaKV) -> int:
+    """Tiles of a chunk."""
+    return (1 << Chunks.of(kv).shift) // TILE
+
+
+def _chunks(kv: CudaKV) -> int:
+    """Most chunks that the rows of a step see: at most the window in front of the first row, and as
+    many positions as there are rows."""
+    assert kv.window is not None
+    return Chunks.of(kv).most(min(kv.window + MOST, kv.capacity), kv.capacity)
+
+
+def _shared(tiles: int, fours: int) -> int:
+    """Bytes of dynamic shared memory: whole tiles, a step's angles, weights of two norms."""
+    shape = Shape(HEAD_DIM, "q8_0", fours, key_ring=tiles, value_ring=tiles)
+    return shape.shared + MOST * HEAD_DIM // 2 * 8 + 2 * HEAD_DIM * 4
+
+
+def _archs(tiles: int) -> tuple[str, ...]:
+    """Where chunks of so many tiles fit."""
+    most = _shared(tiles, max(FOURS)) + _STATIC
+    return tuple(a for a in TENSOR_ARCHS if most <= nvrtc.SHARED_LIMIT[a])
+
+
+# Layers of the 31B and of the 26B-A4B, with products as they come.
+UNITS = [
+    Unit("attention_window.cu", tuple(instance(tiles, n, f) for n in slices for f in FOURS),
+         _archs(tiles), 128, _shared(tiles, max(FOURS)))
+    for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
+]  # fmt: skip

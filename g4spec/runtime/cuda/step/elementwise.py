@@ -1,0 +1,122 @@
+"""What stands between products value by value: activations, per-layer inputs, the softcap."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from g4spec.models.spec import Reach
+from g4spec.ops.reference import Spans
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, address, tiles
+from g4spec.runtime.cuda.step.packed_rows import empty as empty_rows
+
+Activation = Literal["gelu_tanh", "silu"]
+ACTIVATIONS = ("gelu_tanh", "silu")
+
+GATED_SCALE = 64.0
+"""Row scale of products of an activation: they may exceed half precision."""
+
+THREADS = 128
+
+MOST_REACHES = 4
+"""Of one launch of `spans`."""
+
+
+@functools.cache
+def gated_scale(device: torch.device) -> torch.Tensor:
+    """`GATED_SCALE` for each of 16 rows."""
+    return torch.full((MOST,), GATED_SCALE, dtype=torch.float32, device=device)
+
+
+def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Rows:
+    """activation(gate) * by as rows. Both float32 [T, I], T <= 16, of any distance between rows:
+    parts of one product, or one layer's of the per-layer inputs."""
+    out = empty_rows(len(gate), gate.shape[1], gate.device)
+    _gated(gate, by, activation, out.data, as_rows=True)
+    return Rows(out.data, out.count, out.width, gated_scale(gate.device))
+
+
+def gated(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """activation(gate) * by, float32 [T, I]; any T."""
+    out = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
+    _gated(gate, by, activation, out, as_rows=False)
+    return out
+
+
+def _gated(
+    gate: torch.Tensor,
+    by: torch.Tensor,
+    activation: Activation,
+    out: torch.Tensor,
+    *,
+    as_rows: bool,
+) -> None:
+    (count, width) = gate.shape
+    assert by.shape == gate.shape and width % 4 == 0, (gate.shape, by.shape)
+    grid = (-(-width // (4 * THREADS)), 8 * tiles(count) if as_rows else count)
+    name = f"gated<{ACTIVATIONS.index(activation)}, {int(as_rows)}>"
+    launch.kernel("elementwise.cu", name)(
+        grid, THREADS, address(gate), np.int64(gate.stride(0)), address(by),
+        np.int64(by.stride(0)), out, np.int32(count), np.int32(width),
+    )  # fmt: skip
+
+
+def per_layer_inputs(
+    y: torch.Tensor, tokens: torch.Tensor, weight: torch.Tensor, width: int, eps: float
+) -> torch.Tensor:
+    """Gemma's per-layer inputs: (rms_norm(y / sqrt(width)) * weight + tokens) / sqrt(2).
+
+    Args:
+        y: product of the embeddings [T, width] and the projection, float32 [T, L * P].
+        tokens: scaled rows of the per-layer table, [T, L * P]. `weight`: [P].
+
+    Returns:
+        [T, L, P].
+    """
+    size = len(weight)
+    out = torch.empty(len(y), y.shape[1] // size, size, dtype=torch.float32, device=y.device)
+    n = out.shape[0] * out.shape[1]
+    launch.kernel("elementwise.cu", f"per_layer_inputs<{THREADS // 32}>")(
+        -(-n * 32 // THREADS), THREADS, y, tokens, weight, out, np.int32(n), np.int32(size),
+        np.float32(math.sqrt(width)), np.float32(eps),
+    )  # fmt: skip
+    return out
+
+
+def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
+    """cap * tanh(scale * x / cap), without cap scale * x, in place; x starts on 16 bytes."""
+    assert x.data_ptr() % 16 == 0
+    launch.kernel("elementwise.cu", f"softcap<{str(bool(cap)).lower()}>")(
+        -(-x.numel() // 1024), 256, x, np.int64(x.numel()), np.float32(cap), np.float32(scale)
+    )
+    return x
+
+
+def spans(positions: torch.Tensor, reaches: Sequence[Reach]) -> Spans:
+    """See `Ops.spans`."""
+    if len(reaches) > MOST_REACHES:
+        more = spans(positions, reaches[MOST_REACHES:])
+        return more | spans(positions, reaches[:MOST_REACHES])
+    out = torch.empty(len(reaches), 2, len(positions), dtype=torch.int64, device=positions.device)
+    back = [-1 if r.back is None else r.back for r in reaches]
+    back += [0] * (MOST_REACHES - len(reaches))
+    flags = sum((r.from_first + 2 * r.to_last) << 2 * i for i, r in enumerate(reaches))
+    launch.kernel("elementwise.cu", "spans")(
+        (-(-len(positions) // THREADS), len(reaches)), THREADS, positions, out,
+        *map(np.int32, (len(positions), *back, flags)), pdl=False,
+    )  # fmt: skip
+    return {reach: (first, last) for reach, (first, last) in zip(reaches, out, strict=True)}
+
+
+UNITS = [
+    Unit("elementwise.cu", (*(f"gated<{a}, {r}>" for a in (0, 1) for r in (0, 1)),
+                            f"per_layer_inputs<{THREADS // 32}>", "softcap<true>",
+                            "softcap<false>", "spans"), max_registers=48),
+]  # fmt: skip

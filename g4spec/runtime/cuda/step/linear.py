@@ -1,0 +1,291 @@
+"""Products of at most 16 rows with a packed matrix, on tensor cores: see linear.cu.
+
+How a matrix is cut depends on the matrix and the GPU, never on the number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda.build import launch, nvrtc
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.step.elementwise import gated_scale
+from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, Rows, empty
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.weights.packing import GROUP
+
+ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
+"""Those whose tensor cores and copies the kernels are made of."""
+
+CONSUMERS = 8
+THREADS = 32 * (CONSUMERS + 1)
+
+SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
+"""Bytes of shared memory in which a warp keeps a unit's factors, at most; 0 for others."""
+
+UPPER_ROWS = 2048 + 32
+"""Bytes of a unit of 8 rows as `linear_upper` reads them."""
+
+MOST_STAGES = {128: 8, 256: 5}
+"""In shared memory, by the rows of a stage."""
+MOST_SLICES, FEW_SLICES = 8, 2
+"""Partial sums that a reader adds; beyond few, it takes long to read them."""
+HUGE = 1024
+"""Groups from which on stages of Q6_K hold 256 rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An instance of the kernels.
+
+    Attributes:
+        type, unit: quant type, and columns of a unit.
+        tiles: of 8 rows of activations. rows: of weights in a stage. stages: in shared memory.
+        upper: only the upper two bits of the codes are read, and activations are bytes.
+    """
+
+    type: str
+    unit: int
+    tiles: int
+    rows: int
+    stages: int
+    upper: bool = False
+
+    @property
+    def format(self) -> str:
+        """Of the weights, as kernels name it."""
+        return packing.format_name(self.type, self.unit) + "Upper" * self.upper
+
+    def name(self, kind: str) -> str:
+        return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        stage = max(self.stage, self.rows * 8 * self.tiles * 4)
+        teams = CONSUMERS * 32 // self.rows
+        other = (1024 if teams > 1 else 512) * self.tiles
+        scratch = max(SCRATCH.get(self.type, 0), other)
+        sums = CONSUMERS * 8 * self.tiles * 4
+        return self.stages * (stage + 16 * teams) + CONSUMERS * scratch + sums
+
+    @property
+    def stage(self) -> int:
+        """Bytes of a unit: weights and activations."""
+        rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
+        return self.weights + rows * self.tiles
+
+    @property
+    def weights(self) -> int:
+        """Bytes that are read of a unit's weights."""
+        lower = packing.PARTS[self.type][1][0].nbytes(self.unit) if self.upper else 0
+        return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // GROUP)
+
+
+@functools.cache
+def cut(
+    type: str,
+    unit: int,
+    groups: int,
+    tiles: int,
+    arch: str,
+    narrow: bool = False,
+    upper: bool = False,
+) -> Cut:
+    """How a matrix of so many groups is multiplied, `narrow`: by stages of 128 rows. The rows of a
+    stage are a matter of the matrix and its use: they decide how its K is shared out."""
+    wide = (
+        groups % 2 == 0
+        and not narrow
+        and (type in ("q4_k", "q5_k") or (type == "q6_k" and groups >= HUGE))
+    )
+    room = nvrtc.SHARED_LIMIT[arch]
+    rows = 256 if wide and Cut(type, unit, 2, 256, 2).shared <= room else 128
+    # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
+    few = rows == 256 and tiles == 2 and not upper
+    for stages in range(3 if few else MOST_STAGES[rows], 0, -1):
+        found = Cut(type, unit, tiles, rows, stages, upper)
+        if found.shared <= room:
+            return found
+    raise AssertionError(f"{type} does not fit into the shared memory of {arch}")
+
+
+class Exchange:
+    """Where CTAs that share a group of rows leave their sums; kernels take turns with it.
+
+    Attributes:
+        partial: float32. arrived: counters, zero between kernels.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.cuda.get_device_properties(device).multi_processor_count
+        self.partial = torch.empty(self.count * 16 * 256, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
+def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> torch.Tensor:
+    """x [T, K] times a packed matrix [N, K] -> float32 [T, N].
+
+    Args:
+        parts: the result may come as sums [S, T, N] of parts of K, to be added in order.
+    """
+    how, n = _parts(x, weight, by.count, MOST_SLICES if parts else 1)
+    y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
+    _run("linear", how, n, x, weight, by, y, weight.rows, n)
+    return y if n > 1 else y[0]
+
+
+def linear_upper(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
+    """About x [T, K], as bytes (see `screen`), times a packed Q6_K matrix [N, K] -> float32 [T, N]:
+    of its codes only the upper two bits are read."""
+    assert weight.type == "q6_k" and x.data.shape[1] == UPPER_ROWS * x.tiles, (weight, x)
+    y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
+    _run("linear", _cut(x, weight, upper=True), 0, x, weight, by, y, weight.rows, 0)
+    return y
+
+
+def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Rows:
+    """gelu(gates) or silu(gates), times ups, of x [T, K], from gates and ups in turns of 16 rows,
+    as rows."""
+    channels = weight.rows // 2
+    y = empty(len(x), channels, x.data.device)
+    _run("gate_up", _cut(x, weight), 0, x, weight, by, y.data, channels, silu)
+    return Rows(y.data, y.count, y.width, gated_scale(x.data.device))
+
+
+def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Tensor:
+    """x [T, K] times two packed matrices of different types -> float32 [T, N1 + N2], in one
+    launch."""
+    y = torch.empty(len(x), first.rows + second.rows, dtype=torch.float32, device=x.data.device)
+    a, b = _cut(x, first), _cut(x, second)
+    of_first, of_second = _size(first, a), _size(second, b)
+    others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
+    assert of_first[1] + of_second[1] <= len(by.arrived)
+    count = others + split(*of_second, runs[1])
+    launch.kernel("linear.cu", two(a, b))(
+        count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
+        *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
+        np.int32(others), y, *map(np.int32, (first.rows, second.rows, y.shape[1], len(x))),
+        shared=max(a.shared, b.shared),
+    )  # fmt: skip
+    return y
+
+
+def two(a: Cut, b: Cut) -> str:
+    """Name of the instance that multiplies both."""
+    numbers = (a.tiles, a.rows, a.stages, b.rows, b.stages)
+    return f"linear_two<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
+
+
+def split(units: int, groups: int, by: int) -> int:
+    """All units of all groups over `by`, rounded up: units of each where so many CTAs have equal
+    runs, or CTAs where each has so many units."""
+    return -(-units * groups // by)
+
+
+@functools.cache
+def slices(units: int, groups: int, count: int, most: int) -> int:
+    """Parts, `most` at most, that K of every group of rows is cut into, a CTA each, so that none
+    waits for another; or 0: CTAs have equal runs of units and share groups, where slices would
+    give one more than a unit beyond that.
+
+    Args:
+        units: of K. groups: of a stage's rows. count: CTAs that run at once.
+    """
+    run = split(units, groups, count)
+    found = min(most, count // groups)
+    if not found or -(-units // found) > run + 1:
+        return 0
+    return -(-units // -(-units // found))  # no more of them than it takes
+
+
+@functools.cache
+def shares(
+    units: int, groups: int, stage: int, units_b: int, groups_b: int, stage_b: int, count: int
+) -> tuple[int, int, int]:
+    """CTAs of the first of two products, and units a CTA of each, so that the CTA with the most
+    bytes has as few as can be. `stage`: bytes of a unit's weights."""
+
+    def runs(others: int) -> tuple[int, int]:
+        return split(units, groups, others), split(units_b, groups_b, count - others)
+
+    def most(others: int) -> int:
+        run, run_b = runs(others)
+        return max(run * stage, run_b * stage_b)
+
+    best = runs(min(range(1, count), key=most))
+    return split(units, groups, best[0]), *best
+
+
+def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
+    """How a product is cut, and `slices` of it. The fewer rows a stage has, the more groups there
+    are, and the fewer slices of each it takes."""
+    how = _cut(x, weight)
+    n = slices(*_size(weight, how), count, most)
+    if n > FEW_SLICES:
+        narrow = _cut(x, weight, narrow=True)
+        fewer = slices(*_size(weight, narrow), count, most)
+        if fewer:
+            return narrow, fewer
+    return how, n
+
+
+def _cut(x: Rows, weight: Weight, **how: bool) -> Cut:
+    groups, units = weight.data.shape[:2]
+    assert x.width == weight.columns and weight.matrices == 1, (x.width, weight.columns)
+    arch = launch.arch(x.data.device.index)
+    return cut(weight.type, weight.columns // units, groups, x.tiles, arch, **how)
+
+
+def _size(weight: Weight, how: Cut) -> tuple[int, int]:
+    """Units of K, and groups of a stage's rows."""
+    groups, units = weight.data.shape[:2]
+    return units, groups * GROUP // how.rows
+
+
+def _run(
+    kind: str,
+    how: Cut,
+    parts: int,
+    x: Rows,
+    weight: Weight,
+    by: Exchange,
+    y: torch.Tensor,
+    *numbers: int,
+) -> None:
+    units, groups = _size(weight, how)
+    run = split(units, groups, by.count)
+    assert groups <= len(by.arrived)
+    count = groups * parts or split(units, groups, run)
+    launch.kernel("linear.cu", how.name(kind))(
+        count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
+        *map(np.int32, (units, groups, run)), y, *map(np.int32, (*numbers, len(x))),
+        shared=how.shared,
+    )  # fmt: skip
+
+
+def _units() -> list[Unit]:
+    """Every instance of one matrix, by architecture; of two, those of common files."""
+    out = []
+    for arch in ARCHS:
+        cuts = {cut(type, unit, groups, tiles, arch)
+                for type in packing.PARTS for unit in ((256,) if type.endswith("_k") else (64, 256))
+                for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
+        names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
+        for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):
+            part = cut("q6_k", 256, groups, tiles, arch, upper=True)
+            names[part.name("linear")] = part.shared
+        for tiles in (1, 2):
+            for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
+                a, b = (cut(type, 256, 2, tiles, arch) for type in types)
+                names[two(a, b)] = max(a.shared, b.shared)
+        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 16))
+    return out
+
+
+UNITS = _units()

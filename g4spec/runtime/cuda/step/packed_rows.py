@@ -1,0 +1,256 @@
+"""Input of a product, and what happens to the residual between two products.
+
+Rows are what `linear.cu` reads: T <= 16 rows [T, K] in half precision, in the order in which the
+tensor cores read them, with sums beside them. With `tiles` = 1 for T <= 8 and 2 above, a buffer has
+K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
+
+- halves: row m, column k of the block, with k16 = k / 16, t = k % 16 / 4, e = k % 4 and
+  lane = m % 8 * 4 + t, stands at ((k16 / 2) * 32 + lane) * 8 + (k16 % 2) * 4 + e (one tile), or at
+  (k16 * 32 + lane) * 8 + (m / 8) * 4 + e (two);
+- half [2][8 * tiles][4]: of each 32 columns of a row, as rounded, the sums of the two 16 as halves,
+  and what those leave of them;
+- float32 [2][8 * tiles]: -1024 times the sum of each 32 columns;
+- half [8 * tiles][4]: the sums of 32 as those of 16.
+
+Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
+a power of two that the product multiplies its result with.
+
+Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
+that add partial sums also prefetch the residual: such sums come from `linear.cu`, which calls
+`grid_launch` after its own `grid_wait`, so whatever was written before it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+
+MOST = 16
+"""Rows of a step."""
+
+BLOCK, BLOCK_BYTES = 64, 1280
+"""Columns of a block, and bytes for each tile of 8 rows."""
+
+PLAIN, ADD, NORM = 0, 1, 2
+NOTHING, FLOATS, ROWS, SCALED = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows [T, K] as a product reads them.
+
+    Attributes:
+        data: uint8 [K / 64, BLOCK_BYTES * tiles].
+        count, width: T and K.
+        scale: float32 [16], what the product multiplies each row with, or None.
+    """
+
+    data: torch.Tensor
+    count: int
+    width: int
+    scale: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 8 rows."""
+        return tiles(self.count)
+
+
+def tiles(count: int) -> int:
+    """Tiles of 8 rows that hold `count` rows."""
+    return 1 if count <= 8 else 2
+
+
+def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> Rows:
+    """Rows [count, width] that are yet to be written."""
+    assert 1 <= count <= MOST and width % BLOCK == 0, (count, width)
+    data = torch.empty(width // BLOCK, BLOCK_BYTES * tiles(count), dtype=torch.uint8, device=device)
+    scale = torch.empty(MOST, dtype=torch.float32, device=device) if scaled else None
+    return Rows(data, count, width, scale)
+
+
+def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is stored, padding included and unscaled.
+
+    Returns:
+        Half [8 * tiles, K]; float32 [8 * tiles, K / 16] and [8 * tiles, K / 32]: sums of 16 and of
+        32 in two halves each, added; float32 [8 * tiles, K / 32]: -1024 times the sums of 32.
+    """
+    n, blocks = rows.tiles, rows.width // BLOCK
+
+    def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        return rows.data[:, first * n : last * n].contiguous().view(dtype)
+
+    halves = part(0, 1024, torch.float16)
+    if n == 1:  # k16 / 2, row, t, k16 % 2, e
+        halves = halves.view(blocks, 2, 8, 4, 2, 4).permute(2, 0, 1, 4, 3, 5)
+    else:  # k16, row % 8, t, row / 8, e
+        halves = halves.view(blocks, 4, 8, 4, 2, 4).permute(4, 2, 0, 1, 3, 5)
+    of16 = part(1024, 1152, torch.float16).view(blocks, 2, 8 * n, 2, 2).float().sum(3)
+    of32 = part(1216, 1280, torch.float16).view(blocks, 8 * n, 2, 2).float().sum(2)
+    floats = part(1152, 1216, torch.float32).view(blocks, 2, 8 * n).permute(2, 0, 1)
+    return (
+        halves.reshape(8 * n, rows.width),
+        of16.permute(2, 0, 1, 3).reshape(8 * n, -1),
+        of32.permute(1, 0, 2).reshape(8 * n, -1),
+        floats.reshape(8 * n, -1),
+    )
+
+
+def shape(width: int) -> tuple[int, int]:
+    """Warps of a block and 16-byte loads of a thread that hold a row of `width` floats."""
+    quads = -(-width // 4)
+    for warps_at_most in (16, 32):
+        for loads in range(1, 9):
+            warps = -(-quads // (32 * loads))
+            if warps <= warps_at_most:
+                return warps, loads
+    raise AssertionError(f"a row of {width} values does not fit into a block's registers")
+
+
+def instance(
+    width: int,
+    slices: int,
+    enter: int,
+    leave: int,
+    outputs: int = 1,
+    *,
+    split: bool = True,
+) -> str:
+    """Name of a kernel of norm.cu."""
+    warps, loads = shape(width)
+    flags = (split, width == 128 * warps * loads)
+    numbers = (warps, loads, slices, enter, leave, outputs)
+    return f"norm_rows<{', '.join([*map(str, numbers), *(str(f).lower() for f in flags)])}>"
+
+
+def pack_rows(x: torch.Tensor) -> Rows:
+    """x float32 [T, K] as rows; each with the power of two as scale that brings its largest value
+    into [512, 1024)."""
+    to = empty(len(x), x.shape[1], x.device, scaled=True)
+    _run(x, leave=SCALED, outputs=[to.data], row_scale=to.scale)
+    return to
+
+
+def rms_norm_rows(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> Rows:
+    """rms_norm of x float32 [T, H] as rows."""
+    to = empty(len(x), x.shape[1], x.device)
+    _run(x, eps=eps, leave=ROWS, following=[weight], outputs=[to.data])
+    return to
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """rms_norm of x float32 [..., H], the same shape; any number of rows."""
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _run(x.reshape(-1, x.shape[-1]), eps=eps, leave=FLOATS, following=[weight], outputs=[y])
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The end of a sublayer and the start of the next: x' = (x + rms_norm(h) * weight) * scale.
+
+    Attributes:
+        weight: [H], or None: h is added as it is.
+        eps: of all norms.
+        scale: float32 [1], or None.
+    """
+
+    weight: torch.Tensor | None
+    eps: float
+    scale: torch.Tensor | None = None
+
+    def __call__(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x' [T, H] alone.
+
+        Args:
+            h: float32 [T, H], or partial sums [S, T, H], added in order (S <= 8). x: [T, H].
+        """
+        out = torch.empty_like(x)
+        _run(x, h, self, out=out, leave=NOTHING)
+        return out
+
+    def rows(
+        self, h: torch.Tensor, x: torch.Tensor, following: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor, list[Rows]]:
+        """x', and rms_norm(x') with each of at most three weights as rows."""
+        out, to = torch.empty_like(x), [empty(len(x), x.shape[1], x.device) for _ in following]
+        _run(x, h, self, out=out, leave=ROWS, eps=self.eps, following=following,
+             outputs=[r.data for r in to])  # fmt: skip
+        return out, to
+
+    def numbers(
+        self, h: torch.Tensor, x: torch.Tensor, following: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x', and rms_norm(x') as float32 [T, H]; any number of rows."""
+        out, y = torch.empty_like(x), torch.empty_like(x)
+        _run(x, h, self, out=out, leave=FLOATS, eps=self.eps, following=[following], outputs=[y])
+        return out, y
+
+
+def _run(
+    x: torch.Tensor,
+    h: torch.Tensor | None = None,
+    residual: Residual | None = None,
+    *,
+    leave: int,
+    eps: float = 0.0,
+    following: Sequence[torch.Tensor | None] = (),
+    outputs: Sequence[torch.Tensor] = (),
+    out: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
+) -> None:
+    """Launch `norm_rows`; see norm.cu."""
+    (count, width), slices, enter = x.shape, 1, PLAIN
+    weight = scale = None
+    if h is not None and residual is not None:
+        slices = h.shape[0] if h.dim() == 3 else 1
+        assert h.shape[-2:] == x.shape and slices <= 8, (h.shape, x.shape)
+        weight, scale, eps = residual.weight, residual.scale, residual.eps
+        enter = ADD if weight is None else NORM
+    assert width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
+    split = count <= MOST
+    name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
+    warps, loads = shape(width)
+    weights = [*following, None, None, None][:3]
+    places = [*outputs, None, None, None][:3]
+    launch.kernel("norm.cu", name)(
+        (count, loads if split else 1), 32 * warps,
+        h, address(x), np.int64(x.stride(0)), weight, scale, *weights, *places,
+        row_scale, out, np.int32(count), np.int32(width), np.float32(eps),
+    )  # fmt: skip
+
+
+def address(x: torch.Tensor) -> launch.Strided:
+    """Of rows that may have a distance of their own, but start on 16 bytes each."""
+    assert x.stride(-1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0, x.stride()
+    assert x.dtype is torch.float32, x.dtype
+    return launch.Strided(x)
+
+
+# What the targets and drafts of Gemma 4 31B and 26B-A4B launch on an H200, more slices, which other
+# GPUs may cut, and the widest rows there are.
+UNITS = [
+    Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
+    for width, bound, forms in (
+        (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
+                    (1, ADD, ROWS), (1, PLAIN, SCALED), (1, PLAIN, FLOATS)]),
+        (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)]),
+        (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
+        (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
+        (2816, 128, [(4, NORM, ROWS), (8, NORM, ROWS, 2)]),
+        (16128, 96, [(1, PLAIN, ROWS)]),
+        (26880, 64, [(1, PLAIN, SCALED)]),
+    )
+] + [
+    Unit("norm.cu", (instance(5376, 1, NORM, FLOATS, split=False),), max_registers=96),
+]  # fmt: skip

@@ -1,0 +1,37 @@
+"""`Sampler` for logits on the GPU: all rows of a step at once, one answer to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from g4spec.ops.sampling import NotFinite, Sampler
+from g4spec.runtime.cuda.step.choose import Choice
+
+
+class CudaSampler:
+    """What `Sampler` does (`g4spec.models.spec.Chooser`), by the kernels of choose.cu."""
+
+    def __init__(self, sampler: Sampler, device: torch.device) -> None:
+        self._sampler, self._device = sampler, device
+        self._choices: dict[int, Choice] = {}  # by width of the logits
+
+    def choose(self, logits: torch.Tensor, position: int) -> int:
+        """The token at absolute `position`, from its logits [V] float32."""
+        return next(self.choose_rows(logits[None], position))
+
+    def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
+        """Tokens for `position`, `position` + 1, ... from logits [T, V] float32."""
+        count, width = logits.shape
+        choice = self._choices.get(width)
+        if choice is None:
+            choice = Choice(width, self._device, suppress=self._sampler.suppress)
+            choice.set(self._sampler)
+            self._choices[width] = choice
+        positions = torch.arange(position, position + count, device=self._device)
+        chosen = choice(logits.contiguous(), positions, ahead=0)
+        for token, bad in torch.stack([chosen.ids, chosen.bad.long()], dim=1).tolist():
+            if bad:
+                raise NotFinite.of_logits()
+            yield token

@@ -1,0 +1,87 @@
+"""The best token of a large table from a part of its bytes.
+
+A draft needs of its logits only where the largest is, and reads all of the target's table for it.
+Of Q6_K the two upper bits of each code, with the scales, take 39 % of the bytes and say nearly as
+much about which tokens can win: a product by these alone finds the best 64 of a row, and only those
+are multiplied in full. What wins is the best of them, by its true logit. (With weights from a
+normal distribution the upper bits are off by a third of what a logit scatters by.)
+
+Only drafts may do this: a winner that is not among the 64 costs a proposal, never a text.
+
+Rows [T, K] of that product are bytes. A buffer has K / 256 units of 2080 * tiles bytes: row m,
+column k of a unit, with k32 = k / 32, j = k % 32 / 16, t = k % 16 / 4, e = k % 4 and
+lane = m % 8 * 4 + t, is byte e % 2 * 4 + e / 2 * 2 + 1 - j of the 8 that stand at
+(k32 / 2 * 32 + lane) * 16 + k32 % 2 * 8 (one tile) or at (k32 * 32 + lane) * 16 + m / 8 * 8 (two);
+then come float32 [8 * tiles], what each row's bytes are multiplied with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step.choose import SPAN, THREADS, Choice, Chosen
+from g4spec.runtime.cuda.step.linear import UPPER_ROWS, Exchange
+from g4spec.runtime.cuda.step.packed_rows import Rows, tiles
+from g4spec.runtime.cuda.weights.dequant import Weight
+
+CANDIDATES = 64
+"""Columns of a row that are multiplied in full."""
+
+OF_SPAN = 16
+"""The most of them in one span of columns."""
+
+LARGEST, IN_FULL = f"largest<{CANDIDATES}>", "in_full<Q6_K, 256>"
+"""Kernels of screen.cu."""
+
+LEAST, MOST = 32_768, 4 * THREADS // OF_SPAN * SPAN
+"""Columns from which on it pays, and for which the kernel has room."""
+
+
+def takes(weight: Weight, columns: int) -> bool:
+    """Whether a table [V, H] of logits [T, columns] has upper bits apart, and enough rows to gain
+    from it."""
+    return weight.type == "q6_k" and LEAST <= weight.rows == columns <= MOST
+
+
+def byte_rows(x: torch.Tensor) -> Rows:
+    """x float32 [T, K] as bytes; T <= 16."""
+    count, width = x.shape
+    units, n = width // 256, tiles(count)
+    assert width % 256 == 0 and x.is_contiguous(), x.shape
+    data = torch.empty(units, UPPER_ROWS * n, dtype=torch.uint8, device=x.device)
+    launch.kernel("screen.cu", "byte_rows")((units, n), THREADS, x, np.int32(count), data)
+    return Rows(data, count, width)
+
+
+def best(
+    x: torch.Tensor,
+    weight: Weight,
+    choice: Choice,
+    by: Exchange,
+    cap: float,
+    into: Chosen,
+) -> Chosen:
+    """Where each of the logits of x float32 [T, H], capped if `cap`, has its largest; T <= 16.
+
+    Args:
+        weight: the table [V, H], V as `choice` has columns.
+        choice: a greedy one.
+        into: where the answer goes, and what is returned.
+    """
+    assert choice.mode == ("greedy",) and weight.rows == choice.columns, (choice.mode, weight)
+    count, size = len(x), weight.data.shape[2]
+    found = choice.top(linear.linear_upper(byte_rows(x), weight, by), OF_SPAN)
+    keys, full = found.new_empty(2, count, CANDIDATES)
+    launch.kernel("screen.cu", LARGEST)(count, THREADS, found, np.int32(found.shape[1]), keys)
+    launch.kernel("screen.cu", IN_FULL)(
+        (CANDIDATES, count), THREADS, keys, weight.data, x,
+        *map(np.int32, (weight.columns, size)), np.float32(cap), full,
+    )  # fmt: skip
+    return choice.end(full, into)
+
+
+UNITS = [Unit("screen.cu", ("byte_rows", LARGEST, IN_FULL), linear.ARCHS, max_registers=112)]

@@ -1,0 +1,200 @@
+// Packed weights (g4spec/runtime/cuda/weights/packing.py) to plain 16-bit floats [N, K], for prefill's large
+// products. Values are computed in float32 and rounded once.
+//
+// One CTA a unit of 128 rows; a warp takes a tile of 16 rows. Lane 4 g + t holds rows g and g + 8,
+// columns 4 t .. 4 t + 3 of each k16: a store of a warp fills a 32-byte sector of eight rows.
+#include "sixteen.cuh"
+
+// A whole number below 2^23 in the low bits of `x`, minus `bias`, as float.
+DEVICE float whole(u32 x, u32 mask, float bias) {
+  return __uint_as_float(and_or(x, mask, 0x4b000000u)) - (8388608.0f + bias);
+}
+
+// Where value e of row r (0: g, 1: g + 8) stands in a word of four bits each.
+DEVICE constexpr int nibble(int r, int e) { return e % 2 * 16 + e / 2 * 8 + r * 4; }
+// Where its fifth bit stands, for k16 number j.
+DEVICE constexpr int fifth(int r, int e, int j) {
+  return e % 2 * 16 + (r ? 8 + e / 2 * 4 : 4 - e / 2 * 4) + j;
+}
+// Where its two upper bits stand; a word serves two k16.
+DEVICE constexpr int upper(int r, int e, int j) {
+  return e % 2 * 16 + e / 2 * 8 + (r ? 2 - j % 2 * 2 : 4 + j % 2 * 2);
+}
+
+using Values = float[2][4][4];  // [row][k16][e]
+
+// d and m of 32 values each: planes [k32][warp 4][g 8][q 4] of halves, row warp * 32 + q * 8 + g.
+DEVICE u32 plane_pair(const u8* plane, int k32, int tile, int lane) {
+  return *(const u32*)(plane + ((k32 * 4 + tile / 2) * 8 + lane / 4) * 8 + tile % 2 * 4);
+}
+
+template <int BITS>  // 4 or 5
+struct KQuant {
+  static constexpr int UNIT = 256, PLANE = BITS == 5 ? 4096 : 0, BYTES = 16384 + PLANE + 2048;
+  const u8* unit;
+  int tile, lane;
+  uint4 header[2];
+
+  DEVICE KQuant(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {
+    const uint4* h = (const uint4*)(unit + 16384 + PLANE) + tile * 16 + lane / 4;
+    header[0] = h[0], header[1] = h[8];
+  }
+  static DEVICE u32 six(u32 low, u32 high, int i) {  // number i of eight in 48 bits
+    return (u32)(((u64)high << 32 | low) >> (6 * i)) & 63;
+  }
+  DEVICE void values(int k64, Values& v) const {
+    const uint4 q = load_stream((const uint4*)unit + (tile * 4 + k64) * 32 + lane);
+    const u32 words[4] = {q.x, q.y, q.z, q.w};
+    const u32 bits = BITS == 5 ? ((const u32*)(unit + 16384))[(tile * 4 + k64) * 32 + lane] : 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint4 h = header[r];
+      const float d = from_half(h.x), least = from_half(h.x >> 16);
+#pragma unroll
+      for (int k32 = 0; k32 < 2; ++k32) {
+        const float s = d * whole(six(h.y, h.w & 0xffff, k64 * 2 + k32), 63, 0);
+        const float m = -least * whole(six(h.z, h.w >> 16, k64 * 2 + k32), 63, 0);
+#pragma unroll
+        for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            u32 code = words[j] >> nibble(r, e) & 15;
+            if (BITS == 5) code |= (bits >> fifth(r, e, j) & 1) << 4;
+            v[r][j][e] = fmaf(s, whole(code, 31, 0), m);
+          }
+      }
+    }
+  }
+};
+using Q4K = KQuant<4>;
+using Q5K = KQuant<5>;
+
+struct Q6K {
+  static constexpr int UNIT = 256, BYTES = 16384 + 8192 + 2048 + 256;
+  const u8* unit;
+  int tile, lane;
+  uint4 scales[2];
+  float d[2];
+
+  DEVICE Q6K(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile * 16 + r * 8 + lane / 4;
+      scales[r] = ((const uint4*)(unit + 24576))[row];
+      d[r] = from_half(((const u16*)(unit + 26624))[row]);
+    }
+  }
+  DEVICE void values(int k64, Values& v) const {
+    const int at = (tile * 4 + k64) * 32 + lane;
+    const uint4 q = load_stream((const uint4*)unit + at);
+    const uint2 u = ((const uint2*)(unit + 16384))[at];
+    const u32 words[4] = {q.x, q.y, q.z, q.w}, high[2] = {u.x, u.y};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const u32 four[4] = {scales[r].x, scales[r].y, scales[r].z, scales[r].w};
+      const u32 mine = four[k64] ^ 0x80808080u;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float s = d[r] * whole(mine >> (8 * j), 255, 128);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const u32 low = words[j] >> nibble(r, e) & 15;
+          v[r][j][e] = s * whole((high[j / 2] >> upper(r, e, j) & 3) << 4 | low, 63, 32);
+        }
+      }
+    }
+  }
+};
+
+template <int K>  // bytes
+struct Q80 {
+  static constexpr int UNIT = K, BYTES = K * 128 + K / 32 * 256;
+  const u8* unit;
+  int tile, lane;
+
+  DEVICE Q80(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
+  DEVICE void values(int k64, Values& v) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int k32 = k64 * 2 + h;
+      const uint4 q = load_stream((const uint4*)unit + (tile * (K / 32) + k32) * 32 + lane);
+      const u32 words[2][2] = {{q.x, q.y}, {q.z, q.w}};
+      const u32 d = plane_pair(unit + K * 128, k32, tile, lane);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float s = from_half(d >> (16 * r));
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            v[r][2 * h + j][e] = s * whole(words[j][e / 2] >> (8 * (2 * r + e % 2)), 255, 128);
+      }
+    }
+  }
+};
+
+template <int BITS, bool MINS, int K>  // Q4_0 Q4_1 Q5_0 Q5_1
+struct Legacy {
+  static constexpr int CODES = K * 64, PLANE = BITS == 5 ? K * 16 : 0, SCALES = K / 32 * 256;
+  static constexpr int UNIT = K, BYTES = CODES + PLANE + SCALES * (MINS ? 2 : 1);
+  const u8* unit;
+  int tile, lane;
+
+  DEVICE Legacy(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
+  DEVICE void values(int k64, Values& v) const {
+    const int at = (tile * (K / 64) + k64) * 32 + lane;
+    const uint4 q = load_stream((const uint4*)unit + at);
+    const u32 words[4] = {q.x, q.y, q.z, q.w};
+    const u32 bits = BITS == 5 ? ((const u32*)(unit + CODES))[at] : 0;
+    const float bias = MINS ? 0 : BITS == 5 ? 16 : 8;
+#pragma unroll
+    for (int k32 = 0; k32 < 2; ++k32) {
+      const u8* plane = unit + CODES + PLANE;
+      const u32 d = plane_pair(plane, k64 * 2 + k32, tile, lane);
+      const u32 m = MINS ? plane_pair(plane + SCALES, k64 * 2 + k32, tile, lane) : 0;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float s = from_half(d >> (16 * r)), least = from_half(m >> (16 * r));
+#pragma unroll
+        for (int j = 2 * k32; j < 2 * k32 + 2; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            u32 code = words[j] >> nibble(r, e) & 15;
+            if (BITS == 5) code |= (bits >> fifth(r, e, j) & 1) << 4;
+            const float x = s * whole(code, 31, bias);
+            v[r][j][e] = MINS ? x + least : x;
+          }
+      }
+    }
+  }
+};
+template <int K> using Q40 = Legacy<4, false, K>;
+template <int K> using Q41 = Legacy<4, true, K>;
+template <int K> using Q50 = Legacy<5, false, K>;
+template <int K> using Q51 = Legacy<5, true, K>;
+
+// `packed`: matrices of `groups` groups of 128 rows, of which `rows` count. Grid: (units of K,
+// groups of all matrices). `out`: [matrices * rows, K].
+template <class F, class T>
+__global__ void __launch_bounds__(256) dequant(const u8* packed, u16* out, int rows, int groups) {
+  grid_launch();
+  const int tile = threadIdx.x / 32, lane = threadIdx.x % 32, k = gridDim.x * F::UNIT;
+  const int matrix = blockIdx.y / groups, first = blockIdx.y % groups * 128 + tile * 16 + lane / 4;
+  grid_wait();
+  const F f(packed + ((i64)blockIdx.y * gridDim.x + blockIdx.x) * F::BYTES, tile, lane);
+  u16* to = out + ((i64)matrix * rows + first) * k + blockIdx.x * F::UNIT + lane % 4 * 4;
+#pragma unroll
+  for (int k64 = 0; k64 < F::UNIT / 64; ++k64) {
+    Values v;
+    f.values(k64, v);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (first + r * 8 >= rows) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint2 w = {T::pack(v[r][j][0], v[r][j][1]), T::pack(v[r][j][2], v[r][j][3])};
+        __stcs((uint2*)(to + (i64)r * 8 * k + k64 * 64 + j * 16), w);
+      }
+    }
+  }
+}

@@ -1,0 +1,134 @@
+"""Packed matrices as plain 16-bit floats, for products of more rows than a step has.
+
+Half precision where it can be, not bf16: it is as fast and has three more bits, and what would not
+fit it is kept small by powers of two (see `prefill`). bf16 for stacks of experts, because torch's
+grouped product takes nothing else without waiting for the host. Each value is computed in float32
+and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt
+
+FILE_TYPES = tuple(PARTS)
+"""Quantized types whose file order has kernels (portable.cu)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix [rows, columns], or several of one shape.
+
+    Attributes:
+        type: of a packed matrix, e.g. "q4_k"; "" for plain numbers.
+        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; the file's
+            bytes, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
+            [matrices * rows, columns].
+    """
+
+    type: str
+    data: torch.Tensor
+    rows: int
+    columns: int
+    matrices: int = 1
+
+
+def in_file_order(weight: Weight) -> bool:
+    """Whether a quantized matrix is as the file holds it."""
+    return weight.data.dim() == 2
+
+
+def instance(type: str, unit: int, dtype: torch.dtype) -> str:
+    """Name of a kernel of dequant.cu."""
+    to = "Half" if dtype == torch.float16 else "Bfloat"
+    return f"dequant<{format_name(type, unit)}, {to}>"
+
+
+def file_instance(type: str) -> str:
+    """Name of a kernel of portable.cu that reads a matrix as the file holds it."""
+    return f"portable_halves<{spelt(type)}>"
+
+
+def dequantize(weight: Weight, out: torch.Tensor) -> None:
+    """All matrices of `weight` as `out` [matrices * rows, columns], contiguous, float16 or
+    bfloat16; from the file's bytes only float16."""
+    assert out.dtype in (torch.float16, torch.bfloat16) and out.is_contiguous()
+    assert out.shape == (weight.matrices * weight.rows, weight.columns), (out.shape, weight)
+    if not weight.type:
+        out.copy_(weight.data.view(out.shape))
+        return
+    if in_file_order(weight):
+        assert out.dtype is torch.float16 and weight.columns % 8 == 0, (out.dtype, weight.columns)
+        count = out.numel() // 8
+        launch.kernel("portable.cu", file_instance(weight.type))(
+            -(-count // 256), 256, weight.data, out, np.uint32(count), np.int32(weight.columns),
+            pdl=False,
+        )  # fmt: skip
+        return
+    groups = -(-weight.rows // GROUP)
+    count, units = weight.data.shape[:2]
+    assert count == weight.matrices * groups, (weight.data.shape, weight)
+    launch.kernel("dequant.cu", instance(weight.type, weight.columns // units, out.dtype))(
+        (units, count), 256, weight.data, out, np.int32(weight.rows), np.int32(groups), pdl=False
+    )
+
+
+def plain(weight: Weight) -> torch.Tensor:
+    """All matrices [matrices * rows, columns]: numbers as they are, others in half precision."""
+    shape = weight.matrices * weight.rows, weight.columns
+    if not weight.type:
+        return weight.data.view(shape)
+    out = torch.empty(shape, dtype=torch.float16, device=weight.data.device)
+    dequantize(weight, out)
+    return out
+
+
+class Products:
+    """x W^T for many rows, through scratch for one dequantized matrix at a time.
+
+    A second scratch, filled on another stream while the product before runs, was tried: it gains
+    nothing, because the products are held back by the GPU's power, not by its memory.
+
+    Args:
+        scratch: float16, as long as the largest matrix or stack of them.
+    """
+
+    def __init__(self, scratch: torch.Tensor) -> None:
+        self._scratch = scratch
+
+    def matrix(self, weights: Sequence[Weight], dtype: torch.dtype = torch.float16) -> torch.Tensor:
+        """Matrices with the same columns below each other, [rows, columns] of a 16-bit type; it
+        lasts until the next call."""
+        columns = weights[0].columns
+        count = sum(w.matrices * w.rows for w in weights)
+        out, at = self._scratch[: count * columns].view(dtype).view(count, columns), 0
+        for w in weights:
+            dequantize(w, out[at : at + w.matrices * w.rows])
+            at += w.matrices * w.rows
+        return out
+
+    def halves(
+        self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor, factor: float
+    ) -> None:
+        """out [T, N] float16 = factor * x [T, K] float16 times the matrices transposed."""
+        torch.addmm(out, x, self.matrix(weights).t(), beta=0, alpha=factor, out=out)
+
+    def floats(self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor) -> None:
+        """The same as float32, without a factor."""
+        torch.mm(x, self.matrix(weights).t(), out_dtype=torch.float32, out=out)
+
+
+UNITS = [
+    Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in PARTS
+                             for unit in ((256,) if type.endswith("_k") else (64, 256))
+                             for dtype in (torch.float16, torch.bfloat16)),
+         max_registers=80),
+    Unit("portable.cu", tuple(file_instance(type) for type in FILE_TYPES), max_registers=48),
+]  # fmt: skip

@@ -1,0 +1,50 @@
+"""Rows of a token table as the model reads them, from whatever order the table lies in.
+
+The token table is also the last product's matrix, and kept once, in that product's order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from g4spec import quant
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.weights import packing
+
+THREADS = 128
+"""Of a block; four values each."""
+
+
+def embed(
+    table: torch.Tensor, name: str, ids: torch.Tensor, width: int, scale: float
+) -> torch.Tensor:
+    """Rows `ids` of a table, dequantized and times `scale` -> float32 [T, width].
+
+    Args:
+        table: the file's bytes, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
+        name: the table's quant type.
+        ids: int64 [T]; any T.
+    """
+    assert table.dtype is torch.uint8 and ids.dtype is torch.int64, (table.dtype, ids.dtype)
+    out = torch.empty(len(ids), width, dtype=torch.float32, device=table.device)
+    grid = (-(-width // (4 * THREADS)), len(ids))
+    common = table, ids, out, np.int32(width), np.float32(scale)
+    if table.dim() == 2:
+        assert table.shape[1] == quant.get(name).row_bytes(width), (table.shape, name, width)
+        launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, *common)
+        return out
+    columns = width // table.shape[1]
+    assert table.shape[2] == packing.unit_bytes(name, columns), (table.shape, name, width)
+    launch.kernel("embed.cu", f"embed_packed<{name.upper()}>")(
+        grid, THREADS, *common, np.int32(columns), np.int32(table.shape[2])
+    )
+    return out
+
+
+UNITS = [
+    Unit("embed.cu", (*(f"embed<{n.upper()}>" for n in (*packing.PARTS, "f16", "bf16", "f32")),
+                      *(f"embed_packed<{n.upper()}>" for n in packing.PARTS)),
+         max_registers=64),
+]  # fmt: skip

@@ -1,0 +1,219 @@
+"""Weight matrices on the GPU, packed for the product that reads them.
+
+A matrix arrives as the file's bytes and is packed when it is first used, alone or together with
+those that are multiplied with the same rows; the bytes go then. For kernels that read the file's
+bytes (portable.cu) matrices are laid behind each other and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.dequant import Weight
+
+TILE = 16
+"""Rows of gates, then of ups beside them."""
+
+
+class Matrix:
+    """One matrix [rows, columns], or several of one shape (experts).
+
+    Args:
+        type: quant type, e.g. "q4_k"; "" for plain numbers.
+        raw: the file's bytes, uint8 [matrices * rows, bytes of a row], or float16 or bfloat16
+            [matrices * rows, columns].
+        keeps: rows stay as in the file: bytes are not packed, gates and ups do not take turns.
+
+    Attributes:
+        grouped: whether it is packed in groups of rows.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        raw: torch.Tensor,
+        rows: int,
+        columns: int,
+        matrices: int = 1,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        self.keeps, self.grouped = keeps, bool(type) and not keeps
+        self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
+        self._raw: torch.Tensor | None = raw
+        self._whole, self._first = raw, 0
+        self.turned = False  # rows are gates and ups in turns
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """PyTorch order."""
+        stack = (self.matrices,) if self.matrices > 1 else ()
+        return (*stack, self.rows, self.columns)
+
+    @property
+    def packed(self) -> bool:
+        return self._raw is None
+
+    @property
+    def table(self) -> torch.Tensor:
+        """As it lies in memory now: the file's bytes [rows, bytes], or packed, or numbers. Empty
+        if it lies in one of `Pairs`."""
+        if self._raw is not None:
+            return self._raw
+        return self._whole[self._first : self._first + self.groups]
+
+    @property
+    def groups(self) -> int:
+        """Entries of the packed tensor, or rows of one that is not packed."""
+        if not self.grouped:
+            return self.matrices * self.rows
+        return self.matrices * -(-self.rows // packing.GROUP)
+
+    @property
+    def alone(self) -> Weight:
+        """This matrix by itself."""
+        if not self.packed:
+            self.put(_pack(self, self.take(), self.rows), 0)
+        assert len(self.table) == self.groups, "lies in a pair"
+        return Weight(self.type, self.table, self.rows, self.columns, self.matrices)
+
+    def take(self) -> torch.Tensor:
+        """The file's bytes, which are the caller's from now on; nothing is kept of them."""
+        assert self._raw is not None, "packed already, for another product"
+        raw, self._raw = self._raw, None
+        self.put(raw.new_empty(0), 0)
+        return raw
+
+    def put(self, whole: torch.Tensor, first: int) -> None:
+        """It lies in `whole` from group `first` on."""
+        self._whole, self._first = whole, first
+
+    def precedes(self, other: Matrix) -> bool:
+        """Whether `other` lies directly behind it, so that both are one matrix."""
+        return (
+            self._whole is other._whole
+            and self._first + self.groups == other._first
+            and (not self.grouped or self.rows % packing.GROUP == 0)
+        )
+
+    def through(self, last: Matrix, rows: int) -> Weight:
+        """From this matrix to `last` behind it, `rows` in all."""
+        data = self._whole[self._first : last._first + last.groups]
+        return Weight(self.type, data, rows, self.columns)
+
+
+def weight_of(w: Matrix | torch.Tensor) -> Weight:
+    """Matrices by themselves, or numbers [matrices, rows, columns]."""
+    if isinstance(w, Matrix):
+        return w.alone
+    return Weight("", w.flatten(0, 1), w.shape[1], w.shape[2], len(w))
+
+
+def join(matrices: Sequence[Matrix]) -> None:
+    """Pack matrices with the same columns, those of one type behind each other."""
+    if any(m.packed for m in matrices):
+        return
+    kinds = [(m.type, m.table.dtype) for m in matrices]
+    for kind in dict.fromkeys(kinds):
+        same = [m for m, other in zip(matrices, kinds, strict=True) if other == kind]
+        if any(m.grouped and m.rows % packing.GROUP for m in same[:-1]):
+            continue
+        groups = [m.groups for m in same]
+        whole = _pack(same[0], _all_of(same), sum(m.rows for m in same))
+        for i, m in enumerate(same):
+            m.put(whole, sum(groups[:i]))
+
+
+def _all_of(matrices: Sequence[Matrix]) -> torch.Tensor:
+    """Their bytes behind each other, in one place only."""
+    raw = [m.take() for m in matrices]
+    return torch.cat(raw) if len(raw) > 1 else raw[0]
+
+
+def below(matrices: Sequence[Matrix]) -> list[Weight]:
+    """Matrices below each other, as few as how they lie allows."""
+    out, at = list[Weight](), 0
+    weights = [m.alone for m in matrices]
+    while at < len(matrices):
+        end = at + 1
+        while end < len(matrices) and matrices[end - 1].precedes(matrices[end]):
+            end += 1
+        rows = sum(w.rows for w in weights[at:end])
+        joined = matrices[at].through(matrices[end - 1], rows)
+        out.append(weights[at] if end == at + 1 else joined)
+        at = end
+    return out
+
+
+def beside(gate: Matrix, up: Matrix) -> list[Weight]:
+    """Gates and ups in turns of 16 rows as one matrix; two if their types differ."""
+    if gate.packed or up.packed or gate.type != up.type or gate.rows % TILE:
+        return [gate.alone, up.alone]
+    raws = [m.take() for m in (gate, up)]
+    pair = torch.stack([x.view(-1, TILE, x.shape[1]) for x in raws], dim=1)
+    del raws
+    data = _pack(gate, pair.view(2 * gate.rows, -1), gate.rows * 2)
+    return [Weight(gate.type, data, 2 * gate.rows, gate.columns)]
+
+
+class Pairs:
+    """Gates and ups as steps read them: one matrix in turns of 16 rows, or two (those that stay in
+    the file's order one behind the other)."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Matrix, Matrix], list[Weight]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of pairs made so far; the matrices themselves hold nothing any more."""
+        return sum(w.data.nbytes for made in self._made.values() if len(made) == 1 for w in made)
+
+    def __call__(self, gate: Matrix, up: Matrix) -> list[Weight]:
+        if gate.keeps and up.keeps:
+            join([gate, up])
+            return [gate.alone, up.alone]
+        if (gate, up) not in self._made:
+            self._made[gate, up] = beside(gate, up)
+        return self._made[gate, up]
+
+
+def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
+    """Gates and ups of experts, each matrix in turns of 16 rows; None if their rows do not allow
+    it, they stay in the file's order, or are packed already in another way.
+
+    Args:
+        up: None: `gate` holds both, each matrix its gates first. It then is in turns from now on.
+    """
+    if gate.turned:
+        return gate.alone
+    channels = gate.rows // 2 if up is None else gate.rows
+    both = [m for m in (gate, up) if m is not None]
+    if channels % TILE or len({m.type for m in both}) > 1:
+        return None
+    if any(m.packed or m.keeps for m in both):
+        return None
+    halves = [half for m in both for half in
+              m.take().view(m.matrices, 2 // len(both), channels // TILE, TILE, -1).unbind(1)]
+    turned, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
+    del halves
+    data = _pack(gate, turned, rows)
+    for m in both:
+        m.put(data, 0)
+    gate.turned, gate.rows = True, rows
+    return gate.alone
+
+
+def _pack(like: Matrix, raw: torch.Tensor, rows: int) -> torch.Tensor:
+    """File bytes [matrices * rows, bytes] of matrices like this one in the order that products
+    read; packed ones each in groups of its own."""
+    if not like.grouped:
+        return raw
+    type = like.type
+    unit = packing.unit_of(type, like.columns)
+    count = len(raw) // rows
+    if count == 1 or rows % packing.GROUP == 0:
+        return packing.pack(type, raw, unit)
+    return torch.cat([packing.pack(type, one, unit) for one in raw.view(count, rows, -1)])
