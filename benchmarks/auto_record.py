@@ -18,7 +18,6 @@ from g4spec import convert
 from g4spec.cli._family import DRAFTS
 from g4spec.measure import prompts
 from g4spec.measure import run_record as provenance
-from g4spec.models.spec import Committed
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 

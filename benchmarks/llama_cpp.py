@@ -41,7 +41,6 @@ from benchmarks.upstream import CTX, NEW, Round, Upstream
 from g4spec import convert
 from g4spec.gguf import GGUF
 from g4spec.models.dflash_backbone import shared_causality
-from g4spec.models.spec import Committed
 from g4spec.runtime.engine import Engine, Options
 
 TYPES = ("f32", "bf16", "q8_0")

@@ -32,7 +32,6 @@ from benchmarks.upstream import CTX, Round, Upstream, gelu_table
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from g4spec.models import of_gguf
-from g4spec.models.spec import Committed
 from g4spec.models.upstream import judge
 from g4spec.runtime.engine import Engine
 from tests import tiny, tiny_drafts

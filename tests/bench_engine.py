@@ -7,7 +7,7 @@ from typing import Any
 
 from g4spec.measure.prompts import Prompt
 from g4spec.models import ngram
-from g4spec.models.spec import Draft
+from g4spec.core import Draft
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.memory import MemoryPlan
 from tests import memory_models

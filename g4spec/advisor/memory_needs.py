@@ -16,7 +16,7 @@ from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import Fixed
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.subjects import DraftModel, Option, Target
-from g4spec.models.spec import CacheShape
+from g4spec.core import CacheShape
 
 BITS = {
     "f32": 32.0,

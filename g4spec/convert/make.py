@@ -25,7 +25,7 @@ def rope_freqs(config: Any) -> NDArray[np.float32]:
     if len({(s.head_dim, s.rope_partial) for s in full}) != 1:
         raise Unsupported("full-attention layers with different rotations in one model")
     out = np.full(full[0].head_dim // 2, UNROTATED, np.float32)
-    out[: full[0].turning] = 1
+    out[: full[0].rotary_pairs] = 1
     return out
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from g4spec.errors import InputError, UsageError
 from g4spec.measure.bench_summary import ALL, Length, Row, Sample, summarize
 from g4spec.measure.prompts import Prompt
-from g4spec.models.spec import MAX_DRAFT
+from g4spec.core import MAX_DRAFT
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine, Options
 

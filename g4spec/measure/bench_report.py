@@ -24,7 +24,7 @@ def page(data: Mapping[str, Any]) -> str:
     environment.filters["bytes"] = _bytes
     environment.filters["title_of"] = lambda name: TITLES.get(name, name)
     template = environment.from_string(
-        resources.files("g4spec.runtime").joinpath("report.html").read_text(encoding="utf-8")
+        resources.files("g4spec.measure").joinpath("bench_report.html").read_text(encoding="utf-8")
     )
     rows: Rows = list(data["rows"])
     categories = list(dict.fromkeys(r["category"] for r in rows))

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from g4spec.models import assistant, dflash, gemma4
-from g4spec.models.spec import MAX_STEP_ROWS, Checkpoint, TensorSpec
+from g4spec.core import MAX_STEP_ROWS
+from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.quant import policy
 from g4spec.quant.format import Format
 from g4spec.runtime.cuda.ops import CudaOps

@@ -15,22 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from g4spec.core import Batch, CacheShape, Pick, Reach, StepRows
 from g4spec.errors import InputError
 from g4spec.gguf import KV, u32
 from g4spec.models import gemma4
-from g4spec.models.drafter import WeightedDrafter
+from g4spec.models.drafter import WeightedDrafter, accepted_rows, first_rows
 from g4spec.models.fields import Fields
-from g4spec.models.spec import (
-    CacheShape,
-    Checkpoint,
-    Chooser,
-    Committed,
-    LayerSpec,
-    Pick,
-    Reach,
-    TensorSpec,
-    Unseen,
-)
+from g4spec.models.spec import Checkpoint, LayerSpec, TensorSpec
 from g4spec.models.upstream import Limit
 
 if TYPE_CHECKING:
@@ -189,7 +180,7 @@ def caches(config: Config, window: int | None) -> list[CacheShape]:
 
 
 class Drafter(WeightedDrafter):
-    """Drafts a chain of tokens from the target's last hidden row (`models.spec.Draft`)."""
+    """Drafts a chain of tokens from the target's last hidden row (`g4spec.core.Draft`)."""
 
     name = ARCH
     config: Config
@@ -207,75 +198,59 @@ class Drafter(WeightedDrafter):
             ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)
             for s in c.layers
         ]
-        self._newest = self._freqs[0].new_zeros(1, c.backbone)
-        self._next = ops.graph(self._forward, (1,))
-        self.reset()
+        self._newest = self._freqs[0].new_zeros(self.n_slots, c.backbone)
+        self.state = (self._newest,)
 
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._begun = False
-
-    def commit(self, step: Committed) -> None:
+    def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
         """Keep the target's final-norm output of the newest verified position."""
-        self._newest.copy_(step.hidden[-1:])
-        self._begun = True
+        slots = first_rows(rows.batch, rows.batch.slots)
+        self._newest[slots] = accepted_rows(rows.batch, rows.hidden, accepted)
 
-    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        """Up to `count` tokens for positions `position + 1 ...`."""
-        assert self._begun, "propose before commit"
-        token, hidden, out = anchor, self._newest, list[int]()
+    def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        """See `g4spec.core.Draft`. Every pass stands at the anchor's position."""
+        batch = batch.columns(0, 1)
+        hidden, out = self._newest[batch.slots], []
         for j in range(count):
-            logits, hidden = self._next([token], position, hidden)
-            token = chooser.choose(logits[0], position + 1 + j)
-            out.append(token)
-        return out
-
-    def fill(
-        self, ids: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
-    ) -> torch.Tensor:
-        """See `g4spec.models.spec.Recordable`."""
-        token, hidden, out = ids[:1], self._newest, []
-        for j in range(count):
-            logits, hidden = self._forward(token, positions[:1], hidden)
+            logits, hidden = self._forward(batch, hidden)
             token = pick(logits, j)
             out.append(token)
-        return self.ops.join(out)
-
-    def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
-        """See `g4spec.models.spec.Recordable`."""
-        self._newest.copy_(rows.hidden[accepted])
+            batch = batch.holding(token)
+        return self.ops.columns(out)
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """A token [1] at the anchor's position [1] beside a hidden row [1, B] -> its logits, and
-        the next hidden row."""
+        self, batch: Batch, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [S] at the anchors' positions beside hidden rows [S, B] -> logits [S, V], and the
+        next hidden rows."""
         ops, w, eps, layers = self.ops, self.w, self.config.body.eps, self.config.layers
-        e = self.target.embed(ids)
+        e = self.target.embed(batch.ids)
         x = ops.linear(ops.concat([e, hidden]), w["nextn.pre_projection.weight"])
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h = ops.norm_rows(x, norms[0], eps)
-        spans = ops.spans(positions, {Reach.causal(s.window) for s in layers})
-        before = positions - 1
+        spans = ops.spans(batch, {Reach.causal(s.window) for s in layers})
+        before = batch.positions - 1
         followings = [*norms[1:], w["output_norm.weight"]]
         for spec, freqs, following in zip(layers, self._freqs, followings, strict=True):
             b = f"blk.{spec.index}."
             cache = self.target.kv(self.target.config.donor(spec.window is not None))
-            q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), positions, cache)
+            q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), batch, cache)
             first, _ = spans[Reach.causal(spec.window)]
-            h = ops.linear(ops.attend(q, cache, first, before, 1.0),
+            h = ops.linear(ops.attend(q, cache, batch, first, before, 1.0),
                            w[b + "attn_output.weight"], parts=True)  # fmt: skip
             x, h = gemma4.sandwich(ops, w, b, x, h, eps, following, numbers=spec is layers[-1])
         return self.logits(h), ops.linear(h, w["nextn.post_projection.weight"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows [1, h] -> logits [1, V]. A centroid head reads those of its best clusters, and
+        """Rows [S, h] -> logits [S, V]. A centroid head reads those of its best clusters, and
         gives -inf for all others."""
         table = self.w["token_embd.weight"]
         if self.centroids is None:
             return self.ops.logits(x, table)
         centres, slots = self.centroids
-        clusters = self.ops.linear(x, centres).topk(self.config.centroid_top_k).indices[0]
-        ids = slots[clusters].flatten()
-        z = self.ops.linear(x, self.ops.embed(table, ids, 1.0))
-        return self.ops.scatter(z, ids, self.config.n_vocab)
+        best = self.ops.linear(x, centres).topk(self.config.centroid_top_k).indices
+        out = []
+        for row, clusters in zip(x.unbind(), best, strict=True):
+            ids = slots[clusters].flatten()
+            z = self.ops.linear(row[None], self.ops.embed(table, ids, 1.0))
+            out.append(self.ops.scatter(z, ids, self.config.n_vocab))
+        return self.ops.join(out)

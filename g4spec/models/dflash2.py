@@ -14,13 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from g4spec.core import Batch, Pick
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, f32, u32
 from g4spec.models import dflash, dflash_drafter
 from g4spec.models import dflash_backbone as backbone
 from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches
 from g4spec.models.fields import Fields
-from g4spec.models.spec import Checkpoint, Pick, TensorSpec
+from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.models.upstream import Limit, architecture
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 
 class Drafter(dflash_drafter.Drafter):
-    """Fills a block in one pass and walks through its candidates (`g4spec.models.spec.Draft`)."""
+    """Fills a block in one pass and walks through its candidates (`g4spec.core.Draft`)."""
 
     name = NAME
     config: Config
@@ -157,34 +158,38 @@ class Drafter(dflash_drafter.Drafter):
     at_once = False
 
     def choose(
-        self, rows: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick: Pick
+        self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
-        """Tokens read from the block's rows [B, H]: of each row's best candidates the one that
-        fits its hidden row and the token before it."""
-        ops, w = self.ops, self.w
-        gates = ops.linear(self.drafting(rows, len(logits)), w["selector_hidden.weight"])
-        previous, out = anchor, [anchor[:0]]
-        for j, z in enumerate(logits):
-            candidates = z.topk(self.config.top_k).indices
+        """Tokens read from blocks [S, B, H]: of each row's best candidates the one that fits its
+        hidden row and the token before it."""
+        ops, w, (n, count, n_vocab) = self.ops, self.w, logits.shape
+        hidden = self.drafting(rows, count).flatten(0, 1)
+        gates = ops.linear(hidden, w["selector_hidden.weight"]).view(n, count, -1)
+        previous, out = anchors, []
+        for j in range(count):
+            z = logits[:, j]
+            candidates = z.topk(self.config.top_k).indices  # [S, k]
             before = ops.embed(w["selector_predecessor.weight"], previous, 1.0)
-            after = ops.embed(w["selector_successor.weight"], candidates, 1.0)
-            scores = (after * (before * gates[j])).sum(-1)
-            row = ops.scatter((z[candidates] + scores)[None], candidates, len(z))
-            previous = pick(row, j)
+            after = ops.embed(w["selector_successor.weight"], candidates.flatten(), 1.0)
+            after = after.view(*candidates.shape, -1)
+            scores = (after * (before * gates[:, j])[:, None]).sum(-1)
+            chosen = ops.scatter(z.gather(1, candidates) + scores, candidates, n_vocab)
+            previous = pick(chosen, j)
             out.append(previous)
-        return ops.join(out)
+        return ops.columns(out)
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Rows [T, H] -> logits [T, V], scaled, then capped."""
         return super().logits(hidden, self.config.logit_scale)
 
-    def before(self, name: str, h: Any) -> tuple[Any, Any]:
+    def before(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
         """The convolved input, and the coefficients of the output's convolution."""
         c, (first, second) = self.config, self.w[f"{name}_conv_base"]
         delta = self.ops.linear(h, self.w[f"{name}_conv_proj.weight"])
         inner, outer = delta.view(len(h), SIDES, c.kernel, -1).unbind(1)
-        return self.ops.convolve(h, first, inner), (second, outer)
+        return self.ops.convolve(h, first, inner, self.config.block_size), (second, outer)
 
     def after(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
         """The convolved output."""
-        return self.ops.convolve(h, *kept)
+        second, outer = kept
+        return self.ops.convolve(h, second, outer, self.config.block_size)

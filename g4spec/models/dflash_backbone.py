@@ -13,19 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, CacheShape
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, T, array, boolean, f32, string, u32
 from g4spec.models import gemma4
 from g4spec.models.fields import Fields
-from g4spec.models.spec import (
-    MAX_DRAFT,
-    MAX_STEP_ROWS,
-    QUANTIZED_ACTIVATIONS,
-    CacheShape,
-    Drop,
-    LayerSpec,
-    TensorSpec,
-)
+from g4spec.models.spec import QUANTIZED_ACTIVATIONS, Drop, LayerSpec, TensorSpec
 from g4spec.models.upstream import OWN, Limit
 
 ARCH = "dflash"

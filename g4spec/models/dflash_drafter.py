@@ -8,18 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from g4spec.core import MAX_STEP_ROWS, Batch, Pick, Reach, StepRows
 from g4spec.models import gemma4
 from g4spec.models.drafter import WeightedDrafter
-from g4spec.models.spec import (
-    MAX_STEP_ROWS,
-    Attention,
-    Chooser,
-    Committed,
-    LayerSpec,
-    Pick,
-    Reach,
-    Unseen,
-)
+from g4spec.models.spec import LayerSpec
+from g4spec.ops.weights import Attention
 
 if TYPE_CHECKING:
     import torch
@@ -48,58 +41,38 @@ class Drafter(WeightedDrafter):
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim,
                                      self.w.get("rope_freqs.weight"))  # fmt: skip
         self.mask = c.mask_token
-        self._context = ops.graph(self._read_context, (1, 2, 4, 8, MAX_STEP_ROWS))
-        self._block = ops.graph(self._fill_block, (c.block_size,))
+        self.rows = max(c.block_size, MAX_STEP_ROWS)
 
-    def reset(self) -> None:
-        """Nothing to forget: cache rows are addressed by position and overwritten."""
+    def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
+        """Append the context keys and values of all rows."""
+        ops, w, layers = self.ops, self.w, self.config.layers
+        context = ops.norm_rows(ops.linear(rows.taps, w["fc.weight"]), w["enc.output_norm.weight"],
+                                self.config.eps)  # fmt: skip
+        ops.keys_values(context, [self._attention(s) for s in layers], rows.batch,
+                        [self.caches[s.index] for s in layers])  # fmt: skip
 
-    def commit(self, step: Committed) -> None:
-        """Append the context keys and values of verified tokens."""
-        self._context(step.ids, step.start, step.taps)
-
-    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        """Up to `count` tokens for positions `position + 1 ...`."""
-        rows, logits = self.block(anchor, position)
-        pick = self.picking(chooser, position)
-        drafted = self.choose(rows, logits[:count], self.ops.ids([anchor]), pick)
-        ids: list[int] = drafted.tolist()
-        return ids
-
-    def fill(
-        self, ids: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
-    ) -> torch.Tensor:
-        """See `g4spec.models.spec.Recordable`."""
-        c = self.config
-        rows = self._rows(ids[: c.block_size], positions[: c.block_size])
+    def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        """See `g4spec.core.Draft`."""
+        c, n = self.config, len(batch.sizes)
+        rows = self.block(batch.columns(0, c.block_size))
         drafting = self.drafting(rows, count)
         if self.at_once and not c.n_draft:
-            return self.ops.pick(drafting, self._table, pick, 0, c.softcap)
-        return self.choose(rows, self.logits(drafting), ids[:1], pick)
-
-    def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
-        """See `g4spec.models.spec.Recordable`."""
-        self._read_context(rows.ids, rows.positions, rows.taps)
-
-    def block(self, anchor: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The block that starts at `position`: its rows after the final norm [B, H], and `logits`
-        of those that draft a token each [drafting rows, D]."""
-        c = self.config
-        ids = [anchor] + [self.mask] * (c.block_size - 1)
-        rows, logits = self._block(ids, position)
-        return rows, logits[0 if c.from_anchor else 1 :]
+            flat = drafting.flatten(0, 1)
+            return self.ops.pick(flat, self._table, pick, 0, c.softcap).view(n, count)
+        logits = self.logits(drafting.flatten(0, 1)).view(n, count, -1)
+        return self.choose(rows, logits, batch.columns(0, 1).ids, pick)
 
     def choose(
-        self, rows: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick: Pick
+        self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
-        """Tokens [count] read from the block's rows [B, H] and its drafting rows' logits
-        [count, D]; `anchor` [1]."""
-        return pick(self.widen(logits), 0)
+        """Tokens [S, count] read from blocks [S, B, H] and their drafting rows' logits
+        [S, count, D]; `anchors` [S]."""
+        return pick(self.widen(logits.flatten(0, 1)), 0).view(logits.shape[:2])
 
     def drafting(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """The `count` rows [count, H] of a block [B, H] that draft a token each."""
+        """The `count` rows of each block [S, B, H] that draft a token each, [S, count, H]."""
         first = 0 if self.config.from_anchor else 1
-        return rows[first : first + count]
+        return rows[:, first : first + count]
 
     def logits(self, hidden: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         """Rows [T, H] -> capped logits of the head's own rows [T, D]."""
@@ -118,47 +91,30 @@ class Drafter(WeightedDrafter):
         c = self.config
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 
-    def before(self, name: str, h: Any) -> tuple[Any, Any]:
-        """What the sublayer `name` ("blk.0.attn") is given for its normed input `h` (rows [B, H];
+    def before(self, name: str, h: Any, batch: Batch) -> tuple[Any, Any]:
+        """What the sublayer `name` ("blk.0.attn") is given for its normed input `h` (rows [T, H];
         see `numbers`), and what `after` wants to know."""
         return h, None
 
     def after(self, name: str, h: torch.Tensor, kept: Any) -> torch.Tensor:
-        """What becomes of the sublayer's output `h` [B, H]."""
+        """What becomes of the sublayer's output `h` [T, H]."""
         return h
 
-    def _read_context(
-        self, ids: torch.Tensor, positions: torch.Tensor, taps: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ops, w = self.ops, self.w
-        context = ops.norm_rows(ops.linear(taps, w["fc.weight"]), w["enc.output_norm.weight"],
-                                self.config.eps)  # fmt: skip
-        layers = self.config.layers
-        ops.keys_values(context, [self._attention(s) for s in layers], positions,
-                        [self.kv[s.index] for s in layers])  # fmt: skip
-        return ()
-
-    def _fill_block(
-        self, ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        rows = self._rows(ids, positions)
-        return rows, self.logits(rows)
-
-    def _rows(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A block's rows after the final norm, [B, H]."""
+    def block(self, batch: Batch) -> torch.Tensor:
+        """Rows of S blocks after the final norm, [S, B, H]; `batch`: anchors and masks."""
         c, ops, w = self.config, self.ops, self.w
         if c.own_embed:
-            x = ops.embed(w["token_embd.weight"], ids, c.embed_scale)
+            x = ops.embed(w["token_embd.weight"], batch.ids, c.embed_scale)
         else:
-            x = self.target.embed(ids, c.embed_scale)
+            x = self.target.embed(batch.ids, c.embed_scale)
         reaches = [self._reach(s.window, s.causal) for s in c.layers]
-        spans = ops.spans(positions, set(reaches))
+        spans = ops.spans(batch, set(reaches))
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in c.layers]
         h = (ops.rms_norm if self.numbers else ops.norm_rows)(x, norms[0], c.eps)
         followings = [*norms[1:], w["output_norm.weight"]]
         for spec, reach, following in zip(c.layers, reaches, followings, strict=True):
-            x, h = self._layer(spec, x, h, positions, spans[reach], following)
-        return h
+            x, h = self._layer(spec, x, h, batch, spans[reach], following)
+        return h.view(len(batch.sizes), c.block_size, -1)
 
     def _attention(self, spec: LayerSpec) -> Attention:
         w, b, c = self.w, f"blk.{spec.index}.", self.config
@@ -179,17 +135,17 @@ class Drafter(WeightedDrafter):
         spec: LayerSpec,
         x: torch.Tensor,
         h: Any,
-        positions: torch.Tensor,
+        batch: Batch,
         span: tuple[torch.Tensor, torch.Tensor],
         following: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
-        """One layer of the block: residual `x` [B, H] and its normed rows `h`, of this layer and
+        """One layer of the block: residual `x` [T, H] and its normed rows `h`, of this layer and
         then of the next, or behind the last one numbers."""
         ops, w, b, c = self.ops, self.w, f"blk.{spec.index}.", self.config
-        h, kept = self.before(b + "attn", h)
-        q = ops.qkv(h, self._attention(spec), positions, self.kv[spec.index])
+        h, kept = self.before(b + "attn", h, batch)
+        q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index])
         scale = 1.0 if c.gemma else spec.head_dim**-0.5
-        h = ops.linear(ops.attend(q, self.kv[spec.index], *span, scale),
+        h = ops.linear(ops.attend(q, self.caches[spec.index], batch, *span, scale),
                        w[b + "attn_output.weight"], parts=not self.numbers)  # fmt: skip
         h = self.after(b + "attn", h, kept)
         numbers = self.numbers or spec is c.layers[-1]
@@ -197,7 +153,7 @@ class Drafter(WeightedDrafter):
             return gemma4.sandwich(ops, w, b, x, h, c.eps, following, numbers=numbers)
         x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"],
                                       numbers=self.numbers)  # fmt: skip
-        h, kept = self.before(b + "ffn", h)
+        h, kept = self.before(b + "ffn", h, batch)
         h = self.after(b + "ffn", self.gated(b, h, parts=not self.numbers), kept)
         return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=numbers)
 

@@ -1,35 +1,37 @@
-"""What drafts with weights of their own are made from."""
+"""Base of drafts that have weights of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from g4spec.models.spec import MAX_DRAFT, Chooser, Pick, TargetView
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Batch, TargetView
 
 if TYPE_CHECKING:
     import torch
 
     from g4spec.gguf import GGUF
-    from g4spec.ops.kv import LayerKV
     from g4spec.ops.reference import Ops
 
 
 class WeightedDrafter:
-    """A draft with weights (`g4spec.models.spec.Draft`).
+    """A draft with weights (`g4spec.core.Draft`).
 
     Args:
         config: what the kind's `parse_gguf` returns.
-        weights: what `ops.load` returns, by GGUF name.
+        weights: what the backend loaded, by GGUF name.
         file: the draft's GGUF file, for what it holds in its metadata.
-        kv: one `LayerKV` per entry of the kind's `caches`.
+        caches: one key-value cache per entry of the kind's `caches`.
+        n_slots: sequences that may live at once.
         window: bound on the context rows that full-attention layers see, or None.
     """
 
     taps: tuple[int, ...] = ()
     max_tokens = MAX_DRAFT
+    rows = MAX_STEP_ROWS
     recordable = True
     mask = 0
+    state: tuple[torch.Tensor, ...] = ()
 
     def __init__(
         self,
@@ -38,24 +40,35 @@ class WeightedDrafter:
         ops: Ops,
         target: TargetView,
         file: GGUF,
-        kv: list[LayerKV],
+        caches: Sequence[Any],
+        n_slots: int = 1,
         window: int | None = None,
     ) -> None:
-        self.config, self.w, self.ops, self.target, self.kv = config, weights, ops, target, kv
-        self.window = window
+        self.config, self.w, self.ops, self.target = config, weights, ops, target
+        self.caches, self.n_slots, self.window = caches, n_slots, window
         self.taps = getattr(config, "target_layers", ())
 
-    def picking(self, chooser: Chooser, position: int) -> Pick:
-        """`chooser` for what is drafted after the token at `position`."""
-
-        def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
-            return self.ops.ids(list(chooser.choose_rows(logits, position + 1 + at)))
-
-        return pick
+    def begin(self, slot: int, ids: Sequence[int] = ()) -> None:
+        """Forget nothing: cache rows are addressed by position and overwritten."""
 
     def gated(self, b: str, h: Any, *, parts: bool) -> torch.Tensor:
-        """The feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") of rows `h` -> [T, H].
-        `parts`: as of `linear`."""
+        """Compute the feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") of rows `h` ->
+        [T, H]. `parts`: as of `linear`."""
         w = self.w
         return self.ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
                               w[b + "ffn_down.weight"], self.ops.silu, parts=parts)  # fmt: skip
+
+
+def first_rows(batch: Batch, x: torch.Tensor) -> torch.Tensor:
+    """The first row of each sequence of rows x [T, ...] -> [S, ...]."""
+    return x[:: batch.uniform] if batch.uniform else x[list(batch.starts)]
+
+
+def accepted_rows(batch: Batch, x: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """The row of each sequence after `accepted` [S] drafted tokens, of rows x [T, ...]."""
+    if len(batch.sizes) == 1:
+        return x[accepted]
+    if n := batch.uniform:
+        return x.view(len(batch.sizes), n, *x.shape[1:]).take_along_dim(
+            accepted.view(-1, *[1] * x.dim()), 1).squeeze(1)  # fmt: skip
+    return x[accepted + accepted.new_tensor(batch.starts)]

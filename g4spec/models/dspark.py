@@ -21,13 +21,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from g4spec.core import Pick
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, boolean, f32
 from g4spec.models import dflash, dflash_drafter, gemma4
 from g4spec.models import dflash_backbone as backbone
 from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches, check_pair
 from g4spec.models.fields import Fields
-from g4spec.models.spec import Checkpoint, Pick, TensorSpec
+from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.models.upstream import Limit, architecture
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 
 class Drafter(dflash_drafter.Drafter):
-    """Fills a block in one pass and reads it as a chain (`g4spec.models.spec.Draft`)."""
+    """Fills a block in one pass and reads it as a chain (`g4spec.core.Draft`)."""
 
     name = NAME
     config: Config
@@ -212,47 +213,52 @@ class Drafter(dflash_drafter.Drafter):
         self.recordable = not self._cuts
 
     def choose(
-        self, rows: torch.Tensor, logits: torch.Tensor, anchor: torch.Tensor, pick: Pick
+        self, rows: torch.Tensor, logits: torch.Tensor, anchors: torch.Tensor, pick: Pick
     ) -> torch.Tensor:
-        """Tokens read from the block's rows [B, H], each biased by the one before it."""
-        c, ops = self.config, self.ops
-        hidden = self.drafting(rows, len(logits))
-        state, previous, out = self._state(rows, anchor), anchor, [anchor[:0]]
-        for j in range(len(hidden)):
-            h, row, e = hidden[j : j + 1], logits[j : j + 1], rows[:1, :0]
+        """Tokens read from blocks [S, B, H], each biased by the one before it; -1 from the first
+        one on of which the draft is less confident than the cut."""
+        c, ops, count = self.config, self.ops, logits.shape[1]
+        hidden = self.drafting(rows, count)
+        state, previous, out = self._state(rows, anchors), anchors, []
+        ended = anchors < 0
+        for j in range(count):
+            h, row, e = hidden[:, j].contiguous(), logits[:, j].contiguous(), rows[:, 0, :0]
             if c.rank:
                 e = ops.embed(self.w["markov_w1.weight"], previous, 1.0)
                 inner, state = self._inner(e, h, state)
                 row = row + ops.linear(inner, self.w["markov_w2.weight"])
-            if self._cuts and self.confidence(h, e) < c.cut:
-                break
             previous = pick(self.widen(row), j)
-            out.append(previous)
-        return ops.join(out)
+            if self._cuts:
+                ended = ended | (self.confidence(h, e) < c.cut)
+                out.append(previous.masked_fill(ended, -1))
+            else:
+                out.append(previous)
+        return ops.columns(out)
 
     @property
     def _cuts(self) -> bool:
         """Whether a proposal ends where confidence does."""
         return bool(self.config.cut) and self.config.confidence != "none"
 
-    def confidence(self, h: torch.Tensor, e: torch.Tensor) -> float:
-        """How likely the token of a row [1, H] is to be accepted; `e` [1, r]: the table's row."""
+    def confidence(self, h: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+        """How likely the tokens of rows h [S, H] are to be accepted, [S]; `e` [S, r]: the table's
+        rows."""
         x = self.ops.concat([h, e]) if self.config.confidence == "both" else h
-        return float(self.ops.sigmoid(self._projected(x, "conf_proj")))
+        return self.ops.sigmoid(self._projected(x, "conf_proj"))[:, 0]
 
-    def _state(self, rows: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        """The recurrence [1, r] before the first drafting row. It starts at the anchor's row, also
+    def _state(self, rows: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """The recurrence [S, r] before the first drafting row. It starts at the anchor's row, also
         when that row drafts nothing."""
-        state = rows.new_zeros(1, self.config.rank)
+        state = rows.new_zeros(len(rows), self.config.rank)
         if self.config.head == "rnn" and not self.config.from_anchor:
-            e = self.ops.embed(self.w["markov_w1.weight"], anchor, 1.0)
-            _, state = self._inner(e, rows[:1], state)
+            e = self.ops.embed(self.w["markov_w1.weight"], anchors, 1.0)
+            _, state = self._inner(e, rows[:, 0].contiguous(), state)
         return state
 
     def _inner(
         self, e: torch.Tensor, h: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `markov_w2` turns into a bias [1, r], and the next state."""
+        """What `markov_w2` turns into biases [S, r], and the next state [S, r]."""
         ops = self.ops
         if self.config.head == "gated":
             return ops.sigmoid(self._projected(ops.concat([h, e]), "markov_gate")) * e, state

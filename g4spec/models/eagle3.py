@@ -17,13 +17,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, T, array, boolean, f32, string, u32
 from g4spec.models import dflash
 from g4spec.models.dflash_backbone import DROPS, PREFIXES, caches, check_taps, tables
 from g4spec.models.eagle3_drafter import Drafter
 from g4spec.models.fields import Fields
-from g4spec.models.spec import MAX_DRAFT, Checkpoint, LayerSpec, TensorSpec
+from g4spec.models.spec import Checkpoint, LayerSpec, TensorSpec
 from g4spec.models.upstream import OWN, Limit, architecture
 
 __all__ = ["DROPS", "PREFIXES", "Config", "Drafter", "caches"]

@@ -5,18 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from g4spec.models.drafter import WeightedDrafter
-from g4spec.models.spec import (
-    MAX_DRAFT,
-    MAX_STEP_ROWS,
-    Attention,
-    Chooser,
-    Committed,
-    LayerSpec,
-    Pick,
-    Reach,
-    Unseen,
-)
+from g4spec.core import MAX_DRAFT, Batch, Pick, Reach, StepRows
+from g4spec.models.drafter import WeightedDrafter, accepted_rows, first_rows
+from g4spec.models.spec import LayerSpec
+from g4spec.ops.weights import Attention
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Drafter(WeightedDrafter):
-    """Proposes a chain of tokens, or P-EAGLE's block (`g4spec.models.spec.Draft`).
+    """Proposes a chain of tokens, or P-EAGLE's block (`g4spec.core.Draft`).
 
     Row p of the cache holds token p + 1 beside the feature of position p. The feature of the newest
     position waits for the token after it, which is the next anchor.
@@ -41,81 +33,57 @@ class Drafter(WeightedDrafter):
         self.at_once = c.depths > 0
         self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim)
         self.mask = c.mask_token
-        self._waiting = self._freqs.new_zeros(1, c.n_embd)
-        sizes = (1, 2, 4, 8, MAX_STEP_ROWS)
-        self._features = ops.graph(self._fused, sizes, keep=1)
-        self._context = ops.graph(self._read_context, sizes)
-        self._draft = ops.graph(self._read_and_head, sizes)
-        self.reset()
+        self._waiting = self._freqs.new_zeros(self.n_slots, c.n_embd)
+        self.state = (self._waiting,)
 
-    def reset(self) -> None:
-        """Forget the sequence; cache rows are addressed by position and overwritten."""
-        self._begun = False
+    def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
+        """Read tokens beside the features before them: the first one beside the feature that waited
+        for it. The row before position 0 is written where nobody reads."""
+        batch = rows.batch
+        slots, g = first_rows(batch, batch.slots), self._fused(rows.taps)
+        before = self._shifted(batch, g, self._waiting[slots])
+        self._read(batch.at(batch.positions - 1), before, batch.positions - 1, keys_only=True)
+        self._waiting[slots] = accepted_rows(batch, g, accepted)
 
-    def commit(self, step: Committed) -> None:
-        """Read verified tokens beside the features before them."""
-        (g,), ids, start = self._features(step.ids, step.start, step.taps), step.ids, step.start
-        if self._begun:
-            features, start = self.ops.join([self._waiting, g[:-1]]), start - 1
-        else:
-            ids, features = ids[1:], g[:-1]
-        if ids:
-            self._context(ids, start, features)
-        self._waiting.copy_(g[-1:])
-        self._begun = True
-
-    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        """Up to `count` tokens for positions `position + 1 ...`."""
-        assert self._begun, "propose before commit"
+    def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        """See `g4spec.core.Draft`. The window stays where the first row put it, as in training."""
+        rows = batch.columns(0, 1)
+        feature, seen_from = self._waiting[rows.slots], rows.positions - 1
         if self.config.depths:
-            return self._block(anchor, position, count, chooser)
-        token, feature, out = anchor, self._waiting, list[int]()
-        seen_from = self.ops.positions(position - 1, 1)
+            return self._block(batch.columns(0, count), feature, count, pick)
+        out = []
         for j in range(count):
-            # The window stays where the first row put it, as in training.
-            logits, feature = self._draft([token], position - 1 + j, feature, seen_from)
-            token = chooser.choose(logits[0], position + 1 + j)
+            logits, feature = self._read_and_head(rows.at(seen_from + j), feature, seen_from)
+            token = pick(logits, j)
             out.append(token)
-        return out
+            rows = rows.holding(token)
+        return self.ops.columns(out)
 
-    def _block(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        ids = [anchor, *[self.mask] * (count - 1)]
-        logits, _ = self._draft(ids, position - 1, self._block_features(count),
-                                self.ops.positions(position - 1, count))  # fmt: skip
-        return [chooser.choose(row, position + 1 + j) for j, row in enumerate(logits)]
-
-    def _block_features(self, count: int) -> torch.Tensor:
-        """What stands beside the tokens of P-EAGLE's block: [count, E]."""
-        return self.ops.join([self._waiting, self._unknown.expand(count - 1, -1)])
+    def _block(
+        self, batch: Batch, feature: torch.Tensor, count: int, pick: Pick
+    ) -> torch.Tensor:
+        """P-EAGLE's block of `count` rows: `feature` [S, E] stands beside the anchors."""
+        n, rows = len(batch.sizes), batch.at(batch.positions - 1)
+        features = self._unknown.expand(n, count, -1).clone()
+        features[:, 0] = feature
+        logits, _ = self._read_and_head(rows, features.flatten(0, 1), rows.positions)
+        return pick(logits, 0).view(n, count)
 
     @cached_property
     def _unknown(self) -> torch.Tensor:
         """P-EAGLE's feature of positions that nobody has read, [1, E]."""
-        ids, taps = self.ops.ids([0]), self.w["mask_hidden.weight"][0]
-        return self._fused(ids, ids, taps)[0]
+        return self._fused(self.w["mask_hidden.weight"][0])
 
-    def fill(
-        self, ids: torch.Tensor, positions: torch.Tensor, count: int, pick: Pick
-    ) -> torch.Tensor:
-        """See `g4spec.models.spec.Recordable`."""
-        rows = positions[:count] - 1
-        if self.config.depths:
-            logits, _ = self._read_and_head(ids[:count], rows, self._block_features(count), rows)
-            return pick(logits, 0)
-        token, feature, out = ids[:1], self._waiting, []
-        for j in range(count):
-            logits, feature = self._read_and_head(token, rows[j : j + 1], feature, rows[:1])
-            token = pick(logits, j)
-            out.append(token)
-        return self.ops.join(out)
-
-    def take(self, rows: Unseen, accepted: torch.Tensor) -> None:
-        """See `g4spec.models.spec.Recordable`. `fill` has left the row in front of the step's: the
-        anchor beside the feature that waited for it. So this reads nothing that it writes, and may
-        be done again."""
-        (g,) = self._fused(rows.ids, rows.positions, rows.taps)
-        self._read_context(rows.ids[1:], rows.positions[:-1], g[:-1])
-        self._waiting.copy_(g[accepted])
+    def _shifted(self, batch: Batch, g: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+        """Features g [T, E] moved one row down within each sequence, `first` [S, E] on top."""
+        if len(batch.sizes) == 1:
+            return self.ops.join([first, g[:-1]])
+        out = self.ops.join([g[:1], g[:-1]])
+        if n := batch.uniform:
+            out.view(len(batch.sizes), n, -1)[:, 0] = first
+        else:
+            out[list(batch.starts)] = first
+        return out
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Rows [T, H] -> logits over the target's vocabulary [T, V], -inf where undraftable."""
@@ -125,9 +93,7 @@ class Drafter(WeightedDrafter):
         z = self.ops.logits(hidden, self.w["output.weight"])
         return self.ops.scatter(z, self.w["d2t"], c.n_vocab) if c.n_draft else z
 
-    def _fused(
-        self, ids: torch.Tensor, positions: torch.Tensor, taps: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def _fused(self, taps: torch.Tensor) -> torch.Tensor:
         """Features of the target [T, n * B] -> [T, E]."""
         c, ops = self.config, self.ops
         if c.norm_before_fc:
@@ -136,31 +102,19 @@ class Drafter(WeightedDrafter):
             parts = taps.chunk(len(c.target_layers), dim=-1)
             taps = ops.concat([ops.rms_norm(part, self.w[f"fc_norm.{i}.weight"], c.eps)
                                for i, part in enumerate(parts)])  # fmt: skip
-        return (ops.linear(taps, self.w["fc.weight"]),)
-
-    def _read_context(
-        self, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """Keys and values of verified tokens [T] beside features [T, E], at rows `positions`."""
-        self._read(ids, positions, features, positions, keys_only=True)
-        return ()
+        return ops.linear(taps, self.w["fc.weight"])
 
     def _read_and_head(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        features: torch.Tensor,
-        seen_from: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
+        self, batch: Batch, features: torch.Tensor, seen_from: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens beside features -> their logits, and the features of the rows after them."""
-        x = self._read(ids, positions, features, seen_from)
+        x = self._read(batch, features, seen_from)
         h = self.ops.rms_norm(x, self.w["output_norm.weight"], self.config.eps)
         return self.logits(h), h if self.config.norm_output else x
 
     def _read(
         self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
+        batch: Batch,
         features: torch.Tensor,
         seen_from: torch.Tensor,
         *,
@@ -173,11 +127,11 @@ class Drafter(WeightedDrafter):
             keys_only: stop when the last layer has its keys and values.
         """
         c, ops, w = self.config, self.ops, self.w
-        e = (ops.embed(w["token_embd.weight"], ids, 1.0) if c.own_embed
-             else self.target.embed(ids, 1.0))  # fmt: skip
+        e = (ops.embed(w["token_embd.weight"], batch.ids, 1.0) if c.own_embed
+             else self.target.embed(batch.ids, 1.0))  # fmt: skip
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
-        spans = ops.spans(seen_from, set(reaches))
+        spans = ops.spans(batch.at(seen_from), set(reaches))
         for spec in c.layers:
             b = f"blk.{spec.index}."
             if spec.index == 0:
@@ -185,11 +139,12 @@ class Drafter(WeightedDrafter):
                 h = ops.concat([ops.rms_norm(e, w[b + "attn_norm.weight"], c.eps), normed])
                 x = normed if c.norm_before_residual else x
             done = keys_only and spec.index == last
-            q = ops.qkv(h, self._attention(spec), positions, self.kv[spec.index], queries=not done)
+            q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index], queries=not done)
             if done:
                 break
             first, _ = spans[reaches[spec.index]]
-            h = ops.attend(q, self.kv[spec.index], first, positions, spec.head_dim**-0.5)
+            h = ops.attend(q, self.caches[spec.index], batch, first, batch.positions,
+                           spec.head_dim**-0.5)  # fmt: skip
             h = ops.linear(h, w[b + "attn_output.weight"], parts=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])
             following = w[f"blk.{spec.index + 1}.attn_norm.weight"] if spec.index < last else None

@@ -12,6 +12,7 @@ and `src/models/gemma4.cpp` (names and shapes).
 
 from __future__ import annotations
 
+from g4spec.core import CacheShape
 from g4spec.models.gemma4_config import (
     GEMMA4,
     Config,
@@ -22,14 +23,7 @@ from g4spec.models.gemma4_config import (
     samples,
 )
 from g4spec.models.gemma4_model import Model, attention, sandwich
-from g4spec.models.spec import (
-    QUANTIZED_ACTIVATIONS,
-    CacheShape,
-    Checkpoint,
-    Drop,
-    LayerSpec,
-    TensorSpec,
-)
+from g4spec.models.spec import QUANTIZED_ACTIVATIONS, Checkpoint, Drop, LayerSpec, TensorSpec
 
 __all__ = ["ARCH", "ARCHITECTURES", "DROPS", "PREFIXES", "TITLE", "Config", "Model", "attention",
            "caches", "claims", "layer_tensors", "layers_hf", "metadata", "parse_gguf", "parse_hf",
@@ -153,5 +147,5 @@ def tensors(config: Config) -> list[TensorSpec]:
 def caches(config: Config) -> list[CacheShape]:
     """What the layers keep that have keys and values of their own. They come first, so that a
     cache has its layer's index."""
-    return [CacheShape(s.n_kv, s.head_dim, s.window, s.turning if s.v_from_k else 0)
+    return [CacheShape(s.n_kv, s.head_dim, s.window, s.rotary_pairs if s.v_from_k else 0)
             for s in config.layers if s.kv_from is None]  # fmt: skip

@@ -6,16 +6,18 @@ Source: transformers `models/gemma4/modeling_gemma4.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from g4spec.core import Reach
 from g4spec.models.gemma4_config import Config
-from g4spec.models.spec import Attention, ExpertLayer, LayerSpec, Reach
+from g4spec.models.spec import LayerSpec
+from g4spec.ops.weights import Attention, ExpertLayer
 
 if TYPE_CHECKING:
     import torch
 
-    from g4spec.ops.kv import LayerKV
+    from g4spec.core import Batch
     from g4spec.ops.reference import Ops
 
 
@@ -36,13 +38,9 @@ class Model:
         return self.ops.embed(self.w["token_embd.weight"], ids, scale)
 
     def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv: list[LayerKV],
-        taps: tuple[int, ...] = (),
+        self, batch: Batch, kv: Sequence[Any], taps: tuple[int, ...] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run tokens `ids` [T] at consecutive `positions` [T], appending to `kv`.
+        """Run the rows of `batch` [T], appending to `kv`.
 
         Args:
             kv: caches of the layers that have one (`gemma4.caches`), by layer.
@@ -52,16 +50,16 @@ class Model:
             (index n_layer is what leaves the last layer, before the final norm).
         """
         ops, w, eps = self.ops, self.w, self.config.eps
-        x = self.embed(ids)
-        per_layer = self._per_layer_inputs(ids, x)
+        x = self.embed(batch.ids)
+        per_layer = self._per_layer_inputs(batch.ids, x)
         layers = self.config.layers
-        spans = ops.spans(positions, {Reach.causal(s.window) for s in layers})
+        spans = ops.spans(batch, {Reach.causal(s.window) for s in layers})
         norms = [w[f"blk.{s.index}.attn_norm.weight"] for s in layers]
         h, tapped = ops.norm_rows(x, norms[0], eps), {}
         for spec, following in zip(layers, [*norms[1:], w["output_norm.weight"]], strict=True):
             if spec.index in taps:
                 tapped[spec.index] = x
-            h = self._attention(spec, h, positions, spans[Reach.causal(spec.window)], kv)
+            h = self._attention(spec, h, batch, spans[Reach.causal(spec.window)], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
             x, h = sandwich(ops, w, f"blk.{spec.index}.", x, h, eps, following, spec, ple,
                             numbers=spec is layers[-1])  # fmt: skip
@@ -91,18 +89,18 @@ class Model:
         self,
         spec: LayerSpec,
         h: Any,
-        positions: torch.Tensor,
+        batch: Batch,
         span: tuple[torch.Tensor, torch.Tensor],
-        caches: list[LayerKV],
+        caches: Sequence[Any],
     ) -> torch.Tensor:
         """The attention sublayer of rows `h` -> [T, H]. `span`: what each row sees."""
         ops, w, b = self.ops, self.w, f"blk.{spec.index}."
         own = spec.kv_from is None
         kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
         q = ops.qkv(h, attention(w, spec, self.config.eps, self._freqs[spec.index], own),
-                    positions, kv)  # fmt: skip
+                    batch, kv)  # fmt: skip
         out = w[b + "attn_output.weight"]
-        return ops.linear(ops.attend(q, kv, *span, 1.0), out, parts=True)
+        return ops.linear(ops.attend(q, kv, batch, *span, 1.0), out, parts=True)
 
 
 def attention(

@@ -2,45 +2,83 @@
 
 from __future__ import annotations
 
-from g4spec.models.spec import MAX_DRAFT, Chooser, Committed
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from g4spec.core import MAX_DRAFT, Batch, Pick, StepRows
+
+if TYPE_CHECKING:
+    import torch
 
 ARCH = None
 TITLE = "n-gram lookup"
 
 
+class History:
+    """Tokens of one sequence, and where each short run of them ended last."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.lengths = range(longest, shortest - 1, -1)
+        self.ids: list[int] = []
+        self.ends: dict[tuple[int, ...], int] = {}
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Append verified tokens."""
+        for token in ids:
+            for n in self.lengths:
+                if len(self.ids) >= n:
+                    self.ends[tuple(self.ids[-n:])] = len(self.ids)
+            self.ids.append(token)
+
+    def after(self, anchor: int, count: int) -> list[int]:
+        """At most `count` tokens that followed the latest earlier occurrence of the newest ones,
+        the longest run first; none if there is none."""
+        history = [*self.ids[-self.lengths[0] :], anchor]
+        for n in self.lengths:
+            end = self.ends.get(tuple(history[-n:]))
+            if end is not None:
+                return [*self.ids, anchor][end : end + count]
+        return []
+
+
 class Drafter:
-    """Copies the continuation of the latest earlier occurrence of the newest tokens.
+    """Copies the continuation of the latest earlier occurrence of the newest tokens
+    (`g4spec.core.Draft`).
 
     Args:
-        longest, shortest: lengths of the suffix that is searched for, longest first.
+        longest, shortest: lengths of the suffix that is searched for.
     """
 
     name = "ngram"
     taps: tuple[int, ...] = ()
     max_tokens = MAX_DRAFT
+    rows = 1
+    at_once = True
+    recordable = False
+    mask = 0
+    caches: Sequence[Any] = ()
+    state: tuple[torch.Tensor, ...] = ()
 
     def __init__(self, longest: int = 4, shortest: int = 2) -> None:
         self.longest, self.shortest = longest, shortest
-        self.reset()
+        self._seen: dict[int, History] = {}
 
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._ids: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
+    def begin(self, slot: int, ids: Sequence[int] = ()) -> None:
+        """Start a new sequence that has read `ids`."""
+        self._seen[slot] = History(self.shortest, self.longest)
+        self._seen[slot].add(ids)
 
-    def commit(self, step: Committed) -> None:
-        """Remember verified tokens, and where each short run of them ended."""
-        for token in step.ids:
-            for n in range(self.shortest, self.longest + 1):
-                if len(self._ids) >= n:
-                    self._ends[tuple(self._ids[-n:])] = len(self._ids)
-            self._ids.append(token)
+    def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
+        """Remember verified tokens."""
+        batch, ids = rows.batch, rows.batch.ids.tolist()
+        slots = batch.slots.tolist()
+        for start, count in zip(batch.starts, accepted.tolist(), strict=True):
+            self._seen[slots[start]].add(ids[start : start + count + 1])
 
-    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        """The tokens that followed; none when the suffix was never seen."""
-        history = [*self._ids, anchor]
-        for n in range(self.longest, self.shortest - 1, -1):
-            end = self._ends.get(tuple(history[-n:]))
-            if end is not None:
-                return history[end : end + count]
-        return []
+    def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        """See `g4spec.core.Draft`."""
+        out = []
+        for anchor, slot in zip(batch.ids.tolist(), batch.slots.tolist(), strict=True):
+            found = self._seen[slot].after(anchor, count)
+            out.append(found + [-1] * (count - len(found)))
+        return batch.ids.new_tensor(out)

@@ -20,28 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.models.spec import MAX_STEP_ROWS, Reach
+from g4spec.core import Batch, Pick, Reach
 from g4spec.ops.kv import LayerKV
-from g4spec.ops.simple import TILE, SimpleOps, in_order, pad_rows
+from g4spec.ops.simple import TILE, SimpleOps, in_order
 
 if TYPE_CHECKING:
-    from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer, Pick
-    from g4spec.ops.sampling import Sampler
-    from g4spec.runtime.speculate import Player
-    from g4spec.runtime.target import Target
+    from g4spec.ops.weights import Attention, ExpertLayer
 
 __all__ = ["BLOCK", "TILE", "Ops"]
-
-Run = Callable[..., tuple[torch.Tensor, ...]]
-"""(ids [T], positions [T], *rows) -> tensors with T rows each. Shapes decide what it does, never
-values: it may be recorded."""
-
-Graph = Callable[..., tuple[torch.Tensor, ...]]
-"""(ids, first position, *rows) -> what its `Run` returns."""
-
-Reader = Callable[..., tuple[torch.Tensor, dict[int, torch.Tensor]]]
-"""(ids, first position, taps) -> what a model's `forward` returns."""
 
 Spans = dict[Reach, tuple[torch.Tensor, torch.Tensor]]
 """First and last position that rows see, int64 [T] each."""
@@ -49,81 +35,23 @@ Spans = dict[Reach, tuple[torch.Tensor, torch.Tensor]]
 BLOCK = 64
 """Keys per attention block; block b holds absolute positions [64 b, 64 b + 64)."""
 
+TOGETHER = 64
+"""Most blocks of keys, over all tiles, that are multiplied in one call."""
+
 
 class Ops(SimpleOps):
-    """Reference backend. Every method works on any torch device; `CudaOps` overrides a subset."""
+    """The reference. Every method works on any torch device; `CudaOps` overrides a subset."""
 
-    def load(self, file: GGUF, name: str) -> Any:
-        """Tensor `name` as this backend computes with it. Here: dequantized to float32, or int64
-        for index tensors; PyTorch order."""
-        return self.array(file.array(name))
-
-    chunk = 512
-    """Tokens of a prompt read at a time, where nothing else is asked for."""
-
-    def slack(self, chunk: int) -> int:
-        """Rows a target's rings need beyond their window to read chunks of this size."""
-        return max(chunk, MAX_STEP_ROWS)
-
-    def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> LayerKV:
-        """An empty cache of one layer: see `LayerKV`."""
-        return LayerKV(shape.n_kv, shape.head_dim, n_ctx, shape.window, slack, self.device)
-
-    def chooser(self, sampler: Sampler) -> Chooser:
-        """What turns logits on this device into tokens as `sampler` says."""
-        return sampler
-
-    def graph(self, run: Run, sizes: Sequence[int], keep: int = 0) -> Graph:
-        """`run` as a function of token ids, their first position, and tensors with a row a token.
-
-        A backend may record `run` for each of `sizes` rows, play that again for calls of at most
-        so many rows (rows behind the last are padding), and run longer calls as they are. What is
-        returned then lasts until the next call, but for the first `keep` tensors.
-        """
-
-        def direct(ids: Sequence[int], start: int, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return run(self.ids(list(ids)), self.positions(start, len(ids)), *rows)
-
-        return direct
-
-    def player(
-        self, target: Target, draft: Draft | None, forced: int | None = None, keep: bool = False
-    ) -> Player | None:
-        """What plays cycles of the two as a whole, or without a draft plain steps, where a backend
-        can; else the loop does it.
-
-        Args:
-            forced: accept so many drafted tokens, whatever they are (for measurements).
-            keep: whether plain steps bring what a draft is given of them later (`Played.read`).
-        """
-        return None
-
-    def reader(self, model: Any, caches: Sequence[Any], n_ctx: int, chunk: int) -> Reader:
-        """How chunks of a prompt are read: `model.forward` over its caches.
-
-        Args:
-            n_ctx: positions the sequence may have. chunk: most tokens of a call.
-        """
-
-        def read(
-            ids: Sequence[int], start: int, taps: tuple[int, ...]
-        ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-            positions = self.positions(start, len(ids))
-            out: tuple[torch.Tensor, dict[int, torch.Tensor]] = model.forward(
-                self.ids(list(ids)), positions, caches, taps
-            )
-            return out
-
-        return read
-
-    def spans(self, positions: torch.Tensor, reaches: Iterable[Reach]) -> Spans:
-        """What rows at consecutive `positions` [T] see."""
-        out = {}
+    def spans(self, batch: Batch, reaches: Iterable[Reach]) -> Spans:
+        """First and last position that each row of `batch` sees, by reach."""
+        out, own = {}, batch.positions
+        starts = torch.tensor(batch.starts, device=self.device)
+        sizes = torch.tensor(batch.sizes, device=self.device)
         for reach in reaches:
-            own = positions[:1].expand_as(positions) if reach.from_first else positions
-            last = positions[-1:].expand_as(positions) if reach.to_last else positions
-            first = own * 0 if reach.back is None else (own - reach.back).clamp(min=0)
-            out[reach] = first.contiguous(), last.contiguous()
+            begin = own[starts].repeat_interleave(sizes) if reach.from_first else own
+            ends = own[starts + sizes - 1].repeat_interleave(sizes) if reach.to_last else own
+            first = begin * 0 if reach.back is None else (begin - reach.back).clamp(min=0)
+            out[reach] = first, ends
         return out
 
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
@@ -161,7 +89,7 @@ class Ops(SimpleOps):
         self,
         h: Any,
         a: Attention,
-        positions: torch.Tensor,
+        batch: Batch,
         kv: LayerKV | None,
         *,
         queries: bool = True,
@@ -182,16 +110,16 @@ class Ops(SimpleOps):
 
         def turned(y: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
             y = y if norm is None else self.rms_norm(y, norm, a.eps)
-            return rotate(y, positions, a.freqs)
+            return rotate(y, batch.positions, a.freqs)
 
         if a.k is not None:
             assert kv is not None
             k = heads(a.k)
             v = k if a.v is None else heads(a.v)
             v = self.rms_norm(v, None, a.eps) if a.v_norm else v
-            kv.append(positions, turned(k, a.k_norm), v)
+            kv.append(batch.slots, batch.positions, turned(k, a.k_norm), v)
         if not queries:
-            return positions.new_empty(len(h), 0, a.head_dim, dtype=torch.float32)
+            return batch.positions.new_empty(len(h), 0, a.head_dim, dtype=torch.float32)
         return turned(heads(a.q), a.q_norm)
 
     def expert_layer(
@@ -235,69 +163,76 @@ class Ops(SimpleOps):
         return pick(self.logits(hidden, table, cap), at)
 
     def keys_values(
-        self, h: Any, layers: Sequence[Attention], positions: torch.Tensor, kvs: Sequence[Any]
+        self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
     ) -> None:
         """Append keys and values of rows h to the cache of each of these layers, as `qkv` does.
         Calls with the same first layer have the same others."""
         for a, kv in zip(layers, kvs, strict=True):
-            self.qkv(h, a, positions, kv, queries=False)
+            self.qkv(h, a, batch, kv, queries=False)
 
     def attend(
         self,
         q: torch.Tensor,
         kv: LayerKV,
+        batch: Batch,
         first: torch.Tensor,
         last: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t].
+        """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t] in the
+        slot of each row.
 
         Args:
             q: [T, n_head, D]; head h reads KV head h // (n_head / n_kv).
+            batch: the rows; tiles of TILE rows never span two sequences.
             first, last: [T] int64, both ends included, first <= last.
 
         Returns:
             [T, n_head * D].
         """
-        out = []
-        for start in range(0, len(q), TILE):
-            rows = slice(start, start + TILE)
-            out.append(self._attend_tile(q[rows], kv, first[rows], last[rows], scale))
-        return torch.cat(out)
+        rows, real = tile_rows(batch.sizes, self.device)  # [N, TILE] and its rows in order
+        lo, hi = first[rows].amin(1), last[rows].amax(1)
+        out = [
+            self._attend_tiles(q, kv, batch.slots[rows[n, 0]], (first, last, lo[n], hi[n]), rows[n],
+                               scale)
+            for n in similar_tiles(lo, hi)
+        ]  # fmt: skip
+        return torch.cat(out).flatten(0, 1)[real]
 
-    def _attend_tile(
+    def _attend_tiles(
         self,
         q: torch.Tensor,
         kv: LayerKV,
-        first: torch.Tensor,
-        last: torch.Tensor,
+        slots: torch.Tensor,
+        spans: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+        rows: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        n, n_head, dim = q.shape
+        """Attention of rows [N, TILE] of q, a sequence a tile -> [N, TILE, n_head * D]."""
+        (count, _), (n_head, dim) = rows.shape, q.shape[1:]
         group = n_head // kv.n_kv
-        lo, hi = int(first.min()), int(last.max())
-        keys, values = kv.blocks(lo, hi, BLOCK)  # [B, n_kv, BLOCK, D]
-        # [TILE, n_kv, group, D] -> [n_kv, TILE * group, D]
-        q = pad_rows(q).view(TILE, kv.n_kv, group, dim)
-        q = q.permute(1, 0, 2, 3).reshape(1, kv.n_kv, TILE * group, dim)
-        scores = torch.matmul(q.expand(len(keys), -1, -1, -1), keys.transpose(-1, -2)) * scale
+        first, last, lo, hi = spans
+        position, keys, values = kv.blocks(slots, lo, hi, BLOCK)  # [N * B, n_kv, BLOCK, D]
+        blocks = len(keys) // count
+        # [N, TILE, n_kv, group, D] -> [N * B, n_kv, TILE * group, D]
+        x = q[rows].view(count, TILE, kv.n_kv, group, dim).transpose(1, 2)
+        x = x.reshape(count, 1, kv.n_kv, TILE * group, dim).expand(-1, blocks, -1, -1, -1)
+        scores = torch.matmul(x.flatten(0, 1), keys.transpose(-1, -2)) * scale
 
-        position = torch.arange(len(keys) * BLOCK, device=self.device) + lo // BLOCK * BLOCK
-        first, last = pad_rows(first), pad_rows(last)
-        seen = (position >= first[:, None]) & (position <= last[:, None])  # [TILE, B * BLOCK]
-        seen = seen.view(TILE, 1, len(keys), BLOCK).expand(-1, group, -1, -1)
-        seen = seen.reshape(TILE * group, len(keys), BLOCK).permute(1, 0, 2).unsqueeze(1)
+        seen = (position[:, None] >= first[rows][..., None]) & (
+            position[:, None] <= last[rows][..., None]
+        )  # [N, TILE, B * BLOCK]
+        seen = seen.view(count, TILE, 1, blocks, BLOCK).expand(-1, -1, group, -1, -1)
+        seen = seen.reshape(count, TILE * group, blocks, BLOCK).transpose(1, 2).unsqueeze(2)
+        scores = scores.view(count, blocks, kv.n_kv, TILE * group, BLOCK)
         scores = scores.masked_fill(~seen, -math.inf)
 
-        top = scores.amax(dim=(0, 3), keepdim=True)
-        weights = torch.exp(scores - top)
-        parts = torch.matmul(weights, values)  # [B, n_kv, TILE * group, D]
-        sums = weights.sum(-1, keepdim=True)
-        total, norm = parts[0], sums[0]
-        for b in range(1, len(keys)):  # in order of position, whatever the number of blocks
-            total, norm = total + parts[b], norm + sums[b]
-        y = (total / norm).view(kv.n_kv, TILE, group, dim).permute(1, 0, 2, 3)
-        return y.reshape(TILE, n_head * dim)[:n]
+        weights = torch.exp(scores - scores.amax(dim=(1, 4), keepdim=True))
+        parts = torch.matmul(weights.flatten(0, 1), values)
+        parts = parts.view(count, blocks, kv.n_kv, TILE * group, dim)
+        y = in_order(parts) / in_order(weights.sum(-1, keepdim=True))  # whatever their number
+        y = y.view(count, kv.n_kv, TILE, group, dim).transpose(1, 2)
+        return y.reshape(count, TILE, n_head * dim)
 
     def gated(
         self,
@@ -392,3 +327,37 @@ class Ops(SimpleOps):
             rows, place = (ids == e).nonzero(as_tuple=True)
             out[rows, place] = self.gated(x[rows], gate[e], up[e], down[e], activation)
         return in_order(out * weights[..., None])
+
+
+def tile_rows(
+    sizes: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut the rows of each sequence into tiles of TILE, the last row of a sequence repeated.
+
+    Returns:
+        Row indices [N, TILE], and where each row of the batch is among those, [T].
+    """
+    rows: list[int] = []
+    real: list[int] = []
+    start = 0
+    for size in sizes:
+        for begin in range(0, size, TILE):
+            n = min(TILE, size - begin)
+            real += range(len(rows), len(rows) + n)
+            rows += range(start + begin, start + begin + n)
+            rows += [start + begin + n - 1] * (TILE - n)
+        start += size
+    return (torch.tensor(rows, device=device).view(-1, TILE), torch.tensor(real, device=device))
+
+
+def similar_tiles(lo: torch.Tensor, hi: torch.Tensor) -> list[slice]:
+    """Group consecutive tiles whose spans lo[n] .. hi[n] have few blocks in all, to be computed
+    together."""
+    blocks = ((hi - lo // BLOCK * BLOCK) // BLOCK + 1).tolist()
+    out, begin, most = [], 0, 0
+    for n, count in enumerate(blocks):
+        most = max(most, count)
+        if n > begin and most * (n + 1 - begin) > TOGETHER:
+            out.append(slice(begin, n))
+            begin, most = n, count
+    return [*out, slice(begin, len(blocks))]

@@ -51,6 +51,10 @@ class SimpleOps:
         """Parts [T, H_i] side by side -> [T, sum H_i]."""
         return torch.cat(parts, dim=-1)
 
+    def columns(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Parts [S] as the columns of [S, n]."""
+        return torch.stack(parts, dim=1)
+
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Parts [T_i, H] below each other -> [sum T_i, H]."""
         return torch.cat(parts)
@@ -122,22 +126,29 @@ class SimpleOps:
         """cap * tanh(x / cap)."""
         return cap * torch.tanh(x / cap)
 
-    def convolve(self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Sum over taps i of x[t - i] * (base[i] + delta[t, i]); nothing stands before row 0.
+    def convolve(
+        self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor, block: int
+    ) -> torch.Tensor:
+        """Sum over taps i of x[t - i] * (base[i] + delta[t, i]), in blocks of `block` rows; nothing
+        stands before the first row of a block.
 
         Args:
             x: [T, H]. `base`: [taps, H]. `delta`: [T, taps, G], each for H / G channels in a row.
         """
         group = x.shape[1] // delta.shape[2]
-        out = torch.zeros_like(x)
-        for i in range(min(len(base), len(x))):
-            weight = base[i] + delta[:, i].repeat_interleave(group, dim=1)
-            out[i:] += x[: len(x) - i] * weight[i:]
-        return out
+        blocks = x.view(-1, block, x.shape[1])
+        out = torch.zeros_like(blocks)
+        for i in range(min(len(base), block)):
+            weight = (base[i] + delta[:, i].repeat_interleave(group, dim=1)).view_as(blocks)
+            out[:, i:] += blocks[:, : block - i] * weight[:, i:]
+        return out.view_as(x)
 
     def scatter(self, z: torch.Tensor, ids: torch.Tensor, n_vocab: int) -> torch.Tensor:
-        """Reduced logits z [T, D] at columns `ids` [D] of [T, n_vocab], -inf elsewhere."""
+        """Reduced logits z [T, D] at columns `ids` ([D], or [T, D] for each row) of [T, n_vocab],
+        -inf elsewhere."""
         out = z.new_full((len(z), n_vocab), -math.inf)
+        if ids.dim() == 2:
+            return out.scatter(1, ids, z)
         out[:, ids] = z
         return out
 

@@ -11,7 +11,7 @@ import torch
 
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.gguf.reader import TensorInfo
-from g4spec.models.spec import CacheShape
+from g4spec.core import CacheShape
 from g4spec.ops.reference import Ops
 from g4spec.runtime import memory
 

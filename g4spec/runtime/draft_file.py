@@ -9,7 +9,7 @@ from typing import Any
 from g4spec import models
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
-from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, Draft
+from g4spec.core import CacheShape, Draft, MAX_STEP_ROWS
 from g4spec.ops.reference import Ops
 from g4spec.runtime.target import Target
 

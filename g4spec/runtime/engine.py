@@ -13,7 +13,7 @@ from g4spec import models
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram
-from g4spec.models.spec import MAX_DRAFT, MAX_STEP_ROWS, Draft
+from g4spec.core import Draft, MAX_DRAFT, MAX_STEP_ROWS
 from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime import devices, memory
 from g4spec.runtime.draft_file import DraftFile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from g4spec.models.spec import MAX_DRAFT
+from g4spec.core import MAX_DRAFT
 
 MARGIN = 0.02
 """Most that `Auto` may cost against plain decoding, as a share of it."""

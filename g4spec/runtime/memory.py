@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from g4spec.errors import EnvironmentProblem
-from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, LayerSpec
+from g4spec.core import CacheShape, MAX_STEP_ROWS
+from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import capacity
 
 FLOAT = 4

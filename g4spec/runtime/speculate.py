@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from g4spec.models.spec import MAX_STEP_ROWS, Chooser, Committed, Draft
+from g4spec.core import Draft, MAX_STEP_ROWS
 from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.length import Length
 from g4spec.runtime.target import Target

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from g4spec.models import gemma4
-from g4spec.models.spec import MAX_STEP_ROWS, Committed
+from g4spec.core import MAX_STEP_ROWS
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.reference import Ops
 

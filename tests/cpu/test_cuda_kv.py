@@ -18,7 +18,8 @@ from g4spec.errors import InputError
 from g4spec.gguf.reader import TensorInfo
 from g4spec.measure import synthetic
 from g4spec.models import gemma4
-from g4spec.models.spec import MAX_STEP_ROWS, CacheShape, Checkpoint, LayerSpec
+from g4spec.core import CacheShape, MAX_STEP_ROWS
+from g4spec.models.spec import Checkpoint, LayerSpec
 from g4spec.quant.formats import q8_0
 from g4spec.runtime.cuda import gpu_memory as memory
 from g4spec.runtime.cuda.cache import cuda_kv as kv

@@ -21,7 +21,7 @@ from g4spec.advisor.facts import facts
 from g4spec.advisor.machine import assume
 from g4spec.advisor.schema import Size
 from g4spec.errors import InputError, UsageError
-from g4spec.models.spec import CacheShape
+from g4spec.core import CacheShape
 from tests import tiny, tiny_drafts
 
 FACTS = facts()

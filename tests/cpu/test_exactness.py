@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4spec.models import ngram
-from g4spec.models.spec import Chooser, Committed, Draft
+from g4spec.core import Draft
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.reference import BLOCK, TILE, Ops
 from g4spec.ops.sampling import Sampler

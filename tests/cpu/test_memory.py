@@ -11,7 +11,7 @@ import pytest
 
 from g4spec.convert import convert
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
-from g4spec.models.spec import CacheShape
+from g4spec.core import CacheShape
 from g4spec.ops.kv import LayerKV
 from g4spec.runtime import memory
 from g4spec.runtime.engine import Engine, Options

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from g4spec import quant
-from g4spec.models.spec import Attention, CacheShape, ExpertLayer, Reach
+from g4spec.core import CacheShape, Reach
+from g4spec.ops.weights import Attention, ExpertLayer
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.portable import products

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from g4spec.models.spec import Attention, CacheShape
+from g4spec.core import CacheShape
+from g4spec.ops.weights import Attention
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from g4spec import convert
-from g4spec.models.spec import Committed
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 

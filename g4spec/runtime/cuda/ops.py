@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.models.spec import Recordable
 from g4spec.ops.reference import Graph, Ops, Reader, Run, Spans
 from g4spec.ops.simple import in_order
 from g4spec.runtime.cuda import gpu_memory as memory
@@ -40,7 +39,8 @@ from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, join, weigh
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
-    from g4spec.models.spec import Attention, CacheShape, Chooser, Draft, ExpertLayer, Pick, Reach
+    from g4spec.core import CacheShape, Draft, Pick, Reach
+    from g4spec.ops.weights import Attention, ExpertLayer
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.speculate import Player
     from g4spec.runtime.target import Target

@@ -87,7 +87,7 @@ def rope_freqs(s: Subject) -> Findings:
     if s.type_name("rope_freqs.weight") != "F32":
         return
     found = s.open_file.array("rope_freqs.weight").reshape(-1)
-    n = next((spec.turning for spec in s.config.layers if spec.window is None), 0)
+    n = next((spec.rotary_pairs for spec in s.config.layers if spec.window is None), 0)
     if not ((found[:n] == 1).all() and (found[n:] >= 1e29).all()):
         ones = int((found == 1).sum())
         yield Finding("rope_freqs.weight", f"{n} ones, then 1e30", f"{ones} ones", RECONVERT)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from g4spec import quant
-from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
+from g4spec.core import CacheShape, MAX_STEP_ROWS
 from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.cache.cuda_kv import TURNING

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from g4spec.models.spec import Attention
+from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV

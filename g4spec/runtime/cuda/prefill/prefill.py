@@ -294,7 +294,7 @@ def _buffers(config: Config, chunk: int) -> Shapes:
 def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, int]:
     """Bytes that a :class:`Prefill` keeps beside weights and caches, and bytes that a call takes
     for a moment beside the residual it is given (cuBLAS's own workspace not counted)."""
-    pairs = {s.window is None: s.turning for s in config.layers}
+    pairs = {s.window is None: s.rotary_pairs for s in config.layers}
     ways, first = _ways(config, pairs, arch).values(), config.layers[0]
     kept = nbytes(_buffers(config, chunk)) + sum(
         nbytes(way.buffers(spec, chunk, n_ctx)) for spec, way in ways

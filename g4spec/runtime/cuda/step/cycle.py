@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.models.spec import MAX_STEP_ROWS, Committed, Recordable, Unseen
+from g4spec.core import MAX_STEP_ROWS
 from g4spec.runtime.cuda.step import graphs, screen
 from g4spec.runtime.cuda.step.choose import Choice, Chosen, CycleState
 from g4spec.runtime.cuda.step.linear import Exchange

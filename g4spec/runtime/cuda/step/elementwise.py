@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from g4spec.models.spec import Reach
+from g4spec.core import Reach
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit

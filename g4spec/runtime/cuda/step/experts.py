@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from g4spec.models.spec import ExpertLayer
+from g4spec.ops.weights import ExpertLayer
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step import packed_rows as rows
