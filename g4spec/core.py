@@ -265,6 +265,7 @@ class Cycle:
         logprobs: for each token, its log-probability and the most likely (id, log-probability)
             pairs, if they were asked for.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
+        error: why this sequence cannot go on (its target's logits are not finite), or None.
     """
 
     tokens: list[int]
@@ -275,6 +276,7 @@ class Cycle:
     step_seconds: float = 0.0
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     draft_failed: str | None = None
+    error: Exception | None = None
 
 
 class Chooser(Protocol):
