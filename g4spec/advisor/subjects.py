@@ -12,8 +12,8 @@ from pathlib import Path
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.schema import Draft, Size, Weights
-from g4spec.errors import InputError, UsageError
 from g4spec.core import CacheShape
+from g4spec.errors import InputError, UsageError
 
 HEAD_SLIDING, HEAD_FULL = 256, 512
 """Head sizes of every Gemma 4 target."""

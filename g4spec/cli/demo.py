@@ -30,7 +30,7 @@ def command(
     """Show everything on a small trained family: convert, validate, verify, measure, report."""
     began = time.perf_counter()
     out = Output(json, quiet)
-    from g4spec.runtime.engine import Options
+    from g4spec.runtime.request import Options
 
     Options(n_predict)  # refuses what no text can have, before anything is converted
     source = _family.find(family)
@@ -93,7 +93,7 @@ def _sweep(
                              idle=idle, progress=progress)  # fmt: skip
     advice = recommendation.recommend(result.rows)
     origin = provenance.describe(
-        files["target"], files["dflash"], engine.target.ops, ["g4spec", *sys.argv[1:]]
+        files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
     )
     data = result.json(origin, advice.json())
     _measured.keep(data, out, folder / "bench.json", folder / "report.html")

@@ -12,7 +12,7 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.runtime.engine import Run
+    from g4spec.runtime.request import Request
     from g4spec.runtime.tokenizer import Tokenizer
 
 
@@ -69,7 +69,7 @@ def command(
     if show_draft and json:
         raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
     from g4spec.ops.sampling import Sampler
-    from g4spec.runtime.engine import Options
+    from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
     options = Options(
@@ -93,7 +93,7 @@ def command(
     _engine.tell(engine, out)
 
 
-def _write(run: Run, writer: Writer, drafting: bool) -> None:
+def _write(run: Request, writer: Writer, drafting: bool) -> None:
     out, pressed = writer.out, None
     try:
         for cycle in run:
