@@ -19,6 +19,7 @@ import g4spec
 from g4spec import quant
 from g4spec.core import Backend
 from g4spec.gguf import GGUF
+from g4spec.ops.reference import Ops
 
 
 def describe(

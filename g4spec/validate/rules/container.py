@@ -11,7 +11,8 @@ from g4spec import models
 from g4spec.convert import dialects
 from g4spec.gguf import T
 from g4spec.validate.header import MAX_NAME
-from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 HEADER = Needs.HEADER
