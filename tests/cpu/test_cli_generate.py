@@ -265,3 +265,15 @@ def test_being_terminated_leaves_nothing(tmp_path: Path) -> None:
     done = subprocess.run(argv, check=False, capture_output=True, timeout=60)
     assert done.returncode == 143, done.stderr
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--logit-bias", "5-inf"), ("--repeat-penalty", 1.2), ("--presence-penalty", 0.5),
+     ("--frequency-penalty", -0.5)],
+)  # fmt: skip
+def test_options_that_edit_logits_are_refused_not_ignored(
+    g4spec: Cli, tmp_path: Path, option: tuple[str, object]
+) -> None:
+    error = g4spec("generate", "-m", tmp_path / "none.gguf", "-p", "a", *option, code=3)[1]
+    assert f"{option[0]}: not applied" in error
