@@ -3,7 +3,7 @@
 A penalty or a mask makes a choice depend on the tokens before it, drafted ones included. Rows of a
 verification step are therefore edited one after another: row i sees the output and the drafted
 tokens 1..i, and it is looked at only where all of these were accepted. So the tokens are those of
-decoding one by one, bit for bit. No function here reads more than one row of logits at a time.
+decoding one by one, bit for bit: an edited row depends on nothing but its logits and its history.
 """
 
 from __future__ import annotations

@@ -64,8 +64,9 @@ def gumbel(seed: int, position: int, n_vocab: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Chooses tokens. Logits are edited first: bias, repetition, frequency and presence penalty,
-    suppress. Filters follow in the order of llama.cpp: top-k, top-p, min-p, temperature.
+    """Chooses tokens. Logits are edited first, in this order: bias, penalties (repetition,
+    frequency, presence), a grammar's mask, suppress. Then they are filtered in the order of
+    llama.cpp: top-k, top-p, min-p, temperature.
 
     Bias and penalties need more than a row of logits: `g4spec.ops.logits.choose_rows` applies them.
     `choose` and the GPU's kernels read raw logits and take a `plain` sampler only.

@@ -14,10 +14,11 @@ import pytest
 
 from g4spec.cli import _inputs, render
 from g4spec.cli._spoken import Writer, held_back
+from g4spec.core import Cycle
 from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.speculate import Cycle
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
 from tests import tiny, tokens
 from tests.commands import Cli
 
@@ -87,15 +88,15 @@ def test_text_on_stdout_and_figures_on_stderr(files: tuple[str, str], g4spec: Cl
 def test_what_there_is_at_ctrl_c(
     files: tuple[str, str], g4spec: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cycles = g4spec.json("generate", "-m", files[0], *PROMPT), Run.__iter__
+    whole, cycles = g4spec.json("generate", "-m", files[0], *PROMPT), Request.__iter__
 
-    def interrupted(run: Run) -> Iterator[Cycle]:
+    def interrupted(run: Request) -> Iterator[Cycle]:
         for count, cycle in enumerate(cycles(run)):
             yield cycle
             if count == 4:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "__iter__", interrupted)
+    monkeypatch.setattr(Request, "__iter__", interrupted)
     out, err = g4spec("generate", "-m", files[0], *PROMPT, code=130)
     assert out.endswith("\n") and whole["text"].startswith(out.rstrip("\ufffd\n"))
     assert err.startswith("5 tokens") and err.endswith("ended by Ctrl-C\n")
@@ -265,3 +266,21 @@ def test_being_terminated_leaves_nothing(tmp_path: Path) -> None:
     done = subprocess.run(argv, check=False, capture_output=True, timeout=60)
     assert done.returncode == 143, done.stderr
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--logit-bias", "5-inf"), ("--repeat-penalty", 1.5), ("--presence-penalty", 2),
+     ("--frequency-penalty", -2)],
+)  # fmt: skip
+def test_options_that_edit_logits_do_so_with_a_draft_as_without(
+    files: tuple[str, str], g4spec: Cli, option: tuple[str, object]
+) -> None:
+    target, draft = files
+    plain = g4spec.json("generate", "-m", target, *PROMPT)["ids"]
+    if option[0] == "--logit-bias":
+        option = (option[0], f"{plain[0]}-inf")
+    edited = g4spec.json("generate", "-m", target, *PROMPT, *option)["ids"]
+    assert edited != plain
+    for more in (("-md", draft), ("-md", "ngram", "--draft-max", 5)):
+        assert g4spec.json("generate", "-m", target, *PROMPT, *option, *more)["ids"] == edited
