@@ -26,7 +26,8 @@ import torch
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Chooser, Draft, Runner, Sequence, Work
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime import pending
-from g4spec.runtime.length import Length, TextState
+from g4spec.runtime.length import Lengths, TextState
+from g4spec.runtime.measuring import costs
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.request import Request
@@ -106,7 +107,7 @@ class Scheduler:
         backend: Backend,
         pool: Pool,
         prefix: PrefixCache,
-        length: Length,
+        length: Lengths,
     ) -> None:
         self.target, self.draft, self.backend = target, draft, backend
         self.pool, self.prefix, self.length = pool, prefix, length
@@ -156,6 +157,8 @@ class Scheduler:
             self._finish(task, "cancelled")
 
     def _admit(self) -> None:
+        if not self.live and self.length.wants_costs and any(t.text.auto for t in self.waiting):
+            self.length.measured(costs(self.target, self.draft, self.pool, self.runners))
         while self.waiting and self.pool.free_slots and self._begin(self.waiting[0]):
             task = self.waiting.popleft()
             insort(self.live, task, key=lambda t: t.number)
@@ -397,4 +400,5 @@ class Scheduler:
         """Forget cycles that nobody will ask for."""
         while self._started:
             self._started.popleft().runner.drop()
+        self.length.drop()
 
