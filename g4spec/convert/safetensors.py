@@ -21,6 +21,8 @@ from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
 
 MAX_HEADER = 100 << 20
+MAX_JSON = 64 << 20
+"""Bytes of a file that is read whole. Gemma's tokenizer.json has 32 MB."""
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {
