@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from g4spec.errors import UsageError
+from g4spec.gguf.replacing import replacing
 from g4spec.validate.hardware.machine import Machine
 from g4spec.validate.hardware.recipe import PORTS, Recipe
 
@@ -68,8 +69,9 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts["compose.yaml"] = compose(r, machine)
     made = []
     for name, text in texts.items():
-        path = folder / name
-        path.write_text(text, encoding="utf-8")
+        path, data = folder / name, text.encode()
+        with replacing(path, len(data)) as f:
+            f.write(data)
         made.append(path)
     return made
 
