@@ -24,6 +24,7 @@ from g4spec.convert import safetensors
 from g4spec.convert.provenance import SMALL
 from g4spec.convert.transfer import Guard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
+from g4spec.gguf import regular
 
 Want = Literal["any", "tokenizer", "gguf"]
 """What for: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
@@ -192,7 +193,7 @@ class _Hub:
         """Bounds of a file: what is read whole is small, all else has room on the disk."""
         whole = name in SMALL or name.endswith(INDEX)
         there = next(p for p in (self.cache, *self.cache.parents) if p.exists())
-        limit = safetensors.MAX_JSON if whole else shutil.disk_usage(there).free
+        limit = regular.MAX_WHOLE if whole else shutil.disk_usage(there).free
         # The Xet client has none of these bounds, so only the hub itself may use it.
         own = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
         return Guard(f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=own)

@@ -284,7 +284,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr("g4spec.convert.safetensors.open", refuse, raising=False)
+    monkeypatch.setattr("g4spec.gguf.regular.open", refuse, raising=False)
     with pytest.raises(InputError, match="Permission denied"):
         convert(target, tmp_path / "o.gguf")
 
