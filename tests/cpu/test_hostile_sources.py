@@ -173,6 +173,11 @@ def test_weights_are_a_file(name: str, kind: str, tmp_path: Path) -> None:
     assert cli.run(["inspect", str(tmp_path)]) == 3
 
 
+def test_a_prompt_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "-m", "x.gguf", "--file", "/dev/zero"]) == 3
+    assert "/dev/zero: too large" in capsys.readouterr().err
+
+
 def test_a_target_without_merges_is_refused(family: Path, draft: Path, tmp_path: Path) -> None:
     for merges in (None, array(T.I32, [1])):
         file = fixtures.target()
