@@ -45,7 +45,8 @@ def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
     out.table("", ("checkpoint", "copied", "made", "kept in keys", "dropped", "file"), rows)
     out.line("The plan uses every tensor once or gives a reason for leaving it out; nothing is "
              "guessed from file names.")  # fmt: skip
-    out.line("\n2  Quantize: the same draft in full precision, then with 8 bits a weight.", "bold")
+    out.line("2  Quantize: the same draft in full precision, then with 8 bits a weight.", "bold",
+             gap=True)  # fmt: skip
     wide = convert.convert(source / "dflash", folder / "dflash-bf16.gguf", target=files["target"],
                            type="bf16")  # fmt: skip
     small = convert.quantize(wide.out, folder / "dflash-q8_0.gguf", "q8_0")
@@ -74,7 +75,7 @@ def _check_free(path: Path, checkpoint: Path) -> None:
 def validate_all(source: Path, files: dict[str, Path], out: Output) -> None:
     from g4spec.validate import validate
 
-    out.line("\n3  Validate: would a file run as it was trained?", "bold")
+    out.line("3  Validate: would a file run as it was trained?", "bold", gap=True)
     for name, path in files.items():
         pair = files["target"] if name != "target" else None
         report = validate(path, pair, source / name)

@@ -67,9 +67,8 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def flat(text: str) -> str:
-    """`text` with control characters spelled out, the line breaks before it kept."""
-    rest = text.lstrip("\n")
-    return text[: len(text) - len(rest)] + _FORGING.sub(_escape, rest)
+    """`text` with line breaks and control characters spelled out, and its spaces kept."""
+    return _FORGING.sub(_escape, text)
 
 
 def one_line(text: str) -> str:
@@ -126,10 +125,11 @@ class Output:
         self.json, self.quiet = json, quiet
         self._said: set[str] = set()
 
-    def line(self, text: str = "", style: str | None = None) -> None:
-        """A line of the human answer; absent with `json` and `quiet`."""
+    def line(self, text: str = "", style: str | None = None, *, gap: bool = False) -> None:
+        """One line of the human answer, an empty one before it with `gap`; absent with `json` and
+        `quiet`."""
         if not self.json and not self.quiet:
-            _put(styled(flat(text), style, sys.stdout), sys.stdout)
+            _put("\n" * gap + styled(flat(text), style, sys.stdout), sys.stdout)
 
     def note(self, text: str) -> None:
         """A notice on stderr, said once per run however often it is raised."""
