@@ -54,9 +54,7 @@ def test_a_strange_alignment_is_refused(alignment: int, tmp_path: Path) -> None:
     head = struct.pack("<4sIqqQ", b"GGUF", 3, 0, 1, len(key)) + key
     path = tmp_path / "a.gguf"
     path.write_bytes((head + struct.pack("<iI", T.U32, alignment)).ljust(96, b"\0"))
-    with pytest.raises(
-        InputError, match=r"alignment: expected a power of two up to 65536"
-    ):
+    with pytest.raises(InputError, match=r"alignment: expected a power of two up to 65536"):
         quantize(path, tmp_path / "o.gguf", "q8_0")
     assert not (tmp_path / "o.gguf").exists()
 
@@ -173,8 +171,11 @@ def test_weights_are_a_file(name: str, kind: str, tmp_path: Path) -> None:
     assert cli.run(["inspect", str(tmp_path)]) == 3
 
 
-def test_a_prompt_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["generate", "-m", "x.gguf", "--file", "/dev/zero"]) == 3
+def test_a_prompt_has_an_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regular, "MAX_WHOLE", 1000)
+    assert cli.run(["tokenize", "-m", "x.gguf", "--file", "/dev/zero"]) == 3
     assert "/dev/zero: too large" in capsys.readouterr().err
 
 
@@ -262,8 +263,10 @@ except InputError as e:
 """
 
 
-@pytest.mark.parametrize("how", ["truncate", "write", "replace"])
-@pytest.mark.parametrize("kind,type", [("folder", "bf16"), ("folder", "q8_0"), ("gguf", "bf16")])
+@pytest.mark.parametrize("how,kind,type", [
+    ("truncate", "folder", "bf16"), ("truncate", "folder", "q8_0"), ("truncate", "gguf", "bf16"),
+    ("write", "folder", "bf16"), ("replace", "gguf", "bf16"),
+])  # fmt: skip
 def test_a_source_that_changes_is_noticed(how: str, kind: str, type: str, tmp_path: Path) -> None:
     """A truncated one killed the process (SIGBUS); any other gave a file made of both."""
     source = tiny.target(tmp_path / "t", layers=6, hidden=256, inter=512)
@@ -359,7 +362,7 @@ def test_a_recipe_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_deep_json_is_an_error(family: Path, draft: Path, tmp_path: Path) -> None:
     config = json.loads((draft / "config.json").read_text())
-    for depth in (400, 900, 5000):
+    for depth in (900, 5000):
         text = json.dumps(config)[:-1] + ', "x": ' + "[" * depth + "]" * depth + "}"
         (draft / "config.json").write_text(text)
         for command in (["inspect", str(draft), "--json"], ["doctor", "-m", str(draft)]):

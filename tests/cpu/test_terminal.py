@@ -26,7 +26,7 @@ BAD = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\r\nFORGED: 124 rules, 0 errors\u202e\x1
 """A title, hidden text, C1, DEL, a line of its own, text backwards, and the clipboard."""
 OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """Colours, and what rich's progress bars move the cursor with; BAD hides text by one of these."""
-FAST = settings(max_examples=60, deadline=None,
+FAST = settings(max_examples=30, deadline=None,
                 suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
 
 
