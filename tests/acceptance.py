@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.one_text import Costs
+from tests.one_text import Auto, Costs, Fixed
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 """Fixed lengths that `auto` is compared with."""

@@ -1,8 +1,8 @@
 """How many tokens each text of a batch drafts in the next cycle.
 
 One budget for the whole batch: drafted tokens of all texts are ranked by how likely they are to be
-accepted, and as many of the best are admitted as give the most expected tokens per second, by a table
-of what cycles cost. Texts with a draft length of their own (`--draft-max 4`) get it; the others are
+accepted, and as many of the best are admitted as give the most expected tokens per second, by a
+table of what cycles cost. Texts with a draft length of their own (`--draft-max 4`) get it; the others are
 planned around them.
 """
 
@@ -87,8 +87,8 @@ class Costs:
         return self._drafted * min(1.0, self._plain / self._plain_then)
 
     def _cycle(self, counts: Sequence[int]) -> float:
-        """What was measured for a cycle with a draft: of the longest proposal for all texts, or of a
-        step for all and proposals for some."""
+        """Seconds measured for a cycle with a draft: of the longest proposal for all texts, or of
+        a step for all and proposals for some."""
         if self._padded or len(counts) == 1:
             return self._measured(len(counts), max(counts))
         drafting = [n for n in counts if n]
@@ -207,8 +207,8 @@ class Lengths:
 
     Texts with `auto` share one budget: the plan with the most expected tokens per second that could
     be wasted as a whole. What a cycle costs beyond a plain step must be covered by the account of
-    the engine and of every such text in the batch, whether it drafts or not. An account begins at 0,
-    earns MARGIN of every plain step's time and all time that drafts win, and pays for what they
+    the engine and of every such text in the batch, whether it drafts or not. An account begins at
+    0, earns MARGIN of every plain step's time and all time that drafts win, and pays for what they
     lose; a new text's begins with what the engine has. So at the end of every cycle decoding has
     taken at most 1 + MARGIN times what plain decoding would have, for the engine and, beyond what a
     text began with, for each text, whatever the draft does and as far as costs are known before a
