@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from g4spec.core import Batch, Pick, StepRows
-from g4spec.models.drafter import accepted_rows, first_rows
 
 VOCAB, CODES, ROOM = 48, 97, 512
 """Tokens; contexts that are told apart; positions of a cache."""
@@ -63,7 +62,11 @@ class FakeTarget:
 
 class Chain:
     """Drafts a token after the other by what the target would see, until it is led astray by the
-    newest row that it was given (`g4spec.core.Draft`)."""
+    sum of all rows that it was given (`g4spec.core.Draft`).
+
+    Attributes:
+        poison: added to the logits of each slot, from drafted token `healthy` on.
+    """
 
     name = "chain"
     taps = (0,)
@@ -73,34 +76,40 @@ class Chain:
 
     def __init__(self, n_slots: int, device: str) -> None:
         self.memory = Memory(n_slots + 1, device)
-        self.newest = torch.zeros(n_slots + 1, 1, device=device)
-        self.poison = torch.zeros(n_slots + 1, device=device)
+        self.seen = torch.zeros(n_slots + 1, device=device)
+        self.poison, self.healthy = torch.zeros(n_slots + 1, device=device), 0
         self.head = _HEAD.to(device)
-        self.state = (self.newest,)
+        self.state = (self.seen,)
 
     def begin(self, slot: int, ids: Seq[int] = ()) -> None:
-        pass
+        self.seen[slot] = 0
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
-        self.memory.write(rows.batch)
-        slots = first_rows(rows.batch, rows.batch.slots)
-        self.newest[slots] = accepted_rows(rows.batch, rows.taps, accepted)
+        batch = rows.batch
+        self.memory.write(batch)
+        for s, (start, size) in enumerate(zip(batch.starts, batch.sizes, strict=True)):
+            verified = torch.arange(size, device=accepted.device) <= accepted[s]
+            added = (rows.taps[start : start + size, 0] * verified).sum()
+            slot = batch.slots[start : start + 1]
+            self.seen[slot] = (self.seen[slot] + added) % CODES
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
-        rows, newest, out = batch.columns(0, 1), self.newest[batch.columns(0, 1).slots][:, 0], []
+        rows, seen, out = batch.columns(0, 1), self.seen[batch.columns(0, 1).slots], []
         for j in range(count):
-            token = pick(self._logits(rows, newest, j), j)
+            token = pick(self._logits(rows, seen, j), j)
             out.append(token)
             rows = rows.at(rows.positions + 1).holding(token)
         return torch.stack(out, dim=1)
 
-    def _logits(self, rows: Batch, newest: torch.Tensor, j: int) -> torch.Tensor:
+    def _logits(self, rows: Batch, seen: torch.Tensor, j: int) -> torch.Tensor:
         """Logits of drafted token j: as the target's, or others from some j on."""
         self.memory.write(rows)
-        codes = self.memory.codes(rows)
-        astray = (newest.long() % 8 <= j) | (newest.long() % 2 == 1)
-        codes = torch.where(astray & (newest.long() % 3 > 0), codes + 1, codes) % CODES
-        raw = self.head[codes] + self.poison[rows.slots][:, None]
+        codes, lead = self.memory.codes(rows), seen.long()
+        astray = (lead % 8 <= j) | (lead % 2 == 1)
+        codes = torch.where(astray & (lead % 3 > 0), codes + 1, codes) % CODES
+        raw = self.head[codes]
+        if j >= self.healthy:
+            raw = raw + self.poison[rows.slots][:, None]
         return 30.0 * torch.tanh(raw / 30.0)
 
 
@@ -113,9 +122,9 @@ class Block(Chain):
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         assert count == self.max_tokens
-        rows, newest, out = batch.columns(0, 1), self.newest[batch.columns(0, 1).slots][:, 0], []
+        rows, seen, out = batch.columns(0, 1), self.seen[batch.columns(0, 1).slots], []
         for j in range(count):
-            out.append(self._logits(rows, newest, j))
+            out.append(self._logits(rows, seen, j))
             rows = rows.at(rows.positions + 1).holding(out[-1].nan_to_num().argmax(1))
         logits = torch.stack(out, dim=1)
         return pick(logits.flatten(0, 1), 0).view(logits.shape[:2])

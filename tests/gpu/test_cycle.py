@@ -51,6 +51,7 @@ class Text:
                       torch.full((len(ids),), s.slot, device=device), (len(ids),))  # fmt: skip
         rows, _ = target.run(batch)
         if draft is not None:
+            draft.begin(s.slot)
             draft.commit(rows, torch.tensor([len(ids) - 1], device=device))
 
     def work(self, count: int) -> Work:
@@ -224,6 +225,33 @@ def test_logits_that_are_not_finite_end_one_sequence_only() -> None:
     ill, well, dead = runner.result()  # a draft that nobody asked for has not failed
     assert ill.draft_failed is None and ill.error is None and dead.error is not None
     assert same(well, by_hand("chain", 1, MIXED[1], 1, [3, 2])[1])
+
+
+@pytest.mark.parametrize("kind", ["chain", "block"])
+def test_only_drafted_tokens_that_count_can_fail(kind: str) -> None:
+    runner, target, draft = made(kind)
+    draft.poison[:], draft.healthy = torch.nan, 2
+    texts = [Text(i, GREEDY, i) for i in range(3)]
+    for text in texts:
+        text.begin(target, draft)
+    runner.start([t.work(n) for t, n in zip(texts, (2, 3, 0), strict=True)])
+    assert [c.draft_failed is not None for c in runner.result()] == [False, True, False]
+
+
+def test_a_cycle_that_was_dropped_is_run_again() -> None:
+    runner, target, _ = made(None)
+    text = Text(0, HOT, 0, drafting=False)
+    text.begin(target, None)
+    found: list[Cycle] = []
+    for drop in (False, True, True, False):
+        runner.start([text.work(0)])
+        runner.start([text.work(0)])
+        for _ in range(1 if drop else 2):
+            (cycle,) = runner.result()
+            text.take(cycle)
+            found.append(cycle)
+        runner.drop()
+    assert all(map(same, found, by_hand(None, 0, HOT, 0, [0] * len(found))))
 
 
 @pytest.mark.parametrize("n", [1, 2])
