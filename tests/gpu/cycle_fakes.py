@@ -69,9 +69,10 @@ class Chain:
     """
 
     name = "chain"
-    taps = (0,)
+    taps: tuple[int, ...] = (0,)
     max_tokens, rows, mask = 15, 16, 3
     at_once, recordable = False, True
+    state: tuple[torch.Tensor, ...]
     caches: Seq[Any] = ()
 
     def __init__(self, n_slots: int, device: str) -> None:

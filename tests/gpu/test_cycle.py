@@ -13,7 +13,7 @@ import torch
 from g4spec.core import Batch, Cycle, Sequence, Work
 from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.step import graph_runner
+from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from tests.gpu.cycle_fakes import KINDS, VOCAB, Chain, FakeTarget
 from tests.gpu.device import DEVICE, EMULATED
@@ -65,7 +65,7 @@ class Text:
 def by_hand(
     kind: str | None, slot: int, sampler: Sampler, number: int, counts: Seq[int]
 ) -> list[Cycle]:
-    """Cycles of one text in plain Python on the CPU; the draft is given each step's rows at once."""
+    """Cycles of one text in plain Python on the CPU; the draft is given the rows of each step."""
     target, text = FakeTarget(SLOTS, "cpu"), Text(slot, sampler, number)
     draft = KINDS[kind](SLOTS, "cpu") if kind else None
     text.begin(target, draft)
@@ -296,7 +296,7 @@ class Waits:
         self.waits = self.captures = 0
         event: Any = torch.cuda.Event
         self._on(patch, event, "synchronize", "waits")
-        self._on(patch, graph_runner.graphs.Capture, "__init__", "captures")
+        self._on(patch, graphs.Capture, "__init__", "captures")
 
     def _on(self, patch: pytest.MonkeyPatch, of: Any, name: str, count: str) -> None:
         call: Callable[..., Any] = getattr(of, name)

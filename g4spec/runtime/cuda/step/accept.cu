@@ -52,6 +52,7 @@ __global__ __launch_bounds__(32) void accept(const i64* chosen, const float* log
     told.ids[i] = id, told.chosen[i] = choice;
     told.logits[i] = is_row ? logits[at] : 0.0f;
   }
+  __syncwarp();
   if (i) return;
   told.position = position, told.anchor = anchor, told.accepted = n, told.turn = turn;
   told.bad = without, told.unfit = undrafted;

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
 
@@ -184,7 +183,9 @@ class Choice:
             torch.empty(rows.reach, dtype=torch.int32, device=device),
         )
 
-    def _launch(self, mode: Mode, given: tuple[object, ...], rows: RowLayout, chosen: Chosen) -> None:
+    def _launch(
+        self, mode: Mode, given: tuple[object, ...], rows: RowLayout, chosen: Chosen
+    ) -> None:
         """Choose in the rows of one mode."""
         assert len(chosen.ids) == rows.count and len(chosen.bad) >= rows.reach, rows
         spans = blocks(self.columns)

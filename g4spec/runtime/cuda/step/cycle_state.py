@@ -175,10 +175,12 @@ class CycleState:
         """What the cycle with this turn did, once it has ended."""
         at = self.seen[turn, :sequences]
         logits = at[:, LOGITS:END].contiguous().view(torch.float32).tolist()
-        return [
-            Seen(*row[:IDS], row[IDS:CHOSEN], row[CHOSEN:LOGITS], values)
-            for row, values in zip(at.tolist(), logits, strict=True)
-        ]
+        out = []
+        for row, values in zip(at.tolist(), logits, strict=True):
+            position, anchor, accepted, turn, bad, unfit = row[:IDS]
+            ids, chosen = row[IDS:CHOSEN], row[CHOSEN:LOGITS]
+            out.append(Seen(position, anchor, accepted, turn, bad, unfit, ids, chosen, values))
+        return out
 
     def _line(self, name: str) -> torch.Tensor:
         return self.values[FIELDS.index(name)]

@@ -254,7 +254,7 @@ class GraphRunner:
         batch, ids = state.draft(n, draft.rows), state.step(n, rows).ids
         pick = Picks(self._choice, batch.positions, ids[1:], state.unfit[: len(batch)], n)
         drafted = draft.propose(batch, shape.drafts, pick)
-        if n > 1 or drafted.data_ptr() != ids[1:].data_ptr():  # not what one call of `pick` returned
+        if n > 1 or drafted.data_ptr() != ids[1:].data_ptr():  # else one call of `pick` wrote there
             count = min(shape.drafts, rows - 1)
             ids.view(n, rows)[:, 1 : 1 + count].copy_(drafted[:, :count])
         return ()
