@@ -289,7 +289,9 @@ class Chooser(Protocol):
     """
 
     sampler: Any
-    on_host: bool
+
+    @property
+    def on_host(self) -> bool: ...
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """The drafted token for `position`, from the draft's logits [V]; NotFinite if there is
@@ -371,7 +373,13 @@ class Backend(Protocol):
     title: str
     chunk: int
     padded: bool
-    budget: Budget
+
+    @property
+    def budget(self) -> Budget: ...
+
+    def enter(self) -> None:
+        """Make the calling thread use this device."""
+        ...
 
     def load(self, file: GGUF, name: str) -> Any:
         """Tensor `name` as the ops compute with it."""
@@ -393,6 +401,11 @@ class Backend(Protocol):
         """Run prompt tokens at positions start ..., a multiple of PROMPT_BLOCK, appending to the
         slot's caches; no logits. Bits of a row depend on nothing but the tokens up to the end of
         its block."""
+        ...
+
+    def sampler(self, sampler: Any) -> Any:
+        """What chooses tokens from raw logits on this device as `sampler` says
+        (`g4spec.ops.logits.RowSampler`)."""
         ...
 
     def runners(self, target: Any, draft: Draft | None) -> Seq[Runner]:

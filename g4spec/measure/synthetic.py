@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from g4spec.models import assistant, dflash, gemma4
 from g4spec.core import MAX_STEP_ROWS
+from g4spec.models import assistant, dflash, gemma4
 from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.quant import policy
 from g4spec.quant.format import Format

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS
 from g4spec.errors import UsageError
 from g4spec.measure import run_record as provenance
 from g4spec.measure import synthetic
-from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS
 from g4spec.ops.sampling import Sampler
 from g4spec.quant import policy
 from g4spec.runtime.cuda.ops import CudaOps

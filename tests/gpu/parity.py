@@ -16,9 +16,9 @@ import torch
 
 from g4spec import quant
 from g4spec.core import CacheShape, Reach
-from g4spec.ops.weights import Attention, ExpertLayer
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
+from g4spec.ops.weights import Attention, ExpertLayer
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.gguf.reader import TensorInfo
-from g4spec.core import CacheShape, MAX_STEP_ROWS
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import Kind, capacity, row_bytes
 from g4spec.runtime.cuda.prefill import prefill

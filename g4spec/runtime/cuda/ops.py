@@ -38,10 +38,10 @@ from g4spec.runtime.cuda.weights.loading import Uploader
 from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, join, weight_of
 
 if TYPE_CHECKING:
-    from g4spec.gguf import GGUF
     from g4spec.core import CacheShape, Draft, Pick, Reach
-    from g4spec.ops.weights import Attention, ExpertLayer
+    from g4spec.gguf import GGUF
     from g4spec.ops.sampling import Sampler
+    from g4spec.ops.weights import Attention, ExpertLayer
     from g4spec.runtime.speculate import Player
     from g4spec.runtime.target import Target
 
