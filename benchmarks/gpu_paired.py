@@ -58,7 +58,6 @@ def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, 
 def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> None:
     """The lines of one checkout, which is the one that is imported."""
     import pynvml
-    import torch
 
     from g4spec.core import Sequence
     from g4spec.measure import synthetic
@@ -91,8 +90,7 @@ def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> Non
         for _ in range(calls):
             lasting.append(cycles.time(context, protocol.times))
         joules = (energy() - before) / (calls * (protocol.times + steps.WARM + 1))
-        found.append("draft {:.3f} cycle {:.3f} {:.3f} {:.2f} J".format(
-            alone, first, lasting[-1], joules))  # fmt: skip
+        found.append(f"draft {alone:.3f} cycle {first:.3f} {lasting[-1]:.3f} {joules:.2f} J")
         print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
 
 

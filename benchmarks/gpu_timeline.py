@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_steps import timeline
