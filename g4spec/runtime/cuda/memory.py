@@ -11,7 +11,7 @@ import torch
 
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import MAX_STEP_ROWS, CacheShape
-from g4spec.runtime.cuda import launch, prefill, rows
+from g4spec.runtime.cuda import launch, packing, prefill
 from g4spec.runtime.cuda.kv import Kind, capacity, row_bytes
 
 FLOAT = 4
@@ -56,15 +56,18 @@ class Card:
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
         """As in the file, but for rows that packing adds to whole groups; integers as 64 bits, and
-        as 32 what is no matrix or has columns that kernels do not take."""
+        as 32 what is no matrix, or one of a type or width that kernels do not take."""
         return sum(max(t.nbytes, self._number(t) * math.prod(t.shape)) for t in tensors)
 
     def _number(self, t: TensorInfo) -> int:
         """Bytes of each number that `CudaOps.load` unpacks; 0 if it keeps the file's bytes."""
         if t.format.integer:
             return 8
-        odd = t.format.quantized and t.shape[-1] % rows.BLOCK != 0 and not self.portable
-        return FLOAT if len(t.shape) < 2 or odd else 0
+        if len(t.shape) < 2:
+            return FLOAT
+        name, columns = t.format.name, t.shape[-1]
+        unpacked = t.format.quantized and packing.unpackable(name, columns, self.portable)
+        return FLOAT if unpacked else 0
 
     def cache(
         self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
