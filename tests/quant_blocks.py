@@ -59,8 +59,14 @@ def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
         return kind.quantize(rng.standard_normal((rows, columns)).astype(np.float32))
     dtype = importlib.import_module(f"g4spec.quant.formats.{name}").DTYPE
     blocks = rng.integers(0, 256, (rows, kind.row_bytes(columns)), np.uint8).view(dtype)
+    halves = (rng.standard_normal(blocks.shape) * 1e-3).astype(np.float16)
     for factor in {"d", "dmin", "m"} & set(dtype.names):
-        blocks[factor] = (rng.standard_normal(blocks.shape) * 1e-3).astype(np.float16)
+        blocks[factor] = rng.permutation(halves.reshape(-1)).reshape(halves.shape)
+    if name == "iq1_m":  # its factor stands in the upper bits of four words
+        quarters = halves.view(np.uint16)[..., None] >> np.arange(0, 16, 4) & 15
+        blocks["scales"] = blocks["scales"] & 0xFFF | quarters.astype(np.uint16) << 12
+    elif name == "mxfp4":
+        blocks["e"] = rng.integers(112, 120, blocks.shape)
     return blocks.view(np.uint8)
 
 

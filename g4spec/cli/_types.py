@@ -14,9 +14,17 @@ from g4spec.cli.render import Output
 if TYPE_CHECKING:
     from g4spec.convert import Result
 
-# The files are listed, not imported: `--help` must not wait for numpy.
-FOLDERS = [str(Path(package).parent / "quant" / name) for name in ("formats", "mixes")]
-TYPES = sorted(m.name for m in pkgutil.iter_modules(FOLDERS))
+QUANT = Path(package).parent / "quant"
+
+
+def _types() -> list[str]:
+    """Names of types that can be written, and of mixes. Their files are read, not imported:
+    `--help` must not wait for numpy."""
+    formats = {f.stem for f in (QUANT / "formats").glob("*.py") if "\ndef encode(" in f.read_text()}
+    return sorted(formats | {m.name for m in pkgutil.iter_modules([str(QUANT / "mixes")])})
+
+
+TYPES = _types()
 Type = Annotated[
     str, typer.Option("--type", help=f"Type of matrices: {', '.join(TYPES)}. Vectors stay F32.")
 ]

@@ -25,8 +25,6 @@ KEPT = ("ffn_gate_inp.weight", "per_layer_model_proj.weight", "_norm.weight")
 ROUTER = "ffn_gate_inp.weight"
 OUTPUT = "output.weight"
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
-FALLBACK = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-"""For rows that do not divide into blocks of 256: the type with blocks of 32 that comes next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +64,15 @@ def asked(name: str) -> Mix:
     return found
 
 
+def of_file_type(number: int) -> Mix | None:
+    """What `general.file_type` of this number means: a mix, or a type that is only read."""
+    only_read = (Mix(f.name, f, f.file_type) for f in quant.readable().values())
+    return next((m for m in (*_mixes().values(), *only_read) if m.file_type == number), None)
+
+
 def types(mix: Mix) -> set[str]:
     """The types that most of a file of this kind may have: its own, or the fallback."""
-    return {mix.base.name, FALLBACK.get(mix.base.name, mix.base.name)}
+    return {mix.base.name, mix.base.fallback or mix.base.name}
 
 
 class Policy:
@@ -109,7 +113,7 @@ class Policy:
         form, note = self._wanted(name, shape[-1])
         if shape[-1] % form.block:
             note = f"rows of {shape[-1]} do not divide into blocks of {form.block}"
-            form = quant.get(FALLBACK.get(form.name, "f16"))
+            form = quant.get(form.fallback or "f16")
             if shape[-1] % form.block:
                 form = quant.get("f16")
         return form, note

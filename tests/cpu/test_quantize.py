@@ -11,13 +11,14 @@ import pytest
 from g4spec import cli, quant
 from g4spec.convert import convert, quantize
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, TensorData, write
 from g4spec.quant import policy
 from g4spec.quant.policy import Policy
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
 from tests import tiny
+from tests.quant_blocks import random_blocks
 
 DEEP = {"layers": 12, "hidden": 256, "inter": 512}
 
@@ -187,6 +188,32 @@ def test_the_runtime_reads_what_the_format_says(full: Path, tmp_path: Path) -> N
             assert 0 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+def test_every_type_that_can_be_read_runs(full: Path, tmp_path: Path) -> None:
+    """A target with a matrix of each type gives the text of one that holds their values in F32."""
+    names = [n for n, f in quant.readable().items() if f.quantized]
+    places = [f"blk.{i // 2}.ffn_{'up' if i % 2 else 'down'}.weight" for i in range(len(names))]
+    texts = []
+    for dequantized in (False, True):
+        path = tmp_path / f"{dequantized}.gguf"
+        with GGUF(full) as g:
+            data = []
+            for name, info in g.tensors.items():
+                form, raw = info.format, g.raw(name)
+                if name in places:
+                    form = quant.get(names[places.index(name)])
+                    raw = random_blocks(form.name, *info.shape)
+                    if dequantized:
+                        form, raw = quant.get("f32"), form.dequantize(raw)
+                data.append(TensorData(name, info.shape, form.type, [raw]))
+            write(path, {key: g.value(key) for key in g}, data)
+        found = validate(path)
+        assert not [f for f in found.failures if f.rule.id.startswith("G4-VAL")]
+        engine = Engine.load(path, None, n_ctx=64)
+        run = engine.generate([5, 6, 7], Options(n_predict=6, ignore_eos=True))
+        texts.append([i for cycle in run for i in cycle.tokens])
+    assert texts[0] == texts[1]
+
+
 def test_losses(full: Path, tmp_path: Path) -> None:
     found = {}
     some = {f"{name}.weight" for name in blocks("ffn_down", *range(12))}
@@ -226,5 +253,5 @@ def test_lost_scales_are_seen(type: str) -> None:
     x[1:3] *= 1e-9
     x[4] = 0
     stats = scan.Stats()
-    scan._blocks(quant.get(type).quantize(x).reshape(-1), type.upper(), stats)
+    scan._blocks(quant.get(type).quantize(x).reshape(-1), quant.get(type), stats)
     assert stats.lost_blocks == 2 and not stats.zero

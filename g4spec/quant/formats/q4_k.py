@@ -9,7 +9,7 @@ Source: ggml `block_q4_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
 
@@ -33,4 +33,5 @@ def bound(x: Floats) -> Floats:
     return affine.bound(x, 15)
 
 
-FORMAT = Format("q4_k", 12, affine.BLOCK, DTYPE.itemsize, 14, encode, decode, bound=bound)
+FORMAT = Format("q4_k", 12, affine.BLOCK, DTYPE.itemsize, None, encode, decode, bound=bound,
+                fallback="q5_0", factors=Factors(halves(0, 2), 63 * 15))  # fmt: skip

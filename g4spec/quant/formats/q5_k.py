@@ -9,7 +9,7 @@ Source: ggml `block_q5_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32),
                   ("q", "u1", (4, 32))])  # fmt: skip
@@ -38,4 +38,5 @@ def bound(x: Floats) -> Floats:
     return affine.bound(x, 31)
 
 
-FORMAT = Format("q5_k", 13, affine.BLOCK, DTYPE.itemsize, 16, encode, decode, bound=bound)
+FORMAT = Format("q5_k", 13, affine.BLOCK, DTYPE.itemsize, 16, encode, decode, bound=bound,
+                fallback="q5_1", factors=Factors(halves(0, 2), 63 * 31))  # fmt: skip

@@ -12,7 +12,7 @@ errors, even by its own measure.
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, Format, in_batches, refuse_infinite
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches, refuse_infinite
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 BATCH = 384
@@ -148,4 +148,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q6_k", 14, BLOCK, DTYPE.itemsize, 18, encode, decode,
-                bound=bound)  # fmt: skip
+                bound=bound, fallback="q8_0", factors=Factors(halves(208), 127 * 32))  # fmt: skip
