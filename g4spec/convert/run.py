@@ -226,7 +226,7 @@ def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping
         "general.architecture": own.pop("general.architecture"),
         "general.type": string("model"),
         "general.name": string(provenance.name(found.path).split("/")[-1]),
-        "general.file_type": u32(_file_type(plan, asked)),
+        **_file_type(plan, asked),
         "general.quantization_version": u32(QUANTIZATION_VERSION),
     }
     # A draft's own keys come last: its mask token overrides the tokenizer's.
@@ -245,15 +245,17 @@ def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping
     return kv | provenance.keys(found.source, command)
 
 
-def _file_type(plan: Plan, asked: Mix) -> int:
-    """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs."""
+def _file_type(plan: Plan, asked: Mix) -> KV:
+    """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs. No key
+    where llama.cpp has no number for it: it then goes by the tensors."""
+    number = asked.file_type
     sizes: dict[str, int] = {}
     for row in plan.of("copy"):
         sizes[row.type] = sizes.get(row.type, 0) + row.nbytes
     kept = any(row.note.startswith("quantized already") for row in plan.rows)
     if kept and sizes:
-        return quant.get(max(sizes, key=lambda name: sizes[name])).file_type or 0
-    return asked.file_type or 0
+        number = quant.get(max(sizes, key=lambda name: sizes[name])).file_type
+    return {} if number is None else {"general.file_type": u32(number)}
 
 
 def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
@@ -265,8 +267,8 @@ def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
     plan = Plan(rows)
     if dry_run:
         return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
-    kv = {key: file.value(key) for key in file}
-    kv["general.file_type"] = u32(asked.file_type or 0)
+    named = _file_type(plan, asked)
+    kv = {key: file.value(key) for key in file if named or key != "general.file_type"} | named
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     with ExitStack() as stack:
         pool = stack.enter_context(workers())
