@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from g4spec import __file__ as package
 from g4spec.cli.render import Output
+from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
     from g4spec.convert import Result
@@ -28,6 +30,12 @@ TYPES = _types()
 Type = Annotated[
     str, typer.Option("--type", help=f"Type of matrices: {', '.join(TYPES)}. Vectors stay F32.")
 ]
+SplitMaxSize = Annotated[
+    str | None,
+    typer.Option("--split-max-size", metavar="N(M|G)",
+                 help="Write parts of at most so many megabytes or gigabytes (powers of ten), "
+                      "NAME-00001-of-0000N.gguf and on."),
+]  # fmt: skip
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -37,6 +45,16 @@ def size(n: float) -> str:
     while n >= 1024 and i < len(UNITS) - 1:
         n, i = n / 1024, i + 1
     return f"{n:.0f} {UNITS[i]}" if i == 0 else f"{n:.1f} {UNITS[i]}"
+
+
+def split_size(text: str | None) -> int | None:
+    """Bytes of `--split-max-size`, in llama-gguf-split's spelling."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,8})([MG])", text)
+    if not found:
+        raise UsageError("--split-max-size", expected="a number and M or G, as 40G", found=text)
+    return int(found[1]) * {"M": 10**6, "G": 10**9}[found[2]]
 
 
 def show(result: Result, out: Output, **more: Any) -> None:

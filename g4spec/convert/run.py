@@ -36,7 +36,7 @@ class Result:
     """What a conversion did, or would do.
 
     Attributes:
-        plan: every tensor. `notes`: what the user should know. `out`: the file.
+        plan: every tensor. `notes`: what the user should know. `out`: the file, or the first part.
         seconds: it took. `nbytes`: size of the file, in a dry run of its tensors.
         written: false after a dry run.
     """
@@ -49,8 +49,31 @@ class Result:
     written: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a conversion goes.
+
+    Attributes:
+        path: the file. `max_size`: write parts of at most so many bytes, named after it.
+        dry_run: make the plan only.
+    """
+
+    path: Path
+    max_size: int | None = None
+    dry_run: bool = False
+    progress: Progress | None = None
+
+    def write(self, kv: KV, data: list[TensorData]) -> tuple[Path, int]:
+        """The file or first part that was written, and the size of all."""
+        if self.max_size is None:
+            return self.path, gguf.write(self.path, kv, data, self.progress)
+        paths, size = gguf.write_split(self.path, kv, data, self.max_size, self.progress)
+        return paths[0], size
+
+
 def convert(source: Path, out: Path, *, target: Path | None = None, type: str = "q8_0",
-            dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
+            split_max_size: int | None = None, dry_run: bool = False,
+            progress: Progress | None = None) -> Result:  # fmt: skip
     """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
 
     Args:
@@ -59,29 +82,28 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
         target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
             shapes come from it.
         type: of matrices, one of `policy.names()`; vectors stay F32.
+        split_max_size: write parts of at most so many bytes, named after `out`.
         dry_run: make the plan only.
 
     Raises:
         InputError: before anything is written, whenever the plan does not work out.
     """
-    asked, out = checked(out, type, dry_run), Path(out)
+    asked, to = checked(out, type, dry_run), Output(Path(out), split_max_size, dry_run, progress)
     found = sources.detect(Path(source))
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
             note += "; the target given is not read" if target else ""
-            return _requantize(found.source, out, asked, dry_run, False, progress,
-                               [*found.notes, note])  # fmt: skip
+            return _requantize(found.source, to, asked, False, [*found.notes, note])
         if found.is_target and target is not None:
             raise UsageError(f"{found.path} is a target; --target is for drafts",
                              fix="leave it out; a draft goes first")  # fmt: skip
         files = found.source.files if isinstance(found.source, Folder) else [found.path]
-        _check_output(out, [*files, *([target] if target else [])])
-        return _convert(found, out, asked, target, dry_run, progress)
+        _check_output(to.path, [*files, *([target] if target else [])])
+        return _convert(found, to, asked, target)
 
 
-def _convert(found: Found, out: Path, asked: Mix, target: Path | None, dry_run: bool,
-             progress: Progress | None) -> Result:  # fmt: skip
+def _convert(found: Found, to: Output, asked: Mix, target: Path | None) -> Result:
     """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
     start = time.perf_counter()
     pair = targets.of(found) if found.is_target else _target_of(found, target)
@@ -89,16 +111,16 @@ def _convert(found: Found, out: Path, asked: Mix, target: Path | None, dry_run: 
     plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, shorts)
     plan = Plan((*plan.rows, *dropped))
     made = _made(plan, tensors, config)
-    kv = _metadata(found, config, asked, pair, made, plan, out, target)
+    kv = _metadata(found, config, asked, pair, made, plan, to.path, target)
     notes = [*found.notes, *pair.notes, *notes]
-    if dry_run:
-        return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
+    if to.dry_run:
+        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
     with workers() as pool:
         rows = plan.of("copy") + plan.of("make")
         order = {r.name: i for i, r in enumerate(plan.rows)}
         rows.sort(key=lambda r: order[r.name])
         data = [_data(r, tensors, made, pool) for r in rows]
-        size = gguf.write(out, kv, data, progress)
+        out, size = to.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 
@@ -119,7 +141,8 @@ def _read(
 
 
 def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
-             dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
+             split_max_size: int | None = None, dry_run: bool = False,
+             progress: Progress | None = None) -> Result:  # fmt: skip
     """Write a GGUF again with matrices in another type, all metadata kept.
 
     A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
@@ -127,7 +150,8 @@ def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = Fal
     """
     asked = checked(out, type, dry_run)
     with GGUF(source) as file:
-        return _requantize(file, Path(out), asked, dry_run, allow_requantize, progress, [])
+        to = Output(Path(out), split_max_size, dry_run, progress)
+        return _requantize(file, to, asked, allow_requantize, [])
 
 
 def checked(out: Path, type: str, dry_run: bool = False) -> Mix:
@@ -258,15 +282,14 @@ def _file_type(plan: Plan, asked: Mix) -> KV:
     return {} if number is None else {"general.file_type": u32(number)}
 
 
-def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
-                progress: Progress | None, notes: list[str]) -> Result:  # fmt: skip
+def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str]) -> Result:
     start = time.perf_counter()
-    _check_output(out, [file.path])
+    _check_output(to.path, [part.path for part in file.parts])
     choice = Policy(asked, file.tensors)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)
-    if dry_run:
-        return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
+    if to.dry_run:
+        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
     named = _file_type(plan, asked)
     kv = {key: file.value(key) for key in file if named or key != "general.file_type"} | named
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
@@ -274,7 +297,7 @@ def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
         pool = stack.enter_context(workers())
         stored = {name: rewriting.stored(file, name) for name in file.tensors}
         data = [_data(r, stored, {}, pool) for r in rows]
-        size = gguf.write(out, kv, data, progress)
+        out, size = to.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 

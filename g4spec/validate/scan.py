@@ -8,7 +8,7 @@ numpy lets threads run side by side.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.gguf import GGUF
-from g4spec.validate.header import Header, Tensor
+from g4spec.validate.header import Tensor
 
 CHUNK = 1 << 19  # bytes looked at together
 SAMPLE = 4096  # bytes at either end that stand for a tensor until two of them agree
@@ -64,10 +64,10 @@ class Stats:
 
 
 def scan(
-    file: GGUF, header: Header, progress: Callable[[int, int], None] | None
+    file: GGUF, tensors: Iterable[Tensor], progress: Callable[[int, int], None] | None
 ) -> dict[str, Stats]:
     """Stats of every tensor whose type is known here, by name."""
-    entries = [t for t in header.tensors if t.type_name in FLOATS or t.type_name in BLOCKS]
+    entries = [t for t in tensors if t.type_name in FLOATS or t.type_name in BLOCKS]
     total = sum(t.nbytes or 0 for t in entries)
     done, out = 0, {}
 

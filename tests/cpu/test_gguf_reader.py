@@ -150,7 +150,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "alignment 0": ({"kv": (pair(ALIGN, 4, struct.pack("<I", 0)),)}, "power of two"),
     "alignment 48": ({"kv": (pair(ALIGN, 4, struct.pack("<I", 48)),)}, "power of two"),
     "alignment text": ({"kv": (pair(ALIGN, 8, text(b"32")),)}, "power of two"),
-    "split": ({"kv": (pair(b"split.count", 2, struct.pack("<H", 2)),)}, "split"),
+    "split": ({"kv": (pair(b"split.count", 2, struct.pack("<H", 2)),)}, "split.no"),
     "tensor twice": ({"tensors": (tensor(b"t", (1,)),) * 2, "data": bytes(64)}, "repeated"),
     "five dimensions": ({"tensors": (tensor(b"t", (1,) * 5),), "data": bytes(64)}, "at most 4"),
     "long name": ({"tensors": (tensor(b"t" * 64, (1,)),), "data": bytes(64)}, "63"),
