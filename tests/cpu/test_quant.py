@@ -76,8 +76,8 @@ def test_discovery() -> None:
              "iq3_xxs": 23, "iq1_s": 24, "iq4_nl": 25, "iq3_s": 26, "iq2_s": 28, "iq4_xs": 30,
              "iq1_m": 31, "bf16": 32, "mxfp4": None, "nvfp4": 39}  # fmt: skip
     assert {n: f.file_type for n, f in quant.readable().items()} == types
-    only_read = {"q2_k", "q3_k", "iq4_nl", "iq4_xs", "iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s",
-                 "iq3_s", "iq2_s", "iq1_m", "mxfp4", "nvfp4"}  # fmt: skip
+    only_read = {"iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s", "iq3_s", "iq2_s", "iq1_m", "mxfp4",
+                 "nvfp4"}  # fmt: skip
     assert quant.names() == [n for n in types if n not in only_read]
     assert quant.get("Q8_0") is quant.get("q8_0") is quant.by_type(8)
 

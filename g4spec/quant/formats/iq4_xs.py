@@ -3,17 +3,34 @@
 Layout: half-precision d, 16 bits with the upper two bits of each scale, 4 bytes with their lower
 four bits, two groups a byte, 16 bytes of codes a group as in IQ4_NL. A value is
 d * (scale - 32) * LINEAR_4[code].
-Source: ggml `block_iq4_xs`.
+Source: ggml `block_iq4_xs`; how scales are found: `g4spec.quant.scaled`.
 """
 
 import numpy as np
 
-from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
+from g4spec.quant import codebook, scaled
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant.formats import iq4_nl
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 DTYPE = np.dtype([("d", "<f2"), ("high", "<u2"), ("low", "u1", 4), ("q", "u1", (GROUPS, 16))])
+CODES = scaled.Codes(GROUPS, SIZE, iq4_nl.ENDS, -127, -32, 31, iq4_nl.CODES.round)
 _GROUP = np.arange(GROUPS, dtype=np.uint16)
+
+
+def encode(x: Floats) -> Bytes:
+    return in_batches(x, BLOCK * scaled.BATCH, _encode)
+
+
+def _encode(x: Floats) -> Bytes:
+    d, scale, value = scaled.fit(x, CODES)
+    whole = scaled.unpacked(scale, -32).T  # [n, groups]
+    out = np.empty(len(d), DTYPE)
+    out["d"] = d
+    out["low"] = whole[:, 0::2] & 15 | (whole[:, 1::2] & 15) << 4
+    out["high"] = np.bitwise_or.reduce((whole >> 4).astype(np.uint16) << 2 * _GROUP, axis=1)
+    out["q"] = iq4_nl.packed(value.transpose(2, 1, 0))
+    return out.view(np.uint8)
 
 
 def decode(raw: Bytes) -> Floats:
@@ -24,5 +41,10 @@ def decode(raw: Bytes) -> Floats:
     return codebook.spread(factor, codebook.LINEAR_4[codebook.nibbles(blocks["q"])])
 
 
-FORMAT = Format("iq4_xs", 23, BLOCK, DTYPE.itemsize, 30, decode=decode, fallback="iq4_nl",
-                factors=Factors(halves(0), 32 * 127))  # fmt: skip
+def bound(x: Floats) -> Floats:
+    out: Floats = scaled.bound(x, CODES) * iq4_nl.WIDEST
+    return out
+
+
+FORMAT = Format("iq4_xs", 23, BLOCK, DTYPE.itemsize, 30, encode, decode, bound=bound,
+                fallback="iq4_nl", factors=Factors(halves(0), 32 * 127))  # fmt: skip
