@@ -30,6 +30,12 @@ TYPES = _types()
 Type = Annotated[
     str, typer.Option("--type", help=f"Type of matrices: {', '.join(TYPES)}. Vectors stay F32.")
 ]
+TensorTypes = Annotated[
+    list[str] | None,
+    typer.Option("--tensor-type", metavar="PATTERN=TYPE",
+                 help="Type of the matrices in whose names this regular expression is found; may "
+                      "be repeated, the first that fits counts."),
+]  # fmt: skip
 SplitMaxSize = Annotated[
     str | None,
     typer.Option("--split-max-size", metavar="N(M|G)",

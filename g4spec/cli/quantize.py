@@ -23,6 +23,7 @@ def command(
         bool,
         typer.Option("--allow-requantize", help="Accept sources that are quantized already."),
     ] = False,
+    tensor_type: _types.TensorTypes = None,
     split_max_size: _types.SplitMaxSize = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
@@ -40,12 +41,12 @@ def command(
     from g4spec.validate import loss
 
     said, parts = Output(json, quiet), _types.split_size(split_max_size)
-    convert.checked(out, type, dry_run)  # before anything is downloaded
+    convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
     source = _inputs.local(source, said, "gguf")
     with said.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(source, out, type, allow_requantize=allow_requantize,
-                                  split_max_size=parts, dry_run=dry_run,
-                                  progress=progress)  # fmt: skip
+                                  tensor_types=tensor_type or (), split_max_size=parts,
+                                  dry_run=dry_run, progress=progress)  # fmt: skip
     if not report:
         _types.show(result, said)
         return

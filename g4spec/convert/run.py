@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -72,8 +72,8 @@ class Output:
 
 
 def convert(source: Path, out: Path, *, target: Path | None = None, type: str = "q8_0",
-            split_max_size: int | None = None, dry_run: bool = False,
-            progress: Progress | None = None) -> Result:  # fmt: skip
+            tensor_types: Sequence[str] = (), split_max_size: int | None = None,
+            dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
     """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
 
     Args:
@@ -82,13 +82,15 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
         target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
             shapes come from it.
         type: of matrices, one of `policy.names()`; vectors stay F32.
+        tensor_types: types of some tensors, see `policy.asked`.
         split_max_size: write parts of at most so many bytes, named after `out`.
         dry_run: make the plan only.
 
     Raises:
         InputError: before anything is written, whenever the plan does not work out.
     """
-    asked, to = checked(out, type, dry_run), Output(Path(out), split_max_size, dry_run, progress)
+    asked = checked(out, type, dry_run, tensor_types)
+    to = Output(Path(out), split_max_size, dry_run, progress)
     found = sources.detect(Path(source))
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
@@ -141,24 +143,24 @@ def _read(
 
 
 def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
-             split_max_size: int | None = None, dry_run: bool = False,
-             progress: Progress | None = None) -> Result:  # fmt: skip
+             tensor_types: Sequence[str] = (), split_max_size: int | None = None,
+             dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
     """Write a GGUF again with matrices in another type, all metadata kept.
 
     A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
     twice, or grows without gaining any.
     """
-    asked = checked(out, type, dry_run)
+    asked = checked(out, type, dry_run, tensor_types)
     with GGUF(source) as file:
         to = Output(Path(out), split_max_size, dry_run, progress)
         return _requantize(file, to, asked, allow_requantize, [])
 
 
-def checked(out: Path, type: str, dry_run: bool = False) -> Mix:
+def checked(out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()) -> Mix:
     """The mix of a type's name. UsageError for an unknown one, InputError where `out` cannot be."""
     if not dry_run:
         gguf.check_place(Path(out))
-    return policy.asked(type)
+    return policy.asked(type, tensor_types)
 
 
 def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
@@ -266,6 +268,7 @@ def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping
         kv[provenance.WEIGHTS] = string(pair.weights)
     with_target = f" --target {provenance.name(Path(target))}" if target else ""
     command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
+    command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in asked.named)
     return kv | provenance.keys(found.source, command)
 
 
@@ -285,7 +288,7 @@ def _file_type(plan: Plan, asked: Mix) -> KV:
 def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str]) -> Result:
     start = time.perf_counter()
     _check_output(to.path, [part.path for part in file.parts])
-    choice = Policy(asked, file.tensors)
+    choice = Policy(asked, file.shapes())
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)
     if to.dry_run:

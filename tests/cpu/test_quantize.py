@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from g4spec import cli, quant
+from g4spec.cli import _types
 from g4spec.convert import convert, quantize
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, TensorData, write
@@ -108,31 +109,56 @@ def test_mixes_choose_as_upstream(kind: str, mix: str, deep: Path, tmp_path: Pat
         ("q6_k", "blk.0.x.weight", (64, 64), "matrix", "q8_0", "64"),
         ("q4_k", "blk.0.x.weight", (64, 48), "matrix", "f16", "48"),
         ("bf16", "token_embd.weight", (512, 48), "embed", "bf16", ""),
+        ("q2_k", "blk.0.x.weight", (64, 704), "matrix", "q4_0", "704"),
+        ("q3_k", "blk.0.x.weight", (64, 96), "matrix", "q4_0", "96"),
+        ("iq4_xs", "blk.0.x.weight", (64, 704), "matrix", "iq4_nl", "704"),
+        ("iq4_xs", "blk.0.x.weight", (64, 48), "matrix", "f16", "48"),
+        ("iq4_nl", "token_embd.weight", (512, 256), "embed", "q6_k", "tied"),
     ],
 )
 def test_policy(asked: str, name: str, shape: tuple[int, ...], role: policy.Role, expected: str,
                 why: str) -> None:  # fmt: skip
-    form, reason = Policy(policy.asked(asked), [name]).choose(name, shape, role)
+    form, reason = Policy(policy.asked(asked), {name: shape}).choose(name, shape, role)
     assert form.name == expected and why in reason and bool(reason) == bool(why)
+
+
+def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
+    asked = ["blk.1.ffn=q8_0", r"^token_embd\.=q4_0", "attn_output=q6_k", "ffn=q5_0"]
+    result = quantize(full, tmp_path / "a.gguf", "q3_k_s", tensor_types=asked)
+    found = types(tmp_path / "a.gguf")
+    assert {found[n] for n in blocks("ffn_up", 1) | blocks("ffn_down", 1)} == {"q8_0"}
+    assert {found[n] for n in blocks("ffn_up", *range(2, 12))} == {"q5_0"}
+    assert found["token_embd"] == "q4_0" and found["blk.0.attn_q"] == "q3_k"
+    assert found["blk.0.attn_output"] == "q8_0"  # rows of 32 do not divide
+    assert next(r for r in result.plan.rows if r.name == "token_embd.weight").note == "asked for"
+    plain = Policy(policy.asked("bf16", ["x=q8_0"]), {"blk.0.x.weight": (64, 64)})
+    assert plain.choose("blk.0.x.weight", (64, 64), "matrix")[0].name == "q8_0"
+    for wrong, says in (("x", "PATTERN=TYPE"), ("=q8_0", "PATTERN=TYPE"), ("ffn=q4_k_m", "q4_k_m"),
+                        ("ffn=iq2_xs", "iq2_xs"), ("(=q8_0", "regular"), ("mlp=q8_0", "no tensor")):
+        with pytest.raises(UsageError, match=says):
+            quantize(full, tmp_path / "b.gguf", "q8_0", tensor_types=[wrong])
 
 
 def test_which_layers_get_more_bits() -> None:
     """The table for 30, 35, 48 and 60 layers begins and ends with an eighth."""
-    assert [i for i in range(30) if policy.more_bits(i, 30)] == [
+    assert [i for i in range(30) if policy.Place(i, 30, 1).more_bits] == [
         0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]  # fmt: skip
     for n in (35, 42, 48, 60):
-        chosen = {i for i in range(n) if policy.more_bits(i, n)}
+        chosen = {i for i in range(n) if policy.Place(i, n, 1).more_bits}
         assert {*range(n // 8), *range(7 * n // 8, n)} <= chosen and len(chosen) < n * 0.55
 
 
 def test_an_untied_output_leaves_the_table_alone() -> None:
-    names = ["token_embd.weight", "output.weight"]
-    choice = Policy(policy.asked("q4_k_m"), names)
-    assert [choice.choose(n, (512, 256), "embed")[0].name for n in names] == ["q4_k", "q6_k"]
+    shapes = {"token_embd.weight": (512, 256), "output.weight": (512, 256)}
+    choice = Policy(policy.asked("q4_k_m"), shapes)
+    found = [choice.choose(n, shape, "embed")[0].name for n, shape in shapes.items()]
+    assert found == ["q4_k", "q6_k"]
 
 
 def test_names_of_what_can_be_asked_for() -> None:
-    assert policy.names() == [*quant.names(), "q4_k_m", "q5_k_m"]
+    mixes = ["q3_k_l", "q3_k_m", "q3_k_s", "q4_k_m", "q4_k_s", "q5_k_m", "q5_k_s"]
+    assert policy.names() == [*quant.names(), *mixes]
+    assert sorted(policy.names()) == _types.TYPES  # which --help lists without importing them
     assert policy.asked("Q4_K_M").file_type == 15
     with pytest.raises(UsageError, match="q4_k_m"):
         policy.asked("q4_k_l")
