@@ -23,7 +23,7 @@ from g4spec.convert.sources import Folder, Found
 from g4spec.convert.target import Target
 from g4spec.convert.tensors import Stored, recode, workers
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF, KV, T, TensorData, array, string, u32
+from g4spec.gguf import GGUF, KV, T, TensorData, array, parts, string, u32
 from g4spec.gguf.writer import Progress
 from g4spec.quant import policy
 from g4spec.quant.policy import Mix, Policy
@@ -100,8 +100,9 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
         if found.is_target and target is not None:
             raise UsageError(f"{found.path} is a target; --target is for drafts",
                              fix="leave it out; a draft goes first")  # fmt: skip
-        files = found.source.files if isinstance(found.source, Folder) else [found.path]
-        _check_output(to.path, [*files, *([target] if target else [])])
+        files = (found.source.files if isinstance(found.source, Folder)
+                 else [part.path for part in found.source.parts])  # fmt: skip
+        _check_output(to, [*files, *([target] if target else [])])
         return _convert(found, to, asked, target)
 
 
@@ -199,10 +200,14 @@ def _target_of(found: Found, target: Path | None) -> Target:
     )
 
 
-def _check_output(out: Path, inputs: list[Path]) -> None:
+def _check_output(to: Output, inputs: list[Path]) -> None:
     """Writing onto an input would destroy it while it is read; what is no GGUF file is something
     else's, as a checkpoint's `config.json`."""
+    out = to.path
     for path in inputs:
+        if to.max_size and parts.whole(path.absolute()) == out.absolute():
+            raise UsageError(f"the output may have parts named as the input {path.name}",
+                             fix="choose another name")  # fmt: skip
         if out.exists() and path.exists() and out.samefile(path):
             raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
     if out.is_file() and out.stat().st_size and not gguf.is_gguf(out):
@@ -287,7 +292,7 @@ def _file_type(plan: Plan, asked: Mix) -> KV:
 
 def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str]) -> Result:
     start = time.perf_counter()
-    _check_output(to.path, [part.path for part in file.parts])
+    _check_output(to, [part.path for part in file.parts])
     choice = Policy(asked, file.shapes())
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)

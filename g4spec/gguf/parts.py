@@ -34,6 +34,12 @@ def name(stem: str, no: int, count: int) -> str:
     return f"{stem}-{no + 1:05d}-of-{count:05d}.gguf"
 
 
+def whole(path: Path) -> Path | None:
+    """The path that a model is named after of which this is a part, by its name."""
+    found = _NAME.fullmatch(path.name)
+    return path.with_name(f"{found[1]}.gguf") if found else None
+
+
 def firsts(paths: list[Path]) -> list[Path]:
     """The paths without those that are, by their name, a later part of one of them."""
     there = set(paths)

@@ -184,3 +184,10 @@ def test_command_line(
     assert cli.run([*args, "1M"]) == 0 and out.exists()
     assert cli.run([*args, "60K"]) == UsageError.exit_code
     assert "a number and M or G" in capsys.readouterr().err
+
+
+def test_parts_are_not_written_onto_the_parts_they_are_made_of(split: list[Path]) -> None:
+    before = [p.read_bytes() for p in split]
+    with pytest.raises(UsageError, match=r"parts named as the input t-00001"):
+        quantize(split[0], split[0].with_name("t.gguf"), "q8_0", split_max_size=LIMIT)
+    assert [p.read_bytes() for p in split] == before
