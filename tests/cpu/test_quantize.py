@@ -21,6 +21,7 @@ from g4spec.validate.loss import losses, total
 from tests import tiny
 from tests.quant_blocks import random_blocks
 
+ROOT = Path(__file__).parents[2]
 DEEP = {"layers": 12, "hidden": 256, "inter": 512}
 
 
@@ -89,6 +90,30 @@ def test_mixes_choose_as_upstream(kind: str, mix: str, deep: Path, tmp_path: Pat
     assert found == {name: renamed.get(form, form) for name, form in expected.items()}
     with GGUF(out) as g:
         assert g["general.file_type"] == {"q4_k_m": 15, "q5_k_m": 17}[mix]
+
+
+def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
+    """`tests/data/mixes.json` holds what `llama-quantize` made of these files: source -> mix ->
+    type -> part -> layers."""
+    wide = {"layers": 18, "hidden": 256, "inter": 256}
+    targets = {"wide": {"heads": 8, "kv": 2}, "experts": {"experts": 4, "expert_inter": 256}}
+    observed = json.loads((ROOT / "tests" / "data" / "mixes.json").read_text())
+    named = {m for m in policy.names() if policy.asked(m).better} | {"q3_k_s", "q5_k_s"}
+    for kind, mixes in observed.items():
+        if kind in targets:
+            source = tiny.target(tmp_path / kind, **wide, **targets[kind])
+        else:
+            make, options = DRAFTS[kind]
+            source = make(tmp_path / kind, deep, **options)
+        assert mixes.keys() == named
+        for mix, wanted in mixes.items():
+            pair = None if kind in targets else deep
+            plan = convert(source, tmp_path / "x", target=pair, type=mix, dry_run=True).plan
+            found = {r.name: r.type for r in plan.rows if r.action == "copy"}
+            expected = {f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
+                        for form, parts in wanted.items() for part, layers in parts.items()
+                        for i in layers.split() or [""]}  # fmt: skip
+            assert {n: t for n, t in found.items() if t not in ("F32", "F16")} == expected, mix
 
 
 @pytest.mark.parametrize(
