@@ -32,7 +32,7 @@ from g4spec.runtime.cuda.step.cycle import Cycles, Picks
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
 from g4spec.runtime.cuda.step.packed_rows import Residual, Rows
 from g4spec.runtime.cuda.step.sampler import CudaSampler
-from g4spec.runtime.cuda.weights import embedding
+from g4spec.runtime.cuda.weights import embedding, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.loading import Uploader
 from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, join, weight_of
@@ -95,15 +95,14 @@ class CudaOps(Ops):
             return self.array(file.array(name))
         plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
         columns, rows_ = info.shape[-1], info.shape[-2]
-        if plain is None and columns % rows.BLOCK and not self.portable:
-            self.without_kernel.add(f"{form.name} matrices of {columns} columns")
+        if plain is None and (why := packing.unpackable(form.name, columns, self.portable)):
+            self.without_kernel.add(why)
             return self.array(file.array(name))
         self._upload = self._upload or Uploader(self.device)
-        raw = self._upload(file.raw(name))
-        raw = raw.view(-1, columns * 2).view(plain) if plain else raw.view(
-            -1, form.row_bytes(columns))  # fmt: skip
-        return Matrix("" if plain else form.name, raw, rows_, columns, len(raw) // rows_,
-                      keeps=self.portable)  # fmt: skip
+        width = columns * 2 if plain else form.row_bytes(columns)
+        raw = self._upload(file.raw(name)).view(-1, width)
+        return Matrix("" if plain else form.name, raw.view(plain) if plain else raw, rows_, columns,
+                      len(raw) // rows_, keeps=self.portable)  # fmt: skip
 
     def cache(self, shape: CacheShape, n_ctx: int, slack: int) -> Any:
         return CudaKV(shape.n_kv, shape.head_dim, n_ctx + PADDING, shape.window, slack,
