@@ -10,12 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from g4spec.errors import InputError
-
-if TYPE_CHECKING:
-    from g4spec.gguf.reader import GGUF
 
 NO, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
 KEYS = (NO, COUNT, TENSORS)
@@ -38,6 +35,14 @@ def whole(path: Path) -> Path | None:
     """The path that a model is named after of which this is a part, by its name."""
     found = _NAME.fullmatch(path.name)
     return path.with_name(f"{found[1]}.gguf") if found else None
+
+
+def siblings(path: Path) -> list[Path]:
+    """The other parts of the model that a file is a part of, by its name, as far as they exist."""
+    found = _NAME.fullmatch(path.name)
+    names = [name(found[1], no, int(found[3])) for no in range(int(found[3]))] if found else []
+    others = [path.with_name(n) for n in names if n != path.name]
+    return [p for p in others if p.exists()]
 
 
 def firsts(paths: list[Path]) -> list[Path]:
@@ -78,7 +83,7 @@ def paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
     return out
 
 
-def join(first: GGUF) -> None:
+def join(first: Any) -> None:
     """Open the other parts of a split model; their tensors become tensors of `first`."""
     if COUNT not in first or first[COUNT] in (0, 1):
         return

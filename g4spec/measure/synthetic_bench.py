@@ -2,9 +2,9 @@
 
 A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
 not what Python adds. A draft's is that of its part of cycles. A cycle is timed by the clock with
-everything in it, and accepts as many drafts as it is told to: random weights predict nothing. Before
-each of these the GPU rests, so that its clock does not depend on what ran before; what cycles take
-once power limits the clock is measured after a second of them.
+everything in it, and accepts as many drafts as it is told to: random weights predict nothing.
+Before each of these the GPU rests, so that its clock does not depend on what ran before; what
+cycles take once power limits the clock is measured after a second of them.
 """
 
 from __future__ import annotations
