@@ -62,14 +62,14 @@ class Job:
 
 
 def registered() -> dict[str, list[Unit]]:
-    """`UNITS` of every module of this package that has them, by module name."""
+    """`UNITS` of every module of this package that has them, by the last part of its name."""
     import g4spec.runtime.cuda as package
 
     found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        units = getattr(importlib.import_module(f"{package.__name__}.{info.name}"), "UNITS", None)
+    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        units = getattr(importlib.import_module(info.name), "UNITS", None)
         if units is not None:
-            found[info.name] = list(units)
+            found[info.name.rpartition(".")[2]] = list(units)
     return found
 
 
