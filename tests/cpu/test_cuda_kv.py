@@ -14,11 +14,11 @@ from g4spec.advisor.figures import Fixed
 from g4spec.advisor.memory_needs import LARGE, own_slots, own_token_bytes, slot_bytes
 from g4spec.advisor.schema import Size
 from g4spec.advisor.subjects import named_target
+from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf.reader import TensorInfo
 from g4spec.measure import synthetic
 from g4spec.models import gemma4
-from g4spec.core import CacheShape, MAX_STEP_ROWS
 from g4spec.models.spec import Checkpoint, LayerSpec
 from g4spec.quant.formats import q8_0
 from g4spec.runtime.cuda import gpu_memory as memory

@@ -62,14 +62,16 @@ class Job:
 
 
 def registered() -> dict[str, list[Unit]]:
-    """`UNITS` of every module of this package that has them, by the last part of its name."""
+    """`UNITS` of every module of this package that has them, by module name."""
     import g4spec.runtime.cuda as package
 
     found = {}
-    for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         units = getattr(importlib.import_module(info.name), "UNITS", None)
         if units is not None:
-            found[info.name.rpartition(".")[2]] = list(units)
+            name = info.name.rpartition(".")[2]
+            assert name not in found, name
+            found[name] = list(units)
     return found
 
 
