@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Batch, StepRows
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Batch, Draft, StepRows
 from g4spec.errors import InputError
+from g4spec.models.drafter import WeightedDrafter
 from g4spec.models.gemma4 import Model
+from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
 from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
 from g4spec.runtime.cuda.weights.matrix import Matrix
@@ -34,6 +37,7 @@ class Reader:
         self._ops: CudaOps = backend.ops
         self._target, self._chunk = target, backend.chunk
         self._long: Model | None = None
+        self._draft: tuple[Draft, Draft] | None = None
         model, caches = target.model, target.caches
         self._fits = all(s.head_dim in HEAD_DIMS for s in model.config.layers)
         for spec, freqs in zip(model.config.layers, model.freqs, strict=True):
@@ -56,6 +60,24 @@ class Reader:
         chunk = Chunk(batch.ids, batch.positions, batch.slots, batch.sizes, slot, start, count)
         read = self._forward(self._long, chunk)
         return read if rows == count else read.rows(0, count, (count,))
+
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft what `read` returned, block by block. Its rings must have room for
+        PROMPT_BLOCK rows beyond their window."""
+        if self._draft is None or self._draft[0] is not draft:
+            self._draft = draft, self._for_blocks(draft)
+        count, long = len(rows.batch), self._draft[1]
+        for at in range(0, count, PROMPT_BLOCK):
+            n = min(PROMPT_BLOCK, count - at)
+            long.commit(rows.rows(at, at + n, (n,)), self._ops.ids([n - 1]))
+
+    def _for_blocks(self, draft: Draft) -> Draft:
+        """The same draft, state and caches included, whose ops take blocks."""
+        if not isinstance(draft, WeightedDrafter):
+            return draft
+        long = copy.copy(draft)
+        long.ops = DraftOps(self._ops)
+        return long
 
     def _made(self) -> Model:
         """The target's forward pass in the vocabulary of chunks."""
