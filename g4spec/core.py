@@ -265,6 +265,7 @@ class Cycle:
         logprobs: for each token, its log-probability and the most likely (id, log-probability)
             pairs, if they were asked for.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
+        error: why this sequence cannot go on (its target's logits are not finite), or None.
     """
 
     tokens: list[int]
@@ -275,6 +276,7 @@ class Cycle:
     step_seconds: float = 0.0
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     draft_failed: str | None = None
+    error: Exception | None = None
 
 
 class Chooser(Protocol):
@@ -287,7 +289,9 @@ class Chooser(Protocol):
     """
 
     sampler: Any
-    on_host: bool
+
+    @property
+    def on_host(self) -> bool: ...
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """The drafted token for `position`, from the draft's logits [V]; NotFinite if there is
@@ -369,7 +373,13 @@ class Backend(Protocol):
     title: str
     chunk: int
     padded: bool
-    budget: Budget
+
+    @property
+    def budget(self) -> Budget: ...
+
+    def enter(self) -> None:
+        """Make the calling thread use this device."""
+        ...
 
     def load(self, file: GGUF, name: str) -> Any:
         """Tensor `name` as the ops compute with it."""
@@ -391,6 +401,15 @@ class Backend(Protocol):
         """Run prompt tokens at positions start ..., a multiple of PROMPT_BLOCK, appending to the
         slot's caches; no logits. Bits of a row depend on nothing but the tokens up to the end of
         its block."""
+        ...
+
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft the rows that `read` returned. As exact as they are."""
+        ...
+
+    def sampler(self, sampler: Any) -> Any:
+        """What chooses tokens from raw logits on this device as `sampler` says
+        (`g4spec.ops.logits.RowSampler`)."""
         ...
 
     def runners(self, target: Any, draft: Draft | None) -> Seq[Runner]:

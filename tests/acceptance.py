@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from g4spec.runtime.length import Costs, Length
+from tests.one_text import Auto, Costs, Fixed
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 """Fixed lengths that `auto` is compared with."""
@@ -64,7 +64,7 @@ class Bill:
 
 
 def replay(
-    length: Length, costs: Costs, held: str, most: int, bill: Bill, ahead: bool = False
+    length: Auto | Fixed, costs: Costs, held: str, most: int, bill: Bill, ahead: bool = False
 ) -> None:
     """Decode one recorded text, a hexadecimal digit a place; its end is not known before. `ahead`:
     by a player that asks what comes next before it knows what a cycle has found."""
@@ -81,7 +81,6 @@ def replay(
 
 def best_fixed(costs: Costs, texts: list[str], most: int, delay: int = 0) -> float:
     """Tokens a second of the best fixed length; `delay`: tokens of each text without a draft."""
-    from g4spec.runtime.length import Fixed
 
     rates = []
     for count in (n for n in LENGTHS if n <= most):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from g4spec.core import Draft
 from g4spec.measure.prompts import Prompt
 from g4spec.models import ngram
-from g4spec.core import Draft
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.memory import MemoryPlan
 from tests import memory_models

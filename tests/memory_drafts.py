@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from g4spec.core import MAX_STEP_ROWS
 from g4spec.models import dflash2, dspark, eagle3
 from g4spec.models import dflash_backbone as backbone
-from g4spec.core import MAX_STEP_ROWS
 from g4spec.ops.kv import LayerKV
 from g4spec.runtime.target import Target
 from tests import memory_models as mm

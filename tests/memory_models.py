@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from g4spec.models import assistant, dflash, gemma4
 from g4spec.core import MAX_STEP_ROWS
+from g4spec.models import assistant, dflash, gemma4
 from g4spec.models.spec import LayerSpec, TensorSpec
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.reference import Ops

@@ -19,10 +19,10 @@ from g4spec.advisor import subjects
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.schema import Draft, Size
 from g4spec.advisor.subjects import DraftModel, Option, Target
+from g4spec.core import CacheShape
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, inside
 from g4spec.models.fields import MAX_LAYERS
-from g4spec.core import CacheShape
 from g4spec.models.spec import Checkpoint
 from g4spec.models.upstream import OWN
 

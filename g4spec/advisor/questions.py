@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from g4spec.advisor import backends, engines, subjects
+from g4spec.advisor import backends, engines, lookup
 from g4spec.advisor import machine as machines
 from g4spec.advisor.choice import Question
 from g4spec.advisor.facts import Facts
@@ -65,8 +65,8 @@ def build(
         if kv not in alias:
             raise UsageError(f"--kv {kv!r}", expected=f"one of {', '.join(BITS)}")
         kv = alias[kv]
-    target = subjects.target(facts, model)
-    pair = subjects.draft(facts, draft, target) if draft is not None else None
+    target = lookup.target(facts, model)
+    pair = lookup.draft(facts, draft, target) if draft is not None else None
     if context is not None and context > target.context:
         raise UsageError(
             f"-c {context}: {target.title} was trained on fewer positions",

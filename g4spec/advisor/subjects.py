@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.schema import Draft, Size, Weights
-from g4spec.errors import InputError, UsageError
 from g4spec.core import CacheShape
 
 HEAD_SLIDING, HEAD_FULL = 256, 512
@@ -139,76 +137,6 @@ def find_size(facts: Facts, text: str) -> Size | None:
     return None
 
 
-def _formats(target: Target, text: str, facts: Facts) -> tuple[Option, ...]:
-    """The formats of a size that a name speaks of; all when it names none."""
-    low = text.lower().replace("_", "-")
-    by_hub = tuple(o for o in target.options if o.hub and o.hub.lower() == text.lower())
-    if by_hub:
-        return by_hub
-    rows = {w.id: w for w in facts.all(Weights)}
-    hits: list[tuple[int, Option]] = []
-    for option in target.options:
-        parts = [n.replace("_", "-") for n in rows[option.fact].names]
-        longest = max((len(p) for p in parts if p in low), default=0)
-        if longest:
-            hits.append((longest, option))
-    if hits:
-        best = max(n for n, _ in hits)
-        return tuple(o for n, o in hits if n == best)
-    if "/" in text:  # a checkpoint on the hub whose name says nothing is in BF16
-        return tuple(o for o in target.options if o.format == "BF16")
-    return target.options
-
-
-def target(facts: Facts, text: str) -> Target:
-    """The target behind -m. UsageError for a name nobody knows."""
-    from g4spec.advisor import files
-
-    path = Path(text).expanduser()
-    if path.exists():
-        return files.target(facts, path, text)
-    if text.lower().endswith(".gguf"):
-        raise InputError(f"{text}: no such file")
-    name, _, wanted = text.partition(":")
-    size = find_size(facts, name)
-    if size is None:
-        sizes = ", ".join(s.id for s in facts.all(Size))
-        raise UsageError(
-            f"-m {text!r}: not a file, and not a Gemma 4 size",
-            found=text,
-            expected=f"a GGUF file, a checkpoint folder, a known hub id, or one of {sizes}, "
-            "with a format if you like, as 31b:q4_k_m",
-        )
-    whole = named_target(facts, size, text)
-    rest = wanted or (name if name.lower() not in (size.id, *size.aliases) else "")
-    options = _formats(whole, rest, facts) if rest else whole.options
-    if wanted and len(options) == len(whole.options):
-        known = ", ".join(o.format for o in whole.options)
-        raise UsageError(
-            f"-m {text!r}: no size known for format {wanted!r}", expected=f"one of {known}"
-        )
-    hub = name if "/" in name else size.hub
-    if len(options) == 1 and options[0].hub:
-        hub = options[0].hub
-    notes = (
-        ()
-        if rest == "" or len(options) < len(whole.options)
-        else (f"the name {name} does not say its weight format; every format is considered",)
-    )
-    return Target(
-        whole.title,
-        whole.size,
-        text,
-        options,
-        whole.caches,
-        whole.context,
-        hub,
-        whole.active,
-        whole.moe,
-        notes=notes,
-    )
-
-
 def from_row(row: Draft, given: str) -> DraftModel:
     """A draft as the facts describe it."""
     return DraftModel(
@@ -231,44 +159,4 @@ def from_row(row: Draft, given: str) -> DraftModel:
         accepted=row.accepted,
         maker=row.maker,
         notes=(row.sure,) if row.sure else (),
-    )
-
-
-def _row_of(facts: Facts, text: str, size: str) -> Draft | None:
-    low = text.lower()
-    rows = [d for d in facts.all(Draft) if d.model == size]
-    for row in rows:
-        if low in (row.id, row.hub.lower(), row.hub.lower().split("/")[-1], *row.aliases):
-            return row
-    return next((r for r in rows if r.hub.lower().split("/")[-1] in low), None)
-
-
-def draft(facts: Facts, text: str, of: Target) -> DraftModel:
-    """The draft behind -md for a target. UsageError for a name nobody knows."""
-    from g4spec.advisor import files
-
-    path = Path(text).expanduser()
-    if path.exists():
-        return files.draft(facts, path, text, of)
-    if text.lower().endswith(".gguf"):
-        raise InputError(f"{text}: no such file")
-    row = _row_of(facts, text, of.size)
-    if row is not None:
-        return from_row(row, text)
-    others = [
-        d
-        for d in facts.all(Draft)
-        if text.lower() in (d.id, d.hub.lower(), d.hub.lower().split("/")[-1], *d.aliases)
-    ]
-    known = ", ".join(d.id for d in facts.all(Draft) if d.model == of.size)
-    whose = of.title if of.size == "other" else f"the {of.size}"
-    if others:
-        raise UsageError(
-            f"-md {text!r} is a draft for the {others[0].model}, not for {whose}",
-            expected=f"one of {known}" if known else "a file or a folder",
-            found=text,
-        )
-    raise UsageError(
-        f"-md {text!r}: not a file, and not a draft known for {whose}",
-        expected=f"a GGUF file, a checkpoint folder, or a known hub id or name: {known or 'none'}",
     )

@@ -59,7 +59,7 @@ def load(model: Path, draft: Path | str | None, setup: Setup, out: Output) -> En
 
     engine = Engine.load(model, draft, **asdict(setup))
     if engine.target.ops.device.type != "cpu":
-        out.note(f"runs on {engine.target.ops.title}")
+        out.note(f"runs on {engine.backend.title}")
     elif setup.device == "auto":
         from g4spec.runtime import devices
 

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from g4spec.errors import UsageError
 from g4spec.core import MAX_DRAFT
+from g4spec.errors import UsageError
 
 Model = Annotated[
     Path, typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one.")

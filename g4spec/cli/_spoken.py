@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
-    from g4spec.runtime.engine import Stats
-    from g4spec.runtime.speculate import Cycle
+    from g4spec.core import Cycle
+    from g4spec.runtime.request import Stats
     from g4spec.runtime.tokenizer import Tokenizer
 
 LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))

@@ -101,7 +101,7 @@ def measure(
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    origin = provenance.describe(model, draft_file, engine.target.ops, ["g4spec", *sys.argv[1:]])
+    origin = provenance.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     _measured.finish(result, origin, out, save, report, averages_too=preset is not None)
 
 

@@ -6,14 +6,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g4spec.cli import _engine, _inputs, _options
+from g4spec.cli import _engine, _inputs, _logits, _options
 from g4spec.cli._spoken import Writer, figures, greedy_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.runtime.engine import Run
-    from g4spec.runtime.tokenizer import Tokenizer
+    from g4spec.runtime.engine import Engine
+    from g4spec.runtime.request import Request
+
+
+def _check_prompt(
+    text: str | None, file: Path | None, tokens_file: Path | None, chat: bool, system: str | None
+) -> None:
+    """Raise UsageError unless the options name one prompt and fit it."""
+    if sum(given is not None for given in (text, file, tokens_file)) != 1:
+        raise UsageError("give the prompt by exactly one of -p, --file and --tokens-file")
+    if system is not None and not chat:
+        raise UsageError("--system needs --chat")
+    if chat and tokens_file is not None:
+        raise UsageError("--chat needs a text: ids are read as they are", fix="leave it out")
 
 
 def _given(text: str | None, file: Path | None, tokens_file: Path | None) -> str | list[int]:
@@ -23,14 +35,13 @@ def _given(text: str | None, file: Path | None, tokens_file: Path | None) -> str
     return _inputs.read_text(file) if file is not None else text or ""
 
 
-def _encoded(
-    tokenizer: Tokenizer, text: str | list[int], chat: bool, system: str | None
-) -> list[int]:
+def _encoded(engine: Engine, text: str | list[int], chat: bool, system: str | None) -> list[int]:
     if isinstance(text, list):
         return text
     if chat:
-        return tokenizer.chat([{"role": "user", "content": text}], system=system)
-    return tokenizer.encode(text)
+        message = {"role": "user", "content": text}
+        return engine.tokenizer.chat([message], system=system, n_ctx=engine.n_ctx)
+    return engine.tokenizer.encode(text, n_ctx=engine.n_ctx)
 
 
 def command(
@@ -48,6 +59,10 @@ def command(
     top_p: _options.TopP = 1.0,
     min_p: _options.MinP = 0.0,
     seed: _options.Seed = 0,
+    logit_bias: _logits.LogitBias = None,
+    repeat_penalty: _logits.RepeatPenalty = 1.0,
+    presence_penalty: _logits.PresencePenalty = 0.0,
+    frequency_penalty: _logits.FrequencyPenalty = 0.0,
     draft_max: _options.DraftMax = "auto",
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
@@ -60,25 +75,18 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Generate text; a draft makes it faster and never changes it."""
-    if sum(given is not None for given in (prompt, file, tokens_file)) != 1:
-        raise UsageError("give the prompt by exactly one of -p, --file and --tokens-file")
-    if system is not None and not chat:
-        raise UsageError("--system needs --chat")
-    if chat and tokens_file is not None:
-        raise UsageError("--chat needs a text: ids are read as they are", fix="leave it out")
+    _check_prompt(prompt, file, tokens_file, chat, system)
     if show_draft and json:
         raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
     from g4spec.ops.sampling import Sampler
-    from g4spec.runtime.engine import Options
+    from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
-    options = Options(
-        n_predict,
-        Sampler(temp, top_k, top_p, min_p, seed),
-        _options.draft_max(draft_max),
-        tuple(stop or ()),
-        ignore_eos,
-    )
+    bias = _logits.logit_bias(logit_bias)
+    sampler = Sampler(temp, top_k, top_p, min_p, seed, (), bias, repeat_penalty, presence_penalty,
+                      frequency_penalty)  # fmt: skip
+    options = Options(n_predict, sampler, _options.draft_max(draft_max), tuple(stop or ()),
+                      ignore_eos)  # fmt: skip
     _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft)
     unread = greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed)
     if unread and not temp:
@@ -87,13 +95,13 @@ def command(
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
-    ids = _encoded(engine.tokenizer, given, chat, system)
+    ids = _encoded(engine, given, chat, system)
     _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft),
            draft is not None and options.draft_max != 0)  # fmt: skip
     _engine.tell(engine, out)
 
 
-def _write(run: Run, writer: Writer, drafting: bool) -> None:
+def _write(run: Request, writer: Writer, drafting: bool) -> None:
     out, pressed = writer.out, None
     try:
         for cycle in run:

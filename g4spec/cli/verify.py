@@ -35,7 +35,7 @@ def command(
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
     from g4spec.measure import prompts, verify
-    from g4spec.runtime.engine import Options
+    from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
     # Typing errors should not cost the time of converting and loading.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from g4spec import __version__, gguf, quant
+from g4spec import gguf, quant
 from g4spec.convert import make, provenance, sources
 from g4spec.convert import plan as planning
 from g4spec.convert import rewrite as rewriting
@@ -22,6 +21,7 @@ from g4spec.convert.plan import Plan, Row
 from g4spec.convert.sources import Folder, Found
 from g4spec.convert.target import Target
 from g4spec.convert.tensors import Stored, recode, workers
+from g4spec.convert.unchanged import Unchanged
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, KV, T, TensorData, array, string, u32
 from g4spec.gguf.writer import Progress
@@ -65,23 +65,24 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
         InputError: before anything is written, whenever the plan does not work out.
     """
     asked, out = checked(out, type, dry_run), Path(out)
+    unchanged = Unchanged(Path(source), target)
     found = sources.detect(Path(source))
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
             note += "; the target given is not read" if target else ""
-            return _requantize(found.source, out, asked, dry_run, False, progress,
+            return _requantize(found.source, out, asked, dry_run, False, progress, unchanged,
                                [*found.notes, note])  # fmt: skip
         if found.is_target and target is not None:
             raise UsageError(f"{found.path} is a target; --target is for drafts",
                              fix="leave it out; a draft goes first")  # fmt: skip
         files = found.source.files if isinstance(found.source, Folder) else [found.path]
         _check_output(out, [*files, *([target] if target else [])])
-        return _convert(found, out, asked, target, dry_run, progress)
+        return _convert(found, out, asked, target, dry_run, progress, unchanged)
 
 
 def _convert(found: Found, out: Path, asked: Mix, target: Path | None, dry_run: bool,
-             progress: Progress | None) -> Result:  # fmt: skip
+             progress: Progress | None, unchanged: Unchanged) -> Result:  # fmt: skip
     """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
     start = time.perf_counter()
     pair = targets.of(found) if found.is_target else _target_of(found, target)
@@ -98,7 +99,7 @@ def _convert(found: Found, out: Path, asked: Mix, target: Path | None, dry_run: 
         order = {r.name: i for i, r in enumerate(plan.rows)}
         rows.sort(key=lambda r: order[r.name])
         data = [_data(r, tensors, made, pool) for r in rows]
-        size = gguf.write(out, kv, data, progress)
+        size = gguf.write(out, kv, data, progress, unchanged)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 
@@ -125,9 +126,10 @@ def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = Fal
     A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
     twice, or grows without gaining any.
     """
-    asked = checked(out, type, dry_run)
+    asked, unchanged = checked(out, type, dry_run), Unchanged(Path(source))
     with GGUF(source) as file:
-        return _requantize(file, Path(out), asked, dry_run, allow_requantize, progress, [])
+        return _requantize(file, Path(out), asked, dry_run, allow_requantize, progress, unchanged,
+                           [])  # fmt: skip
 
 
 def checked(out: Path, type: str, dry_run: bool = False) -> Mix:
@@ -135,28 +137,6 @@ def checked(out: Path, type: str, dry_run: bool = False) -> Mix:
     if not dry_run:
         gguf.check_place(Path(out))
     return policy.asked(type)
-
-
-def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
-           progress: Progress | None = None) -> tuple[Path, str]:  # fmt: skip
-    """The GGUF of a draft folder, and what to tell the user: it was in the folder, converted now,
-    or found in `cache_dir`.
-
-    The name holds a digest of both contents, so a changed checkpoint is converted again.
-    """
-    with sources.detect(source) as found:
-        if isinstance(found.source, GGUF) and found.dialect is None:
-            return found.path, f"{source} holds a GGUF: took {found.path.name}"
-        parts = [__version__, type, provenance.digest(found.source)]
-    with sources.detect(target, weights=False) as pair:
-        parts.append(provenance.digest(pair.source))
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
-    if out.is_file():
-        return out, f"{source}: using its conversion {out}"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    convert(source, out, target=target, type=type, progress=progress)
-    return out, f"{source}: converted into {out}"
 
 
 def _target_of(found: Found, target: Path | None) -> Target:
@@ -257,7 +237,8 @@ def _file_type(plan: Plan, asked: Mix) -> int:
 
 
 def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
-                progress: Progress | None, notes: list[str]) -> Result:  # fmt: skip
+                progress: Progress | None, unchanged: Unchanged,
+                notes: list[str]) -> Result:  # fmt: skip
     start = time.perf_counter()
     _check_output(out, [file.path])
     choice = Policy(asked, file.tensors)
@@ -272,7 +253,7 @@ def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
         pool = stack.enter_context(workers())
         stored = {name: rewriting.stored(file, name) for name in file.tensors}
         data = [_data(r, stored, {}, pool) for r in rows]
-        size = gguf.write(out, kv, data, progress)
+        size = gguf.write(out, kv, data, progress, unchanged)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 

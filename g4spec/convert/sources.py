@@ -16,7 +16,7 @@ from g4spec.convert import dialects, packed, safetensors
 from g4spec.convert.dialects import Dialect
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, regular
 from g4spec.models.spec import Checkpoint
 
 UNSUPPORTED = {
@@ -97,7 +97,7 @@ def detect(path: str | Path, weights: bool = True) -> Found:
             return _detect_folder(_open_folder(path, weights=weights))
         if any(path.glob("*.safetensors")):
             notes.append(f"{path} holds a GGUF and safetensors; took {ggufs[0].name}")
-        path = ggufs[0]
+        path = regular.stays(ggufs[0])
     elif path.suffix == ".safetensors":
         return _detect_folder(_open_folder(path.parent, [path]))
     return _detect_gguf(GGUF(path), notes)
@@ -115,7 +115,7 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
     tensors = packed.unpack(config, safetensors.read_all(files))
     return Folder(folder, files, config,
-                  safetensors.load_json(generation) if generation.is_file() else {},
+                  safetensors.load_json(generation) if generation.exists() else {},
                   tensors)  # fmt: skip
 
 

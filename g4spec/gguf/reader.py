@@ -8,8 +8,6 @@ Source: ggml `docs/gguf.md`, `ggml/src/gguf.cpp`.
 from __future__ import annotations
 
 import mmap
-import os
-import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,14 +22,14 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
-from g4spec.gguf import forks, strings
+from g4spec.gguf import forks, regular, strings
 from g4spec.gguf.values import T, Value
 
 MAGIC = b"GGUF"
 MAX_DIMS = 4
 MAX_NAME = 63
 MAX_COUNT = 1 << 30
-DEFAULT_ALIGNMENT = 32
+DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 NUMBERS: dict[T, np.dtype[Any]] = {
     T.U8: np.dtype("<u1"), T.I8: np.dtype("<i1"), T.U16: np.dtype("<u2"), T.I16: np.dtype("<i2"),
     T.U32: np.dtype("<u4"), T.I32: np.dtype("<i4"), T.F32: np.dtype("<f4"),
@@ -230,9 +228,7 @@ class GGUF(Mapping[str, Any]):
 
     def _open(self) -> None:
         try:
-            if stat.S_ISFIFO(os.stat(self.path).st_mode):  # opening one would wait for a writer
-                raise self._bad("a pipe", "a file")
-            with open(self.path, "rb") as f:
+            with regular.opened(self.path) as f:
                 self.size = f.seek(0, 2)
                 if self.size < 24:
                     raise self._bad("too short for a GGUF file", "24 bytes or more", self.size)
@@ -349,8 +345,9 @@ class GGUF(Mapping[str, Any]):
         if place is None:
             return DEFAULT_ALIGNMENT
         value = self["general.alignment"]
-        if place.type is not T.U32 or value == 0 or value & (value - 1):
-            raise self._bad("general.alignment", "a power of two, of type U32", value)
+        if place.type is not T.U32 or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+            expected = f"a power of two up to {MAX_ALIGNMENT}, of type U32"
+            raise self._bad("general.alignment", expected, value)
         return int(value)
 
     def _scan_tensor(self, at: int) -> int:
@@ -387,9 +384,14 @@ class GGUF(Mapping[str, Any]):
             self.tensors[name] = replace(self.tensors[name], nbytes=nbytes)
 
     def _check_bounds(self) -> None:
-        room = self.size - self.data_start
-        for name, info in self.tensors.items():
+        """Tensors lie in the file, and none on another: a small file would hold large ones."""
+        room, end, before = self.size - self.data_start, 0, ""
+        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
             if info.offset + info.nbytes > room:
                 raise self._bad(f"tensor {name!r} reaches beyond the end of the file; it is "
                                 "truncated or damaged", f"{max(room, 0)} bytes of data at most",
                                 info.offset + info.nbytes)  # fmt: skip
+            if info.offset < end and info.nbytes:
+                raise self._bad(f"tensor {name!r} lies on {before!r}",
+                                f"offset {end} or more", info.offset)  # fmt: skip
+            end, before = max(end, info.offset + info.nbytes), name

@@ -44,8 +44,10 @@ class TensorData:
 
 
 def write(path: str | Path, kv: KV, tensors: Iterable[TensorData],
-          progress: Progress | None = None) -> int:  # fmt: skip
-    """Write a file; returns its size in bytes. An existing file is replaced at the end.
+          progress: Progress | None = None,
+          check: Callable[[], None] | None = None) -> int:  # fmt: skip
+    """Write a file; returns its size in bytes. An existing file is replaced at the end, unless
+    `check` raises: it is called when all is written.
 
     Raises:
         InputError: a value or name that the format cannot hold, or a path that cannot be a file.
@@ -68,6 +70,8 @@ def write(path: str | Path, kv: KV, tensors: Iterable[TensorData],
             assert size == tensor.nbytes, f"{tensor.name}: {size} bytes, not {tensor.nbytes}"
             f.write(bytes(pad(size, align) - size))
             done += pad(size, align)
+        if check:
+            check()
     return total
 
 

@@ -19,12 +19,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, UsageError
 from g4spec.measure.bench_summary import ALL, Length, Row, Sample, summarize
 from g4spec.measure.prompts import Prompt
-from g4spec.core import MAX_DRAFT
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
 
 SCHEMA = "g4spec.bench/1"
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from g4spec.measure.prompts import Prompt
 from g4spec.core import MAX_DRAFT
+from g4spec.measure.prompts import Prompt
 
 ALL = "all"
 """Name of the row that sums up the categories."""

@@ -17,12 +17,13 @@ import torch
 
 import g4spec
 from g4spec import quant
+from g4spec.core import Backend
 from g4spec.gguf import GGUF
 from g4spec.ops.reference import Ops
 
 
 def describe(
-    target: Path, draft: Path | str | None, ops: Ops, command: Sequence[str]
+    target: Path, draft: Path | str | None, backend: Backend, command: Sequence[str]
 ) -> dict[str, Any]:
     """Everything needed to judge and repeat a measurement; JSON types only.
 
@@ -42,10 +43,10 @@ def describe(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": machine(),
-        "ops": type(ops).__name__,
-        "device": ops.title,
-        "overridden_ops": overridden(ops),
-        "ops_without_kernel": sorted(ops.without_kernel),
+        "ops": type(backend.ops).__name__,
+        "device": backend.title,
+        "overridden_ops": overridden(backend.ops),
+        "ops_without_kernel": sorted(backend.ops.without_kernel),
     }
 
 
@@ -119,7 +120,7 @@ def _git(root: Path, *args: str) -> str:
     return done.stdout.strip()
 
 
-def overridden(ops: Ops) -> list[str]:
+def overridden(ops: object) -> list[str]:
     """Names of the operations that a backend replaces; empty for the reference."""
     kind = type(ops)
     return sorted(n for n in dir(Ops) if n[0] != "_" and getattr(kind, n) is not getattr(Ops, n))

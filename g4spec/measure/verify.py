@@ -15,7 +15,8 @@ from typing import Any, Literal
 from g4spec.errors import UsageError
 from g4spec.measure.prompts import Prompt
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
 
 LENGTHS: tuple[int | Literal["auto"], ...] = (1, 2, 3, 4, 5, 7, 8, 11, 15, "auto")
 

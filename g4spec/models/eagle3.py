@@ -14,7 +14,7 @@ Sources: speculators 0.9.0 `models/eagle3` and `models/peagle`, llama.cpp `conve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from g4spec.core import MAX_DRAFT
@@ -22,14 +22,14 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, T, array, boolean, f32, string, u32
 from g4spec.models import dflash
 from g4spec.models.dflash_backbone import DROPS, PREFIXES, caches, check_taps, tables
+from g4spec.models.eagle3_config import ARCH, Config
 from g4spec.models.eagle3_drafter import Drafter
 from g4spec.models.fields import Fields
 from g4spec.models.spec import Checkpoint, LayerSpec, TensorSpec
 from g4spec.models.upstream import OWN, Limit, architecture
 
-__all__ = ["DROPS", "PREFIXES", "Config", "Drafter", "caches"]
+__all__ = ["ARCH", "DROPS", "PREFIXES", "Config", "Drafter", "caches"]
 
-ARCH = "eagle3"
 ARCHS = (ARCH, ARCH + OWN)
 TITLE = "EAGLE-3 draft"
 ALIASES = {"midlayer.": "layers.0."}
@@ -40,42 +40,6 @@ QK_NORM = "blk.0.attn_q_norm.weight"
 MASK = "mask_hidden.weight"
 NORM_OUTPUT = "g4spec.eagle3.norm_output"
 DEPTHS = "g4spec.eagle3.depths"
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Hyperparameters of an EAGLE-3 draft.
-
-    Attributes:
-        target_layers: layers of the target whose *input* is a feature, in the order of `fc`.
-        n_target: hidden size of the target.
-        n_draft: rows of a reduced head (`d2t` present), or None.
-        norm_before_residual: the residual is the normed feature instead of the feature.
-        norm_before_fc, fc_norm: a norm over all features together, or one for each.
-        norm_output: the draft feeds back its output after the final norm instead of before.
-        qk_norm: queries and keys are normed by head (Qwen 3).
-        mask_token, depths: of P-EAGLE: what stands for tokens not drafted yet, and how many tokens
-            are drafted at once; 0 depths is EAGLE-3.
-    """
-
-    n_vocab: int
-    n_embd: int
-    n_ctx: int
-    eps: float
-    layers: tuple[LayerSpec, ...]
-    target_layers: tuple[int, ...]
-    n_target: int
-    own_embed: bool
-    own_head: bool
-    n_draft: int | None
-    norm_before_residual: bool
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    qk_norm: bool = False
-    mask_token: int = 0
-    depths: int = 0
-    arch: str = ARCH
 
 
 LIMITS = (

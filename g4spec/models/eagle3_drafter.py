@@ -13,7 +13,7 @@ from g4spec.ops.weights import Attention
 if TYPE_CHECKING:
     import torch
 
-    from g4spec.models.eagle3 import Config
+    from g4spec.models.eagle3_config import Config
 
 
 class Drafter(WeightedDrafter):

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import InputError, Unsupported, UsageError
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -64,7 +64,12 @@ def gumbel(seed: int, position: int, n_vocab: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Chooses tokens; order of filters as in llama.cpp: top-k, top-p, min-p, temperature.
+    """Chooses tokens. Logits are edited first, in this order: bias, penalties (repetition,
+    frequency, presence), a grammar's mask, suppress. Then they are filtered in the order of
+    llama.cpp: top-k, top-p, min-p, temperature.
+
+    Bias and penalties need more than a row of logits: `g4spec.ops.logits.choose_rows` applies them.
+    `choose` and the GPU's kernels read raw logits and take a `plain` sampler only.
 
     Attributes:
         temperature: 0 takes the largest logit (lowest id on a tie).
@@ -72,6 +77,14 @@ class Sampler:
         top_p: smallest set of most likely candidates with at least this mass; 1 keeps all.
         min_p: candidates at least this likely relative to the best; 0 keeps all.
         suppress: tokens that are never chosen, whatever their logits.
+        logit_bias: (token id, value) pairs, each id once. The value, -100 to 100, is added to the
+            logit: -100 puts a token behind all others, but a high temperature may still choose it.
+            -inf bans the token.
+        repetition_penalty: a positive logit of a token that the prompt or the output contains is
+            divided by this, a negative one multiplied, as in transformers and vLLM; 1 is off.
+        presence_penalty: subtracted from the logit of each token that the output contains.
+        frequency_penalty: subtracted once for each time that the output contains the token. Both
+            as in OpenAI's API and vLLM: -2 to 2, 0 is off, the prompt does not count.
     """
 
     temperature: float = 0.0
@@ -80,24 +93,80 @@ class Sampler:
     min_p: float = 0.0
     seed: int = 0
     suppress: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, ok, want in (
-            ("temp", math.isfinite(self.temperature) and self.temperature >= 0, ">= 0"),
-            ("top-k", self.top_k >= 0, ">= 0 (0 keeps all)"),
-            ("top-p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min-p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("seed", 0 <= self.seed < 2**64, "in [0, 2^64)"),
-        ):
+        for flag, value, ok, want in (
+            ("temp", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0,
+             ">= 0"),
+            ("top-k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps all)"),
+            ("top-p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min-p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
+            ("repeat-penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 100,
+             "in [0.01, 100] (1 is off)"),
+            ("presence-penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2,
+             "in [-2, 2]"),
+            ("frequency-penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2,
+             "in [-2, 2]"),
+        ):  # fmt: skip
             if not ok:
-                value = getattr(self, {"temp": "temperature"}.get(name, name.replace("-", "_")))
-                raise UsageError(f"--{name}", expected=want, found=value)
+                raise UsageError(f"--{flag}", expected=want, found=value)
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        seen: set[int] = set()
+        for token, value in self.logit_bias:
+            if token < 0:
+                raise UsageError("--logit-bias", expected="a token id >= 0", found=token)
+            if token in seen:
+                raise UsageError("--logit-bias", expected="each token id once", found=token)
+            if not (-100 <= value <= 100 or value == -math.inf):
+                raise UsageError(f"--logit-bias of token {token}",
+                                 expected="-100 to 100, or -inf", found=value)  # fmt: skip
+            seen.add(token)
+
+    @property
+    def uses_history(self) -> bool:
+        """True where a choice depends on the tokens so far: a penalty is on."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def plain(self) -> bool:
+        """True where raw logits and a position are enough: no bias and no penalty."""
+        return not self.logit_bias and not self.uses_history
+
+    def without_edits(self) -> Sampler:
+        """Return the same sampler without bias and penalties: for logits that are edited already,
+        and for drafts, whose choices the target corrects."""
+        return replace(self, logit_bias=(), repetition_penalty=1.0, presence_penalty=0.0,
+                       frequency_penalty=0.0)  # fmt: skip
+
+    def require_plain(self) -> None:
+        """Raise Unsupported, naming the options, unless the sampler is `plain`."""
+        given = [flag for flag, on in (
+            ("--logit-bias", self.logit_bias),
+            ("--repeat-penalty", self.repetition_penalty != 1),
+            ("--presence-penalty", self.presence_penalty),
+            ("--frequency-penalty", self.frequency_penalty),
+        ) if on]  # fmt: skip
+        if given:
+            raise Unsupported(f"{', '.join(given)}: not applied where raw logits are sampled",
+                              fix="leave it out")  # fmt: skip
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
         """The token at absolute `position`, from its logits [V] float32.
 
-        Raises NotFinite when there is no largest logit.
+        Raises NotFinite when there is no largest logit, Unsupported unless the sampler is `plain`.
         """
+        self.require_plain()
         if self.suppress:
             logits = logits.clone()
             logits[list(self.suppress)] = -math.inf

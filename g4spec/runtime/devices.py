@@ -1,19 +1,16 @@
-"""Which device a run uses, and what it may take of its memory."""
+"""Chooses the device that an engine runs on."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
+from g4spec.core import Backend
 from g4spec.errors import EnvironmentProblem, UsageError
-from g4spec.gguf.reader import TensorInfo
-from g4spec.core import CacheShape
-from g4spec.ops.reference import Ops
-from g4spec.runtime import memory
+from g4spec.runtime.backend import TorchBackend
 
 CACHE_TYPES = ("f16", "q8_0")
 """How keys and values may be stored on a GPU; on a CPU they are always F32."""
@@ -21,40 +18,10 @@ CACHE_TYPES = ("f16", "q8_0")
 EXTRA = "install g4spec[cuda]"
 
 
-class Budget(Protocol):
-    """Bytes that the parts of a run take on a device."""
-
-    def weights(self, tensors: Iterable[TensorInfo]) -> int: ...
-    def cache(
-        self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
-    ) -> int: ...
-    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int: ...
-    def available(self) -> int: ...
-
-
-class Host:
-    """The CPU: see `g4spec.runtime.memory`."""
-
-    def weights(self, tensors: Iterable[TensorInfo]) -> int:
-        return memory.weight_bytes([t.shape for t in tensors])
-
-    def cache(
-        self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
-    ) -> int:
-        return memory.cache_bytes(shapes, n_ctx, chunk)
-
-    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
-        return memory.workspace_bytes(config.n_vocab, config.n_embd, config.row_width,
-                                      config.layers, n_ctx, chunk)  # fmt: skip
-
-    def available(self) -> int:
-        return memory.available()
-
-
 def select(
     device: str, cache_type: Literal["f16", "q8_0"] | str | None = None
-) -> tuple[Ops, Budget]:
-    """The operations of a device and its memory.
+) -> Backend:
+    """Open a device.
 
     Args:
         device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it can be used.
@@ -62,21 +29,15 @@ def select(
             on every other too.
         cache_type: see `CACHE_TYPES`; None: F16 on a GPU.
 
-    A GPU becomes the current one of the thread, which is to be the one that uses it.
-
     Raises UsageError or EnvironmentProblem where the device cannot be used.
     """
     found = check(device, cache_type)
     if found is None:
-        return Ops(), Host()
-    from g4spec.runtime.cuda.gpu_memory import Card, join_free
-    from g4spec.runtime.cuda.ops import CudaOps
+        return TorchBackend()
+    from g4spec.runtime.cuda.backend import CudaBackend
 
-    place, portable = torch.device("cuda", found[0]), found[1]
-    torch.cuda.set_device(place)  # kernels, graphs and events are of the current one
-    join_free(found[0])
     chosen: Any = cache_type or "f16"
-    return CudaOps(str(place), chosen, portable), Card(place, chosen, portable)
+    return CudaBackend(found[0], chosen, found[1])
 
 
 def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import models
+from g4spec.core import Backend, CacheShape, Draft
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
-from g4spec.core import CacheShape, Draft, MAX_STEP_ROWS
-from g4spec.ops.reference import Ops
+from g4spec.runtime import loading
 from g4spec.runtime.target import Target
 
 
@@ -76,14 +76,17 @@ class DraftFile:
         """Of its own caches."""
         return list(self.kind.caches(self.config, self.window)) if self.file and self.kind else []
 
-    def build(self, ops: Ops, target: Target, chunk: int) -> Draft:
-        """The draft with its weights loaded, for a target that reads prompts in such chunks."""
+    def build(self, backend: Backend, target: Target) -> Draft:
+        """The draft with its weights loaded, for a target whose slots and pages it shares."""
         assert self.file is not None and self.kind is not None
-        # A block may reach past the end of the context; its rows need a place all the same.
-        n_ctx = target.n_ctx + MAX_STEP_ROWS
-        kv = [ops.cache(shape, n_ctx, max(chunk, 2 * MAX_STEP_ROWS)) for shape in self.shapes()]
-        weights = {name: ops.load(self.file, name) for name in self.file.tensors}
+        slack = backend.slack(target.chunk)
+        caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
+        n_vocab = target.config.n_vocab
+        if check := getattr(self.kind, "check_ids", None):
+            check(self.config, self.file, n_vocab)
+        weights = loading.draft_weights(self.file, self.kind.tensors(self.config), backend, n_vocab)
         draft: Draft = self.kind.Drafter(
-            self.config, weights, ops, target, self.file, kv, self.window
-        )
+            self.config, weights, backend.ops, target, self.file, caches,
+            target.n_states, self.window,
+        )  # fmt: skip
         return draft

@@ -3,22 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from g4spec.core import MAX_STEP_ROWS, Backend, CacheShape
 from g4spec.errors import EnvironmentProblem
-from g4spec.core import CacheShape, MAX_STEP_ROWS
+from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import LayerSpec
-from g4spec.ops.kv import capacity
+from g4spec.ops.kv import pages_of
 
 FLOAT = 4
 """Bytes of every weight and cache entry of the reference runtime (float32)."""
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """How much text an engine keeps.
+
+    Attributes:
+        n_ctx: positions of a text. slots: texts that may live at once. pages: of the pool.
+    """
+
+    n_ctx: int
+    slots: int = 1
+    pages: int = 0
+
+    @classmethod
+    def of(cls, n_ctx: int, slots: int = 1, pool: int | None = None) -> Size:
+        """For texts of `n_ctx` positions, with a pool of at least so many."""
+        return cls(n_ctx, slots, pages_of(max(pool or 0, n_ctx)))
+
+    def smaller(self, n_ctx: int) -> Size:
+        """The same for a shorter context."""
+        return Size.of(n_ctx, self.slots)
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose for one context length."""
+    """Bytes by purpose for one size. The caches are pages and rings."""
 
     n_ctx: int
     weights: int
@@ -32,9 +56,36 @@ class MemoryPlan:
         return self.weights + self.cache + self.draft_weights + self.draft_cache + self.workspace
 
 
-def cache_bytes(shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
-    """Keys and values of all layers."""
-    return sum(2 * FLOAT * capacity(n_ctx, s.window, slack) * s.n_kv * s.head_dim for s in shapes)
+def plan(
+    backend: Backend,
+    size: Size,
+    chunk: int,
+    config: Any,
+    tensors: Iterable[TensorInfo],
+    caches: Sequence[CacheShape],
+    draft_tensors: Iterable[TensorInfo] = (),
+    draft_caches: Sequence[CacheShape] = (),
+) -> MemoryPlan:
+    """Compute what an engine takes of a device.
+
+    Args:
+        config: of the target. tensors, draft_tensors: of the files. caches, draft_caches: layers
+            that keep keys and values.
+    """
+    budget = backend.budget
+
+    def kept(shapes: Sequence[CacheShape], slack: int) -> int:
+        rings = size.slots * budget.slot(shapes, size.n_ctx, slack)
+        return (size.pages + 1) * budget.page(shapes) + rings
+
+    return MemoryPlan(
+        n_ctx=size.n_ctx,
+        weights=budget.weights(tensors),
+        cache=kept(caches, backend.slack(chunk)),
+        draft_weights=budget.weights(draft_tensors),
+        draft_cache=kept(draft_caches, backend.slack(chunk)),
+        workspace=budget.workspace(config, size.n_ctx, chunk),
+    )
 
 
 def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:

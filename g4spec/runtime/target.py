@@ -1,62 +1,58 @@
-"""The target with its cache: what a step of the loop runs and what drafts may look at."""
+"""The target with its caches: what runners run and what drafts may look at."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from g4spec.core import Backend, Batch, StepRows
 from g4spec.models import gemma4
-from g4spec.core import MAX_STEP_ROWS
-from g4spec.ops.kv import LayerKV
 from g4spec.ops.reference import Ops
-
-STEPS = (1, 2, 4, 8, 16)
-"""Rows of the steps that a backend may record."""
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """One step of the target: `logits` [T, V], which last until the next step; `read` the same
-    tokens as a draft wants them."""
-
-    logits: torch.Tensor
-    read: Committed
 
 
 class Target:
-    """A Gemma 4 model, its cache, and the taps its draft asked for (`models.spec.TargetView`).
+    """A Gemma 4 model, its caches, and the taps its draft asked for (`core.TargetView`).
 
     Args:
-        chunk: rows of one prefill chunk; rings have room for it.
+        space: slots and pages of the sequences.
+        chunk: rows of a prompt that are read at a time; rings have room for it.
+
+    Attributes:
+        taps: layers whose input a step hands out (`StepRows.taps`).
     """
 
     def __init__(
         self,
         config: gemma4.Config,
         weights: Mapping[str, Any],
-        ops: Ops,
-        n_ctx: int,
+        backend: Backend,
+        space: Any,
         chunk: int,
     ) -> None:
-        self.config, self.ops, self.n_ctx, self.chunk = config, ops, n_ctx, chunk
-        self.model = gemma4.Model(config, weights, ops)
-        slack = ops.slack(chunk)
-        self.caches = [ops.cache(shape, n_ctx, slack) for shape in gemma4.caches(config)]
-        self._read = ops.reader(self.model, self.caches, n_ctx, chunk)
-        self.taps = ()
+        self.config, self.backend, self.space, self.chunk = config, backend, space, chunk
+        self.ops: Ops = backend.ops
+        self.model = gemma4.Model(config, weights, self.ops)
+        slack = backend.slack(chunk)
+        self.caches = [backend.cache(shape, space, slack) for shape in gemma4.caches(config)]
+        self.taps: tuple[int, ...] = ()
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        """Layers whose input a step hands out (`Committed.taps`)."""
-        return self._taps
+    def n_ctx(self) -> int:
+        """Positions that a sequence may have."""
+        n: int = self.space.n_ctx
+        return n
 
-    @taps.setter
-    def taps(self, layers: tuple[int, ...]) -> None:
-        self._taps = layers
-        self._step = self.ops.graph(self.run, STEPS, keep=2)
+    @property
+    def n_states(self) -> int:
+        """Slots that a draft keeps a state for: those of sequences, and a backend's spare one."""
+        return len(self.space.table)
+
+    def close(self) -> None:
+        """Free weights and caches."""
+        self.caches = []
+        self.model.w = {}
 
     def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """Token rows [T] -> [T, H], times `scale`, or else sqrt(H)."""
@@ -67,41 +63,37 @@ class Target:
         """Output table [V, H]."""
         return self.model.table
 
-    def kv(self, layer: int) -> LayerKV:
+    def kv(self, layer: int) -> Any:
         """Cache of one layer."""
         return self.caches[layer]
 
-    def read(self, ids: Sequence[int], start: int) -> Committed:
-        """Run tokens at positions start ..., appending to the cache; no logits."""
-        hidden, tapped = self._read(ids, start, self.taps)
-        return Committed(ids, start, hidden, self._beside(hidden, tapped))
-
-    def _beside(self, hidden: torch.Tensor, tapped: dict[int, torch.Tensor]) -> torch.Tensor:
-        """The taps of rows `hidden` [T, H] beside each other, [T, n * H]."""
+    def rows(self, batch: Batch) -> StepRows:
+        """Run a batch, appending to the caches; no logits."""
+        hidden, tapped = self.model.forward(batch, self.caches, self.taps)
         taps = [tapped[i] for i in self.taps]
-        return self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
+        beside = self.ops.concat(taps) if taps else hidden.new_empty(len(hidden), 0)
+        return StepRows(batch, hidden, beside)
 
-    def run(
-        self, ids: torch.Tensor, positions: torch.Tensor, *, capped: bool = True
-    ) -> tuple[torch.Tensor, ...]:
-        """A step of ids [T] at consecutive positions [T], as it may be recorded: rows after the
-        final norm [T, H], taps, logits [T, V], raw unless `capped`."""
-        hidden, tapped = self.model.forward(ids, positions, self.caches, self.taps)
+    def run(self, batch: Batch, *, capped: bool = True) -> tuple[StepRows, torch.Tensor]:
+        """Run a step, as it may be recorded -> its rows, and logits [T, V], raw unless `capped`."""
+        rows = self.rows(batch)
         cap = self.config.softcap if capped else 0.0
-        logits = self.ops.logits(hidden, self.table, cap)
-        return hidden, self._beside(hidden, tapped), logits
-
-    def prefill(self, ids: Sequence[int]) -> Iterator[Committed]:
-        """Read a prompt from position 0, one chunk at a time."""
-        for start in range(0, len(ids), self.chunk):
-            yield self.read(ids[start : start + self.chunk], start)
+        return rows, self.ops.logits(rows.hidden, self.table, cap)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Softcapped logits of final-norm rows [T, H] -> [T, V]."""
         return self.model.logits(hidden)
 
-    def step(self, ids: Sequence[int], start: int) -> StepOutput:
-        """Run at most 16 tokens and return logits for every row."""
-        assert len(ids) <= MAX_STEP_ROWS, len(ids)
-        hidden, taps, logits = self._step(ids, start)
-        return StepOutput(logits, Committed(ids, start, hidden, taps))
+
+def batch_of(ops: Ops, parts: Iterable[tuple[int, int, Sequence[int]]]) -> Batch:
+    """Make a batch of (slot, position of the first row, tokens), a sequence each."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sizes = []
+    for slot, start, tokens in parts:
+        ids += tokens
+        positions += range(start, start + len(tokens))
+        slots += [slot] * len(tokens)
+        sizes.append(len(tokens))
+    return Batch(ops.ids(ids), ops.ids(positions), ops.ids(slots), tuple(sizes))

@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from g4spec.errors import InputError, UsageError
+from g4spec.validate.needs import Needs
 from g4spec.validate.report import Report
-from g4spec.validate.rule import ERROR, Needs, Rule, all_rules
+from g4spec.validate.rule import ERROR, Rule, all_rules
 from g4spec.validate.subject import Subject
 
 __all__ = ["Report", "all_rules", "validate"]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +27,6 @@ from g4spec.errors import InputError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec
 from g4spec.quant import Format
-from g4spec.validate.subject import Subject
 
 BLOCK_VALUES = 1 << 18
 SLACK = 1 + 1e-5  # the bounds themselves are computed in float32
@@ -86,7 +87,25 @@ class Comparison:
     digest: str = ""
 
 
-def compare(s: Subject) -> Comparison:
+class Converted(Protocol):
+    """A file and the checkpoint it was converted from (`g4spec.validate.subject.Subject`)."""
+
+    source: Path | None
+    progress: Callable[[int, int], None] | None
+
+    @property
+    def kind(self) -> ModuleType | None: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+    @property
+    def open_file(self) -> GGUF: ...
+    def shape(self, name: str) -> tuple[int, ...] | None: ...
+    def numbers(self, key: str) -> Any: ...
+
+
+def compare(s: Converted) -> Comparison:
     """Hold the file of `s` against its source. InputError if the source cannot be read."""
     assert s.source is not None and s.kind is not None
     found = sources.detect(s.source)
@@ -111,7 +130,7 @@ class _Compare:
     """`same_names`: the source is a GGUF, whose tensors need no translation."""
 
     def __init__(
-        self, s: Subject, source: Mapping[str, Stored], same_names: bool, out: Comparison
+        self, s: Converted, source: Mapping[str, Stored], same_names: bool, out: Comparison
     ) -> None:
         self.s, self.source, self.same_names, self.out = s, source, same_names, out
 

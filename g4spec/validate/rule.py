@@ -19,10 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from g4spec.validate.subject import Subject
+from g4spec.validate.needs import Needs
+from g4spec.validate.subject import Subject
 
 
 class Severity(IntEnum):
@@ -34,17 +33,6 @@ class Severity(IntEnum):
 
     def __str__(self) -> str:
         return self.name.lower()
-
-
-class Needs(IntEnum):
-    """What must be at hand before a rule can be asked; each level includes those above it,
-    except that SOURCE does not need a TARGET."""
-
-    HEADER = 0  # bytes that may be anything
-    FILE = 1  # a container that our reader opens
-    CONFIG = 2  # metadata that describes a known kind of model
-    TARGET = 3  # the target the draft is paired with
-    SOURCE = 4  # the checkpoint it was converted from
 
 
 ERROR, WARNING, NOTE = Severity.ERROR, Severity.WARNING, Severity.NOTE

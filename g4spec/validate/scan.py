@@ -84,8 +84,11 @@ def scan(
         return _tensor(file, entry)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for entry, stats in zip(entries, pool.map(look, entries), strict=True):
-            out[entry.name] = stats
+        # Handing a small one to a thread takes longer than it takes.
+        ahead = {t.name: pool.submit(look, t) for t in entries if (t.nbytes or 0) > CHUNK // 16}
+        for entry in entries:
+            future = ahead.pop(entry.name, None)
+            out[entry.name] = future.result() if future else look(entry)
             done += entry.nbytes or 0
             if progress is not None:
                 progress(done, total)

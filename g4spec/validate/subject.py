@@ -18,7 +18,7 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, T
 from g4spec.models.spec import TensorSpec
 from g4spec.validate import header, scan
-from g4spec.validate.rule import Needs
+from g4spec.validate.needs import Needs
 
 if TYPE_CHECKING:
     from g4spec.validate.compare import Comparison

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench
 from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import CATEGORIES, LONG_PROMPTS, Prompt, long_text, mt_bench, prompts
 from g4spec.measure.recommendation import recommend
-from g4spec.core import MAX_DRAFT
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime import speculate
 from tests import bench_engine, bench_result

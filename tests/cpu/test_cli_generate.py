@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ import pytest
 
 from g4spec.cli import _inputs, render
 from g4spec.cli._spoken import Writer, held_back
+from g4spec.core import Cycle
 from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.speculate import Cycle
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
 from tests import tiny, tokens
 from tests.commands import Cli
 
@@ -87,15 +89,15 @@ def test_text_on_stdout_and_figures_on_stderr(files: tuple[str, str], g4spec: Cl
 def test_what_there_is_at_ctrl_c(
     files: tuple[str, str], g4spec: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cycles = g4spec.json("generate", "-m", files[0], *PROMPT), Run.__iter__
+    whole, cycles = g4spec.json("generate", "-m", files[0], *PROMPT), Request.__iter__
 
-    def interrupted(run: Run) -> Iterator[Cycle]:
+    def interrupted(run: Request) -> Iterator[Cycle]:
         for count, cycle in enumerate(cycles(run)):
             yield cycle
             if count == 4:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(Run, "__iter__", interrupted)
+    monkeypatch.setattr(Request, "__iter__", interrupted)
     out, err = g4spec("generate", "-m", files[0], *PROMPT, code=130)
     assert out.endswith("\n") and whole["text"].startswith(out.rstrip("\ufffd\n"))
     assert err.startswith("5 tokens") and err.endswith("ended by Ctrl-C\n")
@@ -245,23 +247,66 @@ def test_folder_behind_md_is_converted_once(
     assert "took ready.gguf" in capsys.readouterr().err
 
 
-def test_being_terminated_leaves_nothing(tmp_path: Path) -> None:
-    source = tiny.target(tmp_path / "target")
-    code = (
-        "import sys, os, signal, g4spec.convert.run as run, g4spec.cli as cli\n"
-        "inner = run.gguf.write\n"
-        "def write(path, kv, tensors, progress=None):\n"
-        "    def halted():\n"
-        "        for i, t in enumerate(tensors):\n"
-        "            if i == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "            yield t\n"
-        "    return inner(path, kv, halted(), progress)\n"
-        "run.gguf.write = write\n"
-        "cli.main()\n"
-    )
-    out = tmp_path / "out"
+HALTED = """
+import sys, os, signal, g4spec.convert.run as run, g4spec.cli as cli
+inner, (number, again) = run.gguf.write, map(int, sys.argv.pop().split(","))
+def write(path, kv, tensors, progress=None, check=None):
+    def halted():
+        for i, t in enumerate(tensors):
+            try:
+                if i == 3: os.kill(os.getpid(), number)
+            finally:
+                if i == 3 and again: os.kill(os.getpid(), again)
+            yield t
+    return inner(path, kv, halted(), progress, check)
+run.gguf.write = write
+cli.main()
+"""
+
+
+def halted(tmp_path: Path, signals: str) -> tuple[int, bytes, list[Path]]:
+    """Exit code and stderr of a conversion that gets signals while it writes; files it left."""
+    source, out = tiny.target(tmp_path / "target"), tmp_path / "out"
     out.mkdir()
-    argv = [sys.executable, "-c", code, "convert", str(source), "-o", str(out / "t.gguf")]
+    argv = [
+        sys.executable,
+        "-c",
+        HALTED,
+        "convert",
+        str(source),
+        "-o",
+        str(out / "t.gguf"),
+        signals,
+    ]
     done = subprocess.run(argv, check=False, capture_output=True, timeout=60)
-    assert done.returncode == 143, done.stderr
-    assert list(out.iterdir()) == []
+    return done.returncode, done.stderr, list(out.iterdir())
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_being_asked_to_end_leaves_nothing(number: int, code: int, tmp_path: Path) -> None:
+    assert halted(tmp_path, f"{int(number)},0") == (code, b"", [])
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("then", [signal.SIGTERM, signal.SIGINT])
+def test_being_asked_twice_is_quiet(first: int, then: int, tmp_path: Path) -> None:
+    code, said, _ = halted(tmp_path, f"{int(first)},{int(then)}")
+    assert (code, said) == (-then, b"")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--logit-bias", "5-inf"), ("--repeat-penalty", 1.5), ("--presence-penalty", 2),
+     ("--frequency-penalty", -2)],
+)  # fmt: skip
+def test_options_that_edit_logits_do_so_with_a_draft_as_without(
+    files: tuple[str, str], g4spec: Cli, option: tuple[str, object]
+) -> None:
+    target, draft = files
+    plain = g4spec.json("generate", "-m", target, *PROMPT)["ids"]
+    if option[0] == "--logit-bias":
+        option = (option[0], f"{plain[0]}-inf")
+    edited = g4spec.json("generate", "-m", target, *PROMPT, *option)["ids"]
+    assert edited != plain
+    for more in (("-md", draft), ("-md", "ngram", "--draft-max", 5)):
+        assert g4spec.json("generate", "-m", target, *PROMPT, *option, *more)["ids"] == edited

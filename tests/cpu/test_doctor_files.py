@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from g4spec import convert
-from g4spec.advisor import files, questions, subjects
+from g4spec.advisor import files, lookup, questions, subjects
 from g4spec.advisor import memory_needs as memory
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.engines import judge
 from g4spec.advisor.facts import facts
 from g4spec.advisor.machine import assume
 from g4spec.advisor.schema import Size
-from g4spec.errors import InputError, UsageError
 from g4spec.core import CacheShape
+from g4spec.errors import InputError, UsageError
 from tests import tiny, tiny_drafts
 
 FACTS = facts()
@@ -44,8 +44,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_folder_and_file_agree(family: dict[str, Path]) -> None:
-    folder = subjects.target(FACTS, str(family["target"]))
-    file = subjects.target(FACTS, str(family["target.gguf"]))
+    folder = lookup.target(FACTS, str(family["target"]))
+    file = lookup.target(FACTS, str(family["target.gguf"]))
     assert folder.caches == file.caches and len(file.caches) > 1
     assert file.is_gguf and not folder.is_gguf
     assert file.options[0].engines == ("llama.cpp", "g4spec")
@@ -54,10 +54,10 @@ def test_folder_and_file_agree(family: dict[str, Path]) -> None:
 
 
 def test_drafts_in_files(family: dict[str, Path]) -> None:
-    target = subjects.target(FACTS, str(family["target"]))
+    target = lookup.target(FACTS, str(family["target"]))
     for name, kind in (("zlab", "dflash"), ("redhat", "dflash"), ("mtp", "mtp")):
-        folder = subjects.draft(FACTS, str(family[name]), target)
-        file = subjects.draft(FACTS, str(family[f"{name}.gguf"]), target)
+        folder = lookup.draft(FACTS, str(family[name]), target)
+        file = lookup.draft(FACTS, str(family[f"{name}.gguf"]), target)
         assert folder.kind == file.kind == kind, name
         assert folder.block == file.block
         assert folder.kv_token == file.kv_token, name
@@ -82,11 +82,11 @@ def test_every_kind_is_told_from_the_others(
 ) -> None:
     kind, make = KINDS[name]
     made = make(tmp_path / name, family["target"])
-    target = subjects.target(FACTS, str(family["target"]))
-    folder = subjects.draft(FACTS, str(made), target)
+    target = lookup.target(FACTS, str(family["target"]))
+    folder = lookup.draft(FACTS, str(made), target)
     out = tmp_path / "draft.gguf"
     convert.convert(made, out, target=family["target"])
-    file = subjects.draft(FACTS, str(out), target)
+    file = lookup.draft(FACTS, str(out), target)
     assert folder.kind == file.kind == kind
     assert folder.causal == file.causal == (kind == "eagle3")
     assert folder.head == file.head > 0
@@ -107,12 +107,12 @@ def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> No
 
 def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
     """speculators name their number; a z-lab block of n gives n - 1; SGLang counts the anchor."""
-    target = subjects.target(FACTS, str(family["target"]))
-    redhat = subjects.draft(FACTS, str(family["redhat"]), target)
+    target = lookup.target(FACTS, str(family["target"]))
+    redhat = lookup.draft(FACTS, str(family["redhat"]), target)
     raw = json.loads((family["redhat"] / "config.json").read_text())
     named = raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
     assert redhat.vllm_n == named
-    zlab = subjects.draft(FACTS, str(family["zlab"]), target)
+    zlab = lookup.draft(FACTS, str(family["zlab"]), target)
     assert (zlab.vllm_n, zlab.sglang_n, zlab.llamacpp_n) == (
         zlab.block - 1, zlab.block, zlab.block - 1)  # fmt: skip
 
@@ -131,21 +131,21 @@ def test_a_draft_folder_with_both_formats(family: dict[str, Path], tmp_path: Pat
     folder.mkdir()
     for path in [*family["zlab"].iterdir(), family["zlab.gguf"]]:
         (folder / path.name).write_bytes(path.read_bytes())
-    target = subjects.target(FACTS, str(family["target"]))
-    made = subjects.draft(FACTS, str(folder), target)
+    target = lookup.target(FACTS, str(family["target"]))
+    made = lookup.draft(FACTS, str(folder), target)
     assert "holds zlab.gguf and safetensors" in made.notes[0]
 
 
 def test_wrong_way_round(family: dict[str, Path]) -> None:
     with pytest.raises(InputError, match="not a Gemma 4 target"):
-        subjects.target(FACTS, str(family["zlab.gguf"]))
+        lookup.target(FACTS, str(family["zlab.gguf"]))
     with pytest.raises(InputError, match="not a Gemma 4 target"):
-        subjects.target(FACTS, str(family["zlab"]))
-    target = subjects.target(FACTS, str(family["target"]))
+        lookup.target(FACTS, str(family["zlab"]))
+    target = lookup.target(FACTS, str(family["target"]))
     with pytest.raises(InputError, match="not a draft"):
-        subjects.draft(FACTS, str(family["target.gguf"]), target)
+        lookup.draft(FACTS, str(family["target.gguf"]), target)
     with pytest.raises(InputError, match="not a draft"):
-        subjects.draft(FACTS, str(family["target"]), target)
+        lookup.draft(FACTS, str(family["target"]), target)
 
 
 @pytest.mark.parametrize("content", [b"", b"GGUF", b"\x00" * 100, b"not a file of any kind" * 9])
@@ -153,7 +153,7 @@ def test_broken_files(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)
     with pytest.raises(InputError):
-        subjects.target(FACTS, str(path))
+        lookup.target(FACTS, str(path))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_broken_folders(config: str | None, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(InputError):
-        subjects.target(FACTS, str(tmp_path))
+        lookup.target(FACTS, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["target", "zlab", "redhat", "mtp"])
@@ -179,7 +179,7 @@ def test_broken_folders(config: str | None, tmp_path: Path) -> None:
 def test_hostile_values(name: str, junk: object, family: dict[str, Path], tmp_path: Path) -> None:
     """Any value in place of any other: an answer or one of our errors, never a traceback."""
     raw = json.loads((family[name] / "config.json").read_text())
-    target = subjects.target(FACTS, str(family["target"]))
+    target = lookup.target(FACTS, str(family["target"]))
     spots = [(raw, k) for k in raw]
     spots += [(v, k) for v in raw.values() if isinstance(v, dict) for k in v]
     for where, key in spots:
@@ -189,9 +189,9 @@ def test_hostile_values(name: str, junk: object, family: dict[str, Path], tmp_pa
         where[key] = kept
         with suppress(InputError):
             if name == "target":
-                subjects.target(FACTS, str(tmp_path))
+                lookup.target(FACTS, str(tmp_path))
             else:
-                subjects.draft(FACTS, str(tmp_path), target)
+                lookup.draft(FACTS, str(tmp_path), target)
 
 
 def gemma_config(size: Size, per_layer: bool) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def test_gguf_metadata_of_shared_layers() -> None:
     ],
 )
 def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
-    found = subjects.target(FACTS, text)
+    found = lookup.target(FACTS, text)
     assert found.size == size and not found.is_local
     if formats is not None:
         assert len(found.options) == formats, [o.format for o in found.options]
@@ -272,12 +272,12 @@ def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
     ],
 )
 def test_names_of_drafts(model: str, text: str, id: str) -> None:
-    assert subjects.draft(FACTS, text, subjects.target(FACTS, model)).ids == (id,)
+    assert lookup.draft(FACTS, text, lookup.target(FACTS, model)).ids == (id,)
 
 
 def test_a_draft_for_another_size_is_refused() -> None:
     with pytest.raises(UsageError, match="for the 31b, not for the 12b"):
-        subjects.draft(FACTS, "redhat-dflash", subjects.target(FACTS, "12b"))
+        lookup.draft(FACTS, "redhat-dflash", lookup.target(FACTS, "12b"))
 
 
 def test_too_long_a_context() -> None:

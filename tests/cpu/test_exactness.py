@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from g4spec.runtime.speculate import Backlog, Cycle, Speculation
 
-from g4spec.models import ngram
 from g4spec.core import Draft
+from g4spec.models import ngram
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.reference import BLOCK, TILE, Ops
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.length import Fixed, Length
-from g4spec.runtime.speculate import Backlog, Cycle, Speculation
 from g4spec.runtime.target import Target
 from tests import memory_drafts as md
 from tests import memory_models as mm

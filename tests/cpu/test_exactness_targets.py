@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from g4spec.core import Draft
 from g4spec.models import gemma4, ngram
 from g4spec.models.gemma4_config import shared_kv
-from g4spec.core import Draft
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.reference import TILE, Ops
 from g4spec.ops.sampling import Sampler

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.runtime.length import CREDIT, Auto, Costs, Fixed
+from g4spec.runtime.length import CREDIT, Lengths
 from tests.acceptance import MACHINES, Bill, best_fixed, recordings, replay
+from tests.one_text import Auto, Costs
 
 Adversary = Callable[[int, Bill], int]
 """Accepted tokens of a cycle, given how many were drafted and what happened so far."""
@@ -68,8 +69,10 @@ def test_what_is_certain_before_a_cycle_has_ended() -> None:
     assert count and auto.again(count, 15)
     auto.observe(count, 0, 1.5)
     assert auto.next(15) == count
-    fixed = Fixed(5)
-    assert fixed.again(5, 9) and fixed.again(4, 4) and not fixed.again(3, 9)
+    fixed = Lengths()
+    text = fixed.text(5)
+    assert fixed.again([text], [5], [9]) and fixed.again([text], [4], [4])
+    assert not fixed.again([text], [3], [9])
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -238,7 +241,7 @@ def test_returns_to_a_draft_that_became_good() -> None:
 
 
 def test_respects_the_room_that_is_left() -> None:
-    assert Fixed(8).next(3) == 3
+    assert Lengths().plan([Lengths().text(8)], [3]) == [3]
     auto = Auto({0: 1.0, 1: 1.0, 15: 1.0})
     assert all(auto.next(most) <= most for most in range(16))
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from g4spec.convert import convert
-from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.core import CacheShape
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.ops.kv import LayerKV
 from g4spec.runtime import memory
 from g4spec.runtime.engine import Engine, Options

@@ -16,13 +16,13 @@ import torch
 
 from g4spec import quant
 from g4spec.core import CacheShape, Reach
-from g4spec.ops.weights import Attention, ExpertLayer
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
+from g4spec.ops.weights import Attention, ExpertLayer
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
-from g4spec.runtime.cuda.step.cycle import Picks
+from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
 from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.matrix import Matrix

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,17 +13,17 @@ from g4spec.models import gemma4
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.cache.cuda_kv import (
     TURNING,
-    CudaKV,
     Kind,
     dequantize,
     quantize,
     shares,
 )
-from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.weights.matrix import Matrix
+from g4spec.runtime.target import Target
 from tests import memory_models as mm
 from tests.gpu.device import DEVICE
 
@@ -61,23 +60,18 @@ class Small:
 
     def reader(
         self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False
-    ) -> tuple[Reader, Any]:
-        """What reads prompts, and the target, which taps every layer. Pages of SLOT lie in the
-        pool in any order."""
-        pages = -(-n_ctx // PAGE)
-        space = Space(SLOTS, n_ctx, 2 * pages, DEVICE)
+    ) -> Reader:
+        """What reads prompts for a target that taps every layer. Pages of SLOT lie in the pool in
+        any order."""
+        pages, backend = -(-n_ctx // PAGE), CudaBackend(DEVICE, kind, portable)
+        space = backend.space(SLOTS, n_ctx, 2 * pages)
         order = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(3)) + 1
         space.assign(SLOT, order[:pages].tolist())
-        ops = CudaOps(DEVICE, portable=portable)
-        target = SimpleNamespace(
-            config=self.config,
-            model=gemma4.Model(self.config, self.matrices(portable), ops),
-            caches=[CudaKV(shape, space, 16, kind) for shape in gemma4.caches(self.config)],
-            taps=tuple(range(len(self.config.layers) + 1)),
-        )
-        reader = Reader(SimpleNamespace(ops=ops, chunk=chunk), target)
+        target = Target(self.config, self.matrices(portable), backend, space, chunk)
+        target.taps = tuple(range(len(self.config.layers) + 1))
+        reader = Reader(backend, target)
         reader._fits = True  # kernels take more than the head sizes that are published
-        return reader, target
+        return reader
 
     def matrices(self, portable: bool = False) -> dict[str, Any]:
         """What `CudaOps.load` gives for a file of these weights."""

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from g4spec.core import CacheShape
-from g4spec.ops.weights import Attention
 from g4spec.ops.reference import Ops
+from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.cache.heads import Heads

@@ -80,7 +80,7 @@ def read(
     Returns:
         Rows after the final norm [T, H], taps [T, n + 1, H], caches.
     """
-    on, target = model.reader(N_CTX, BLOCK * max(chunks), kind, portable)
+    on = model.reader(N_CTX, BLOCK * max(chunks), kind, portable)
     for prompt in (before, ids):
         out, at = [], 0
         for blocks in chunks:
@@ -89,7 +89,7 @@ def read(
             at += len(part)
         assert at == len(prompt)
     hidden, taps = (torch.cat([getattr(o, name) for o in out]) for name in ("hidden", "taps"))
-    return hidden, taps.view(len(ids), len(model.config.layers) + 1, -1), target.caches
+    return hidden, taps.view(len(ids), len(model.config.layers) + 1, -1), on.target.caches
 
 
 def check(
@@ -262,7 +262,8 @@ def test_experts_of_a_row_do_not_depend_on_its_company(rows: int) -> None:
     """At the size of the 26B-A4B's, whatever kernel torch's grouped product has for them."""
     spec = LayerSpec(0, None, 16, 2, 512, 2112, 1e6, n_expert=128, n_expert_used=8, n_ff_expert=704)
     g, h, arch = torch.Generator(DEVICE).manual_seed(0), 2816, launch.arch()
-    on = Experts(spec, h, 4096, torch.device(DEVICE), arch)
+    device = torch.device(DEVICE)
+    whole_chunk, on = (Experts(spec, h, most, device, arch) for most in (4096, rows))
     products = Products(torch.empty(128 * 1408 * h, dtype=torch.float16, device=DEVICE), 512)
 
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -275,15 +276,15 @@ def test_experts_of_a_row_do_not_depend_on_its_company(rows: int) -> None:
     router, gains = random(128, h), torch.ones(128, device=DEVICE)
     x, routed = random(4096, h, dtype=torch.bfloat16), random(4096, h)
 
-    def run(first: int, last: int) -> torch.Tensor:
+    def run(on: Experts, first: int, last: int) -> torch.Tensor:
         count = last - first
         on.rows[:count], on.routed[:count] = x[first:last], routed[first:last]
         y = on(w, router, gains, products, count)
         return y[on.places[: count * 8].long()]
 
-    whole = run(0, 4096)
+    whole = run(whole_chunk, 0, 4096)
     for first in range(0, 4096, rows):
-        assert torch.equal(run(first, first + rows), whole[first * 8 : (first + rows) * 8])
+        assert torch.equal(run(on, first, first + rows), whole[first * 8 : (first + rows) * 8])
 
 
 @pytest.mark.parametrize(
@@ -338,20 +339,20 @@ def test_workspace_is_known_before() -> None:
     layers = dense(3, n_expert=16, n_expert_used=4, n_ff_expert=192)
     layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=8,
                            n_kv=1 if s.window is None else 4) for s in layers)  # fmt: skip
-    on, target = small(layers, {"": "q8_0"}).reader(8192, 4096)
-    target.taps = ()
+    on = small(layers, {"": "q8_0"}).reader(8192, 4096)
+    on.target.taps, config = (), on.target.config
     gc.collect()
     before = torch.cuda.memory_allocated()
     kept = on._made()
     took = torch.cuda.memory_allocated() - before
-    want, passing = plan.workspace(target.config, 4096, 8192, launch.arch())
+    want, passing = plan.workspace(config, 4096, 8192, launch.arch())
     assert want <= took <= want + (8 << 20), (want, took)  # what the allocator rounds up
     on._long = kept
     on.read(SLOT, [7] * 100, 0)  # cuBLAS has its workspace, and weights are packed
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     on.read(SLOT, [7] * 4096, 0)
-    residual = 2 * 4 * 4096 * target.config.n_embd  # and what its norm is
+    residual = 2 * 4 * 4096 * config.n_embd  # and what its norm is
     peak = torch.cuda.max_memory_allocated() - before - residual
     assert passing / 2 <= peak <= passing + (8 << 20), (passing, peak)
 

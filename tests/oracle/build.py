@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from g4spec import models
-from g4spec.models import assistant, gemma4
 from g4spec.core import MAX_STEP_ROWS
+from g4spec.models import assistant, gemma4
 from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.reference import Ops

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.models.spec import LayerSpec
-from g4spec.validate.rule import ASSISTANT, ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ASSISTANT, ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE, TARGET = Needs.FILE, Needs.TARGET

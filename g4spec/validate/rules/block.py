@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-from g4spec.models.dflash_backbone import GEMMA_MARK, shared_causality
 from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS
-from g4spec.validate.rule import DFLASH, ERROR, NOTE, WARNING, Finding, Findings, Needs, rule
+from g4spec.models.dflash_backbone import GEMMA_MARK, shared_causality
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import DFLASH, ERROR, NOTE, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE

@@ -10,8 +10,10 @@ from collections import Counter
 from g4spec import models
 from g4spec.convert import dialects
 from g4spec.gguf import T
+from g4spec.gguf.reader import MAX_ALIGNMENT
 from g4spec.validate.header import MAX_NAME
-from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 HEADER = Needs.HEADER
@@ -84,8 +86,9 @@ def rows_divide(s: Subject) -> Findings:
 def alignment(s: Subject) -> Findings:
     """Everything after the header is placed by it; 0 divides by zero."""
     n = s.header.alignment
-    if n <= 0 or n & (n - 1):
-        yield Finding("general.alignment", "a power of two", n, "write the file again")
+    if not 0 < n <= MAX_ALIGNMENT or n & (n - 1):
+        expected = f"a power of two up to {MAX_ALIGNMENT}"
+        yield Finding("general.alignment", expected, n, "write the file again")
 
 
 @rule("G4-GGUF-009", ERROR, "tensors lie one after the other", needs=HEADER)

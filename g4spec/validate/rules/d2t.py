@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from g4spec.convert import make, provenance
 from g4spec.convert.tensors import Stored
 from g4spec.models.spec import GEMMA_STOP_IDS
-from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from g4spec.models import upstream
 from g4spec.models.dflash_backbone import GEMMA_MARK
 from g4spec.models.dspark import MARKS
+from g4spec.validate.needs import Needs
 from g4spec.validate.rule import (
     DFLASH,
     DRAFTS,
@@ -14,7 +15,6 @@ from g4spec.validate.rule import (
     WARNING,
     Finding,
     Findings,
-    Needs,
     rule,
 )
 from g4spec.validate.subject import Subject

@@ -12,6 +12,7 @@ from g4spec.gguf import T
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.quant import policy
 from g4spec.validate.header import Key
+from g4spec.validate.needs import Needs
 from g4spec.validate.rule import (
     DFLASH,
     DRAFTS,
@@ -23,7 +24,6 @@ from g4spec.validate.rule import (
     WARNING,
     Finding,
     Findings,
-    Needs,
     rule,
 )
 from g4spec.validate.subject import Subject

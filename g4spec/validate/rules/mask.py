@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from g4spec.models.spec import GEMMA_STOP_IDS
-from g4spec.validate.rule import DFLASH, ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import DFLASH, ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.rules.vocabulary import TOKENS, special_ids
 from g4spec.validate.subject import Subject
 

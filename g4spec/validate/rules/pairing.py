@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from g4spec.convert import provenance
+from g4spec.validate.needs import Needs
 from g4spec.validate.rule import (
     DFLASH,
     DRAFTS,
@@ -12,7 +13,6 @@ from g4spec.validate.rule import (
     WARNING,
     Finding,
     Findings,
-    Needs,
     rule,
 )
 from g4spec.validate.rules.vocabulary import TOKENS, special_ids

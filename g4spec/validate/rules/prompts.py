@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from g4spec.convert import provenance
 from g4spec.convert.tokenizer import STOP_IDS
-from g4spec.validate.rule import DRAFTS, ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import DRAFTS, ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.rules.vocabulary import FROM_TARGET, TOKENS, special_ids
 from g4spec.validate.subject import Subject
 

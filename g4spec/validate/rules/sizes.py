@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 
 from g4spec.convert.tokenizer import STOP_IDS, SUPPRESS
-from g4spec.validate.rule import ERROR, NOTE, TARGETS, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, NOTE, TARGETS, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from g4spec.convert import provenance
-from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 SOURCE = Needs.SOURCE

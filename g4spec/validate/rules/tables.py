@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.models.assistant import CENTROIDS, ORDERING
-from g4spec.validate.rule import ASSISTANT, TAPPED, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ASSISTANT, TAPPED, WARNING, Finding, Findings, rule
 from g4spec.validate.scan import FLOATS, SCALES
 from g4spec.validate.subject import Subject
 

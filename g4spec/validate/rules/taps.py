@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 KEY = ".target_layers"

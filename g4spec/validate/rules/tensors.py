@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from g4spec.models.fields import MAX_LAYERS
-from g4spec.validate.rule import ERROR, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 RECONVERT = "convert again from the original checkpoint"

@@ -7,7 +7,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.validate.rule import ERROR, GEMMA, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, GEMMA, WARNING, Finding, Findings, rule
 from g4spec.validate.scan import FLOATS, SCALES
 from g4spec.validate.subject import Subject
 

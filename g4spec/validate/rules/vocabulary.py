@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 
 from g4spec.convert.tokenizer import STOP_IDS
-from g4spec.validate.rule import ERROR, TARGETS, WARNING, Finding, Findings, Needs, rule
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import ERROR, TARGETS, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE

@@ -7,7 +7,7 @@ on no other row. Rows between ops are float32 numbers; matrices are dequantized 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from g4spec.core import PROMPT_BLOCK, Batch
 from g4spec.ops.reference import Ops
 from g4spec.ops.weights import Attention
-from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
+from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable.products import numbers
 from g4spec.runtime.cuda.step import packed_rows
@@ -25,6 +25,15 @@ from g4spec.runtime.cuda.weights.matrix import Matrix
 
 LARGEST = 512.0
 """Rows in half precision are divided by a power of two that brings their values below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Products y [T, heads * D] of queries, keys and values, whose heads are yet to be normed and
+    rotated."""
+
+    heads: Heads
+    y: torch.Tensor
 
 
 class DraftOps(CudaOps):
@@ -67,14 +76,15 @@ class DraftOps(CudaOps):
     ) -> tuple[torch.Tensor, Any]:
         return Ops.norm_residual_norm(self, h, x, weight, eps, following, scale)
 
-    def qkv(
-        self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True
-    ) -> torch.Tensor:
-        if a.head_dim not in HEAD_DIMS:
-            return Ops.qkv(self, h, a, batch, kv, queries=queries)
+    def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
+        """See `Ops.qkv`; with queries nothing is appended before `attend`, which goes tile by
+        tile, so that a ring needs no more room than for steps."""
         weights = [w for w in (a.q if queries else None, a.k, a.v) if w is not None]
         y = torch.cat([self.linear(h, w) for w in weights], dim=1)
-        return Heads.of(a, queries)(y, batch, kv)
+        if queries:
+            return Unfinished(Heads.of(a), y)
+        rows = slice(0 if kv.paged else max(0, len(batch) - kv.capacity), len(batch))
+        return Heads.of(a, queries=False)(y[rows], _part(batch, rows), kv)
 
     def keys_values(
         self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
@@ -83,7 +93,7 @@ class DraftOps(CudaOps):
 
     def attend(
         self,
-        q: torch.Tensor,
+        q: Any,
         kv: Any,
         batch: Batch,
         first: torch.Tensor,
@@ -91,12 +101,13 @@ class DraftOps(CudaOps):
         scale: float,
     ) -> torch.Tensor:
         """See `Ops.attend`: 16 rows at a time, as in a step."""
+        assert isinstance(q, Unfinished)
         out = []
         for at in range(0, len(batch), MOST):
             rows = slice(at, at + MOST)
-            tile = replace(batch, ids=batch.ids[rows], positions=batch.positions[rows],
-                           slots=batch.slots[rows], sizes=(len(batch.ids[rows]),))  # fmt: skip
-            out.append(numbers(super().attend(q[rows], kv, tile, first[rows], last[rows], scale)))
+            tile = _part(batch, rows)
+            turned = q.heads(q.y[rows], tile, kv)
+            out.append(numbers(super().attend(turned, kv, tile, first[rows], last[rows], scale)))
         return torch.cat(out)
 
     def gated(
@@ -110,6 +121,12 @@ class DraftOps(CudaOps):
         parts: bool = False,
     ) -> torch.Tensor:
         return Ops.gated(self, x, gate, up, down, activation, parts=parts)
+
+
+def _part(batch: Batch, rows: slice) -> Batch:
+    """These rows of one sequence."""
+    ids = batch.ids[rows]
+    return Batch(ids, batch.positions[rows], batch.slots[rows], (len(ids),))
 
 
 def _block(x: torch.Tensor) -> torch.Tensor:

@@ -101,7 +101,7 @@ class LongOps(CudaOps):
                       for kind, (spec, way) in ways(config, self._arch).items()}  # fmt: skip
         self._experts, first = None, config.layers[0]
         if first.n_expert:
-            self._experts = Experts(first, config.n_embd, chunk, self.device, self._arch)
+            self._experts = Experts(first, config.n_embd, most, self.device, self._arch)
             if not self._experts.grouped:
                 self.without_kernel.add("experts of prompts, one by one")
         for name, buffer in allocate(shared(config, most), self.device).items():

@@ -11,7 +11,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import TURNING, shares
 from g4spec.runtime.cuda.prefill import prefill_attention
 from g4spec.runtime.cuda.prefill.buffers import Shapes, nbytes
 from g4spec.runtime.cuda.prefill.prefill_attention import padded
-from g4spec.runtime.cuda.prefill.prefill_experts import Experts, without_bf16
+from g4spec.runtime.cuda.prefill.prefill_experts import Experts
 
 Kind = tuple[int, ...]
 
@@ -61,6 +61,6 @@ def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, i
     pairs = {s.window is None: s.rotary_pairs for s in config.layers}
     passing = rows * 4 * (first.n_ple + sum(2 * count for count in pairs.values()))
     if first.n_expert:
-        kept += nbytes(Experts.buffers(first, config.n_embd, chunk))
-        passing += Experts.passing(first, config.n_embd, chunk, without_bf16(arch))
+        kept += nbytes(Experts.buffers(first, config.n_embd, rows, arch))
+        passing += Experts.passing(first, config.n_embd, rows, arch)
     return kept, passing

@@ -4,8 +4,8 @@ fast product in bf16, in half precision.
 
 What a row gets does not depend on the rows beside it. Torch's grouped product finds the sizes of
 groups in device memory. So the kernel that it takes, and how that cuts rows and columns into tiles,
-can only follow from the shapes, and these are always the same: the rows are those of a full chunk,
-whatever comes behind the last group. Within a tile, rows are independent and K is summed in order.
+can only follow from the shapes, and these are always the same: the visits of FULL rows, whatever
+comes behind the last group. Within a tile, rows are independent and K is summed in order.
 Where torch has none and would multiply group by group, each product has RUN rows, which may reach
 into the next group.
 """
@@ -32,6 +32,9 @@ RUN = 64
 
 GROUPED_ARCHS = ("sm_90a", "sm_100")
 """GPUs for which torch has a grouped product."""
+
+FULL = 4096
+"""Rows whose visits the grouped product is given: the longest chunk of such a GPU."""
 
 _INT = np.int32
 
@@ -77,30 +80,32 @@ class Experts:
         self, spec: LayerSpec, n_embd: int, chunk: int, device: torch.device, arch: str
     ) -> None:
         self.spec, self.n_embd, self.k = spec, n_embd, spec.n_expert_used
-        self.halves, self.grouped = without_bf16(arch), arch in GROUPED_ARCHS
-        for name, buffer in allocate(self.buffers(spec, n_embd, chunk), device).items():
+        self.halves, self.grouped = _without_bf16(arch), arch in GROUPED_ARCHS
+        for name, buffer in allocate(self.buffers(spec, n_embd, chunk, arch), device).items():
             setattr(self, name, buffer)
 
     @staticmethod
-    def buffers(spec: LayerSpec, n_embd: int, chunk: int) -> Shapes:
+    def buffers(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> Shapes:
         """What it keeps. `ids`, `places` and `visits` are of each visit of a row to an expert."""
         visits, brief = chunk * spec.n_expert_used, torch.bfloat16
+        given = _given(chunk, arch) * spec.n_expert_used
         whole, floats = torch.int32, torch.float32
         return {
             "rows": ((chunk, n_embd), brief), "routed": ((chunk, n_embd), floats),
             "scores": ((chunk, spec.n_expert), floats), "weights": ((visits,), floats),
             "ids": ((visits,), whole), "places": ((visits,), whole), "visits": ((visits,), whole),
-            "ends": ((spec.n_expert,), whole), "sorted": ((visits, n_embd), brief),
-            "hidden": ((visits, spec.n_ff_expert), brief),
+            "ends": ((spec.n_expert,), whole), "sorted": ((given, n_embd), brief),
+            "hidden": ((given, spec.n_ff_expert), brief),
         }  # fmt: skip
 
     @staticmethod
-    def passing(spec: LayerSpec, n_embd: int, chunk: int, halves: bool = False) -> int:
+    def passing(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> int:
         """Bytes of the results of products, those of gates and ups together with those of `down`;
-        with `halves` also of their rows in half precision."""
+        without bf16 also of their rows in half precision."""
         gate_up = 2 * spec.n_ff_expert * (2 if spec.split_experts else 1)
-        widths = max(gate_up, 2 * spec.n_ff_expert + n_embd) + (n_embd if halves else 0)
-        return 2 * chunk * spec.n_expert_used * widths
+        widths = max(gate_up, 2 * spec.n_ff_expert + n_embd)
+        widths += n_embd if _without_bf16(arch) else 0
+        return 2 * _given(chunk, arch) * spec.n_expert_used * widths
 
     def __call__(
         self,
@@ -164,6 +169,14 @@ class Experts:
         return out
 
 
-def without_bf16(arch: str) -> bool:
+def _without_bf16(arch: str) -> bool:
     """Whether a GPU has no fast product in bf16: those before sm_80."""
     return arch not in TENSOR_ARCHS
+
+
+def _given(chunk: int, arch: str) -> int:
+    """Rows whose visits a product is given."""
+    if arch not in GROUPED_ARCHS:
+        return chunk
+    assert chunk <= FULL, chunk
+    return FULL

@@ -11,9 +11,13 @@ from g4spec.runtime.cuda.step.choose import Choice
 
 
 class CudaSampler:
-    """What `Sampler` does (`g4spec.models.spec.Chooser`), by the kernels of choose.cu."""
+    """What `Sampler` does (`g4spec.models.spec.Chooser`), by the kernels of choose.cu.
+
+    Raises Unsupported unless the sampler is plain: the kernels read raw logits.
+    """
 
     def __init__(self, sampler: Sampler, device: torch.device) -> None:
+        sampler.require_plain()
         self._sampler, self._device = sampler, device
         self._choices: dict[int, Choice] = {}  # by width of the logits
 

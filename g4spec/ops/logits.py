@@ -1,0 +1,208 @@
+"""Logits edited by bias, penalties and grammar masks, and log probabilities.
+
+A penalty or a mask makes a choice depend on the tokens before it, drafted ones included. Rows of a
+verification step are therefore edited one after another: row i sees the output and the drafted
+tokens 1..i, and it is looked at only where all of these were accepted. So the tokens are those of
+decoding one by one, bit for bit: an edited row depends on nothing but its logits and its history.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from g4spec.errors import InputError, UsageError
+from g4spec.ops.sampling import NotFinite, Sampler
+
+Mask = Callable[[Sequence[int]], torch.Tensor | None]
+"""(output tokens so far, drafted prefix included) -> bool [V], True for tokens allowed next, or
+None where all are. It depends on nothing but the tokens; their sequence is valid during the call
+only. Applied after penalties and before filters."""
+
+
+class RowSampler(Protocol):
+    """Chooses tokens from raw logits, as `Sampler` does."""
+
+    def choose(self, logits: torch.Tensor, position: int) -> int:
+        """The token at absolute `position`, from its logits [V] float32."""
+        ...
+
+    def choose_rows(self, logits: torch.Tensor, position: int) -> Iterator[int]:
+        """Tokens for `position`, `position` + 1, ... from logits [T, V]; NotFinite where there is
+        none, when that row is asked for."""
+        ...
+
+
+class History:
+    """Counts the tokens of one sequence, for penalties and masks.
+
+    Args:
+        prompt: token ids. n_vocab: V. device: where the logits lie.
+
+    Attributes:
+        output: tokens of the output, in order. Changed by `extend` and `truncate` only.
+        prompted: bool [V], True for tokens of the prompt.
+        counts: int32 [V], how often the output contains each token.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], n_vocab: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.output: list[int] = []
+        self.prompted = torch.zeros(n_vocab, dtype=torch.bool, device=device)
+        self.prompted[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+        self.counts = torch.zeros(n_vocab, dtype=torch.int32, device=device)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append output tokens."""
+        self._count(tokens, 1)
+        self.output += tokens
+
+    def truncate(self, length: int) -> None:
+        """Drop output tokens from index `length` on."""
+        assert 0 <= length <= len(self.output), (length, len(self.output))
+        self._count(self.output[length:], -1)
+        del self.output[length:]
+
+    def _count(self, tokens: Sequence[int], by: int) -> None:
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.counts.device)
+        self.counts.index_add_(0, ids, torch.full_like(ids, by, dtype=torch.int32))
+
+
+def edited(logits: torch.Tensor, sampler: Sampler, history: History | None = None) -> torch.Tensor:
+    """Apply bias, then repetition, frequency and presence penalty.
+
+    Args:
+        logits: raw logits of one row, [V]; they are not changed.
+        history: what the row sees; needed where `sampler.uses_history`.
+
+    Returns float32 [V]. Raises UsageError for a bias of a token outside the vocabulary.
+    """
+    assert logits.dim() == 1, logits.shape
+    row = logits.to(torch.float32, copy=True)
+    if sampler.logit_bias:
+        ids, values = zip(*sampler.logit_bias, strict=True)
+        if max(ids) >= len(row):
+            raise UsageError("--logit-bias", expected=f"token ids 0 to {len(row) - 1}",
+                             found=max(ids))  # fmt: skip
+        row[list(ids)] += torch.tensor(values, dtype=torch.float32, device=row.device)
+    if not sampler.uses_history:
+        return row
+    assert history is not None, "penalties need a history"
+    present = history.counts > 0
+    if (penalty := sampler.repetition_penalty) != 1:
+        scaled = torch.where(row < 0, row * penalty, row / penalty)
+        row = torch.where(history.prompted | present, scaled, row)
+    if sampler.frequency_penalty:
+        row -= history.counts.to(torch.float32) * sampler.frequency_penalty
+    if sampler.presence_penalty:
+        row -= present.to(torch.float32) * sampler.presence_penalty
+    return row
+
+
+def choose_rows(
+    logits: torch.Tensor,
+    drafted: Sequence[int],
+    position: int,
+    sampler: Sampler,
+    history: History | None = None,
+    mask: Mask | None = None,
+    *,
+    chooser: RowSampler | None = None,
+) -> list[int]:
+    """Choose tokens as decoding one by one would, up to the first that was not drafted, included.
+
+    Args:
+        logits: raw logits of a verification step, [1 + len(drafted), V] float32.
+        position: absolute position of the first token that is chosen.
+        history: output up to `position`; needed for penalties and masks, and unchanged on return:
+            extend it by the tokens that are kept.
+        chooser: chooses from edited logits; made for `sampler.without_edits()`. Default: torch.
+
+    Raises NotFinite for a row without a largest logit, and InputError where the mask allows no
+    token that the sampler may choose.
+    """
+    assert len(logits) == 1 + len(drafted), (len(logits), len(drafted))
+    chooser = chooser or sampler.without_edits()
+    kept = 0 if history is None else len(history.output)
+
+    def one_by_one(chooser: RowSampler) -> Iterator[int]:
+        for i, row in enumerate(logits):
+            if i and history is not None:  # asked for only where this token was accepted
+                history.extend([drafted[i - 1]])
+            allowed = _masked(edited(row, sampler, history), sampler, history, mask)
+            yield chooser.choose(allowed, position + i)
+
+    quick = sampler.plain and mask is None
+    tokens = chooser.choose_rows(logits, position) if quick else one_by_one(chooser)
+    chosen: list[int] = []
+    try:
+        for token, proposed in zip(tokens, [*drafted, None], strict=True):
+            chosen.append(token)
+            if token != proposed:
+                break
+    finally:
+        if history is not None:
+            history.truncate(kept)
+    return chosen
+
+
+def _masked(
+    row: torch.Tensor, sampler: Sampler, history: History | None, mask: Mask | None
+) -> torch.Tensor:
+    """Set logits [V] of tokens that the mask forbids to -inf."""
+    if mask is None:
+        return row
+    assert history is not None, "masks need a history"
+    allowed = mask(history.output)
+    if allowed is None:
+        return row
+    assert allowed.dtype == torch.bool, allowed.dtype
+    assert allowed.shape == row.shape, (allowed.shape, row.shape)
+    allowed = allowed.to(row.device)
+    usable = allowed.clone()
+    usable[[*sampler.suppress, *(i for i, bias in sampler.logit_bias if bias == -math.inf)]] = False
+    if not bool(usable.any()):
+        name = getattr(mask, "__name__", type(mask).__name__)
+        found = "only suppressed or banned ones" if bool(allowed.any()) else "none"
+        raise InputError(
+            f"mask {name} after {len(history.output)} output tokens",
+            expected="at least one allowed token",
+            found=found,
+            fix="allow a stop token where the grammar is complete",
+        )
+    return row.masked_fill(~allowed, -math.inf)
+
+
+def logprobs(logits: torch.Tensor, token: int, n: int) -> tuple[float, list[tuple[int, float]]]:
+    """Compute log probabilities (natural logarithm) of raw logits at temperature 1, in float32.
+
+    Args:
+        logits: one row, [V]: after the softcap, before bias, penalties, masks and filters.
+        token: whose log probability is returned first.
+        n: tokens listed, likeliest first, equal logits by lowest id; all where n > V.
+
+    Raises NotFinite when there is no largest logit.
+    """
+    assert logits.dim() == 1 and n >= 0, (logits.shape, n)
+    # A copy starts at an aligned address: kernels sum an unaligned row in another order.
+    row = logits.to(torch.float32, copy=True)
+    if not torch.isfinite(row.max()):
+        raise NotFinite.of_logits()
+    logs = row.log_softmax(0)
+    ids = _best(row, min(n, len(row)))
+    values = logs[[token, *ids]].tolist()
+    return values[0], list(zip(ids, values[1:], strict=True))
+
+
+def _best(row: torch.Tensor, n: int) -> list[int]:
+    """Ids of the `n` largest of [V], ties by lowest id (`topk` promises no order among them)."""
+    if n == 0:
+        return []
+    candidates = (row >= row.topk(n).values[-1]).nonzero().flatten()
+    order = row[candidates].sort(descending=True, stable=True).indices[:n]
+    best: list[int] = candidates[order].tolist()
+    return best

@@ -1,0 +1,59 @@
+"""How one request turns logits into tokens (`g4spec.core.Chooser`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from g4spec.core import Backend, Cycle
+from g4spec.ops.logits import History, choose_rows, edited, logprobs
+from g4spec.runtime.request import Options
+
+
+class RequestChooser:
+    """The sampler of a request with what its choices depend on.
+
+    Args:
+        options: with the sampler. prompt: counts for penalties. n_vocab: width of logits.
+    """
+
+    def __init__(
+        self, options: Options, prompt: Sequence[int], n_vocab: int, backend: Backend
+    ) -> None:
+        self.sampler = options.sampler
+        self._mask, self._n_logprobs = options.mask, options.logprobs
+        self._rows = backend.sampler(self.sampler.without_edits())
+        self._history: History | None = None
+        if self.sampler.uses_history or self._mask is not None:
+            self._history = History(prompt, n_vocab, backend.ops.device)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether choices need more than logits, sampler and position."""
+        return (
+            not self.sampler.plain or self._mask is not None or self._n_logprobs is not None
+        )
+
+    def pick(self, logits: torch.Tensor, position: int) -> int:
+        """Choose a drafted token with the same noise, bias and penalties; a mask may still refuse
+        it."""
+        if not self.sampler.plain:
+            logits = edited(logits, self.sampler, self._history)
+        token: int = self._rows.choose(logits, position)
+        return token
+
+    def choose(self, logits: torch.Tensor, drafted: Sequence[int], position: int) -> Cycle:
+        """Choose the target's tokens over a step's rows; see `g4spec.core.Chooser`."""
+        tokens = choose_rows(logits, drafted, position, self.sampler, self._history, self._mask,
+                             chooser=self._rows)  # fmt: skip
+        values = logits[range(len(tokens)), tokens].tolist()
+        cycle = Cycle(tokens, values, list(drafted), len(tokens) - 1)
+        if self._n_logprobs is not None:
+            cycle.logprobs = [
+                logprobs(row, token, self._n_logprobs)
+                for row, token in zip(logits, tokens, strict=False)
+            ]
+        if self._history is not None:
+            self._history.extend(tokens)
+        return cycle

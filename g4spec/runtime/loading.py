@@ -1,0 +1,73 @@
+"""Reads the tensors of a target or a draft, checked against what its kind says there must be.
+
+A file may claim anything; what is used is present, of the right shape and in range before the first
+kernel sees it (H1: a bad file is an InputError at load, never a crash later).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from g4spec.core import Backend
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF
+from g4spec.models.spec import TensorSpec
+
+
+def weights(file: GGUF, specs: Iterable[TensorSpec], backend: Backend) -> dict[str, Any]:
+    """Load the tensors that a kind's `tensors(config)` lists, by name; others are left alone.
+
+    Raises InputError for one that is missing or has another shape.
+    """
+    out = {}
+    for spec in specs:
+        info = file.tensors.get(spec.name)
+        if info is None:
+            if spec.optional:
+                continue
+            raise InputError(f"{file.path}: tensor {spec.name} is missing",
+                             expected=f"shape {list(spec.shape)}",
+                             fix="convert it again with `g4spec convert`")  # fmt: skip
+        if info.shape != spec.shape:
+            raise InputError(f"{file.path}: tensor {spec.name}: shape",
+                             expected=list(spec.shape), found=list(info.shape),
+                             fix="convert it again with `g4spec convert`")  # fmt: skip
+        _check_type(file, spec)
+        out[spec.name] = backend.load(file, spec.name)
+    return out
+
+
+def _check_type(file: GGUF, spec: TensorSpec) -> None:
+    """Raise InputError unless an index tensor holds integers and any other one real numbers, and
+    vectors are finite."""
+    info = file.tensors[spec.name]
+    if info.format.integer != (spec.role == "index"):
+        kind = "integers" if spec.role == "index" else "real numbers"
+        raise InputError(f"{file.path}: tensor {spec.name}: type", expected=kind,
+                         found=info.format.name)  # fmt: skip
+    if spec.role == "vector" and not bool(np.isfinite(file.array(spec.name)).all()):
+        raise InputError(f"{file.path}: tensor {spec.name} holds values that are not finite",
+                         fix="run `g4spec validate` on the file")  # fmt: skip
+
+
+def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
+    """Raise InputError unless every id in `values` is a token of the target's vocabulary."""
+    ids = np.asarray(values)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_vocab):
+        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise InputError(f"{file.path}: {name} names a token outside the vocabulary",
+                         expected=f"0..{n_vocab - 1}", found=bad)  # fmt: skip
+
+
+def draft_weights(
+    file: GGUF, specs: Iterable[TensorSpec], backend: Backend, n_vocab: int
+) -> Mapping[str, Any]:
+    """Load a draft's tensors; the ids that its index tensors hold are tokens of the target."""
+    specs = list(specs)
+    for spec in specs:
+        if spec.role == "index" and spec.name in file.tensors:
+            check_ids(file, spec.name, file.array(spec.name), n_vocab)
+    return weights(file, specs, backend)

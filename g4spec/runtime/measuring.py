@@ -1,0 +1,82 @@
+"""Measures what cycles take, for the policy of draft lengths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+from g4spec.core import MAX_STEP_ROWS, Draft, Runner, Sequence, StepRows, Work
+from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.pool import Pool
+from g4spec.runtime.request import Options
+from g4spec.runtime.target import Target, batch_of
+
+TIMES = 3
+"""Repetitions, of which the quickest counts: the first one warms up."""
+
+PROMPT = [2] * MAX_STEP_ROWS
+"""What the texts have read that are timed."""
+
+
+def costs(
+    target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
+) -> dict[tuple[int, int], float]:
+    """Seconds of cycles of 1, 2, 4, ... texts without a draft, with 1 and with the most drafted
+    tokens; bringing the draft up to date is part of a cycle with one. All slots are free."""
+    assert draft is not None
+    out: dict[tuple[int, int], float] = {}
+    most = min(draft.max_tokens, target.n_ctx - len(PROMPT) - 1)
+    texts = 1
+    while texts <= min(len(pool.free_slots), pool.free):
+        sequences = _sequences(target, draft, pool, texts)
+        for count in [0, 1, most] * TIMES:
+            seconds = _cycle(target, sequences, count, runners)
+            out[texts, count] = min(out.get((texts, count), 1e9), seconds)
+        for s, _ in sequences:
+            pool.leave(s)
+        texts *= 2
+    return out
+
+
+def _sequences(
+    target: Target, draft: Draft, pool: Pool, count: int
+) -> list[tuple[Sequence, StepRows]]:
+    """Texts that have read PROMPT, and the last row of each as the draft is given it."""
+    out = []
+    for _ in range(count):
+        s = Sequence(pool.free_slots.pop(), [*PROMPT, PROMPT[0]], len(PROMPT), len(PROMPT))
+        pool.grow(s, len(PROMPT) + 1)
+        draft.begin(s.slot)
+        rows = target.rows(batch_of(target.ops, [(s.slot, 0, PROMPT)]))
+        n = len(PROMPT) - 1
+        head = rows.rows(0, n, (n,))
+        draft.commit(head, head.batch.ids.new_tensor([n - 1]))
+        out.append((s, rows.rows(n, n + 1, (1,))))
+    return out
+
+
+def _cycle(
+    target: Target, sequences: Seq[tuple[Sequence, StepRows]], count: int, runners: Seq[Runner]
+) -> float:
+    """Seconds of a cycle of `count` drafted tokens each; on a backend that starts cycles ahead, of
+    one that follows another."""
+    options = Options(ignore_eos=True)
+    work = []
+    for s, last in sequences:
+        s.ids[len(PROMPT) + 1 :] = []
+        s.drafting = count > 0
+        s.pending = [last] if count else []
+        chooser = RequestChooser(options, PROMPT, target.config.n_vocab, target.backend)
+        work.append(Work(s, count, chooser))
+    runner = next(r for r in runners if r.takes(work))
+    began = time.perf_counter()
+    runner.start(work)
+    for _ in range(runner.depth - 1):
+        runner.start(work)
+        runner.result()
+        began = time.perf_counter()
+    runner.result()
+    seconds = time.perf_counter() - began
+    for s, _ in sequences:
+        s.pending = []
+    return seconds

@@ -1,0 +1,60 @@
+"""Rows that the target has read and a draft has not been given yet.
+
+Steps without drafting leave the draft alone; it catches up before it proposes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+
+from g4spec.core import MAX_STEP_ROWS, Batch, Draft, Sequence, StepRows
+
+
+def flush(draft: Draft, sequences: Seq[Sequence]) -> None:
+    """Bring the draft up to date, in calls of at most MAX_STEP_ROWS rows a sequence."""
+    waiting = [list(groups(s.pending)) for s in sequences if s.pending]
+    for turn in range(max(map(len, waiting), default=0)):
+        rows = joined([of[turn] for of in waiting if turn < len(of)])
+        draft.commit(rows, rows.batch.ids.new_tensor([n - 1 for n in rows.batch.sizes]))
+    for sequence in sequences:
+        sequence.pending.clear()
+
+
+def groups(steps: Seq[StepRows]) -> list[StepRows]:
+    """Successive steps of one sequence, joined to at most MAX_STEP_ROWS rows each."""
+    out: list[list[StepRows]] = []
+    for step in steps:
+        if not out or sum(len(s.batch) for s in out[-1]) + len(step.batch) > MAX_STEP_ROWS:
+            out.append([])
+        out[-1].append(step)
+    return [merged(group) for group in out]
+
+
+def merged(steps: Seq[StepRows]) -> StepRows:
+    """Successive steps of one sequence as one."""
+    rows = joined(steps)
+    b = rows.batch
+    return StepRows(Batch(b.ids, b.positions, b.slots, (len(b),)), rows.hidden, rows.taps)
+
+
+def joined(steps: Seq[StepRows]) -> StepRows:
+    """Rows of several sequences as one batch."""
+    if len(steps) == 1:
+        return steps[0]
+    batches = [s.batch for s in steps]
+    batch = Batch(
+        torch.cat([b.ids for b in batches]),
+        torch.cat([b.positions for b in batches]),
+        torch.cat([b.slots for b in batches]),
+        tuple(size for b in batches for size in b.sizes),
+    )
+    return StepRows(
+        batch, torch.cat([s.hidden for s in steps]), torch.cat([s.taps for s in steps])
+    )
+
+
+def count(sequence: Sequence) -> int:
+    """Rows that the draft has not been given."""
+    return sum(len(step.batch) for step in sequence.pending)

@@ -1,0 +1,74 @@
+"""Pages of the pool: who holds each, and which are free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from g4spec.core import Sequence
+from g4spec.ops.kv import pages_of
+
+
+class Pool:
+    """Slots and pages of an engine, with the number of holders of each page.
+
+    Args:
+        space: the device's table, which this keeps up to date.
+
+    Attributes:
+        free_slots: slots without a sequence, lowest last.
+    """
+
+    def __init__(self, space: Any) -> None:
+        self.space = space
+        self.n_pages = space.n_pages
+        self.free_slots = list(reversed(range(space.n_slots)))
+        self._free = list(range(space.n_pages, 0, -1))
+        self._holders = [0] * (space.n_pages + 1)
+
+    @property
+    def free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Add a holder to each page."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Take a holder from each page; the last one frees it."""
+        for page in pages:
+            self._holders[page] -= 1
+            assert self._holders[page] >= 0, page
+            if not self._holders[page]:
+                self._free.append(page)
+
+    def missing(self, sequence: Sequence, positions: int) -> int:
+        """Pages that the sequence lacks to hold so many positions."""
+        return max(0, pages_of(positions) - len(sequence.pages))
+
+    def grow(self, sequence: Sequence, positions: int) -> None:
+        """Give the sequence the pages for so many positions; they must be free."""
+        count = self.missing(sequence, positions)
+        if not count:
+            return
+        assert count <= len(self._free), (count, len(self._free))
+        pages = [self._free.pop() for _ in range(count)]
+        self.hold(pages)
+        self.space.assign(sequence.slot, pages, len(sequence.pages))
+        sequence.pages += pages
+
+    def share(self, sequence: Sequence, pages: list[int]) -> None:
+        """Let a sequence without pages begin with pages that others hold, too."""
+        assert not sequence.pages
+        self.hold(pages)
+        self.space.assign(sequence.slot, pages)
+        sequence.pages = list(pages)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Free the sequence's pages and its slot."""
+        self.release(sequence.pages)
+        sequence.pages = []
+        self.space.clear(sequence.slot)
+        self.free_slots.append(sequence.slot)

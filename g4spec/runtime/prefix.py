@@ -1,0 +1,150 @@
+"""The prefix cache: prompts that begin alike are read once.
+
+Prompts are read in aligned blocks of PROMPT_BLOCK rows whose bits depend on nothing but the tokens
+up to their end, so what a hit finds is what reading again would give (design decision 9). A
+*snapshot* holds the state of a sequence at a block boundary: its pages of the pool, shared with
+whoever else holds them, and copies of the rings of layers with a window and of the draft's state,
+in host memory. Snapshots are taken at the last boundary of a prompt and at branch points, where a
+prompt leaves one that was read before; they are found by a chain of hashes over the blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from g4spec.core import PAGE, PROMPT_BLOCK, Draft, Sequence
+from g4spec.ops.kv import pages_of
+from g4spec.runtime.pool import Pool
+
+KNOWN = 1 << 16
+"""Block hashes that are remembered without a snapshot, to recognise branch points."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a sequence that has read `end` tokens.
+
+    Attributes:
+        pages: the pages of these tokens, of which the snapshot is a holder.
+        rings: what each ring of the target and the draft holds, in order.
+        state: the draft's state of the slot.
+        nbytes: bytes of host memory.
+    """
+
+    end: int
+    pages: list[int]
+    rings: list[Any]
+    state: list[torch.Tensor]
+    nbytes: int
+
+
+def chain(ids: Seq[int], drafting: bool) -> list[bytes]:
+    """Hash of the first 1, 2, ... whole blocks of a prompt, for target alone or with a draft."""
+    out, before = [], b"draft" if drafting else b""
+    for start in range(0, len(ids) - PROMPT_BLOCK + 1, PROMPT_BLOCK):
+        block = b"".join(i.to_bytes(4, "little") for i in ids[start : start + PROMPT_BLOCK])
+        before = hashlib.blake2b(before + block, digest_size=16).digest()
+        out.append(before)
+    return out
+
+
+class PrefixCache:
+    """Snapshots by hash, least recently used first.
+
+    Args:
+        pool: whose pages snapshots hold.
+        caches: of the target. draft: whose caches and state belong to a snapshot, or None.
+        budget: bytes of host memory that rings and states may take; 0 keeps nothing.
+    """
+
+    def __init__(self, pool: Pool, caches: Seq[Any], draft: Draft | None, budget: int) -> None:
+        self._pool, self._draft, self._budget = pool, draft, budget
+        self._rings = [kv for kv in caches if not kv.paged]
+        self._draft_rings = [kv for kv in draft.caches if not kv.paged] if draft else []
+        self._kept: OrderedDict[bytes, Snapshot] = OrderedDict()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, ids: Seq[int], drafting: bool) -> Snapshot | None:
+        """The longest snapshot of a prefix that leaves at least one token to read."""
+        for key in reversed(chain(ids[:-1], drafting)):
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        return None
+
+    def stops(self, ids: Seq[int], drafting: bool) -> list[int]:
+        """Boundaries at which reading this prompt should pause for a snapshot: where it leaves a
+        prompt that was read before, and its last one."""
+        if not self._budget:
+            return []
+        keys = chain(ids, drafting)
+        shared = next((i for i, key in enumerate(keys) if key not in self._known), len(keys))
+        for key in keys:
+            self._known[key] = None
+            self._known.move_to_end(key)
+        while len(self._known) > KNOWN:
+            self._known.popitem(last=False)
+        wanted = {n for n in (shared, len(keys)) if n and keys[n - 1] not in self._kept}
+        return sorted(n * PROMPT_BLOCK for n in wanted)
+
+    def restore(self, snapshot: Snapshot, sequence: Sequence) -> None:
+        """Put a sequence that holds nothing where the snapshot was taken."""
+        self._pool.share(sequence, snapshot.pages)
+        rings = self._rings + (self._draft_rings if sequence.drafting else [])
+        for kv, rows in zip(rings, snapshot.rings, strict=True):
+            kv.restore(sequence.slot, snapshot.end, rows)
+        if sequence.drafting and self._draft is not None:
+            for state, row in zip(self._draft.state, snapshot.state, strict=True):
+                state[sequence.slot] = row.to(state.device)
+        sequence.n_read = snapshot.end
+
+    def keep(self, sequence: Sequence) -> None:
+        """Take a snapshot of a sequence that has just read up to a block boundary of its prompt."""
+        end = sequence.n_read
+        key = chain(sequence.ids[:end], sequence.drafting)[-1]
+        if key in self._kept:
+            return
+        rings = self._rings + (self._draft_rings if sequence.drafting else [])
+        rows = [kv.snapshot(sequence.slot, end) for kv in rings]
+        state = []
+        if sequence.drafting and self._draft is not None:
+            state = [s[sequence.slot].detach().to("cpu", copy=True) for s in self._draft.state]
+        nbytes = sum(_nbytes(x) for x in [*rows, *state])
+        if nbytes > self._budget:
+            return
+        while self._kept and self.nbytes + nbytes > self._budget:
+            self.evict()
+        pages = sequence.pages[: pages_of(end)]
+        assert end % PAGE == 0 and len(pages) == end // PAGE
+        self._pool.hold(pages)
+        self._kept[key] = Snapshot(end, pages, rows, state, nbytes)
+        self.nbytes += nbytes
+
+    def evict(self) -> bool:
+        """Drop the least recently used snapshot; False if there is none."""
+        if not self._kept:
+            return False
+        _, snapshot = self._kept.popitem(last=False)
+        self._pool.release(snapshot.pages)
+        self.nbytes -= snapshot.nbytes
+        return True
+
+    def clear(self) -> None:
+        """Drop everything."""
+        while self.evict():
+            pass
+
+
+def _nbytes(x: Any) -> int:
+    """Bytes of a tensor, or of tensors in a list or tuple."""
+    return sum(map(_nbytes, x)) if isinstance(x, (list, tuple)) else x.nbytes

@@ -1,0 +1,121 @@
+"""Cycles in parts, each as the backend's ops run it: takes any work on any device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+import torch
+
+from g4spec.core import Cycle, Draft, Work
+from g4spec.ops.sampling import NotFinite
+from g4spec.runtime.pending import flush
+from g4spec.runtime.target import Target, batch_of
+
+
+class EagerRunner:
+    """Runs a cycle when it is started (`g4spec.core.Runner`)."""
+
+    depth = 1
+
+    def __init__(self, target: Target, draft: Draft | None) -> None:
+        self._target, self._draft = target, draft
+        self._done: list[Cycle] = []
+
+    def takes(self, work: Seq[Work]) -> bool:
+        """Any work."""
+        return True
+
+    def drop(self) -> None:
+        """Nothing is under way between `start` and `result`."""
+
+    def start(self, work: Seq[Work]) -> None:
+        """Propose, step, accept; rows are left for the draft's next proposal."""
+        started = time.perf_counter()
+        proposals = self._propose(work)
+        proposed = time.perf_counter()
+        ops = self._target.ops
+        batch = batch_of(ops, [
+            (w.sequence.slot, w.sequence.position, [w.sequence.anchor, *p.tokens])
+            for w, p in zip(work, proposals, strict=True)
+        ])  # fmt: skip
+        rows, logits = self._target.run(batch)
+        self._done = []
+        for w, p, first in zip(work, proposals, batch.starts, strict=True):
+            cycle = _chosen(w, p, logits[first : first + 1 + len(p.tokens)])
+            if w.sequence.drafting and cycle.tokens:
+                n = len(cycle.tokens)
+                w.sequence.pending.append(rows.rows(first, first + n, (n,)))
+            self._done.append(cycle)
+        ended = time.perf_counter()
+        for cycle in self._done:
+            cycle.draft_seconds, cycle.step_seconds = proposed - started, ended - proposed
+
+    def result(self) -> list[Cycle]:
+        """What was started last."""
+        done, self._done = self._done, []
+        return done
+
+    def _propose(self, work: Seq[Work]) -> list[_Proposal]:
+        """Drafted tokens for each sequence, none where none are wanted."""
+        out = [_Proposal(w) for w in work]
+        asked = [p for p in out if p.work.count]
+        if not asked:
+            return out
+        draft, ops = self._draft, self._target.ops
+        assert draft is not None
+        flush(draft, [p.work.sequence for p in asked])
+        batch = batch_of(ops, [
+            (s.slot, s.position, [s.anchor, *[draft.mask] * (draft.rows - 1)])
+            for s in (p.work.sequence for p in asked)
+        ])  # fmt: skip
+
+        def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
+            each = logits.view(len(asked), -1, logits.shape[-1])
+            ids = [p.pick(row, at + i) for p, rows in zip(asked, each, strict=True)
+                   for i, row in enumerate(rows)]  # fmt: skip
+            return ops.ids(ids)
+
+        drafted = draft.propose(batch, max(p.work.count for p in asked), pick)
+        for p, ids in zip(asked, drafted.tolist(), strict=True):
+            p.take(ids)
+        return out
+
+
+class _Proposal:
+    """What is drafted for one sequence.
+
+    Attributes:
+        failed: why the draft cannot be used, or None.
+    """
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+        self.tokens: list[int] = []
+        self.failed: str | None = None
+
+    def pick(self, logits: torch.Tensor, i: int) -> int:
+        """Drafted token i from logits [V]; 0 where nobody will use it."""
+        if i >= self.work.count or self.failed:
+            return 0
+        try:
+            return self.work.chooser.pick(logits, self.work.sequence.position + 1 + i)
+        except NotFinite as error:
+            self.failed = str(error)
+            return 0
+
+    def take(self, ids: list[int]) -> None:
+        """Keep what counts of a proposal."""
+        if not self.failed:
+            ids = ids[: self.work.count]
+            self.tokens = ids[: ids.index(-1)] if -1 in ids else ids
+
+
+def _chosen(work: Work, proposal: _Proposal, logits: torch.Tensor) -> Cycle:
+    """The target's choice over what was drafted."""
+    try:
+        cycle = work.chooser.choose(logits, proposal.tokens, work.sequence.position + 1)
+    except NotFinite as error:
+        cycle = Cycle([], [], proposal.tokens, error=error)
+    cycle.draft_failed = proposal.failed
+    return cycle

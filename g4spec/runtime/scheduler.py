@@ -1,0 +1,406 @@
+"""Decides what runs next: admission, prompts, steps, preemption.
+
+One `step` admits what fits, reads some of the waiting prompts, and runs one cycle of all running
+texts. The rules:
+
+- Requests are admitted in order of arrival, when a slot is free and the pool has the pages of their
+  prompt. Nobody overtakes, so nobody waits for ever.
+- Every running text takes part in every cycle. Between two cycles at most INTERLEAVED rows of
+  prompts are read, oldest request first, so that a long prompt does not freeze the others.
+- Where the pool has no page left, prefix snapshots go first, then the youngest text is preempted:
+  its pages and slot are freed, and it waits at its place in the order of arrival. What it had
+  generated is read again through steps, so that its text does not change. The oldest text is never
+  preempted: a pool holds at least one context.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Chooser, Draft, Runner, Sequence, Work
+from g4spec.ops.sampling import NotFinite
+from g4spec.runtime import pending
+from g4spec.runtime.length import Lengths, TextState
+from g4spec.runtime.measuring import costs
+from g4spec.runtime.pool import Pool
+from g4spec.runtime.prefix import PrefixCache
+from g4spec.runtime.request import Request
+from g4spec.runtime.target import Target, batch_of
+
+INTERLEAVED = PROMPT_BLOCK
+"""Rows of prompts read between two cycles while texts are running."""
+
+MOST_PENDING = 1024
+"""Rows that a draft may have missed: catching up would cost more than it can win any more."""
+
+
+@dataclass(slots=True)
+class Task:
+    """A request as the scheduler sees it.
+
+    Attributes:
+        number: order of arrival.
+        ids: prompt and chosen tokens.
+        drafting: whether a draft is kept up to date for it.
+        sequence: what it holds while it is live, or None while it waits.
+        stops: block boundaries of the prompt at which a snapshot is taken, in order.
+    """
+
+    number: int
+    request: Request
+    ids: list[int]
+    chooser: Chooser
+    text: TextState
+    drafting: bool
+    submitted: float
+    sequence: Sequence | None = None
+    stops: list[int] = field(default_factory=list)
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still choose."""
+        return self.request.options.n_predict - (len(self.ids) - self.n_prompt)
+
+    @property
+    def live(self) -> Sequence:
+        """Its sequence; it is live."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
+    def reading(self) -> bool:
+        """Whether tokens before the newest one are yet to be read."""
+        return self.live.n_read < max(self.n_prompt, len(self.ids) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A cycle that was started and not asked for."""
+
+    runner: Runner
+    tasks: list[Task]
+    counts: list[int]
+    began: float
+
+
+class Scheduler:
+    """Runs the requests of an engine, a step at a time. Not for several threads at once.
+
+    Args:
+        length: how many tokens are drafted.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        backend: Backend,
+        pool: Pool,
+        prefix: PrefixCache,
+        length: Lengths,
+    ) -> None:
+        self.target, self.draft, self.backend = target, draft, backend
+        self.pool, self.prefix, self.length = pool, prefix, length
+        self.runners = backend.runners(target, draft)
+        self.waiting: deque[Task] = deque()
+        self.live: list[Task] = []
+        self._started: deque[Started] = deque()
+
+    def submit(self, task: Task) -> None:
+        """Queue a request."""
+        self.waiting.append(task)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.waiting or self.live)
+
+    def step(self) -> bool:
+        """Make progress; False if there was nothing to do."""
+        self._reap()
+        if self.idle:
+            return False
+        self._admit()
+        self._read_prompts()
+        self._cycle()
+        return True
+
+    def abandon(self, error: BaseException) -> None:
+        """End all requests: a step failed half-way, and nobody knows what the caches hold."""
+        self._drop()
+        problem = error if isinstance(error, Exception) else None
+        for task in [*self.live, *self.waiting]:
+            self._finish(task, "interrupted", problem)
+        self.prefix.clear()
+
+    def close(self) -> None:
+        """End all requests."""
+        self._drop()
+        for task in [*self.live, *self.waiting]:
+            self._finish(task, "closed")
+
+    # ---- admission and memory
+
+    def _reap(self) -> None:
+        """Free what cancelled requests hold."""
+        for task in [t for t in (*self.live, *self.waiting) if t.request.cancelled]:
+            self._finish(task, "cancelled")
+
+    def _admit(self) -> None:
+        if not self.live and self.length.wants_costs and any(t.text.auto for t in self.waiting):
+            self.length.measured(costs(self.target, self.draft, self.pool, self.runners))
+        while self.waiting and self.pool.free_slots and self._begin(self.waiting[0]):
+            task = self.waiting.popleft()
+            insort(self.live, task, key=lambda t: t.number)
+
+    def _begin(self, task: Task) -> bool:
+        """Give a task a slot and the pages of what it has to read, if the pool has them; begin at a
+        snapshot if there is one."""
+        prompt = task.request.prompt
+        sequence = Sequence(self.pool.free_slots.pop(), task.ids, task.n_prompt)
+        sequence.drafting = task.drafting
+        snapshot = self.prefix.find(prompt, task.drafting)
+        if snapshot is not None:
+            try:
+                self.prefix.restore(snapshot, sequence)
+            except torch.OutOfMemoryError:  # a miss
+                self.pool.leave(sequence)
+                self.pool.free_slots.remove(sequence.slot)
+                sequence.n_read = 0
+        positions = min(self.target.n_ctx, len(task.ids) + MAX_STEP_ROWS)
+        spare = len(self.live)  # each may need a page before long
+        while self.pool.free < self.pool.missing(sequence, positions) + spare:
+            if not self.prefix.evict():
+                if self.live:
+                    self.pool.leave(sequence)
+                    return False
+                break
+        self.pool.grow(sequence, positions)
+        if task.drafting and self.draft is not None:
+            self.draft.begin(sequence.slot, prompt[: sequence.n_read])
+        task.sequence = sequence
+        task.stops = [n for n in self.prefix.stops(prompt, task.drafting) if n > sequence.n_read]
+        if not task.request.stats.preempted:
+            task.request.stats.cached_tokens = sequence.n_read
+            task.request.stats.queue_seconds = time.perf_counter() - task.submitted
+        return True
+
+    def _make_room(self, running: list[Task]) -> list[Task]:
+        """Give each text the pages of the next cycles, oldest first; preempts the youngest where
+        there are none. Returns those that stay."""
+        for task in running:
+            while task.sequence is not None and not self._grow(task):
+                if not self.prefix.evict():
+                    self._preempt(self.live[-1])
+        return [t for t in running if t.sequence is not None]
+
+    def _grow(self, task: Task) -> bool:
+        """Give a text the pages of the next cycles, if the pool has them."""
+        rows = MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
+        positions = min(self.target.n_ctx, task.live.position + rows)
+        if self.pool.missing(task.live, positions) > self.pool.free:
+            return False
+        self.pool.grow(task.live, positions)
+        return True
+
+    def _preempt(self, task: Task) -> None:
+        """Free what a task holds, and let it wait for its turn again."""
+        self._release(task)
+        task.request.stats.preempted += 1
+        at = sum(t.number < task.number for t in self.waiting)
+        self.waiting.insert(at, task)
+
+    def _release(self, task: Task) -> None:
+        self.pool.leave(task.live)
+        task.sequence = None
+        self.live.remove(task)
+
+    def _finish(self, task: Task, reason: str, error: Exception | None = None) -> None:
+        """End a request, and free what it holds: cycles under way write before whoever comes next
+        does."""
+        if task.sequence is not None:
+            self._release(task)
+        elif task in self.waiting:
+            self.waiting.remove(task)
+        task.request.finish(reason, error)
+        if all(t.request.done for s in self._started for t in s.tasks):
+            self._drop()
+
+    # ---- prompts
+
+    def _read_prompts(self) -> None:
+        """Read prompts, oldest first: a chunk, or less while texts are running."""
+        reading = [t for t in self.live if t.reading]
+        rows = self.target.chunk
+        if len(reading) < len(self.live):
+            rows = min(rows, INTERLEAVED)
+        while reading and rows > 0:
+            task = reading[0]
+            began = time.perf_counter()
+            before = task.live.n_read
+            self._read(task, rows)
+            read = task.live.n_read - before
+            rows -= -(-read // PROMPT_BLOCK) * PROMPT_BLOCK if self.backend.padded else read
+            if not task.reading:
+                reading.pop(0)
+                if len(task.ids) == task.n_prompt:
+                    self._first_token(task)
+            task.request.stats.prefill_seconds += time.perf_counter() - began
+
+    def _read(self, task: Task, most: int) -> None:
+        """Read at most `most` tokens of a prompt, up to the next snapshot, or some of what was
+        generated before a preemption."""
+        s = task.live
+        if s.n_read >= task.n_prompt:
+            end = min(len(s.ids) - 1, s.n_read + MAX_STEP_ROWS)
+            part = (s.slot, s.n_read, s.ids[s.n_read : end])
+            rows = self.target.rows(batch_of(self.target.ops, [part]))
+            if s.drafting and self.draft is not None:
+                self.draft.commit(rows, rows.batch.ids.new_tensor([end - s.n_read - 1]))
+        else:
+            end = min(task.n_prompt, s.n_read + most, *task.stops[:1])
+            rows = self.backend.read(self.target, s.slot, s.ids[s.n_read : end], s.n_read)
+            if s.drafting and self.draft is not None:
+                self.backend.commit(self.draft, rows)
+        s.n_read = end
+        if end == task.n_prompt:
+            self._tail = rows.hidden[-1:]
+        if task.stops and end == task.stops[0]:
+            task.stops.pop(0)
+            self.prefix.keep(s)
+
+    def _first_token(self, task: Task) -> None:
+        """Choose the token after the prompt, whose last row was read just now."""
+        logits = self.target.logits(self._tail)
+        try:
+            cycle = task.chooser.choose(logits, [], task.n_prompt)
+        except NotFinite as error:
+            self._finish(task, "error", error)
+            return
+        task.ids += cycle.tokens
+        task.request.take(cycle, first=True)
+        self._end(task)
+
+    # ---- cycles
+
+    def _cycle(self) -> None:
+        """Run one cycle of all running texts; where it can be, the next one is started before this
+        one is waited for."""
+        began = time.perf_counter()
+        if not self._started:
+            running = self._make_room([t for t in self.live if not t.reading])
+            if not running:
+                return
+            counts = self._plan(running)
+            self._start(running, counts, began)
+        now = self._started[0]
+        if len(self._started) < now.runner.depth and self._again(now):
+            self._start(now.tasks, now.counts, began, now.runner)
+        self._collect()
+
+    def _plan(self, running: list[Task]) -> list[int]:
+        """Tokens to draft for each text."""
+        counts = self.length.plan([t.text for t in running], [self._room(t) for t in running])
+        for task, count in zip(running, counts, strict=True):
+            if not count and pending.count(task.live) > MOST_PENDING:
+                self._stop_drafting(task, "a proposal takes more time than may be risked")
+        return counts
+
+    def _room(self, task: Task, ahead: int = 0) -> int:
+        """Most tokens to draft for a text that has `ahead` tokens more than now."""
+        if self.draft is None or not task.live.drafting:
+            return 0
+        position = task.live.position + ahead
+        room = min(task.left - ahead - 1, self.target.n_ctx - 1 - position)
+        return max(0, min(room, self.draft.max_tokens))
+
+    def _start(
+        self, tasks: list[Task], counts: list[int], began: float, runner: Runner | None = None
+    ) -> None:
+        work = [Work(t.live, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
+        runner = runner or next(r for r in self.runners if r.takes(work))
+        runner.start(work)
+        self._started.append(Started(runner, tasks, counts, began))
+
+    def _again(self, now: Started) -> bool:
+        """Whether the next cycle is certain to be of the same texts and counts, whatever this one
+        finds, so that it may be started already."""
+        tasks = now.tasks
+        if self.waiting or tasks != [t for t in self.live if not t.reading] or len(tasks) < len(
+            self.live
+        ):
+            return False
+        most = [self._room(t, ahead=1 + n) for t, n in zip(tasks, now.counts, strict=True)]
+        for task, count, room in zip(tasks, now.counts, most, strict=True):
+            position = task.live.position + 1 + count
+            if task.left <= 1 + count or position >= self.target.n_ctx or room < count:
+                return False
+        return self.length.again([t.text for t in tasks], now.counts, most)
+
+    def _collect(self) -> None:
+        """Wait for the oldest cycle and hand out what it found."""
+        now = self._started.popleft()
+        cycles = now.runner.result()
+        waited = time.perf_counter() - now.began
+        alive = [i for i, t in enumerate(now.tasks) if not t.request.done]
+        for i in alive:
+            cycle = cycles[i]
+            # The longer of both: cycles may have run while nobody waited, or waited for the host.
+            cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
+        if alive:
+            seconds = cycles[alive[0]].draft_seconds + cycles[alive[0]].step_seconds
+            self.length.observe(
+                [now.tasks[i].text for i in alive],
+                [len(cycles[i].drafted) for i in alive],
+                [cycles[i].accepted for i in alive],
+                seconds,
+            )
+        for i in alive:
+            self._take(now.tasks[i], cycles[i])
+
+    def _take(self, task: Task, cycle: Any) -> None:
+        if cycle.error is not None:
+            self._finish(task, "error", cycle.error)
+            return
+        task.ids += cycle.tokens
+        task.live.n_read += len(cycle.tokens)
+        if cycle.draft_failed:
+            cycle.draft_failed = self._stop_drafting(task, cycle.draft_failed)
+        chosen = len(cycle.tokens)
+        task.text.cut(chosen - task.request.take(cycle))
+        self._end(task)
+
+    def _stop_drafting(self, task: Task, why: str) -> str:
+        """Go on without the draft; nothing is kept for it any more."""
+        task.drafting = task.live.drafting = False
+        task.live.pending.clear()
+        note = f"the draft cannot be used, going on without it: {why}"
+        if note not in task.request.notes:
+            task.request.notes.append(note)
+        return note
+
+    def _end(self, task: Task) -> None:
+        """Finish a text that has reached its end."""
+        if task.request.stats.stop_reason:
+            self._finish(task, "")
+        elif task.left <= 0:
+            self._finish(task, "length")
+        elif task.live.position >= self.target.n_ctx:
+            self._finish(task, "context")
+
+    def _drop(self) -> None:
+        """Forget cycles that nobody will ask for."""
+        while self._started:
+            self._started.popleft().runner.drop()
+        self.length.drop()
+

@@ -1,0 +1,16 @@
+"""What must be at hand before a rule can be asked."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Needs(IntEnum):
+    """What must be at hand before a rule can be asked; each level includes those above it,
+    except that SOURCE does not need a TARGET."""
+
+    HEADER = 0  # bytes that may be anything
+    FILE = 1  # a container that our reader opens
+    CONFIG = 2  # metadata that describes a known kind of model
+    TARGET = 3  # the target the draft is paired with
+    SOURCE = 4  # the checkpoint it was converted from

@@ -1,0 +1,52 @@
+"""The map in `docs/structures.md` shows what is there."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "structures.md").read_text()
+SIGNATURES = re.findall(r"^    (g4spec[\w.]+)\((.*)\)$", PAGE, re.MULTILINE)
+
+
+def resolve(name: str) -> Any:
+    """The object behind a dotted name."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:n]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[n:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name,arguments", SIGNATURES, ids=[n for n, _ in SIGNATURES])
+def test_signatures_are_those_of_the_code(name: str, arguments: str) -> None:
+    shown = inspect.signature(resolve(name))
+    plain = [p.replace(annotation=inspect.Parameter.empty)
+             for p in shown.parameters.values() if p.name not in ("self", "cls")]  # fmt: skip
+    signature = inspect.Signature(plain)
+    assert str(signature) == f"({arguments})", f"{name}{signature}"
+
+
+def test_all_files_named_are_there() -> None:
+    names = set(re.findall(r"`((?:[\w]+/)+[\w]+\.(?:py|cu|md)|(?:[\w]+/)+)`", PAGE))
+    places = [ROOT, ROOT / "g4spec", ROOT / "g4spec/runtime", ROOT / "g4spec/runtime/cuda",
+              ROOT / "g4spec/quant"]  # fmt: skip
+    missing = [n for n in sorted(names) if not any((place / n).exists() for place in places)]
+    assert len(names) > 30 and missing == []
+
+
+def test_every_folder_of_the_package_is_named() -> None:
+    folders = [p for p in (ROOT / "g4spec").rglob("*") if p.is_dir() and any(p.glob("*.py"))]
+    missing = {str(p.relative_to(ROOT)) for p in folders if f"{p.name}/" not in PAGE}
+    assert missing == {"g4spec/measure/prompts", "g4spec/validate/rules"}
