@@ -8,7 +8,7 @@ and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,17 +91,21 @@ def plain(weight: Weight) -> torch.Tensor:
 
 
 class Products:
-    """x W^T for many rows, through scratch for one dequantized matrix at a time.
+    """x W^T for the rows of prompts, through scratch for one dequantized matrix at a time.
+
+    Rows are multiplied in blocks of one size, so that their bits do not depend on how many blocks
+    there are: torch may take another kernel for another number of rows.
 
     A second scratch, filled on another stream while the product before runs, was tried: it gains
     nothing, because the products are held back by the GPU's power, not by its memory.
 
     Args:
         scratch: float16, as long as the largest matrix or stack of them.
+        block: rows multiplied at a time, a divisor of those that come.
     """
 
-    def __init__(self, scratch: torch.Tensor) -> None:
-        self._scratch = scratch
+    def __init__(self, scratch: torch.Tensor, block: int) -> None:
+        self._scratch, self.block = scratch, block
 
     def matrix(self, weights: Sequence[Weight], dtype: torch.dtype = torch.float16) -> torch.Tensor:
         """Matrices with the same columns below each other, [rows, columns] of a 16-bit type; it
@@ -118,11 +122,29 @@ class Products:
         self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor, factor: float
     ) -> None:
         """out [T, N] float16 = factor * x [T, K] float16 times the matrices transposed."""
-        torch.addmm(out, x, self.matrix(weights).t(), beta=0, alpha=factor, out=out)
+        matrix = self.matrix(weights).t()
+        for rows, to in self._blocks(x, out):
+            torch.addmm(to, rows, matrix, beta=0, alpha=factor, out=to)
 
     def floats(self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor) -> None:
         """The same as float32, without a factor."""
-        torch.mm(x, self.matrix(weights).t(), out_dtype=torch.float32, out=out)
+        matrix = self.matrix(weights).t()
+        for rows, to in self._blocks(x, out):
+            torch.mm(rows, matrix, out_dtype=torch.float32, out=to)
+
+    def plain(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+        """The same for x and a matrix [N, K] in float32."""
+        for rows, to in self._blocks(x, out):
+            torch.mm(rows, matrix.t(), out=to)
+
+    def _blocks(
+        self, x: torch.Tensor, out: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Rows and results of one product after another."""
+        size = min(self.block, len(x))
+        assert len(x) % size == 0 and len(out) == len(x), (len(x), len(out), size)
+        for at in range(0, len(x), size):
+            yield x[at : at + size], out[at : at + size]
 
 
 UNITS = [
