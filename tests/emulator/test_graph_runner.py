@@ -1,7 +1,7 @@
 """Recorded cycles of every kind of draft, under the engine, do what eager ones do.
 
-Models compute with the reference's ops; places, choices and acceptance are the kernels'. A recording
-is played by doing the same again.
+Models compute with the reference's ops; places, choices and acceptance are the kernels'. A
+recording is played by doing the same again.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def help_out(draft: Any, plain: list[Did]) -> None:
     propose = draft.propose
 
     def helped(batch: Any, count: int, pick: Any) -> torch.Tensor:
-        own = propose(batch, count, pick)
+        own: torch.Tensor = propose(batch, count, pick)
         for row, first in zip(own, batch.starts, strict=True):
             position = int(batch.positions[first])
             right = known.get((position, int(batch.ids[first])), [])[: position % 4]
