@@ -403,6 +403,10 @@ class Backend(Protocol):
         its block."""
         ...
 
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft the rows that `read` returned. As exact as they are."""
+        ...
+
     def sampler(self, sampler: Any) -> Any:
         """What chooses tokens from raw logits on this device as `sampler` says
         (`g4spec.ops.logits.RowSampler`)."""

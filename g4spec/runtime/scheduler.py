@@ -265,11 +265,13 @@ class Scheduler:
             end = min(len(s.ids) - 1, s.n_read + MAX_STEP_ROWS)
             part = (s.slot, s.n_read, s.ids[s.n_read : end])
             rows = self.target.rows(batch_of(self.target.ops, [part]))
+            if s.drafting and self.draft is not None:
+                self.draft.commit(rows, rows.batch.ids.new_tensor([end - s.n_read - 1]))
         else:
             end = min(task.n_prompt, s.n_read + most, *task.stops[:1])
             rows = self.backend.read(self.target, s.slot, s.ids[s.n_read : end], s.n_read)
-        if s.drafting and self.draft is not None:
-            self.draft.commit(rows, rows.batch.ids.new_tensor([end - s.n_read - 1]))
+            if s.drafting and self.draft is not None:
+                self.backend.commit(self.draft, rows)
         s.n_read = end
         if end == task.n_prompt:
             self._tail = rows.hidden[-1:]
