@@ -37,17 +37,24 @@ class StepOutput:
 
 
 @contextmanager
-def borrowed(engine: Engine) -> Iterator[tuple[One, Drafting]]:
+def alone(engine: Engine) -> Iterator[One]:
     """Slot 0 of an idle engine, with all pages that a context needs."""
     pool = engine.pool
     pool.free_slots.remove(0)
     sequence = Sequence(0, [], 0)
     pool.grow(sequence, engine.n_ctx)
-    assert engine.draft is not None
     try:
-        yield One(engine.target), Drafting(engine.draft, engine.target)
+        yield One(engine.target)
     finally:
         pool.leave(sequence)
+
+
+@contextmanager
+def borrowed(engine: Engine) -> Iterator[tuple[One, Drafting]]:
+    """The same with the engine's draft."""
+    assert engine.draft is not None
+    with alone(engine) as one:
+        yield one, Drafting(engine.draft, engine.target)
 
 
 class One:
@@ -68,7 +75,8 @@ class One:
     def prefill(self, ids: Seq[int]) -> Iterator[StepRows]:
         """Read a prompt, a chunk at a time."""
         for start in range(0, len(ids), self.target.chunk):
-            yield self.read(ids[start : start + self.target.chunk], start)
+            part = list(ids[start : start + self.target.chunk])
+            yield self.target.backend.read(self.target, 0, part, start)
 
 
 class Drafting:
