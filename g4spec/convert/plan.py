@@ -91,7 +91,8 @@ class _Builder:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
         self.specs = [self._fitted(spec) for spec in kind.tensors(config)]
-        there = (s.name for s in self.specs if s.source is None or s.source in self.names)
+        there = {s.name: s.shape for s in self.specs
+                 if s.source is None or s.source in self.names}  # fmt: skip
         self.policy = policy.Policy(asked, there)
 
     def build(self) -> Plan:

@@ -87,7 +87,7 @@ def digest(source: Folder | GGUF) -> str:
     """
     sha = hashlib.sha256()
     if isinstance(source, GGUF):
-        files = [(source.path, source.data_start)]
+        files = [(part.path, part.data_start) for part in source.parts]
     else:
         for small in SMALL:
             path = source.path / small

@@ -57,7 +57,8 @@ def rewrite(file: GGUF, dialect: Dialect, kind: ModuleType, pair: Target) -> Rew
 def stored(file: GGUF, name: str) -> Stored:
     """A tensor of a GGUF."""
     info = file.tensors[name]
-    place = (file.path, file.data_start + info.offset)
+    part = file.parts[info.part]
+    place = (part.path, part.data_start + info.offset)
     return Stored(name, info.shape, info.format.name.upper(), info.format, file.raw(name), place)
 
 

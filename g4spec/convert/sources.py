@@ -16,7 +16,7 @@ from g4spec.convert import dialects, packed, safetensors
 from g4spec.convert.dialects import Dialect
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, regular
+from g4spec.gguf import GGUF, parts, regular
 from g4spec.models.spec import Checkpoint
 
 UNSUPPORTED = {
@@ -89,7 +89,7 @@ def detect(path: str | Path, weights: bool = True) -> Found:
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = parts.firsts(sorted(path.glob("*.gguf")))
         if len(ggufs) > 1:
             raise InputError(f"{path}: several GGUF files", found=[p.name for p in ggufs][:8],
                              fix="name the one to use")  # fmt: skip

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from g4spec.errors import InputError
+from g4spec.gguf import parts
 
 ENDINGS = (".gguf", ".jinja", ".json", ".safetensors")
 Stamp = tuple[int, int, int]
@@ -13,8 +14,8 @@ Stamp = tuple[int, int, int]
 
 def stamps(source: Path) -> dict[Path, Stamp]:
     """Inode, size and time of change (ns) of each file that a source may be read from."""
-    inside = sorted(source.iterdir()) if source.is_dir() else [source]
-    files = [p for p in inside if p == source or p.suffix in ENDINGS]
+    inside = sorted(source.iterdir()) if source.is_dir() else [source, *parts.siblings(source)]
+    files = [p for p in inside if not source.is_dir() or p.suffix in ENDINGS]
     return {p: _stamp(p) for p in files if p.exists()}
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
-from g4spec.gguf import forks, regular, strings
+from g4spec.gguf import forks, parts, regular, strings
 from g4spec.gguf.values import T, Value
 
 MAGIC = b"GGUF"
@@ -44,12 +44,6 @@ def pad(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
 
 
-def inside(folder: Path) -> str | None:
-    """What to tell who names a folder where its GGUF file is wanted; None if it has none."""
-    found = sorted(folder.glob("*.gguf"))
-    return f"name the file in it: {found[0]}" if found else None
-
-
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as a GGUF file does."""
     with path.open("rb") as f:
@@ -63,6 +57,7 @@ class TensorInfo:
     Attributes:
         shape: PyTorch order, the fastest dimension last.
         type: ggml type number. `offset`: from the start of the data section. `nbytes`: size.
+        part: of a split model that it is in, the first is 0.
     """
 
     name: str
@@ -70,6 +65,7 @@ class TensorInfo:
     type: int
     offset: int
     nbytes: int
+    part: int = 0
 
     @property
     def format(self) -> quant.Format:
@@ -90,17 +86,19 @@ class GGUF(Mapping[str, Any]):
     """An open GGUF file, and a mapping of its metadata to plain Python values.
 
     Args:
-        path: the file; InputError if it is malformed, Unsupported if it is of another kind
-            (big-endian, version 1, split in parts).
+        path: the file, or the first part of a split model; InputError if it is malformed,
+            Unsupported if it is of another kind (big-endian, version 1).
+        joined: with the other parts of a split model.
 
     Attributes:
-        version, alignment: of the container. `size`: of the file, in bytes.
+        parts: the files of a split model, this one first. `size`: of this file, in bytes.
+        version, alignment: of the container.
         kv: the metadata (the object itself). `tensors`: TensorInfo by name, in file order.
         data_start: where the data section begins.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, joined: bool = True) -> None:
+        self.path, self.parts = Path(path), [self]
         self._cache: dict[str, Any] = {}
         self._places: dict[str, _Place] = {}
         self._blocks: dict[str, list[strings.Block]] = {}  # of string arrays
@@ -108,6 +106,10 @@ class GGUF(Mapping[str, Any]):
         self._open()
         try:
             self._header()
+            if joined:
+                parts.join(self)
+                self._places = {k: v for k, v in self._places.items() if k not in parts.KEYS}
+                self._cache.clear()
         except BaseException:
             self.close()
             raise
@@ -213,7 +215,8 @@ class GGUF(Mapping[str, Any]):
     def raw(self, name: str) -> NDArray[np.uint8]:
         """Bytes of a tensor, mapped read-only. Valid while the file is open."""
         info = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, info.nbytes, self.data_start + info.offset)
+        file = self.parts[info.part]
+        return np.frombuffer(file._map, np.uint8, info.nbytes, file.data_start + info.offset)
 
     def array(self, name: str) -> NDArray[Any]:
         """Values of a tensor as float32; integers and F64 as stored. Unsupported if the type
@@ -236,7 +239,7 @@ class GGUF(Mapping[str, Any]):
         except FileNotFoundError:
             raise InputError(f"{self.path}: no such file") from None
         except IsADirectoryError:
-            fix = inside(self.path) or "convert a checkpoint folder with `g4spec convert`"
+            fix = parts.inside(self.path) or "convert a checkpoint folder with `g4spec convert`"
             raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
         except PermissionError as e:
             raise InputError(f"{self.path}: {e.strerror}") from e
@@ -246,6 +249,8 @@ class GGUF(Mapping[str, Any]):
 
     def close(self) -> None:
         """Unmap the file, unless arrays made by `raw` or `array` still use it."""
+        for part in self.parts[1:]:
+            part.close()
         self._view.release()
         with suppress(BufferError):  # then the mapping goes when the last array does
             self._map.close()
@@ -300,9 +305,6 @@ class GGUF(Mapping[str, Any]):
         self.data_start = pad(at, self.alignment)
         self._clashing()
         self._check_bounds()
-        if self.get("split.count", 0) not in (0, 1):
-            raise Unsupported(f"{self.path}: one part of a split GGUF",
-                              fix="join the parts with llama-gguf-split --merge")  # fmt: skip
 
     def _scan_kv(self, at: int) -> int:
         key, at = self._string(at, f"metadata key {len(self._places)}")

@@ -1,10 +1,10 @@
 """Times steps and cycles of models with random weights on a GPU (`bench --synthetic`).
 
 A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
-not what Python adds. A draft's is that of its part of cycles. A cycle is timed by the clock with everything in it, and accepts as many
-drafts as it is told to: random weights predict nothing. Before each of these the GPU rests, so that
-its clock does not depend on what ran before; what cycles take once power limits the clock is
-measured after a second of them.
+not what Python adds. A draft's is that of its part of cycles. A cycle is timed by the clock with
+everything in it, and accepts as many drafts as it is told to: random weights predict nothing.
+Before each of these the GPU rests, so that its clock does not depend on what ran before; what
+cycles take once power limits the clock is measured after a second of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Sequence, Work
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, PAGE, Sequence, Work
 from g4spec.errors import UsageError
 from g4spec.measure import run_record as provenance
 from g4spec.measure import synthetic
@@ -110,7 +110,7 @@ def measure(
     torch.cuda.empty_cache()
     n_ctx = max(protocol.contexts) + protocol.room
     texts = max((1, *protocol.streams))
-    target = synthetic.target(name, protocol.type, backend, n_ctx, texts, texts * n_ctx)
+    target = synthetic.target(name, protocol.type, backend, n_ctx, texts, texts * (n_ctx + PAGE))
     drafter = synthetic.draft(name, protocol.draft_type, target, kind)
     pool = Pool(target.space)
     sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
@@ -224,7 +224,7 @@ def _idle_bytes(weights: Mapping[str, Any], layer: Any) -> int:
 def _at(
     context: int, target: Target, drafter: Any, sequences: Seq[Sequence], protocol: Protocol
 ) -> Row:
-    speed = [fill(target, drafter, s, context) for s in sequences][0]
+    speed = max(fill(target, drafter, s, context) for s in sequences)
     steps, streams = {}, {}
     for rows in ROWS:
         step = Step(target, sequences[:1], rows, context)

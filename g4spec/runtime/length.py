@@ -2,8 +2,8 @@
 
 One budget for the whole batch: drafted tokens of all texts are ranked by how likely they are to be
 accepted, and as many of the best are admitted as give the most expected tokens per second, by a
-table of what cycles cost. Texts with a draft length of their own (`--draft-max 4`) get it; the others are
-planned around them.
+table of what cycles cost. Texts with a draft length of their own (`--draft-max 4`) get it; the
+others are planned around them.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from g4spec.ops.weights import Attention, ExpertLayer
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
-from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
+from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.device import DEVICE

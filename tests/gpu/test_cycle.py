@@ -254,6 +254,23 @@ def test_a_cycle_that_was_dropped_is_run_again() -> None:
     assert all(map(same, found, by_hand(None, 0, HOT, 0, [0] * len(found))))
 
 
+def test_a_start_that_failed_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sequences were to run; the ones before them go on."""
+    runner, target, _ = made(None)
+    text, other = Text(0, GREEDY, 0, drafting=False), Text(1, GREEDY, 1, drafting=True)
+    text.begin(target, None)
+    (found,) = played(runner, [text], [[0]] * 2)
+
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for copies")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(runner, "_kept", full)
+        runner.start([other.work(0)])
+    found += played(runner, [text], [[0]] * 2)[0]
+    assert all(map(same, found, by_hand(None, 0, GREEDY, 0, [0] * 4)))
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_acceptance_may_be_forced(n: int) -> None:
     runner, target, draft = made("block", forced=2)

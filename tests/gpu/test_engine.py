@@ -202,3 +202,13 @@ def test_nothing_is_left_of_an_earlier_sequence(folder: Path) -> None:
     used, fresh = load(*files), load(*files)
     family.generate(used, PROMPT, 6, 40)
     assert family.generate(used, second, 6, 40).ids == family.generate(fresh, second, 6, 40).ids
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_types_without_kernels_run_as_torch(kind: str, tmp_path: Path) -> None:
+    """Beside others that have some; said once, and near the reference."""
+    family.random(tmp_path, kind, "q3_k_m")
+    calm = tmp_path / f"{kind}-calm.gguf"
+    gpu = load(calm)
+    near(load(calm, device="cpu"), gpu, PROMPT)
+    assert "q3_k matrices" in gpu.target.ops.without_kernel

@@ -13,8 +13,8 @@ from g4spec.runtime.cuda import gpu_memory
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill.reader import Reader
-from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.sampler import CudaSampler
+from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.loading import Uploader
 from g4spec.runtime.cuda.weights.matrix import Matrix
 
@@ -78,15 +78,14 @@ class CudaBackend:
             return ops.array(file.array(name))
         plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
         columns, rows_ = info.shape[-1], info.shape[-2]
-        if plain is None and columns % rows.BLOCK and not ops.portable:
-            ops.without_kernel.add(f"{form.name} matrices of {columns} columns")
+        if plain is None and (why := packing.unpackable(form.name, columns, ops.portable)):
+            ops.without_kernel.add(why)
             return ops.array(file.array(name))
         self._upload = self._upload or Uploader(self.device)
-        raw = self._upload(file.raw(name))
-        raw = raw.view(-1, columns * 2).view(plain) if plain else raw.view(
-            -1, form.row_bytes(columns))  # fmt: skip
-        return Matrix("" if plain else form.name, raw, rows_, columns, len(raw) // rows_,
-                      keeps=ops.portable)  # fmt: skip
+        width = columns * 2 if plain else form.row_bytes(columns)
+        raw = self._upload(file.raw(name)).view(-1, width)
+        return Matrix("" if plain else form.name, raw.view(plain) if plain else raw, rows_, columns,
+                      len(raw) // rows_, keeps=ops.portable)  # fmt: skip
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:
         """Slots and pages. Behind the table's rows of the slots is that of a spare slot, where

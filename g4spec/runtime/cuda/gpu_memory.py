@@ -14,7 +14,7 @@ from g4spec.gguf.reader import TensorInfo
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import Kind, page_bytes, slot_bytes
 from g4spec.runtime.cuda.prefill import plan
-from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.weights import packing
 
 FLOAT = 4
 
@@ -58,15 +58,18 @@ class Card:
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
         """As in the file, but for rows that packing adds to whole groups; integers as 64 bits, and
-        as 32 what is no matrix or has columns that kernels do not take."""
+        as 32 what is no matrix, or one of a type or width that kernels do not take."""
         return sum(max(t.nbytes, self._number(t) * math.prod(t.shape)) for t in tensors)
 
     def _number(self, t: TensorInfo) -> int:
         """Bytes of each number that `CudaBackend.load` unpacks; 0 if it keeps the file's bytes."""
         if t.format.integer:
             return 8
-        odd = t.format.quantized and t.shape[-1] % rows.BLOCK != 0 and not self.portable
-        return FLOAT if len(t.shape) < 2 or odd else 0
+        if len(t.shape) < 2:
+            return FLOAT
+        name, columns = t.format.name, t.shape[-1]
+        unpacked = t.format.quantized and packing.unpackable(name, columns, self.portable)
+        return FLOAT if unpacked else 0
 
     def page(self, shapes: Sequence[CacheShape]) -> int:
         """One page of the pool, in all layers without a window."""

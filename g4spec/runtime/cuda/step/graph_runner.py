@@ -138,6 +138,7 @@ class GraphRunner:
         marks, turn = self._marks[self._turn], self._turn
         counts, most = tuple(w.count for w in work), max(w.count for w in work)
         self._enter(work, counts)
+        self._stands = []  # nobody knows before `result`, also if this fails half-way
         marks.begun.record()
         step = self._shape("step" if most else "plain", len(work), most)
         if most:
@@ -177,9 +178,8 @@ class GraphRunner:
     def drop(self) -> None:
         """Forget cycles that were started and not asked for. A draft's state is already that behind
         them, so this is for sequences that have ended; the cycles of others are to be asked for."""
-        if self._waiting:
-            self._waiting.clear()
-            self._stands = []
+        self._waiting.clear()
+        self._stands = []
 
     # ---- inside
 
