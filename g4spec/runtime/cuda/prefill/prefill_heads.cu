@@ -72,8 +72,9 @@ struct ByteCache {
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         const float v = x.x[h][e] * by;
-        bytes[e] = (u8)((int)truncf(v + copysignf(0.49999997f, v)) + 128);
-        x.x[h][e] = ((int)bytes[e] - 128) * from_half(scale);
+        const int code = (int)truncf(v + copysignf(0.49999997f, v));
+        bytes[e] = (u8)(code + 128);
+        x.x[h][e] = code * from_half(scale);
       }
       if (row < 0) continue;
       store<V>(plane + row * WIDTH + at, bytes);
