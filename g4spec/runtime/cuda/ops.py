@@ -204,9 +204,7 @@ class CudaOps(Ops):
     def keys_values(
         self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
     ) -> None:
-        if layers[0].k not in self._contexts:
-            self._contexts[layers[0].k] = context.of(layers, kvs)
-        made = self._contexts[layers[0].k]
+        made = self._context(layers, kvs)
         if made is None or isinstance(h, torch.Tensor):
             super().keys_values(h, layers, batch, kvs)
             return
@@ -340,6 +338,13 @@ class CudaOps(Ops):
         return layer.finish(x, following)
 
     # ---- inside
+
+    def _context(self, layers: Sequence[Attention], kvs: Sequence[Any]) -> context.Context | None:
+        """Keys and values of these layers packed together, if they can be: before any of them is
+        packed alone."""
+        if layers[0].k not in self._contexts:
+            self._contexts[layers[0].k] = context.of(layers, kvs)
+        return self._contexts[layers[0].k]
 
     def _visits(
         self,

@@ -21,7 +21,7 @@ from g4spec.runtime.cuda.portable.products import numbers
 from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.step.packed_rows import MOST
 from g4spec.runtime.cuda.weights.dequant import plain
-from g4spec.runtime.cuda.weights.matrix import Matrix
+from g4spec.runtime.cuda.weights.matrix import Matrix, join
 
 LARGEST = 512.0
 """Rows in half precision are divided by a power of two that brings their values below this."""
@@ -79,7 +79,10 @@ class DraftOps(CudaOps):
     def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
         """See `Ops.qkv`; with queries nothing is appended before `attend`, which goes tile by
         tile, so that a ring needs no more room than for steps."""
-        weights = [w for w in (a.q if queries else None, a.k, a.v) if w is not None]
+        weights = [w for w in (a.q, a.k, a.v) if w is not None]
+        if all(isinstance(w, Matrix) for w in weights):
+            join(weights)  # as steps read them
+        weights = weights if queries else weights[1:]
         y = torch.cat([self.linear(h, w) for w in weights], dim=1)
         if queries:
             return Unfinished(Heads.of(a), y)
@@ -89,6 +92,7 @@ class DraftOps(CudaOps):
     def keys_values(
         self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
     ) -> None:
+        self._context(layers, kvs)
         Ops.keys_values(self, h, layers, batch, kvs)
 
     def attend(
