@@ -246,6 +246,14 @@ def test_bits_do_not_depend_on_chunks(
     check_bits(small(layers, {"": "q8_0"}), kind, portable)
 
 
+def test_a_chunk_shorter_than_a_block() -> None:
+    """A block is computed all the same."""
+    ids = [2, 7, 11, 13, 5]
+    rows = [small(dense(3), {"": "q8_0"}).reader(N_CTX, chunk).read(SLOT, ids, 0)
+            for chunk in (len(ids), BLOCK)]  # fmt: skip
+    assert same(rows[0].hidden, rows[1].hidden)
+
+
 @pytest.mark.parametrize("portable", [False, pytest.param(True, marks=needs_gpu)])
 def test_bits_of_experts_do_not_depend_on_chunks(portable: bool) -> None:
     model = small(experts(), {"": "q8_0", "ffn_gate_up_exps": "q4_k"})

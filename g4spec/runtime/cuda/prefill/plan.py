@@ -35,8 +35,8 @@ def ways(
 
 
 def most_rows(chunk: int, n_ctx: int) -> int:
-    """Rows of the longest chunk of a context."""
-    return min(chunk, padded(n_ctx, PROMPT_BLOCK))
+    """Rows of the longest chunk of a context, padding included."""
+    return padded(min(chunk, n_ctx), PROMPT_BLOCK)
 
 
 def shared(config: Config, rows: int) -> Shapes:

@@ -34,7 +34,8 @@ GROUPED_ARCHS = ("sm_90a", "sm_100")
 """GPUs for which torch has a grouped product."""
 
 FULL = 4096
-"""Rows whose visits the grouped product is given: the longest chunk of such a GPU."""
+"""Rows whose visits the grouped product is given: the longest chunk that a GPU reads unless it is
+asked to."""
 
 _INT = np.int32
 
@@ -176,7 +177,4 @@ def _without_bf16(arch: str) -> bool:
 
 def _given(chunk: int, arch: str) -> int:
     """Rows whose visits a product is given."""
-    if arch not in GROUPED_ARCHS:
-        return chunk
-    assert chunk <= FULL, chunk
-    return FULL
+    return max(chunk, FULL) if arch in GROUPED_ARCHS else chunk
