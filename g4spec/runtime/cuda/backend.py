@@ -96,7 +96,7 @@ class CudaBackend:
         return space
 
     def slack(self, chunk: int) -> int:
-        """Rows of a step and of a draft's block behind it. Chunks of prompts go around the rings."""
+        """Rows of a step and of a draft's block behind it; prompts go around the rings."""
         return 2 * MAX_STEP_ROWS
 
     def cache(self, shape: CacheShape, space: Space, slack: int) -> CudaKV:

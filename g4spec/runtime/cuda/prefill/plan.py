@@ -60,6 +60,7 @@ def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, i
     )
     pairs = {s.window is None: s.rotary_pairs for s in config.layers}
     passing = rows * 4 * (first.n_ple + sum(2 * count for count in pairs.values()))
+    passing += nbytes({"wide": shared(config, rows)["_wide"]})  # see Products.in_runs
     if first.n_expert:
         kept += nbytes(Experts.buffers(first, config.n_embd, rows, arch))
         passing += Experts.passing(first, config.n_embd, rows, arch)
