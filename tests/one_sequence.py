@@ -58,10 +58,13 @@ def borrowed(engine: Engine) -> Iterator[tuple[One, Drafting]]:
 
 
 class One:
-    """Runs one sequence of a target by position."""
+    """Runs one sequence of a target by position; everything else is the target's."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
 
     def read(self, ids: Seq[int], start: int) -> StepRows:
         """Rows of tokens at positions start ..., without logits."""
@@ -80,11 +83,14 @@ class One:
 
 
 class Drafting:
-    """Drafts for one sequence.
+    """Drafts for one sequence; everything else is the draft's.
 
     Args:
         target: whose slot 0 it is.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.draft, name)
 
     def __init__(self, draft: Draft, target: Target) -> None:
         self.draft, self.target = draft, target
