@@ -36,6 +36,14 @@ class StepOutput:
     read: StepRows
 
 
+def taken(engine: Engine) -> tuple[One, Drafting]:
+    """Slot 0 of a new engine and all pages that a context needs, for good."""
+    engine.pool.free_slots.remove(0)
+    engine.pool.grow(Sequence(0, [], 0), engine.n_ctx)
+    assert engine.draft is not None
+    return One(engine.target), Drafting(engine.draft, engine.target)
+
+
 @contextmanager
 def alone(engine: Engine) -> Iterator[One]:
     """Slot 0 of an idle engine, with all pages that a context needs."""
@@ -65,6 +73,13 @@ class One:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Changes are made to the target."""
+        if name == "target":
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.target, name, value)
 
     def read(self, ids: Seq[int], start: int) -> StepRows:
         """Rows of tokens at positions start ..., without logits."""
