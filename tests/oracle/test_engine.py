@@ -18,9 +18,9 @@ import torch
 from g4spec import convert
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime import speculate
-from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.speculate import Backlog
+from g4spec.runtime import runner, scheduler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
 from tests import tiny
 from tests.oracle import build
 
