@@ -20,8 +20,8 @@ from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.step import attention_window
 from g4spec.runtime.cuda.step.attention_window import Unfinished, takes
 from tests.gpu import parity
-from tests.gpu.device import DEVICE, EMULATED
 from tests.gpu.batches import one, rows_of, spread
+from tests.gpu.device import DEVICE, EMULATED
 from tests.gpu.test_attention import cache, copy, expected, fill, unpacked_rows
 
 pytestmark = pytest.mark.gpu
@@ -144,7 +144,8 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     first, at = layer.span(14)
     got = layer.attend(y, last=at[-1].expand(14).contiguous())
     want = expected(
-        other.heads(y, one(start, 14), other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14, SCALE
+        other.heads(y, one(start, 14), other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14,
+        SCALE,
     )
     assert (got - want).abs().max() < 4e-3
 
@@ -180,8 +181,8 @@ def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, d
 def test_sequences_in_any_slots(
     n_kv: int, window: int, slices: int, sizes: tuple[int, ...]
 ) -> None:
-    """Rows, and what they leave in the cache, have the bits that they have alone in slot 0. One more
-    sequence stands in the slot behind the others."""
+    """Rows, and what they leave in the cache, have the bits that they have alone in slot 0. One
+    more sequence stands in the slot behind the others."""
     layer, count, size = Layer(n_kv, window, slices, 0), len(sizes), sizes[0]
     kv = CudaKV(CacheShape(n_kv, DIM, window), spread(count, 8192), 16, "q8_0")
     starts = [0, *torch.randint(1, 3000, (count - 1,), device="cpu").tolist()]
