@@ -20,8 +20,8 @@ from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.step import attention_window
 from g4spec.runtime.cuda.step.attention_window import Unfinished, takes
 from tests.gpu import parity
-from tests.gpu.device import DEVICE, EMULATED
 from tests.gpu.batches import one, rows_of, spread
+from tests.gpu.device import DEVICE, EMULATED
 from tests.gpu.test_attention import cache, copy, expected, fill, unpacked_rows
 
 pytestmark = pytest.mark.gpu
