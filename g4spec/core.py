@@ -151,7 +151,7 @@ class Batch:
         assert n, self.sizes
 
         def cut(x: torch.Tensor) -> torch.Tensor:
-            return x.view(count, n)[:, first:last].reshape(-1)
+            return x.view(count, n)[:, first:last].reshape(-1).contiguous()
 
         return Batch(cut(self.ids), cut(self.positions), cut(self.slots), (last - first,) * count)
 
