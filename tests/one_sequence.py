@@ -36,25 +36,50 @@ class StepOutput:
     read: StepRows
 
 
+def taken(engine: Engine) -> tuple[One, Drafting]:
+    """Slot 0 of a new engine and all pages that a context needs, for good."""
+    engine.pool.free_slots.remove(0)
+    engine.pool.grow(Sequence(0, [], 0), engine.n_ctx)
+    assert engine.draft is not None
+    return One(engine.target), Drafting(engine.draft, engine.target)
+
+
 @contextmanager
-def borrowed(engine: Engine) -> Iterator[tuple[One, Drafting]]:
+def alone(engine: Engine) -> Iterator[One]:
     """Slot 0 of an idle engine, with all pages that a context needs."""
     pool = engine.pool
     pool.free_slots.remove(0)
     sequence = Sequence(0, [], 0)
     pool.grow(sequence, engine.n_ctx)
-    assert engine.draft is not None
     try:
-        yield One(engine.target), Drafting(engine.draft, engine.target)
+        yield One(engine.target)
     finally:
         pool.leave(sequence)
 
 
+@contextmanager
+def borrowed(engine: Engine) -> Iterator[tuple[One, Drafting]]:
+    """The same with the engine's draft."""
+    assert engine.draft is not None
+    with alone(engine) as one:
+        yield one, Drafting(engine.draft, engine.target)
+
+
 class One:
-    """Runs one sequence of a target by position."""
+    """Runs one sequence of a target by position; everything else is the target's."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Changes are made to the target."""
+        if name == "target":
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.target, name, value)
 
     def read(self, ids: Seq[int], start: int) -> StepRows:
         """Rows of tokens at positions start ..., without logits."""
@@ -68,15 +93,19 @@ class One:
     def prefill(self, ids: Seq[int]) -> Iterator[StepRows]:
         """Read a prompt, a chunk at a time."""
         for start in range(0, len(ids), self.target.chunk):
-            yield self.read(ids[start : start + self.target.chunk], start)
+            part = list(ids[start : start + self.target.chunk])
+            yield self.target.backend.read(self.target, 0, part, start)
 
 
 class Drafting:
-    """Drafts for one sequence.
+    """Drafts for one sequence; everything else is the draft's.
 
     Args:
         target: whose slot 0 it is.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.draft, name)
 
     def __init__(self, draft: Draft, target: Target) -> None:
         self.draft, self.target = draft, target

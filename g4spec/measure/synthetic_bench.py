@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, Sequence, Work
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, PAGE, Sequence, Work
 from g4spec.errors import UsageError
 from g4spec.measure import run_record as provenance
 from g4spec.measure import synthetic
@@ -110,7 +110,7 @@ def measure(
     torch.cuda.empty_cache()
     n_ctx = max(protocol.contexts) + protocol.room
     texts = max((1, *protocol.streams))
-    target = synthetic.target(name, protocol.type, backend, n_ctx, texts, texts * n_ctx)
+    target = synthetic.target(name, protocol.type, backend, n_ctx, texts, texts * (n_ctx + PAGE))
     drafter = synthetic.draft(name, protocol.draft_type, target, kind)
     pool = Pool(target.space)
     sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]

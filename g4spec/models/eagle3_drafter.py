@@ -132,6 +132,7 @@ class Drafter(WeightedDrafter):
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
         spans = ops.spans(batch.at(seen_from), set(reaches))
+        own = batch.positions.clamp(min=0)  # the row before position 0, which nobody reads
         for spec in c.layers:
             b = f"blk.{spec.index}."
             if spec.index == 0:
@@ -143,7 +144,7 @@ class Drafter(WeightedDrafter):
             if done:
                 break
             first, _ = spans[reaches[spec.index]]
-            h = ops.attend(q, self.caches[spec.index], batch, first, batch.positions,
+            h = ops.attend(q, self.caches[spec.index], batch, first, own,
                            spec.head_dim**-0.5)  # fmt: skip
             h = ops.linear(h, w[b + "attn_output.weight"], parts=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])

@@ -1,8 +1,6 @@
 """The GPU's cache: its rows, its ring and its two ways to store a row (on any device)."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ from g4spec.advisor.memory_needs import LARGE, own_slots, own_token_bytes, slot_
 from g4spec.advisor.schema import Size
 from g4spec.advisor.subjects import named_target
 from g4spec.core import MAX_STEP_ROWS, CacheShape
-from g4spec.errors import InputError
 from g4spec.gguf.reader import TensorInfo
 from g4spec.measure import synthetic
 from g4spec.models import gemma4
@@ -24,7 +21,6 @@ from g4spec.quant.formats import q8_0
 from g4spec.runtime.cuda import gpu_memory as memory
 from g4spec.runtime.cuda.cache import cuda_kv as kv
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.prefill.long_reader import LongReader
 from g4spec.runtime.cuda.step import attention
 
 
@@ -155,18 +151,6 @@ def test_global_layers_of_the_large_models_store_640_columns() -> None:
     own = replace(spec, v_from_k=False)
     config = gemma4.Config(160, 64, 4096, 1e-6, 30.0, (spec, own))
     assert [s.turning for s in gemma4.caches(config)] == [64, 0]
-
-
-def test_a_file_whose_heads_turn_further_is_refused() -> None:
-    spec = LayerSpec(0, None, 4, 1, 512, 64, 1e6, rope_partial=0.25, v_from_k=True)
-    freqs = torch.tensor([1.0] * 64 + [1e-30] * 192)
-    model = SimpleNamespace(config=SimpleNamespace(layers=(spec,)), _freqs=[freqs])
-    caches = [CudaKV(1, 512, 256, None, 16, "cpu", turning=spec.turning)]
-    ops: Any = None
-    LongReader(ops, model, caches, 256, 64)
-    freqs[70] = 0.5
-    with pytest.raises(InputError, match="the first 64 pairs"):
-        LongReader(ops, model, caches, 256, 64)
 
 
 def test_capacity_is_whole_tiles_and_at_most_the_context() -> None:

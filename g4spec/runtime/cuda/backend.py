@@ -12,6 +12,7 @@ from g4spec.ops.kv import Space
 from g4spec.runtime.cuda import gpu_memory
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler
 from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.loading import Uploader
@@ -57,7 +58,7 @@ class CudaBackend:
         total = torch.cuda.get_device_properties(self.device).total_memory
         self.chunk = gpu_memory.chunk(total)
         self._upload: Uploader | None = None
-        self._reader: tuple[Target, Any] | None = None
+        self._reader: Reader | None = None
 
     @property
     def budget(self) -> gpu_memory.Card:
@@ -95,7 +96,7 @@ class CudaBackend:
         return space
 
     def slack(self, chunk: int) -> int:
-        """Rows of a step and of a draft's block behind it. Chunks of prompts go around the rings."""
+        """Rows of a step and of a draft's block behind it; prompts go around the rings."""
         return 2 * MAX_STEP_ROWS
 
     def cache(self, shape: CacheShape, space: Space, slack: int) -> CudaKV:
@@ -104,12 +105,14 @@ class CudaBackend:
 
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
         """Run prompt tokens; see `g4spec.core.Backend`."""
-        from g4spec.runtime.cuda.prefill.reader import Reader
+        if self._reader is None or self._reader.target is not target:
+            self._reader = Reader(self, target)
+        return self._reader.read(slot, ids, start)
 
-        if self._reader is None or self._reader[0] is not target:
-            self._reader = target, Reader(self, target)
-        read: StepRows = self._reader[1].read(slot, ids, start)
-        return read
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft the rows that `read` returned."""
+        assert self._reader is not None
+        self._reader.commit(draft, rows)
 
     def sampler(self, sampler: Sampler) -> CudaSampler:
         """What chooses tokens from raw logits [V] on the GPU."""

@@ -13,7 +13,7 @@ from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import Kind, page_bytes, slot_bytes
-from g4spec.runtime.cuda.prefill import prefill
+from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.weights import packing
 
 FLOAT = 4
@@ -21,7 +21,7 @@ FLOAT = 4
 PACKING = 768 << 20
 """Most that rearranging weights takes beside them: a layer's matrices once more, or all its
 experts of one kind, and `packing.CHUNK`. The target's table, which may be larger, is packed while
-what reads long chunks is not there yet (`prefill_model`)."""
+what reads long chunks is not there yet (`prefill.reader`)."""
 
 FIXED = 512 << 20
 """Kernels, cuBLAS workspaces, graphs, and what the allocator cannot use."""
@@ -81,11 +81,11 @@ class Card:
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         """Logits of the largest steps, what reading a chunk takes, and what is fixed."""
-        chunk = min(chunk, n_ctx)
         logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
-        wide = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
+        # Residual, taps, and a draft's features.
+        wide = 12 * FLOAT * plan.most_rows(chunk, n_ctx) * config.n_embd
         arch = "" if self.portable else launch.arch(self.device.index)
-        long = sum(prefill.workspace(config, chunk, n_ctx, arch))
+        long = sum(plan.workspace(config, chunk, n_ctx, arch))
         return int(logits + wide + long + PACKING + FIXED)
 
     def available(self) -> int:

@@ -24,10 +24,9 @@ from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
 from g4spec.ops.simple import in_order
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache import context
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
-from g4spec.runtime.cuda.step import attention, attention_window, elementwise, linear
+from g4spec.runtime.cuda.step import attention, attention_window, context, elementwise, linear
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.attention_window import Unfinished
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
@@ -204,9 +203,7 @@ class CudaOps(Ops):
     def keys_values(
         self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
     ) -> None:
-        if layers[0].k not in self._contexts:
-            self._contexts[layers[0].k] = context.of(layers, kvs)
-        made = self._contexts[layers[0].k]
+        made = self._context(layers, kvs)
         if made is None or isinstance(h, torch.Tensor):
             super().keys_values(h, layers, batch, kvs)
             return
@@ -340,6 +337,13 @@ class CudaOps(Ops):
         return layer.finish(x, following)
 
     # ---- inside
+
+    def _context(self, layers: Sequence[Attention], kvs: Sequence[Any]) -> context.Context | None:
+        """Keys and values of these layers packed together, if they can be: before any of them is
+        packed alone."""
+        if layers[0].k not in self._contexts:
+            self._contexts[layers[0].k] = context.of(layers, kvs)
+        return self._contexts[layers[0].k]
 
     def _visits(
         self,

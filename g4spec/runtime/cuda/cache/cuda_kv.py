@@ -1,10 +1,11 @@
 """Keys and values of one layer on the GPU, addressed by slot and absolute position.
 
 As in `g4spec.ops.kv`: layers with a window keep a ring for each slot, others share pages of 128
-positions (`Space.table`); appending does not commit, and the rows of rejected tokens are overwritten
-by the next step. Planes are [units, n_kv, capacity, columns]. A unit is the ring of a slot, in which
-position p stands in row p mod capacity, or a page, whose capacity is 128. So the 128 positions of an
-aligned tile are consecutive in memory; the capacity of a ring is a multiple of 128 for that reason.
+positions (`Space.table`); appending does not commit, and the rows of rejected tokens are
+overwritten by the next step. Planes are [units, n_kv, capacity, columns]. A unit is the ring of a
+slot, in which position p stands in row p mod capacity, or a page, whose capacity is 128. So the 128
+positions of an aligned tile are consecutive in memory; the capacity of a ring is a multiple of 128
+for that reason.
 
 Two ways to store a row: `f16`, and `q8_0` (blocks of 32 values of a row: one byte a value and one
 half-precision scale a block, the numbers that `g4spec.quant.formats.q8_0` would store). Bytes are
@@ -12,8 +13,8 @@ kept in one plane and scales in another, and a byte is q + 128, without sign, be
 cheaper form to turn into half precision.
 
 Where keys are the values times a weight for each column, and then rotated in few columns
-(`CacheShape.rotary_pairs`), the plane of keys holds only the columns that are rotated. In the others
-the queries take over the weight and meet the values.
+(`CacheShape.rotary_pairs`), the plane of keys holds only the columns that are rotated. In the
+others the queries take over the weight and meet the values.
 
 Rows that were never written are NaN (`q8_0`: their scales are): whatever reads one shows it.
 """

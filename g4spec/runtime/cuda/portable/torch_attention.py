@@ -1,8 +1,8 @@
 """Attention over a `CudaKV` in plain torch, for shapes without a kernel.
 
-It reads all that the cache holds of a slot, whatever is in it, so that a CUDA graph may hold it, and
-so that the order of the sums depends on the cache's size alone. A row sees in each place the newest
-position of at most its `last` that stands there.
+It reads all that the cache holds of a slot, whatever is in it, so that a CUDA graph may hold it,
+and so that the order of the sums depends on the cache's size alone. A row sees in each place the
+newest position of at most its `last` that stands there.
 """
 
 from __future__ import annotations
