@@ -17,6 +17,7 @@ from g4spec.convert import packed
 from g4spec.convert.tensors import Stored, equal
 from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import Drop, TensorSpec
+from g4spec.quant import policy
 from g4spec.quant.mix import Mix
 
 MOST_PROBLEMS = 20
