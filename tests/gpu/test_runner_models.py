@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
 
 pytestmark = pytest.mark.gpu
+
+long = pytest.mark.skipif(
+    EMULATED and os.environ.get("G4SPEC_EMULATE") != "all",
+    reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)",
+)
 
 WINDOW, VOCAB, CTX = 16, 512, 384
 SHAPE: dict[str, Any] = {
@@ -199,6 +205,7 @@ def test_every_length_does_what_the_eager_runner_does(
     assert request.stats.accepted > 5
 
 
+@long
 def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proposed by the upper bits of a table is what all of it proposes, but for some tokens
     of a random model, whose logits are close; with noise all of it is read."""
@@ -229,6 +236,7 @@ def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monke
     assert done
 
 
+@long
 def test_a_stop_is_found_late_and_leaves_nothing_behind(folder: Path) -> None:
     engine = load(folder)
     plain, _ = cycles(engine, options(0))
@@ -245,6 +253,7 @@ def test_a_stop_is_found_late_and_leaves_nothing_behind(folder: Path) -> None:
         assert request.ids == cycles(load(folder), options(0), prompt=PROMPT[:9])[0].ids
 
 
+@long
 def test_the_end_of_the_context(folder: Path) -> None:
     plain, _ = cycles(load(folder), options(0))
     for room in (1, 6, 17):
@@ -265,6 +274,7 @@ def test_a_draft_that_is_no_use_is_left_out(folder: Path) -> None:
     assert request.ids == plain.ids and "cannot be used" in request.notes[0]
 
 
+@long
 def test_what_cannot_be_recorded_runs_eagerly(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
