@@ -143,9 +143,8 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     other, y = layer.copy(), layer.product(14)
     first, at = layer.span(14)
     got = layer.attend(y, last=at[-1].expand(14).contiguous())
-    want = expected(
-        other.heads(y, one(start, 14), other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14, SCALE
-    )
+    q = other.heads(y, one(start, 14), other.kv)
+    want = expected(q, layer.kv, first.tolist(), [int(at[-1])] * 14, SCALE)
     assert (got - want).abs().max() < 4e-3
 
 
@@ -180,8 +179,8 @@ def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, d
 def test_sequences_in_any_slots(
     n_kv: int, window: int, slices: int, sizes: tuple[int, ...]
 ) -> None:
-    """Rows, and what they leave in the cache, have the bits that they have alone in slot 0. One more
-    sequence stands in the slot behind the others."""
+    """Rows, and what they leave in the cache, have the bits that they have alone in slot 0. One
+    more sequence stands in the slot behind the others."""
     layer, count, size = Layer(n_kv, window, slices, 0), len(sizes), sizes[0]
     kv = CudaKV(CacheShape(n_kv, DIM, window), spread(count, 8192), 16, "q8_0")
     starts = [0, *torch.randint(1, 3000, (count - 1,), device="cpu").tolist()]

@@ -37,16 +37,18 @@ OPS: dict[str, Op] = {
         ops.norm_rows(x, w["norm"], 1e-6), w["gate"], w["up"], w["down"], ops.gelu_tanh
     ),
     "modulated": lambda ops, w, x, h: ops.modulated(x, w["tall"], h, w["tall"], ops.gelu_tanh),
-    "per-layer inputs": lambda ops, w, x, h: ops.per_layer_inputs(h, x, w["tall"], w["small"], 1e-6),
+    "per-layer inputs": lambda ops, w, x, h: ops.per_layer_inputs(
+        h, x, w["tall"], w["small"], 1e-6
+    ),
     "logits": lambda ops, w, x, h: ops.logits(x, w["wide"], 30.0),
     "pick": lambda ops, w, x, h: ops.pick(x, w["wide"], lambda z, at: z.argmax(1), 0),
 }
 
 
 def weights(g: torch.Generator) -> dict[str, Any]:
-    shapes = {"wide": ("q6_k", 640, WIDTH), "tall": ("q4_k", WIDTH, WIDTH), "plain": ("", 96, WIDTH),
-              "gate": ("q4_k", 512, WIDTH), "up": ("q4_k", 512, WIDTH),
-              "down": ("q5_0", WIDTH, 512)}  # fmt: skip
+    shapes = {"wide": ("q6_k", 640, WIDTH), "tall": ("q4_k", WIDTH, WIDTH),
+              "plain": ("", 96, WIDTH), "gate": ("q4_k", 512, WIDTH),
+              "up": ("q4_k", 512, WIDTH), "down": ("q5_0", WIDTH, 512)}  # fmt: skip
     out: dict[str, Any] = {name: matrix(g, *of)[0] for name, of in shapes.items()}
     out["norm"] = 1 + randn(g, WIDTH, scale=0.1).to(DEVICE)
     out["small"] = out["norm"][:64].clone()
