@@ -327,18 +327,22 @@ class Lengths:
                   for t, m in zip(texts, most, strict=True)]  # fmt: skip
         if self.costs is None or not any(t.auto for t in texts):
             return counts
-        slots = [(reach, -i) for i, (t, m) in enumerate(zip(texts, most, strict=True)) if t.auto
-                 for reach in t.acceptance.survival(m)]  # fmt: skip
+        reaches = {i: t.acceptance.survival(m)
+                   for i, (t, m) in enumerate(zip(texts, most, strict=True)) if t.auto}  # fmt: skip
         expected = float(len(texts)) + sum(
             sum(t.acceptance.survival(n)) for t, n in zip(texts, counts, strict=True)
         )
         best, rate = list(counts), expected / self.costs(counts)
-        for reach, i in sorted(slots, reverse=True):
-            counts[-i] += 1
-            expected += reach
-            found = expected / self.costs(counts)
-            if found > rate and self._affordable(texts, counts, lost):
-                best, rate = list(counts), found
+        ranked = sorted(reaches, key=lambda i: -sum(reaches[i]))
+        for some in _doubling(len(ranked)):  # a text that drafts at all costs more than one token
+            plan, tokens = list(counts), expected
+            slots = [(reach, -i) for i in ranked[:some] for reach in reaches[i]]
+            for reach, i in sorted(slots, reverse=True):
+                plan[-i] += 1
+                tokens += reach
+                found = tokens / self.costs(plan)
+                if found > rate and self._affordable(texts, plan, lost):
+                    best, rate = list(plan), found
         return best
 
     def _affordable(self, texts: Sequence[TextState], counts: Sequence[int], lost: float) -> bool:
@@ -358,3 +362,8 @@ class Lengths:
                 counts[i] = min(2, most[i])
                 if not self._affordable(texts, counts, 0.0):
                     counts[i] = 0
+
+
+def _doubling(most: int) -> list[int]:
+    """1, 2, 4, ... below `most`, and `most`."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most] if most else []

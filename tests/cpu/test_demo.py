@@ -11,7 +11,7 @@ from g4spec import cli, convert
 from g4spec.cli import _family, demo
 from g4spec.errors import UsageError
 from g4spec.measure.bench_compare import read
-from g4spec.runtime import speculate
+from g4spec.runtime import choosing
 from tests import tiny
 from tests.cpu.test_verify import believe_one
 
@@ -127,7 +127,7 @@ def test_verify_passes_and_finds_a_planted_bug(
     options = ["verify", *files, "-c", "1024", "--long-tokens", "100", "-n", "8"]
     assert cli.run([*options, "--cases", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    monkeypatch.setattr(speculate, "accept", believe_one)
+    monkeypatch.setattr(choosing, "choose_rows", believe_one)
     assert cli.run([*options, "--cases", "12", "--json"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)["mismatch"]

@@ -15,7 +15,7 @@ from g4spec.convert import convert, detect, provenance, quantize
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, TensorData, Value, parts, write, write_split
 from g4spec.gguf.values import KV, T, array, string, u32
-from g4spec.runtime import provenance as origin
+from g4spec.measure import run_record as origin
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import validate
 from tests import tiny

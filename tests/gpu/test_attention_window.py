@@ -143,8 +143,10 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     other, y = layer.copy(), layer.product(14)
     first, at = layer.span(14)
     got = layer.attend(y, last=at[-1].expand(14).contiguous())
-    q = other.heads(y, one(start, 14), other.kv)
-    want = expected(q, layer.kv, first.tolist(), [int(at[-1])] * 14, SCALE)
+    want = expected(
+        other.heads(y, one(start, 14), other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14,
+        SCALE,
+    )
     assert (got - want).abs().max() < 4e-3
 
 

@@ -47,8 +47,9 @@ OPS: dict[str, Op] = {
 
 def weights(g: torch.Generator) -> dict[str, Any]:
     shapes = {"wide": ("q6_k", 640, WIDTH), "tall": ("q4_k", WIDTH, WIDTH),
-              "plain": ("", 96, WIDTH), "gate": ("q4_k", 512, WIDTH),
-              "up": ("q4_k", 512, WIDTH), "down": ("q5_0", WIDTH, 512)}  # fmt: skip
+              "plain": ("", 96, WIDTH),
+              "gate": ("q4_k", 512, WIDTH), "up": ("q4_k", 512, WIDTH),
+              "down": ("q5_0", WIDTH, 512)}  # fmt: skip
     out: dict[str, Any] = {name: matrix(g, *of)[0] for name, of in shapes.items()}
     out["norm"] = 1 + randn(g, WIDTH, scale=0.1).to(DEVICE)
     out["small"] = out["norm"][:64].clone()

@@ -236,8 +236,8 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
             assert int(off.max()) <= 1 and float((off > 0).float().mean()) < 5e-3
         else:
             close(mine, its, 6e-4)
-        mine, its = ours.transpose(1, 2)[rest], theirs.transpose(1, 2)[rest]
-        assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+        left, before = ours.transpose(1, 2)[rest], theirs.transpose(1, 2)[rest]
+        assert torch.equal(left.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4spec import convert
-from g4spec.core import Batch, Cycle, Pick, Sequence, Work
+from g4spec.core import PROMPT_BLOCK, Batch, Cycle, Pick, Sequence, Work
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.choosing import RequestChooser
 from g4spec.runtime.cuda.step import graph_runner, screen
@@ -64,9 +64,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    if EMULATED:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 32, 1 << 32))
+
+
 def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
     path = folder / f"{draft}.gguf" if draft in MAKE else draft
-    given: dict[str, Any] = {"n_ctx": CTX, "device": "cuda", "parallel": SLOTS} | settings
+    given: dict[str, Any] = {"n_ctx": CTX, "device": "cuda", "parallel": SLOTS,
+                             "chunk": PROMPT_BLOCK} | settings  # fmt: skip
     return Engine.load(folder / "target.gguf", path, **given)
 
 
@@ -119,7 +126,7 @@ class Party:
             rows = engine.backend.read(target, s.slot, prompt, 0)
             assert draft is not None
             draft.begin(s.slot)
-            draft.commit(rows, rows.batch.ids.new_tensor([len(prompt) - 1]))
+            engine.backend.commit(draft, rows)
             self.sequences.append(s)
             chooser = RequestChooser(Options(sampler=sampler), prompt, VOCAB, engine.backend)
             self.choosers.append(chooser)

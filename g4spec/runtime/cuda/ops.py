@@ -23,10 +23,9 @@ from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
 from g4spec.ops.simple import in_order
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache import context
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
-from g4spec.runtime.cuda.step import attention, attention_window, elementwise, linear
+from g4spec.runtime.cuda.step import attention, attention_window, context, elementwise, linear
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.attention_window import Unfinished
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
