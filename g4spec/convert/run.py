@@ -26,7 +26,8 @@ from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, KV, T, TensorData, array, parts, string, u32
 from g4spec.gguf.writer import Progress
 from g4spec.quant import policy
-from g4spec.quant.policy import Mix, Policy
+from g4spec.quant.mix import Mix
+from g4spec.quant.policy import Policy
 
 QUANTIZATION_VERSION = 2
 

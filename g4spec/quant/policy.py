@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -17,6 +17,7 @@ from g4spec import quant
 from g4spec.errors import UsageError
 from g4spec.quant import mixes
 from g4spec.quant.format import Format
+from g4spec.quant.mix import Mix, Place
 
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 
@@ -26,54 +27,6 @@ ROUTER = "ffn_gate_inp.weight"
 OUTPUT = "output.weight"
 VALUES = "attn_v.weight"
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a matrix is: the `i`-th of `n` of its kind. `gqa`: query heads for each key head."""
-
-    i: int
-    n: int
-    gqa: int
-
-    @property
-    def more_bits(self) -> bool:
-        """The first and the last eighth, and every third in between."""
-        i, n = self.i, self.n
-        return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
-
-
-@dataclass(frozen=True, slots=True)
-class Better:
-    """A type that a mix has in some places instead of its own.
-
-    Attributes:
-        part: of names, e.g. "ffn_down". `form`: the type.
-        which: of these matrices, for people. `where`: the same as a condition.
-    """
-
-    part: Literal["attn_v.weight", "ffn_down", "attn_output.weight"]
-    form: Format
-    which: str = ""
-    where: Callable[[Place], bool] = lambda place: True
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """What can be asked for: a type, or a type with better ones in some places.
-
-    Attributes:
-        name: as people type it. `base`: of most matrices.
-        file_type: `general.file_type` of such a file, or None.
-        better: the first that fits counts.
-        named: types of tensors whose name a pattern is found in, whatever the mix has for them.
-    """
-
-    name: str
-    base: Format
-    file_type: int | None
-    better: tuple[Better, ...] = ()
-    named: tuple[tuple[re.Pattern[str], Format], ...] = ()
 
 
 @cache

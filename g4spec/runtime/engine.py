@@ -30,8 +30,9 @@ from g4spec.runtime.length import Lengths
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.request import Options, Request
-from g4spec.runtime.scheduler import Scheduler, Task
+from g4spec.runtime.scheduler import Scheduler
 from g4spec.runtime.target import Target
+from g4spec.runtime.task import Task
 from g4spec.runtime.tokenizer import Tokenizer
 
 DEFAULT_CTX = 8192

@@ -23,8 +23,8 @@ from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from g4spec.runtime.engine import Engine
 from tests import tiny, tiny_drafts
-from tests.oracle import build, drafts
 from tests.one_sequence import taken
+from tests.oracle import build, drafts
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

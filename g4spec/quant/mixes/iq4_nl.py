@@ -1,7 +1,7 @@
 """IQ4_NL: mostly IQ4_NL, with Q5_K where llama.cpp's mix of that name has it."""
 
 from g4spec.quant import get
-from g4spec.quant.policy import Better, Mix
+from g4spec.quant.mix import Better, Mix
 
 MIX = Mix("iq4_nl", get("iq4_nl"), 25, (
     Better("attn_v.weight", get("q5_k"), "shared by many heads", lambda p: p.gqa >= 4),

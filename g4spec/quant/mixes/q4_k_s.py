@@ -1,7 +1,7 @@
 """Q4_K_S: mostly Q4_K, with Q5_K where llama.cpp's mix of that name has it."""
 
 from g4spec.quant import get
-from g4spec.quant.policy import Better, Mix
+from g4spec.quant.mix import Better, Mix
 
 MIX = Mix("q4_k_s", get("q4_k"), 14, (
     Better("attn_v.weight", get("q5_k"), "the first four", lambda p: p.i < 4),

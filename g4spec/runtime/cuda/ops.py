@@ -14,9 +14,8 @@ matrices as their file holds them (`g4spec.runtime.cuda.portable.portable`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -24,14 +23,14 @@ from g4spec.core import Batch
 from g4spec.ops.reference import Ops, Spans
 from g4spec.ops.simple import in_order
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache import context
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
-from g4spec.runtime.cuda.step import attention, attention_window, elementwise, linear
+from g4spec.runtime.cuda.step import attention, attention_window, context, elementwise, linear
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.attention_window import Unfinished
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
 from g4spec.runtime.cuda.step.packed_rows import Residual, Rows, RowTiles
+from g4spec.runtime.cuda.step.tiles import Tile, Value, in_tiles
 from g4spec.runtime.cuda.weights import embedding
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, join, weight_of
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
     from g4spec.ops.weights import Attention, ExpertLayer
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-Tile = torch.Tensor | Rows
-"""At most 16 rows."""
-Value = Tile | RowTiles
-Op = TypeVar("Op", bound=Callable[..., Any])
 
 
 @runtime_checkable
@@ -56,46 +51,6 @@ class TablePick(Protocol):
     ) -> torch.Tensor | None:
         """Tokens of rows [T, H] by the table [V, H]; None where all logits are needed."""
         ...
-
-
-def in_tiles(*places: int) -> Callable[[Op], Op]:
-    """Compute an op 16 rows at a time. Its arguments at `places` have a row for each token; the
-    others, and those given by name, are the same for all rows."""
-
-    def decorate(op: Op) -> Op:
-        @functools.wraps(op)
-        def call(self: CudaOps, *args: Any, **more: Any) -> Any:
-            count = len(args[places[-1]])
-            if count <= rows.MOST:
-                return op(self, *args, **more)
-            parts = []
-            for i, begin in enumerate(range(0, count, rows.MOST)):
-                tile = slice(begin, min(begin + rows.MOST, count))
-                given = [_tile(a, i, tile) if at in places else a for at, a in enumerate(args)]
-                parts.append(op(self, *given, **more))
-            return _joined(parts)
-
-        return cast(Op, call)
-
-    return decorate
-
-
-def _tile(x: Value, index: int, rows_: slice) -> Tile:
-    """Rows `rows_` of x, which are its tile `index`; of sums [S, T, N] of each."""
-    if isinstance(x, RowTiles):
-        return x.parts[index]
-    assert isinstance(x, torch.Tensor)
-    return x[rows_] if x.dim() == 2 else x[..., rows_, :].contiguous()
-
-
-def _joined(parts: list[Any]) -> Any:
-    """What tiles gave, below each other."""
-    first = parts[0]
-    if isinstance(first, tuple):
-        return tuple(_joined(list(each)) for each in zip(*parts, strict=True))
-    if isinstance(first, Rows):
-        return RowTiles(tuple(parts))
-    return None if first is None else torch.cat(parts, dim=-2)
 
 
 class CudaOps(Ops):
