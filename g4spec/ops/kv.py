@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
+from g4spec.ops.kv_size import capacity, pages_of
 
 
 class Space:
@@ -143,13 +144,3 @@ class LayerKV:
     def _visible(self) -> int:
         """Positions before a row that it may see."""
         return min(self.window or 0, self.capacity)
-
-
-def pages_of(positions: int) -> int:
-    """Pages that so many positions take."""
-    return -(-positions // PAGE)
-
-
-def capacity(n_ctx: int, window: int | None, slack: int) -> int:
-    """Positions of a sequence that a layer's cache holds."""
-    return n_ctx if window is None else min(n_ctx, window + slack)

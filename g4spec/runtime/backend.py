@@ -8,7 +8,8 @@ from typing import Any
 from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, CacheShape, Draft, Runner, StepRows
 from g4spec.gguf import GGUF
 from g4spec.gguf.reader import TensorInfo
-from g4spec.ops.kv import LayerKV, Space, capacity
+from g4spec.ops.kv import LayerKV, Space
+from g4spec.ops.kv_size import capacity
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime import memory

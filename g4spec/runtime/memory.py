@@ -12,7 +12,7 @@ from g4spec.core import MAX_STEP_ROWS, Backend, CacheShape
 from g4spec.errors import EnvironmentProblem
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import LayerSpec
-from g4spec.ops.kv import pages_of
+from g4spec.ops.kv_size import pages_of
 
 FLOAT = 4
 """Bytes of every weight and cache entry of the reference runtime (float32)."""

@@ -12,7 +12,7 @@ import torch
 from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache.cuda_kv import Kind, page_bytes, slot_bytes
+from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.weights import packing
 
