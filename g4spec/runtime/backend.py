@@ -33,6 +33,10 @@ class HostBudget:
         return sum(_row_bytes(s) * capacity(n_ctx, s.window, slack)
                    for s in shapes if s.window is not None)  # fmt: skip
 
+    def slots(self, sequences: int) -> int:
+        """One for each sequence."""
+        return sequences
+
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         """An upper bound of what a step or a chunk holds at once."""
         return memory.workspace_bytes(config.n_vocab, config.n_embd, config.row_width,

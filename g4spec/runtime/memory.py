@@ -75,7 +75,7 @@ def plan(
     budget = backend.budget
 
     def kept(shapes: Sequence[CacheShape], slack: int) -> int:
-        rings = size.slots * budget.slot(shapes, size.n_ctx, slack)
+        rings = budget.slots(size.slots) * budget.slot(shapes, size.n_ctx, slack)
         return (size.pages + 1) * budget.page(shapes) + rings
 
     return MemoryPlan(
