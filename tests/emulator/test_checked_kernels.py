@@ -41,6 +41,13 @@ def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, turning: int) 
     test_attention.check(torch.randn(1, 8, dim).half(), kv, [0], [n - 1])
 
 
+def test_attention_of_sequences() -> None:
+    """Of 27 rows with the sequence in the spare slot: more than a group of 16."""
+    sizes = (9, 9)
+    test_attention.test_sequences_in_any_slots_and_pages("f16", "tensor", 128, None, 0, sizes)
+    test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes)
+
+
 @pytest.mark.parametrize(("start", "count", "at_once"), [(250, 13, None), (400, 3, 1)])
 def test_attention_of_a_layer_with_a_window(start: int, count: int, at_once: int | None) -> None:
     layer = test_attention_window.Layer(2, 300, 4, start)

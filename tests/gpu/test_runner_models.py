@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from g4spec import convert
-from g4spec.core import Batch, Cycle, Pick, Sequence, Work
+from g4spec.core import PROMPT_BLOCK, Batch, Cycle, Pick, Sequence, Work
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.choosing import RequestChooser
 from g4spec.runtime.cuda.step import graph_runner, screen
@@ -23,6 +24,11 @@ from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
 
 pytestmark = pytest.mark.gpu
+
+long = pytest.mark.skipif(
+    EMULATED and os.environ.get("G4SPEC_EMULATE") != "all",
+    reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)",
+)
 
 WINDOW, VOCAB, CTX = 16, 512, 384
 SHAPE: dict[str, Any] = {
@@ -64,9 +70,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return at
 
 
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    if EMULATED:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 32, 1 << 32))
+
+
 def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
     path = folder / f"{draft}.gguf" if draft in MAKE else draft
-    given: dict[str, Any] = {"n_ctx": CTX, "device": "cuda", "parallel": SLOTS} | settings
+    given: dict[str, Any] = {"n_ctx": CTX, "device": "cuda", "parallel": SLOTS,
+                             "chunk": PROMPT_BLOCK} | settings  # fmt: skip
     return Engine.load(folder / "target.gguf", path, **given)
 
 
@@ -119,7 +132,7 @@ class Party:
             rows = engine.backend.read(target, s.slot, prompt, 0)
             assert draft is not None
             draft.begin(s.slot)
-            draft.commit(rows, rows.batch.ids.new_tensor([len(prompt) - 1]))
+            engine.backend.commit(draft, rows)
             self.sequences.append(s)
             chooser = RequestChooser(Options(sampler=sampler), prompt, VOCAB, engine.backend)
             self.choosers.append(chooser)
@@ -192,6 +205,7 @@ def test_every_length_does_what_the_eager_runner_does(
     assert request.stats.accepted > 5
 
 
+@long
 def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proposed by the upper bits of a table is what all of it proposes, but for some tokens
     of a random model, whose logits are close; with noise all of it is read."""
@@ -222,6 +236,7 @@ def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monke
     assert done
 
 
+@long
 def test_a_stop_is_found_late_and_leaves_nothing_behind(folder: Path) -> None:
     engine = load(folder)
     plain, _ = cycles(engine, options(0))
@@ -238,6 +253,7 @@ def test_a_stop_is_found_late_and_leaves_nothing_behind(folder: Path) -> None:
         assert request.ids == cycles(load(folder), options(0), prompt=PROMPT[:9])[0].ids
 
 
+@long
 def test_the_end_of_the_context(folder: Path) -> None:
     plain, _ = cycles(load(folder), options(0))
     for room in (1, 6, 17):
@@ -258,6 +274,7 @@ def test_a_draft_that_is_no_use_is_left_out(folder: Path) -> None:
     assert request.ids == plain.ids and "cannot be used" in request.notes[0]
 
 
+@long
 def test_what_cannot_be_recorded_runs_eagerly(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

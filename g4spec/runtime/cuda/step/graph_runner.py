@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -235,12 +235,14 @@ class GraphRunner:
     ) -> graphs.Capture:
         """A part as a graph. It runs twice for real before, from the numbers that the first replay
         finds: the first run packs weights and compiles kernels, and a weight that was read before
-        it was packed is read in another way from the second on."""
+        it was packed is read in another way from the second on. The first proposal comes after a
+        step, which packs what both read."""
         if shape not in self._graphs:
             kept = [self._state.values, *(self._draft.state if self._draft else ())]
             before = [x.clone() for x in kept]
-            for _ in range(2):
-                run(shape)
+            step = () if self._graphs else (replace(shape, part="plain", rows=1),)
+            for once in (*step, shape, shape):
+                (run if once is shape else self._step)(once)
                 for x, old in zip(kept, before, strict=True):
                     x.copy_(old)
             self._graphs[shape] = graphs.Capture(lambda: run(shape), self._pool)
