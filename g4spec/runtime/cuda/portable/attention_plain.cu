@@ -37,6 +37,7 @@ DEVICE void score(Shared& s, const u16* q, const Plane& k, const Plane& v, i64 a
                   float scale) {
   const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
   float dot[4] = {0, 0, 0, 0};
+#pragma unroll 4
   for (int d = 0; d < D; ++d) {
     const float x = key_at<D, Q8, TURN>(k, v, at + key, d);
 #pragma unroll
@@ -71,12 +72,12 @@ DEVICE void weigh(Shared& s) {
   }
 }
 
-// Rows of an item: which there are, what they see, nothing found yet.
+// Rows of an item: which there are, what they see, nothing found yet. `start`: of the sequence.
 template <int D>
-DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int begin, int head, int tokens,
-                      int n_kv, int group) {
+DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int start, int begin, int head,
+                      int tokens, int n_kv, int group) {
   if (threadIdx.x >= ROWS) return;
-  const int r = threadIdx.x, row = begin + r, token = row / group;
+  const int r = threadIdx.x, row = begin + r, token = start + row / group;
   const bool real = row < tokens * group;
   s.offset[r] = real ? (token * n_kv * group + head * group + row % group) * D : -1;
   s.first[r] = real ? (int)__ldcg(first + token) : 0;
@@ -97,17 +98,15 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
   const Plane k = {keys, key_scales}, v = {values, value_scales};
   const Chunks chunks = {shift, growing};
   const int start = blockIdx.y * tokens, rows = tokens * group;
-  first += start, last += start, q += (i64)start * n_kv * group * D;
-  sums += (i64)blockIdx.y * room * n_kv * rows * D, tops += (i64)blockIdx.y * room * n_kv * rows;
   const Units units = {table, width, (int)__ldcg(slots + start)};
-  const Span span = span_of(first, last, tokens);
+  const Span span = span_of(first + start, last + start, tokens);
   const int row_blocks = (rows + ROWS - 1) / ROWS;
   const int low = chunks.of(span.lo), high = chunks.of(span.hi);
   for (int i = blockIdx.x; i < (high - low + 1) * n_kv * row_blocks; i += gridDim.x) {
     const int begin = i % row_blocks * ROWS, head = i / row_blocks % n_kv;
     const int chunk = high - i / row_blocks / n_kv;
-    const i64 place = (i64)((chunk - low) * n_kv + head) * rows + begin;
-    open_rows<D>(s, first, last, begin, head, tokens, n_kv, group);
+    const i64 place = (((i64)blockIdx.y * room + chunk - low) * n_kv + head) * rows + begin;
+    open_rows<D>(s, first, last, start, begin, head, tokens, n_kv, group);
     __syncthreads();
     float out[ROWS][OWN] = {};
     const int from = most(chunks.start(chunk), span.lo) / KEYS;
