@@ -104,12 +104,19 @@ class Drafting:
         target: whose slot 0 it is.
     """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.draft, name)
-
     def __init__(self, draft: Draft, target: Target) -> None:
         self.draft, self.target = draft, target
         self.begin()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.draft, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Changes are made to the draft."""
+        if name in ("draft", "target"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.draft, name, value)
 
     def begin(self) -> None:
         """Start a new sequence."""

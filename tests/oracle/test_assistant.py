@@ -15,7 +15,7 @@ verified: 0, 1, 2, ... tokens of it in turn. What is compared are the assistant'
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +153,7 @@ def differences(
     """
     target = build.target(folders[0])
     draft = build.draft(folders[1], target)
-    change(draft)
+    change(draft.draft)
     build.prefill(target, draft, every[: rounds[0].position])
     out = []
     for i, r in enumerate(rounds):
@@ -241,7 +241,7 @@ def swapped(draft: Any) -> None:
 
 def first_row(draft: Any) -> None:
     commit = draft.commit
-    draft.commit = lambda step: commit(replace(step, hidden=step.hidden[:1]))
+    draft.commit = lambda rows, accepted: commit(rows, accepted * 0)
 
 
 def no_scalar(draft: Any) -> None:

@@ -329,7 +329,7 @@ def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
     (on, draft), features = pair.open(), drafts.read_features(pair, ids)
     build.prefill(on, draft, ids[:-1])
     oracle, seen = package_oracle(folder), build.Recorder()
-    breaks(draft)
+    breaks(draft.draft)
     drafted = draft.propose(ids[-1], len(ids) - 1, BLOCK - 1, seen)
     its = oracle(features, ids, len(ids) - 1, drafted)
     off = (torch.stack(seen.rows) - its)[torch.isfinite(its)]
