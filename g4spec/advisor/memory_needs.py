@@ -273,7 +273,7 @@ class Calculator:
             Step(
                 "global cache",
                 int(per_token * tokens) // n,
-                _how(per_token, "token", tokens, "tokens") + share,
+                _how(per_token, "token", tokens, f"tokens{', one page spare' * own}") + share,
             ),
             Step(
                 "sliding cache",
