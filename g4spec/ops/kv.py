@@ -14,11 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
-
-BEHIND = 2 * MAX_STEP_ROWS
-"""Positions behind the last of a context that padding rows of a step and a draft's block take. A
-block's rows see each other there, so each text needs its own."""
+from g4spec.core import PAGE, CacheShape
+from g4spec.ops.kv_size import BEHIND, capacity, pages_of
 
 
 class Space:
@@ -146,13 +143,3 @@ class LayerKV:
     def _visible(self) -> int:
         """Positions before a row that it may see."""
         return min(self.window or 0, self.capacity)
-
-
-def pages_of(positions: int) -> int:
-    """Pages that so many positions take."""
-    return -(-positions // PAGE)
-
-
-def capacity(n_ctx: int, window: int | None, slack: int) -> int:
-    """Positions of a sequence that a layer's cache holds."""
-    return n_ctx + BEHIND if window is None else min(n_ctx + BEHIND, window + slack)
