@@ -237,12 +237,11 @@ class Engine:
         with self._changed:
             self._closed = True
             self.scheduler.close()
-            self.prefix.clear()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.target.close()
-        self.draft = self.scheduler.draft = None
+        self.draft = None
 
     def __enter__(self) -> Engine:
         return self

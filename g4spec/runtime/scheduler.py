@@ -101,10 +101,12 @@ class Scheduler:
         self.prefix.clear()
 
     def close(self) -> None:
-        """End all requests."""
+        """End all requests and let go of the models."""
         self._drop()
         for task in [*self.live, *self.waiting]:
             self._finish(task, "closed")
+        self.prefix.close()
+        self.draft, self.runners = None, ()
 
     # ---- admission and memory
 

@@ -202,13 +202,13 @@ def test_a_reader_that_is_dropped_cancels(texts: list[str]) -> None:
 
 def live_tensors() -> int:
     gc.collect()
-    return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
 
 
 def test_a_thousand_cancelled_requests_leave_nothing() -> None:
     """At random moments: waiting, reading a prompt, drafting, preempted."""
     rng = random.Random(4)
-    on = memory_engine.engine(mm.dflash_draft, parallel=8, n_ctx=640, pool=700,
+    on = memory_engine.engine(mm.dflash_draft, parallel=8, n_ctx=640, pool=700, chunk=64,
                               prefix_bytes=1 << 18)  # fmt: skip
     shared = [2, *company.tokens(rng, 540)]
     moments = set()
@@ -216,7 +216,7 @@ def test_a_thousand_cancelled_requests_leave_nothing() -> None:
     def round_of(count: int) -> None:
         open_: list[Request] = []
         for _ in range(count):
-            prompt = shared if rng.random() < 0.02 else [2, *company.tokens(rng, 3)]
+            prompt = shared if rng.random() < 0.05 else [2, *company.tokens(rng, 3)]
             open_.append(on.submit(prompt, Options(90, draft_max=3, ignore_eos=True)))
             if rng.random() < 0.1:
                 on.step()
@@ -244,10 +244,10 @@ def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
     assert on.draft is not None
     done, half = on.submit(PROMPTS[0], OPTIONS), on.submit(PROMPTS[1], OPTIONS)
     list(done)
-    weights = [*on.target.model.w.values(), *on.draft.w.values()]  # type: ignore[attr-defined]
-    rows = [kv._rows for kv in (*on.target.caches, *on.draft.caches)]
-    held = [weakref.ref(x) for x in (*weights, *rows)]
-    del weights, rows
+    draft: Any = on.draft
+    held = [weakref.ref(x) for x in (*on.target.model.w.values(), *draft.w.values())]
+    held += [weakref.ref(kv._rows) for kv in (*on.target.caches, *draft.caches)]
+    del draft
     with on:
         pass
     gc.collect()
