@@ -141,10 +141,13 @@ class Engine:
         `choices`.
 
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt that leaves
-        no room in the context.
+        no room in the context; UsageError for a bias of a token outside the vocabulary.
         """
         options = options or Options()
         self._check_prompt(prompt, options.n_predict)
+        if bad := [t for t, _ in options.sampler.logit_bias if t >= self.config.n_vocab]:
+            raise UsageError("--logit-bias", expected=f"token ids 0 to {self.config.n_vocab - 1}",
+                             found=bad[0])  # fmt: skip
         requests = []
         with self._changed:
             if self._closed:
