@@ -128,11 +128,12 @@ class Engine:
                 plan = _plan(file, config, other, size, chunk, backend)
                 space = backend.space(parallel, context, size.pages)
                 weights = loading.weights(file, gemma4.tensors(config), backend)
+                tokenizer = _tokenizer(file, config)
                 loaded = Target(config, weights, backend, space, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
                 if other.file is not None:
                     drafter = other.build(backend, loaded)
-            return cls(loaded, drafter, Tokenizer.from_gguf(file), plan, prefix_cache)
+            return cls(loaded, drafter, tokenizer, plan, prefix_cache)
 
     # ---- requests
 
@@ -276,6 +277,16 @@ def _target_config(file: GGUF) -> Any:
         raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
                          found=f"architecture {arch!r}")  # fmt: skip
     return gemma4.parse_gguf(file.kv, file.shapes())
+
+
+def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
+    """The file's tokenizer; refused if the target has no row for some token."""
+    tokenizer = Tokenizer.from_gguf(file)
+    if tokenizer.n_vocab > config.n_vocab:
+        raise InputError(f"{file.path}: the token table has fewer rows than there are tokens",
+                         expected=f"at least {tokenizer.n_vocab}", found=config.n_vocab,
+                         fix="convert the target again")  # fmt: skip
+    return tokenizer
 
 
 def _plan(
