@@ -91,7 +91,7 @@ def draw(rng: random.Random, count: int, longest: int = 200) -> list[Ask]:
         Ask(
             prompt=_prompt(rng, bases),
             options=_options(rng, longest),
-            wait=rng.choice((0, 0, 0, 1, 5, 30)),
+            wait=rng.choice((0, 0, 0, 0, 1, 4)),
             patience=rng.choice((0, 2, 9, 40)) if rng.random() < 0.15 else None,
         )
         for _ in range(count)
@@ -215,6 +215,74 @@ def crowded(kind: str | None, parallel: int, *, tight: bool = False) -> Engine:
     make = DRAFTS[kind] if kind else None
     return memory_engine.engine(make, n_ctx=N_CTX, parallel=parallel, pool=pool,
                                 prefix_bytes=PREFIX_BYTES)  # fmt: skip
+
+
+@dataclass
+class Verdict:
+    """What a round of company showed. `wrong`: what differed, and where."""
+
+    answers: int
+    tokens: int
+    preempted: int
+    cached: int
+    cancelled: int
+    most_live: int
+    drafted: int
+    accepted: int
+    wrong: list[str]
+
+
+def judge(
+    kind: str | None,
+    parallel: int,
+    seed: str,
+    count: int,
+    longest: int,
+    *,
+    tight: bool = False,
+    plain: Alone | None = None,
+) -> Verdict:
+    """Draw `count` requests from a seed, answer them in company and alone, and compare.
+
+    Args:
+        plain: answers without a draft, if there is such an engine already.
+    """
+    asks = draw(random.Random(seed), count, longest)
+    engine = crowded(kind, parallel, tight=tight)
+    crowd = together(engine, asks)
+    wrong = [f"{name}: {n}" for name, n in left_over(engine).items() if n]
+    plain, same = plain or Alone(), Alone(kind) if kind else None
+    for number, (ask, answers) in enumerate(zip(asks, crowd.answers, strict=True)):
+        for choice, got in enumerate(answers):
+            found = difference(got, plain(ask, choice))
+            if same is not None and ask.options.draft_max != "auto":  # which goes by the clock
+                found = found or proposals_differ(got, same(ask, choice))
+            if found:
+                wrong.append(f"{kind}, {parallel} at once, seed {seed}, request {number}: {found}")
+    stats = [r.stats for request in crowd.requests for r in request.choices]
+    return Verdict(
+        answers=len(stats),
+        tokens=sum(s.tokens for s in stats),
+        preempted=crowd.preempted,
+        cached=crowd.cached,
+        cancelled=crowd.cancelled,
+        most_live=crowd.most_live,
+        drafted=sum(s.drafted for s in stats),
+        accepted=sum(s.accepted for s in stats),
+        wrong=wrong,
+    )
+
+
+def left_over(engine: Engine) -> dict[str, int]:
+    """What an engine without requests still holds."""
+    engine.prefix.clear()
+    pool = engine.pool
+    return {
+        "pages": pool.n_pages - pool.free,
+        "slots": pool.space.n_slots - len(pool.free_slots),
+        "pages in the table": int((pool.space.table != 0).sum()),
+        "tasks": len(engine.scheduler.live) + len(engine.scheduler.waiting),
+    }
 
 
 def difference(got: Answer, want: Answer) -> str | None:

@@ -22,6 +22,7 @@ class Setup:
     draft_p_min: float | None
     device: str
     cache_type: str | None
+    parallel: int = 1
 
 
 def files(

@@ -12,7 +12,9 @@ from g4spec.cli.render import Output
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from g4spec.measure.bench import Result
+    from g4spec.measure.bench import Protocol
+    from g4spec.measure.prompts import Prompt
+    from g4spec.runtime.engine import Engine
 
 MT_BENCH = "mt-bench"
 
@@ -71,17 +73,22 @@ def require_identical(data: Mapping[str, Any]) -> None:
         )  # fmt: skip
 
 
-def finish(
-    result: Result,
+def run(
+    engine: Engine,
+    texts: Sequence[Prompt],
+    protocol: Protocol,
+    idle: int | None,
     origin: dict[str, Any],
     out: Output,
     save: Path | None,
     report: Path | None,
     averages_too: bool,
 ) -> None:
-    """Keep and show a result; CheckFailed if a draft changed a text."""
-    from g4spec.measure import recommendation
+    """Measure, keep and show; CheckFailed if a draft changed a text."""
+    from g4spec.measure import bench, recommendation
 
+    with out.progress("measuring") as progress:
+        result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
     data = result.json(origin, recommendation.recommend(result.rows).json())
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _synthetic
+from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _streams, _synthetic
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
@@ -24,9 +24,7 @@ Lengths = Annotated[
     typer.Option("--draft-max", "--spec-draft-n-max", metavar="sweep|auto|N|N,N,...",
                  help="Draft lengths to measure. Default: sweep."),
 ]  # fmt: skip
-Number = Annotated[
-    int | None, typer.Option("-n", "--n-predict", min=1, help="Most new tokens. [128]")
-]
+Number = Annotated[int | None, typer.Option("-n", "--n-predict", min=1, help="New tokens. [128]")]
 Names = Annotated[str | None, typer.Option(help="Prompt categories, with commas. Default: all.")]
 Count = Annotated[int | None, typer.Option("--prompts", help="Prompts a category. Default: all.")]
 Repeats = Annotated[int, typer.Option(help="How often each prompt is timed.")]
@@ -63,6 +61,7 @@ def measure(
     ignore_eos: _options.IgnoreEos = False,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
+    parallel: _streams.Parallel = 1,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     save: Save = None,
@@ -77,10 +76,11 @@ def measure(
     if context.invoked_subcommand is not None:
         return _compare.alone(context)
     out = Output(json, quiet)
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     _synthetic.check(context, synthetic is not None)
     if synthetic is not None:
         return _synthetic.run(synthetic, mix, draft, accepted, setup, out, save)
+    _streams.check(parallel, report)
     _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0"))
     model = _measured.checked(model, preset, dataset, bool(temp or categories), save, report)
     from g4spec.measure import bench, prompts, run_record
@@ -89,31 +89,31 @@ def measure(
     wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
     most, sampler = n_predict or (2048 if preset else 128), Sampler(temp, top_k, top_p, min_p, seed)
     protocol = bench.Protocol(bench.lengths_of(wanted, 15), most, repeats, sampler, ignore_eos)
-    names = categories.split(",") if categories else prompts.CATEGORIES
-    questions = _questions(dataset, names, count, preset is not None)
+    names, questions = _questions(dataset, categories, count, preset is not None)
     model, draft_file = _engine.files(model, draft, setup, out)
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, setup, out)
-    lengths = bench.lengths_of(wanted, engine.draft.max_tokens if engine.draft else None)
-    protocol = replace(protocol, lengths=lengths)
+    protocol = replace(protocol, lengths=bench.lengths_of(wanted, bench.longest(engine)))
     room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
-    with out.progress("measuring") as progress:
-        result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
     origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
-    _measured.finish(result, origin, out, save, report, averages_too=preset is not None)
+    if parallel > 1:
+        return _streams.run(engine, texts, protocol, parallel, origin, out, save)
+    _measured.run(engine, texts, protocol, idle, origin, out, save, report, preset is not None)
 
 
 def _questions(
-    dataset: Path | None, names: Sequence[str], count: int | None, preset: bool
-) -> list[Prompt]:
-    """The preset's prompts; without one none, and an error for shipped ones that there are not."""
+    dataset: Path | None, categories: str | None, count: int | None, preset: bool
+) -> tuple[Sequence[str], list[Prompt]]:
+    """Categories, and the preset's prompts; without one none, and an error for shipped ones that
+    there are not."""
     from g4spec.measure import prompts
 
+    names = categories.split(",") if categories else prompts.CATEGORIES
     if preset:
-        return prompts.mt_bench(dataset or Path("question.jsonl"), count)
+        return names, prompts.mt_bench(dataset or Path("question.jsonl"), count)
     prompts.check(names, count)
-    return []
+    return names, []
 
 
 app.command()(_compare.compare)

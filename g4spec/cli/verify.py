@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _engine, _options
+from g4spec.cli import _engine, _options, _streams
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -23,6 +23,7 @@ def command(
     ctx_size: _options.ContextSize = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
+    parallel: _streams.Parallel = 1,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     long_tokens: LongTokens = None,
@@ -30,8 +31,8 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate with and without the draft, over prompts, draft lengths, seeds and temperatures;
-    exit code 1 at the first token that differs."""
+    """Generate alone without the draft, and with it, several at once if asked for, over prompts,
+    draft lengths, seeds and temperatures; exit code 1 at the first token that differs."""
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
     from g4spec.measure import prompts, verify
@@ -40,8 +41,8 @@ def command(
     out = Output(json, quiet)
     # Typing errors should not cost the time of converting and loading.
     Options(n_predict)
-    verify.check(cases)
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    verify.check(cases, parallel)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
@@ -49,7 +50,7 @@ def command(
     texts = prompts.prompts(engine.tokenizer, long_tokens=room)
     todo = verify.cases(texts, cases, engine.draft.max_tokens, seed)
     with out.progress("verifying") as progress:
-        verdict = verify.verify(engine, todo, n_predict, progress=progress)
+        verdict = verify.verify(engine, todo, n_predict, parallel=parallel, progress=progress)
     _engine.tell(engine, out)
     for note in verdict.notes:
         out.note(note)
@@ -61,7 +62,8 @@ def command(
                           fix="pass a larger -n, or run `g4spec validate` on it")  # fmt: skip
     share = verdict.accepted / verdict.drafted
     out.line(
-        f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft: "
+        f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft"
+        f"{f', {parallel} at once' * (parallel > 1)}: "
         f"{verdict.tokens} tokens, {verdict.same_logits} of them with the very same logit",
         style="good",
     )

@@ -36,7 +36,7 @@ LOOPING = 0.5
 
 Progress = Callable[[int, int], None]
 
-_WARM_UP = "A list of words, one word a line:\napple\nbridge\ncandle\n"
+WARM_UP = "A list of words, one word a line:\napple\nbridge\ncandle\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,11 @@ def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
         return (0,)
     numbers = sorted({min(n, most) for n in chosen if n != "auto"})
     return (*numbers, "auto") if "auto" in chosen else tuple(numbers)
+
+
+def longest(engine: Engine) -> int | None:
+    """Tokens of the longest proposal of an engine's draft; None without one."""
+    return engine.draft.max_tokens if engine.draft else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,27 +149,27 @@ def sweep(
 
     Raises InputError when two prompts are the same.
     """
-    encoded = _encode(engine, prompts, protocol.n_predict)
+    ids_of = encoded(engine, prompts, protocol.n_predict)
     samples = {
-        (p.name, n): Sample(p, n, len(encoded[p.name])) for p in prompts for n in protocol.lengths
+        (p.name, n): Sample(p, n, len(ids_of[p.name])) for p in prompts for n in protocol.lengths
     }
     result = Result(protocol, [], [], {}, list(engine.notes), {})
-    warm = engine.tokenizer.encode(_WARM_UP)
+    warm = engine.tokenizer.encode(WARM_UP)
     for length in protocol.lengths:
         list(engine.generate(warm, protocol.options(length, min(16, protocol.n_predict))))
     peak, done = 0, 0
     for repeat in range(protocol.repeats):
         for number, prompt in enumerate(prompts):
             ids: dict[Length, list[int]] = {}
-            for length in _rotated(protocol.lengths, repeat + number):
-                ids[length] = _measure(engine, encoded[prompt.name], protocol.options(length),
+            for length in rotated(protocol.lengths, repeat + number):
+                ids[length] = _measure(engine, ids_of[prompt.name], protocol.options(length),
                                        samples[prompt.name, length])  # fmt: skip
                 peak = max(peak, memory_in_use() or 0)
                 done += 1
                 progress(done, protocol.repeats * len(samples))
-            result.differences += _differences(prompt.name, ids)
+            result.differences += differences(prompt.name, ids)
             result.texts[prompt.name] = {
-                "prompt": _digest(encoded[prompt.name]), "text": _digest(ids[0])
+                "prompt": _digest(ids_of[prompt.name]), "text": _digest(ids[0])
             }  # fmt: skip
             result.notes += [n for n in engine.notes if n not in result.notes]
     result.rows = summarize(list(samples.values()), protocol.lengths)
@@ -200,9 +205,9 @@ def memory_in_use() -> int | None:
     return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("RssAnon:")), None)
 
 
-def _encode(engine: Engine, prompts: Sequence[Prompt], n_predict: int) -> dict[str, list[int]]:
+def encoded(engine: Engine, prompts: Sequence[Prompt], n_predict: int) -> dict[str, list[int]]:
     """Tokens by prompt name; refuses repetitions and prompts that leave no room."""
-    encoded: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {}
     seen: dict[tuple[int, ...], str] = {}
     for prompt in prompts:
         ids = prompt.encode(engine.tokenizer)
@@ -213,11 +218,12 @@ def _encode(engine: Engine, prompts: Sequence[Prompt], n_predict: int) -> dict[s
             raise UsageError(f"prompt {prompt.name} and -n {n_predict} do not fit",
                              expected=f"at most {engine.n_ctx} tokens",
                              found=len(ids) + n_predict, fix="raise -c or lower -n")  # fmt: skip
-        encoded[prompt.name] = ids
-    return encoded
+        found[prompt.name] = ids
+    return found
 
 
-def _rotated(lengths: tuple[Length, ...], by: int) -> tuple[Length, ...]:
+def rotated(lengths: tuple[Length, ...], by: int) -> tuple[Length, ...]:
+    """The same, another one first."""
     by %= len(lengths)
     return lengths[by:] + lengths[:by]
 
@@ -244,7 +250,8 @@ def _measure(engine: Engine, prompt: list[int], options: Options, sample: Sample
     return run.ids
 
 
-def _differences(prompt: str, ids: dict[Length, list[int]]) -> Iterable[Difference]:
+def differences(prompt: str, ids: dict[Length, list[int]]) -> Iterable[Difference]:
+    """Where texts part from the plain one, ids[0]."""
     plain = ids[0]
     for length, other in ids.items():
         if other != plain:

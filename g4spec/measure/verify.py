@@ -1,8 +1,9 @@
 """Proof by comparison that a draft changes nothing about the text.
 
-Every case generates twice, without and with the draft, from the same prompt and sampler, and the
-two texts must be the same tokens. It stops at the first difference. That alone would also hold for
-a draft that never proposes anything, so what was drafted and accepted is counted and reported.
+Every case generates twice, alone without the draft and with it, from the same prompt and sampler,
+and the two texts must be the same tokens. With the draft several cases may run at once: company
+must not change a text either. It stops at the first difference. That alone would also hold for a
+draft that never proposes anything, so what was drafted and accepted is counted and reported.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from g4spec.errors import UsageError
 from g4spec.measure.prompts import Prompt
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options
+from g4spec.runtime.request import Options, Request
 
 LENGTHS: tuple[int | Literal["auto"], ...] = (1, 2, 3, 4, 5, 7, 8, 11, 15, "auto")
 
@@ -89,6 +90,7 @@ class Verdict:
         cases, tokens: compared before the first difference, or in all.
         same_logits: tokens whose logit was the same float both times.
         cycles, drafted, accepted: of the runs with the draft.
+        parallel: cases that ran at once with the draft.
     """
 
     cases: int
@@ -99,6 +101,7 @@ class Verdict:
     accepted: int
     mismatch: Mismatch | None
     notes: list[str]
+    parallel: int = 1
 
     @property
     def ok(self) -> bool:
@@ -110,10 +113,11 @@ class Verdict:
         return {**asdict(self), "mismatch": found, "ok": self.ok}
 
 
-def check(count: int) -> None:
-    """UsageError for a number of cases that cannot be."""
-    if count < 1:
-        raise UsageError("--cases", expected=">= 1", found=count)
+def check(count: int, parallel: int = 1) -> None:
+    """UsageError for a number of cases, in all or at once, that cannot be."""
+    for flag, number in (("--cases", count), ("--parallel", parallel)):
+        if number < 1:
+            raise UsageError(flag, expected=">= 1", found=number)
 
 
 def cases(prompts: Sequence[Prompt], count: int, most: int, seed: int = 0) -> list[Case]:
@@ -145,46 +149,56 @@ def verify(
     todo: Sequence[Case],
     n_predict: int = 64,
     *,
+    parallel: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
-    """Compare until the first difference.
+    """Compare until the first difference, `parallel` cases at once with the draft.
 
     Raises UsageError when the engine has no draft.
     """
     if engine.draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
-    verdict = Verdict(0, 0, 0, 0, 0, 0, None, [])
-    for case in todo:
-        plain, plain_logits = _generate(engine, case, 0, n_predict, None)
-        other, logits = _generate(engine, case, case.length, n_predict, verdict)
-        if plain != other:
-            verdict.mismatch = _mismatch(engine, case, (plain, plain_logits), (other, logits))
-            return verdict
-        verdict.cases += 1
-        verdict.tokens += len(plain)
-        verdict.same_logits += sum(a == b for a, b in zip(plain_logits, logits, strict=True))
-        progress(verdict.cases, len(todo))
+    verdict = Verdict(0, 0, 0, 0, 0, 0, None, [], parallel)
+    for start in range(0, len(todo), parallel):
+        group = todo[start : start + parallel]
+        alone = [_text(_submit(engine, case, 0, n_predict)) for case in group]
+        together = [_submit(engine, case, case.length, n_predict) for case in group]
+        texts = [_text(request) for request in together]
+        for case, plain, other, request in zip(group, alone, texts, together, strict=True):
+            _count(verdict, request)
+            if plain[0] != other[0]:
+                verdict.mismatch = _mismatch(engine, case, plain, other)
+                return verdict
+            verdict.cases += 1
+            verdict.tokens += len(plain[0])
+            verdict.same_logits += sum(a == b for a, b in zip(plain[1], other[1], strict=True))
+            progress(verdict.cases, len(todo))
     return verdict
 
 
-def _generate(
-    engine: Engine, case: Case, length: int | Literal["auto"], n_predict: int,
-    verdict: Verdict | None,
-) -> tuple[list[int], list[float]]:  # fmt: skip
-    """Tokens and their logits; adds what the draft did to `verdict`."""
+Text = tuple[list[int], list[float]]
+"""Tokens and their logits."""
+
+
+def _submit(
+    engine: Engine, case: Case, length: int | Literal["auto"], n_predict: int
+) -> Request:
     # Stop tokens are ignored: a text that ends early would compare little.
     options = Options(n_predict, case.sampler, length, ignore_eos=True)
-    run = engine.generate(case.prompt.encode(engine.tokenizer), options)
-    logits = [value for cycle in run for value in cycle.logits]
-    if verdict is not None:
-        verdict.cycles += run.stats.cycles
-        verdict.drafted += run.stats.drafted
-        verdict.accepted += run.stats.accepted
-        verdict.notes += [note for note in run.notes if note not in verdict.notes]
-    return run.ids, logits
+    return engine.submit(case.prompt.encode(engine.tokenizer), options)
 
 
-Text = tuple[list[int], list[float]]
+def _text(request: Request) -> Text:
+    logits = [value for cycle in request for value in cycle.logits]
+    return request.ids, logits
+
+
+def _count(verdict: Verdict, request: Request) -> None:
+    """Add what the draft did."""
+    verdict.cycles += request.stats.cycles
+    verdict.drafted += request.stats.drafted
+    verdict.accepted += request.stats.accepted
+    verdict.notes += [note for note in request.notes if note not in verdict.notes]
 
 
 def _mismatch(engine: Engine, case: Case, plain: Text, speculative: Text) -> Mismatch:

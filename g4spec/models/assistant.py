@@ -11,13 +11,14 @@ llama.cpp `src/models/gemma4-assistant.cpp`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from g4spec.core import Batch, CacheShape, Pick, Reach, StepRows
 from g4spec.errors import InputError
-from g4spec.gguf import KV, u32
+from g4spec.gguf import GGUF, KV, u32
 from g4spec.models import gemma4
 from g4spec.models.drafter import WeightedDrafter, accepted_rows, first_rows
 from g4spec.models.fields import Fields
@@ -125,8 +126,14 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
     body = gemma4.parse_gguf(kv, tensors, ARCH)
     f = Fields(kv, "GGUF metadata")
-    n_centroids = len(f.list(float, CENTROIDS, [])) // body.n_embd
-    ordering = f.list(int, ORDERING, [])
+    centres, ordering = f.list(float, CENTROIDS, []), f.list(int, ORDERING, [])
+    n_centroids = len(centres) // body.n_embd
+    if len(centres) % body.n_embd:
+        raise InputError(f"GGUF metadata: {CENTROIDS}: rows of {body.n_embd} values",
+                         expected=n_centroids * body.n_embd, found=len(centres))  # fmt: skip
+    if not all(map(math.isfinite, centres)):
+        raise InputError(f"GGUF metadata: {CENTROIDS} holds values that are not finite",
+                         fix="convert the assistant again")  # fmt: skip
     if n_centroids and (len(ordering) != body.n_vocab or body.n_vocab % n_centroids):
         raise InputError("the centroid head's token ordering must cover the vocabulary in equal "
                          "clusters", expected=body.n_vocab, found=len(ordering))  # fmt: skip
@@ -134,7 +141,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
         body=body,
         backbone=f.positive(f"{ARCH}.embedding_length_out"),
         n_centroids=n_centroids,
-        centroid_top_k=f.positive(TOP_K) if n_centroids else 0,
+        centroid_top_k=f.positive(TOP_K, most=n_centroids) if n_centroids else 0,
     )
 
 
@@ -172,6 +179,11 @@ def tensors(config: Config) -> list[TensorSpec]:
         out += gemma4.layer_tensors(spec, h, own_kv=False)
     out.append(TensorSpec("output_norm.weight", (h,), "vector", "norm.weight"))
     return out
+
+
+def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
+    """Tokens that the file names outside its index tensors, by what names them."""
+    return {ORDERING: file.numbers(ORDERING)} if config.n_centroids else {}
 
 
 def caches(config: Config, window: int | None) -> list[CacheShape]:

@@ -26,6 +26,7 @@ from g4spec.models.dflash_backbone import (
     metadata,
     parse_gguf,
     tensors,
+    token_ids,
 )
 from g4spec.models.dflash_drafter import Drafter
 from g4spec.models.fields import Fields
@@ -33,7 +34,7 @@ from g4spec.models.spec import Checkpoint, LayerSpec
 from g4spec.models.upstream import Limit, architecture
 
 __all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", "check_pair",
-           "metadata", "parse_gguf", "tensors"]  # fmt: skip
+           "metadata", "parse_gguf", "tensors", "token_ids"]  # fmt: skip
 
 TITLE = "DFlash draft"
 

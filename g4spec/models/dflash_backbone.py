@@ -9,13 +9,13 @@ Sources: llama.cpp `conversion/qwen.py`, `conversion/gemma.py` (Gemma4DSparkMode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, CacheShape
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import KV, T, array, boolean, f32, string, u32
+from g4spec.gguf import GGUF, KV, T, array, boolean, f32, string, u32
 from g4spec.models import gemma4
 from g4spec.models.fields import Fields
 from g4spec.models.spec import QUANTIZED_ACTIVATIONS, Drop, LayerSpec, TensorSpec
@@ -122,6 +122,18 @@ def check_pair(config: Config, target: Any) -> None:
                           f"{MAX_DRAFT} drafted tokens")  # fmt: skip
 
 
+def require_head(tensors: Container[str]) -> None:
+    """Raise for a file that maps the rows of a head (d2t) and does not hold it."""
+    if "d2t" in tensors and "output.weight" not in tensors:
+        raise InputError("tensor output.weight is missing: d2t says which tokens its rows are",
+                         fix="convert the draft again")  # fmt: skip
+
+
+def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
+    """Tokens that the file names outside its index tensors, by what names them."""
+    return {"tokenizer.ggml.mask_token_id": [config.mask_token]}
+
+
 def check_taps(ids: tuple[int, ...], target: Any) -> None:
     """Raise unless `ids` are layer inputs of this target."""
     n_layer = len(target.layers)
@@ -137,6 +149,7 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     f = Fields(kv, "GGUF metadata", f"{arch}.")
     own = Fields(kv, "GGUF metadata", "g4spec.dflash.")
     d2t = tensors.get("d2t")
+    require_head(tensors)
     return Config(
         n_vocab=f.vocabulary(),
         n_embd=f.positive("embedding_length"),

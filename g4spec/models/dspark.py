@@ -26,7 +26,15 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import KV, boolean, f32
 from g4spec.models import dflash, dflash_drafter, gemma4
 from g4spec.models import dflash_backbone as backbone
-from g4spec.models.dflash_backbone import ARCH, ARCHS, DROPS, PREFIXES, caches, check_pair
+from g4spec.models.dflash_backbone import (
+    ARCH,
+    ARCHS,
+    DROPS,
+    PREFIXES,
+    caches,
+    check_pair,
+    token_ids,
+)
 from g4spec.models.fields import Fields
 from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.models.upstream import Limit, architecture
@@ -34,7 +42,8 @@ from g4spec.models.upstream import Limit, architecture
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", "check_pair"]
+__all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", "check_pair",
+           "token_ids"]  # fmt: skip
 
 NAME = "dspark"
 TITLE = "DSpark draft"

@@ -19,9 +19,9 @@ from typing import Any
 
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import KV, T, array, boolean, f32, string, u32
+from g4spec.gguf import GGUF, KV, T, array, boolean, f32, string, u32
 from g4spec.models import dflash
-from g4spec.models.dflash_backbone import DROPS, PREFIXES, caches, check_taps, tables
+from g4spec.models.dflash_backbone import DROPS, PREFIXES, caches, check_taps, require_head, tables
 from g4spec.models.eagle3_config import ARCH, Config
 from g4spec.models.eagle3_drafter import Drafter
 from g4spec.models.fields import Fields
@@ -152,6 +152,11 @@ def check_pair(config: Config, target: Any) -> None:
         raise Unsupported("a draft of another width than its target, without tables of its own")
 
 
+def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
+    """Tokens that the file names outside its index tensors, by what names them."""
+    return {"tokenizer.ggml.mask_token_id": [config.mask_token]} if config.depths else {}
+
+
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
     """Hyperparameters from GGUF metadata and tensor shapes (PyTorch order)."""
     arch = str(kv.get("general.architecture", ARCH))
@@ -163,6 +168,10 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
         raise InputError("GGUF metadata: per-layer arrays must have one entry a layer",
                          expected=n_layer, found=len(sliding))  # fmt: skip
     d2t = tensors.get("d2t")
+    require_head(tensors)
+    if DEPTHS in kv and MASK not in tensors:
+        raise InputError(f"tensor {MASK} is missing: the file says that it is a P-EAGLE draft",
+                         fix="convert the draft again")  # fmt: skip
     depths = own.get(int, DEPTHS, 1) if MASK in tensors else 0
     return Config(
         n_vocab=f.vocabulary(),

@@ -184,24 +184,28 @@ def parse_gguf(
     # An assistant's layers all share: with its target, and not with each other.
     n_shared = _count(f, "attention.shared_kv_layers") if arch == GEMMA4 else 0
     sources = shared_kv(sliding, n_shared)
+    # One choice for all full layers, as in the configuration; sliding layers have values of their
+    # own. So a layer that lacks them among others that have them is a file that lacks a tensor.
+    k_eq_v = arch == GEMMA4 and not any(
+        f"blk.{i}.attn_v.weight" in tensors for i, s in enumerate(sliding) if not s
+    )
     return Config(
         n_vocab=tensors.get("token_embd.weight", (0, 0))[0],
         n_embd=f.positive("embedding_length"),
         n_ctx=f.positive("context_length"),
         eps=f.get(float, "attention.layer_norm_rms_epsilon"),
         softcap=f.get(float, "final_logit_softcapping", 0.0),
-        layers=tuple(_layer_gguf(f, tensors, i, s, sources[i]) for i, s in enumerate(sliding)),
+        layers=tuple(_layer_gguf(f, tensors, i, s, sources[i], k_eq_v and not s)
+                     for i, s in enumerate(sliding)),
         arch=arch,
     )
 
 
 def _layer_gguf(
-    f: Fields, tensors: Mapping[str, Any], i: int, sliding: bool, kv_from: int | None
+    f: Fields, tensors: Mapping[str, Any], i: int, sliding: bool, kv_from: int | None, k_eq_v: bool
 ) -> LayerSpec:
-    b, target = f"blk.{i}.", f.prefix == f"{GEMMA4}."
-    swa = "_swa" if sliding else ""
-    moe = f"{b}ffn_gate_inp.weight" in tensors
-    own_v = f"{b}attn_v.weight" in tensors
+    b, swa = f"blk.{i}.", "_swa" if sliding else ""
+    moe = _count(f, "expert_count") > 0
     return LayerSpec(
         index=i,
         window=f.positive("attention.sliding_window") if sliding else None,
@@ -213,7 +217,7 @@ def _layer_gguf(
         rope_partial=1.0 if sliding else Fields(f.raw, f.where, "g4spec.").get(
             float, "rope_partial", 0.25
         ),
-        v_from_k=target and kv_from is None and not own_v,
+        v_from_k=k_eq_v and kv_from is None,
         kv_from=kv_from,
         n_ple=_count(f, "embedding_length_per_layer_input"),
         n_expert=f.positive("expert_count") if moe else 0,

@@ -82,8 +82,8 @@ class DraftFile:
         slack = backend.slack(target.chunk)
         caches = [backend.cache(shape, target.space, slack) for shape in self.shapes()]
         n_vocab = target.config.n_vocab
-        if check := getattr(self.kind, "check_ids", None):
-            check(self.config, self.file, n_vocab)
+        for name, ids in self.kind.token_ids(self.config, self.file).items():
+            loading.check_ids(self.file, name, ids, n_vocab)
         weights = loading.draft_weights(self.file, self.kind.tensors(self.config), backend, n_vocab)
         draft: Draft = self.kind.Drafter(
             self.config, weights, backend.ops, target, self.file, caches,

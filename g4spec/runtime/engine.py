@@ -128,11 +128,12 @@ class Engine:
                 plan = _plan(file, config, other, size, chunk, backend)
                 space = backend.space(parallel, context, size.pages)
                 weights = loading.weights(file, gemma4.tensors(config), backend)
+                tokenizer = _tokenizer(file, config)
                 loaded = Target(config, weights, backend, space, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
                 if other.file is not None:
                     drafter = other.build(backend, loaded)
-            return cls(loaded, drafter, Tokenizer.from_gguf(file), plan, prefix_cache)
+            return cls(loaded, drafter, tokenizer, plan, prefix_cache)
 
     # ---- requests
 
@@ -141,10 +142,13 @@ class Engine:
         `choices`.
 
         Raises InputError for an empty prompt, ids outside the vocabulary, or a prompt that leaves
-        no room in the context.
+        no room in the context; UsageError for a bias of a token outside the vocabulary.
         """
         options = options or Options()
         self._check_prompt(prompt, options.n_predict)
+        if bad := [t for t, _ in options.sampler.logit_bias if t >= self.config.n_vocab]:
+            raise UsageError("--logit-bias", expected=f"token ids 0 to {self.config.n_vocab - 1}",
+                             found=bad[0])  # fmt: skip
         requests = []
         with self._changed:
             if self._closed:
@@ -237,12 +241,11 @@ class Engine:
         with self._changed:
             self._closed = True
             self.scheduler.close()
-            self.prefix.clear()
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self.target.close()
-        self.draft = self.scheduler.draft = None
+        self.draft = None
 
     def __enter__(self) -> Engine:
         return self
@@ -274,6 +277,16 @@ def _target_config(file: GGUF) -> Any:
         raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
                          found=f"architecture {arch!r}")  # fmt: skip
     return gemma4.parse_gguf(file.kv, file.shapes())
+
+
+def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
+    """The file's tokenizer; refused if the target has no row for some token."""
+    tokenizer = Tokenizer.from_gguf(file)
+    if tokenizer.n_vocab > config.n_vocab:
+        raise InputError(f"{file.path}: the token table has fewer rows than there are tokens",
+                         expected=f"at least {tokenizer.n_vocab}", found=config.n_vocab,
+                         fix="convert the target again")  # fmt: skip
+    return tokenizer
 
 
 def _plan(

@@ -65,8 +65,17 @@ def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
 def draft_weights(
     file: GGUF, specs: Iterable[TensorSpec], backend: Backend, n_vocab: int
 ) -> Mapping[str, Any]:
-    """Load a draft's tensors; the ids that its index tensors hold are tokens of the target."""
+    """Load a draft's tensors; the ids that its index tensors hold are tokens of the target.
+
+    Raises InputError as `weights` does, and for a tensor that the kind does not know: the draft is
+    of another kind, and what told so is missing.
+    """
     specs = list(specs)
+    known = {spec.name for spec in specs}
+    if unknown := [name for name in file.tensors if name not in known]:
+        raise InputError(f"{file.path}: tensor {unknown[0]} is not part of such a draft",
+                         expected=f"{len(known)} tensors", found=f"{len(file.tensors)}",
+                         fix="convert it again with `g4spec convert`")  # fmt: skip
     for spec in specs:
         if spec.role == "index" and spec.name in file.tensors:
             check_ids(file, spec.name, file.array(spec.name), n_vocab)

@@ -144,6 +144,11 @@ class PrefixCache:
         while self.evict():
             pass
 
+    def close(self) -> None:
+        """Drop everything and let go of the caches."""
+        self.clear()
+        self._rings, self._draft_rings, self._draft = [], [], None
+
 
 def _nbytes(x: Any) -> int:
     """Bytes of a tensor, or of tensors in a list or tuple."""

@@ -188,7 +188,10 @@ class Request:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def tell() -> None:
-            loop.call_soon_threadsafe(arrived.set)
+            try:
+                loop.call_soon_threadsafe(arrived.set)
+            except RuntimeError:  # the loop was closed under its reader
+                self.cancel()
 
         self._listeners.append(tell)
         self._driver.start()
@@ -263,5 +266,5 @@ class Request:
         return len(cycle.tokens)
 
     def _tell(self) -> None:
-        for listener in self._listeners:
+        for listener in tuple(self._listeners):  # readers come and go in threads of their own
             listener()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
-from g4spec.ops.sampling import NotFinite
+from g4spec.errors import InputError
 from g4spec.runtime import pending
 from g4spec.runtime.length import Lengths
 from g4spec.runtime.measuring import costs
@@ -101,10 +101,12 @@ class Scheduler:
         self.prefix.clear()
 
     def close(self) -> None:
-        """End all requests."""
+        """End all requests and let go of the models."""
         self._drop()
         for task in [*self.live, *self.waiting]:
             self._finish(task, "closed")
+        self.prefix.close()
+        self.draft, self.runners = None, ()
 
     # ---- admission and memory
 
@@ -241,7 +243,7 @@ class Scheduler:
         logits = self.target.logits(self._tail)
         try:
             cycle = task.chooser.choose(logits, [], task.n_prompt)
-        except NotFinite as error:
+        except InputError as error:  # logits that are not finite, or a mask that allows nothing
             self._finish(task, "error", error)
             return
         task.ids += cycle.tokens

@@ -234,7 +234,7 @@ def _read(file: GGUF) -> Tokenizer:
     bos = ids.pop("bos")
     if bos is None:
         raise InputError(f"{source}: {_KEY}bos_token_id is missing")
-    own, suppress = (_ids(kv, key, source) for key in ("g4spec.stop_ids", SUPPRESS))
+    own, suppress = (_ids(kv, key, len(tokens), source) for key in ("g4spec.stop_ids", SUPPRESS))
     stops = [*own, *(i for i in ids.values() if i is not None)]
     template = kv.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
@@ -242,10 +242,12 @@ def _read(file: GGUF) -> Tokenizer:
                      template=template, source=source)  # fmt: skip
 
 
-def _ids(kv: Mapping[str, Any], key: str, source: str) -> list[int]:
+def _ids(kv: Mapping[str, Any], key: str, n_vocab: int, source: str) -> list[int]:
     found = kv.get(key, [])
     if not isinstance(found, list) or not all(isinstance(i, int) for i in found):
         raise InputError(f"{source}: {key}", expected="a list of ids", found=f"{found!r:.80}")
+    if bad := [i for i in found if not 0 <= i < n_vocab]:
+        raise InputError(f"{source}: {key}", expected=f"0..{n_vocab - 1}", found=bad[0])
     return found
 
 

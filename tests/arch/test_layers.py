@@ -87,6 +87,22 @@ def test_light_packages_do_not_import_torch(package: str) -> None:
     )
 
 
+def test_the_package_offers_the_engine_and_stays_light() -> None:
+    out = python(
+        "import sys, g4spec\n"
+        "assert not {'torch', 'numpy', 'g4spec.core', 'g4spec.runtime'} & set(sys.modules)\n"
+        "assert {'Engine', 'Options', 'Sampler', 'Request', 'Cycle'} <= set(dir(g4spec))\n"
+        "assert not hasattr(g4spec, 'Motor')\n"
+        "from g4spec import *\n"
+        "print([x.__module__ + '.' + x.__qualname__ for x in (Engine, Options, Sampler, Request, "
+        "Cycle)])"
+    )
+    assert out.strip() == str([
+        "g4spec.runtime.engine.Engine", "g4spec.runtime.request.Options",
+        "g4spec.ops.sampling.Sampler", "g4spec.runtime.request.Request", "g4spec.core.Cycle",
+    ])  # fmt: skip
+
+
 def nouns() -> set[str]:
     """Words by which kinds of models are known."""
     found = {arch for arch in models.kinds()} | {m.__name__.split(".")[-1]

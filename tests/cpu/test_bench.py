@@ -112,7 +112,7 @@ def test_a_prompt_without_room_is_refused() -> None:
 
 
 def test_orders_rotate() -> None:
-    assert bench._rotated((0, 1, 2), 4) == (1, 2, 0)
+    assert bench.rotated((0, 1, 2), 4) == (1, 2, 0)
 
 
 @pytest.mark.parametrize(

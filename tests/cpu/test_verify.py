@@ -129,3 +129,43 @@ def test_wrong_use() -> None:
     engine.draft = None
     with pytest.raises(UsageError, match="-md"):
         verify.verify(engine, todo(1))
+
+
+# ---- several cases at once
+
+
+@pytest.mark.parametrize("parallel", [3, 5])
+def test_cases_at_once_change_nothing(parallel: int) -> None:
+    engine = memory_engine.engine(memory_models.dflash_draft, parallel=parallel, pool=2000)
+    live = []
+    step = engine.scheduler.step
+
+    def watched() -> bool:
+        live.append(len(engine.scheduler.live))
+        return step()
+
+    engine.scheduler.step = watched  # type: ignore[method-assign]
+    verdict = verify.verify(engine, todo(8), 12, parallel=parallel)
+    assert verdict.ok and verdict.cases == 8 and verdict.tokens == 8 * 12
+    assert verdict.same_logits == verdict.tokens
+    assert max(live) == parallel and verdict.json()["parallel"] == parallel
+    for case in (1, 2):
+        assert live.count(case), "plain ones ran alone, the last group is smaller"
+
+
+def test_a_text_that_company_changes_is_found() -> None:
+    """Nothing is wrong with one text at a time: only several at once show it."""
+    engine = memory_engine.engine(memory_models.dflash_draft, parallel=3, pool=2000)
+    honest = engine.target.run
+
+    def run(batch: Batch) -> Any:
+        rows, logits = honest(batch)
+        if len(batch.sizes) > 1:  # the last text reads the logits of the one before it
+            n = batch.sizes[-1]
+            logits[-n:] = logits[-n - 1 : -n]
+        return rows, logits
+
+    engine.target.run = run  # type: ignore[method-assign]
+    assert verify.verify(engine, todo(6), 12).ok
+    verdict = verify.verify(engine, todo(6), 12, parallel=3)
+    assert not verdict.ok and verdict.mismatch is not None

@@ -1,0 +1,231 @@
+"""Measures several streams at once: what an engine gives in all, and what each reader waits for.
+
+Each of N streams has one request under way and makes the next one when it is done, until every
+prompt was answered once. Settings take turns as in `bench`, after a warm-up that is not counted.
+The text of every answer must equal the plain one.
+
+- *First token*: from submitting a request until its first token arrived. No stream waits for a
+  slot; it does wait for the prompts of the others.
+- *Between tokens*: of each cycle, the time since what arrived before it, over its tokens; one entry
+  a token.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from g4spec.core import Cycle
+from g4spec.measure.bench import (
+    WARM_UP,
+    Difference,
+    Progress,
+    Protocol,
+    differences,
+    encoded,
+    rotated,
+)
+from g4spec.measure.bench_summary import Length
+from g4spec.measure.prompts import Prompt
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
+
+SCHEMA = "g4spec.bench-streams/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One draft length. Seconds of first tokens and between tokens are over all repeats.
+
+    Attributes:
+        tokens: of one repeat, all streams together, and so are `tokens_per_second`, the median of
+            the repeats; `spread`: lowest and highest of them.
+        ratio: speed over plain, median of the repeats.
+        committed: tokens of a cycle of one text. acceptance: accepted over drafted tokens.
+        preempted: texts whose memory was given to others for a while.
+    """
+
+    length: Length
+    streams: int
+    requests: int
+    tokens: int
+    tokens_per_second: float
+    spread: tuple[float, float]
+    ratio: float
+    first_token_median: float
+    first_token_p95: float
+    between_tokens_median: float
+    between_tokens_p95: float
+    committed: float
+    acceptance: float
+    preempted: int
+
+
+@dataclass(slots=True)
+class Result:
+    """A finished measurement."""
+
+    protocol: Protocol
+    rows: list[Row]
+    differences: list[Difference]
+    notes: list[str]
+
+    def json(self, provenance: dict[str, Any]) -> dict[str, Any]:
+        """The result file."""
+        return {
+            "schema": SCHEMA,
+            "provenance": provenance,
+            "options": asdict(self.protocol),
+            "identical": not self.differences,
+            "rows": [asdict(row) for row in self.rows],
+            "differences": [asdict(d) for d in self.differences],
+            "notes": self.notes,
+        }
+
+
+@dataclass(slots=True)
+class Round:
+    """All prompts answered once."""
+
+    seconds: float = 0.0
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    answers: dict[str, Request] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(request.ids) for request in self.answers.values())
+
+    def total(self, name: str) -> int:
+        """Sum of a count of `Stats`."""
+        return sum(getattr(request.stats, name) for request in self.answers.values())
+
+
+@dataclass(slots=True)
+class Stream:
+    """A request under way, and when something of it arrived last."""
+
+    request: Request
+    cycles: Iterator[Cycle]
+    submitted: float
+    arrived: float | None = None
+
+
+def sweep(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    protocol: Protocol,
+    streams: int,
+    *,
+    progress: Progress = lambda done, total: None,
+) -> Result:
+    """Measure every length with `streams` requests at once.
+
+    Raises InputError when two prompts are the same.
+    """
+    assert streams <= engine.pool.space.n_slots, streams
+    ids_of = encoded(engine, prompts, protocol.n_predict)
+    result = Result(protocol, [], [], list(engine.notes))
+    warm = engine.tokenizer.encode(WARM_UP)
+    for length in protocol.lengths:
+        few = protocol.options(length, min(16, protocol.n_predict))
+        answer(engine, {str(i): warm for i in range(streams)}, few, streams)
+    rounds: dict[Length, list[Round]] = {length: [] for length in protocol.lengths}
+    for repeat in range(protocol.repeats):
+        for done, length in enumerate(rotated(protocol.lengths, repeat)):
+            rounds[length].append(answer(engine, ids_of, protocol.options(length), streams))
+            progress(repeat * len(rounds) + done + 1, protocol.repeats * len(rounds))
+        for name in ids_of:
+            texts = {length: made[-1].answers[name].ids for length, made in rounds.items()}
+            result.differences += differences(name, texts)
+    result.rows = [_row(length, streams, made, rounds[0]) for length, made in rounds.items()]
+    result.notes += _remarks(result, rounds, engine, streams)
+    return result
+
+
+def answer(
+    engine: Engine, prompts: dict[str, list[int]], options: Options, streams: int
+) -> Round:
+    """Answer each prompt once, `streams` at a time."""
+    made, waiting, live = Round(), deque(prompts.items()), list[Stream]()
+    began = time.perf_counter()
+    while waiting or live:
+        while waiting and len(live) < streams:
+            name, ids = waiting.popleft()
+            now, request = time.perf_counter(), engine.submit(ids, options)
+            made.answers[name] = request
+            live.append(Stream(request, iter(request), now))
+        engine.step()
+        now = time.perf_counter()
+        live = [stream for stream in live if _take(stream, now, made)]
+    made.seconds = time.perf_counter() - began
+    return made
+
+
+def _take(stream: Stream, now: float, made: Round) -> bool:
+    """Note what has arrived; False if nothing more will."""
+    while stream.request.news:
+        cycle = next(stream.cycles, None)
+        if cycle is None:
+            return False
+        n = len(cycle.tokens)
+        if stream.arrived is None:
+            made.first.append(now - stream.submitted)
+        else:
+            made.between += [(now - stream.arrived) / n] * n if n else []
+        stream.arrived = now
+    return True
+
+
+def _row(length: Length, streams: int, rounds: list[Round], plain: list[Round]) -> Row:
+    speeds = [r.tokens / r.seconds for r in rounds]
+    ratios = [a / (b.tokens / b.seconds) for a, b in zip(speeds, plain, strict=True)]
+    first = [s for r in rounds for s in r.first]
+    between = [s for r in rounds for s in r.between]
+    cycles, drafted, accepted, preempted = (
+        sum(r.total(name) for r in rounds)
+        for name in ("cycles", "drafted", "accepted", "preempted")
+    )
+    return Row(
+        length=length,
+        streams=streams,
+        requests=len(rounds[0].answers),
+        tokens=rounds[0].tokens,
+        tokens_per_second=statistics.median(speeds),
+        spread=(min(speeds), max(speeds)),
+        ratio=statistics.median(ratios),
+        first_token_median=percentile(first, 50),
+        first_token_p95=percentile(first, 95),
+        between_tokens_median=percentile(between, 50),
+        between_tokens_p95=percentile(between, 95),
+        committed=1 + accepted / cycles if cycles else 0.0,
+        acceptance=accepted / drafted if drafted else 0.0,
+        preempted=preempted,
+    )
+
+
+def percentile(values: Sequence[float], share: int) -> float:
+    """The smallest value that at least `share` percent of all do not exceed; 0 of none."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * share // 100) - 1)] if ordered else 0.0
+
+
+def _remarks(
+    result: Result, rounds: dict[Length, list[Round]], engine: Engine, streams: int
+) -> list[str]:
+    """What a reader must know to judge the numbers."""
+    notes = [note for made in rounds.values() for r in made
+             for request in r.answers.values() for note in request.notes]  # fmt: skip
+    if any(row.preempted for row in result.rows):
+        notes.append("texts were preempted: all together have the cache of one context, "
+                     f"{engine.n_ctx} tokens; raise -c")  # fmt: skip
+    if result.rows[0].requests < 2 * streams:
+        notes.append(f"{result.rows[0].requests} prompts for {streams} streams: most of the time "
+                     "fewer were busy")  # fmt: skip
+    if result.protocol.repeats == 1:
+        notes.append("one repeat: how much the timing scatters is not known")
+    return [note for note in dict.fromkeys(notes) if note not in result.notes]

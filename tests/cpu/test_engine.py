@@ -1,0 +1,412 @@
+"""Requests of one engine: any order, any thread, cancelled at any moment, failing alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec.core import Batch, Work
+from g4spec.errors import InputError, UsageError
+from g4spec.models import ngram
+from g4spec.ops.sampling import NotFinite, Sampler
+from g4spec.runtime import scheduler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
+from tests import company, memory_engine
+from tests import memory_models as mm
+
+PROMPTS = [[2, *company.tokens(random.Random(i), 20 + 7 * i)] for i in range(6)]
+OPTIONS = Options(24, Sampler(temperature=1.0, seed=3), 4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Of PROMPTS, each alone."""
+    engine = memory_engine.engine()
+    out = []
+    for prompt in PROMPTS:
+        request = engine.generate(prompt, OPTIONS)
+        list(request)
+        out.append(request.text)
+    return out
+
+
+def engine(parallel: int = 2, **shape: Any) -> Engine:
+    return memory_engine.engine(lambda target: ngram.Drafter(), parallel=parallel,
+                                **{"pool": 2000, **shape})  # fmt: skip
+
+
+@pytest.fixture
+def threaded() -> Iterator[Engine]:
+    with engine() as made:
+        yield made
+
+
+def nothing_left(of: Engine) -> bool:
+    return not any(company.left_over(of).values())
+
+
+# ---- any order
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_the_second_request_is_read_first(parallel: int, texts: list[str]) -> None:
+    on = engine(parallel)
+    a, b = (on.generate(PROMPTS[i], OPTIONS) for i in range(2))
+    list(b)
+    list(a)
+    assert [a.text, b.text] == texts[:2] and nothing_left(on)
+
+
+@pytest.mark.parametrize("parallel", [1, 2, 4])
+def test_requests_are_read_in_turns(parallel: int, texts: list[str]) -> None:
+    on = engine(parallel)
+    requests = [on.generate(p, OPTIONS) for p in PROMPTS]
+    running, rng = [iter(r) for r in requests], random.Random(0)
+    while running:
+        at = rng.randrange(len(running))
+        if next(running[at], None) is None:
+            running.pop(at)
+    assert [r.text for r in requests] == texts and nothing_left(on)
+
+
+def test_tokens_of_a_request(texts: list[str]) -> None:
+    on = engine()
+    request = on.generate(PROMPTS[0], OPTIONS)
+    assert on.tokenizer.decode(request.tokens()) == texts[0]
+    assert list(request) == [] and request.done
+
+
+def test_several_texts_of_one_prompt() -> None:
+    on = engine(3)
+    request = on.submit(PROMPTS[0], Options(16, Sampler(temperature=1.0, seed=2**64 - 1), n=3))
+    list(request)
+    for choice in request.choices:
+        list(choice)
+    assert request.choices[0] is request and len({r.text for r in request.choices}) == 3
+    for i, choice in enumerate(request.choices):
+        sampler = Sampler(temperature=1.0, seed=(2**64 - 1 + i) % 2**64)
+        alone = memory_engine.engine().generate(PROMPTS[0], Options(16, sampler))
+        assert list(alone) and alone.ids == choice.ids
+        assert choice.choices is request.choices
+
+
+# ---- threads and asyncio
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_requests_from_threads(own_thread: bool, texts: list[str]) -> None:
+    found: dict[tuple[int, int], str] = {}
+
+    def work(number: int) -> None:
+        for i in range(2):
+            at = (number + i) % len(PROMPTS)
+            request = on.submit(PROMPTS[at], OPTIONS)
+            list(request)
+            found[number, at] = request.text
+
+    with engine(3) as on:
+        if own_thread:
+            on.start()
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(found) == 8 and all(text == texts[at] for (_, at), text in found.items())
+        assert nothing_left(on)
+
+
+def test_async_requests(threaded: Engine, texts: list[str]) -> None:
+    async def text(prompt: list[int]) -> str:
+        request = threaded.submit(prompt, OPTIONS)
+        ids = [token async for cycle in request for token in cycle.tokens]
+        assert ids == request.ids
+        return request.text
+
+    async def every() -> list[str]:
+        return list(await asyncio.gather(*map(text, PROMPTS)))
+
+    assert asyncio.run(every()) == texts
+    assert nothing_left(threaded)
+
+
+def test_an_async_reader_that_stops_cancels(threaded: Engine, texts: list[str]) -> None:
+    async def some() -> tuple[Request, str]:
+        left = threaded.submit(PROMPTS[0], Options(400, ignore_eos=True))
+        async for _ in left:
+            break
+        other = threaded.submit(PROMPTS[1], OPTIONS)
+        async for _ in other:
+            pass
+        return left, other.text
+
+    left, text = asyncio.run(some())
+    list(left)
+    assert left.stats.stop_reason == "cancelled" and left.stats.tokens < 400
+    assert text == texts[1] and nothing_left(threaded)
+
+
+def test_an_event_loop_that_is_gone_ends_nobody_else(threaded: Engine, texts: list[str]) -> None:
+    loop = asyncio.new_event_loop()
+    left = threaded.submit(PROMPTS[0], Options(400, ignore_eos=True))
+    reading = left.__aiter__()
+    loop.run_until_complete(reading.__anext__())  # type: ignore[arg-type]
+    loop.close()  # without a word to the reader
+    other = threaded.submit(PROMPTS[1], OPTIONS)
+    list(other)
+    assert other.text == texts[1]
+    list(left)
+    assert left.stats.stop_reason == "cancelled"
+
+
+# ---- the end of a request
+
+
+def test_cancelled_requests_are_gone_within_two_steps(texts: list[str]) -> None:
+    on = engine(3)
+    keep, *doomed = [on.submit(p, OPTIONS) for p in PROMPTS]
+    for _ in range(5):
+        on.step()
+    held = on.pool.free
+    for request in doomed:
+        request.cancel()
+    on.step()
+    on.step()
+    assert all(r.done and r.stats.stop_reason == "cancelled" for r in doomed)
+    assert len(on.scheduler.live) == 1 and not on.scheduler.waiting
+    assert on.pool.free > held and len(on.pool.free_slots) == 2
+    list(keep)
+    assert keep.text == texts[0] and nothing_left(on)
+
+
+def test_a_reader_that_is_dropped_cancels(texts: list[str]) -> None:
+    on = engine()
+    a, b = (on.generate(PROMPTS[i], Options(24, OPTIONS.sampler, 4, ignore_eos=True))
+            for i in range(2))  # fmt: skip
+    for cycle in a:
+        assert cycle.tokens
+        break
+    list(b)
+    assert a.done and a.stats.stop_reason == "cancelled" and a.stats.tokens < 24
+    assert b.text == texts[1] and nothing_left(on)
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+def test_a_thousand_cancelled_requests_leave_nothing() -> None:
+    """At random moments: waiting, reading a prompt, drafting, preempted."""
+    rng = random.Random(4)
+    on = memory_engine.engine(mm.dflash_draft, parallel=8, n_ctx=640, pool=700, chunk=64,
+                              prefix_bytes=1 << 18)  # fmt: skip
+    shared = [2, *company.tokens(rng, 540)]
+    moments = set()
+
+    def round_of(count: int) -> None:
+        open_: list[Request] = []
+        for _ in range(count):
+            prompt = shared if rng.random() < 0.05 else [2, *company.tokens(rng, 3)]
+            open_.append(on.submit(prompt, Options(90, draft_max=3, ignore_eos=True)))
+            if rng.random() < 0.1:
+                on.step()
+            if len(open_) > 12 or rng.random() < 0.5:
+                request = open_.pop(rng.randrange(len(open_)))
+                task = next((t for t in on.scheduler.live if t.request is request), None)
+                moments.add("waiting" if task is None else "reading" if task.reading else "running")
+                request.cancel()
+        for request in open_:
+            request.cancel()
+        on.step()
+        on.step()
+        assert all(r.done for r in open_) and not on.step()
+
+    round_of(100)
+    assert nothing_left(on)
+    before = live_tensors()
+    round_of(900)
+    assert moments == {"waiting", "reading", "running"}
+    assert nothing_left(on) and live_tensors() <= before
+
+
+def test_close_ends_everything_and_frees_the_weights(texts: list[str]) -> None:
+    on = memory_engine.engine(mm.dflash_draft, parallel=2, prefix_bytes=1 << 20)
+    assert on.draft is not None
+    done, half = on.submit(PROMPTS[0], OPTIONS), on.submit(PROMPTS[1], OPTIONS)
+    list(done)
+    draft: Any = on.draft
+    held = [weakref.ref(x) for x in (*on.target.model.w.values(), *draft.w.values())]
+    held += [weakref.ref(kv._rows) for kv in (*on.target.caches, *draft.caches)]
+    del draft
+    with on:
+        pass
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+    assert done.text == texts[0] and half.done
+    list(half)
+    with pytest.raises(UsageError, match="closed"):
+        on.submit(PROMPTS[0])
+    on.close()
+
+
+# ---- errors
+
+
+class Nothing:
+    """A mask that allows no token after some."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def __call__(self, output: Sequence[int]) -> torch.Tensor:
+        return torch.full((mm.V,), len(output) < self.after)
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_a_mask_that_allows_nothing_ends_its_request_alone(
+    after: int, own_thread: bool, texts: list[str]
+) -> None:
+    with engine(3) as on:
+        if own_thread:
+            on.start()
+        good = [on.submit(p, OPTIONS) for p in PROMPTS[:2]]
+        bad = on.submit(PROMPTS[2], Options(24, mask=Nothing(after)))
+        with pytest.raises(InputError, match=r"mask Nothing after \d+ output tokens"):
+            list(bad)
+        for request in good:
+            list(request)
+        assert len(bad.ids) <= after and bad.stats.stop_reason == "error"
+        assert [r.text for r in good] == texts[:2] and nothing_left(on)
+
+
+@pytest.mark.parametrize("when", ["first token", "later"])
+def test_logits_that_are_not_finite_end_their_request_alone(
+    when: str, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = engine(3)
+    requests = [on.submit(p, OPTIONS) for p in PROMPTS[:3]]
+    honest, first = on.target.run, on.target.logits
+
+    def run(batch: Batch) -> Any:
+        rows, logits = honest(batch)
+        broken = on.scheduler.live[1].live.slot
+        return rows, logits.masked_fill((batch.slots == broken)[:, None], torch.nan)
+
+    turns = iter(range(99))
+
+    def of_prompt(hidden: torch.Tensor) -> torch.Tensor:
+        return first(hidden) * (torch.nan if next(turns) == 1 else 1.0)
+
+    monkeypatch.setattr(on.target, *(("logits", of_prompt) if when == "first token"
+                                     else ("run", run)))  # fmt: skip
+    while not requests[1].done:
+        on.step()
+    monkeypatch.undo()
+    with pytest.raises(NotFinite):
+        list(requests[1])
+    list(requests[0])
+    list(requests[2])
+    assert [requests[0].text, requests[2].text] == [texts[0], texts[2]] and nothing_left(on)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused_at_once(texts: list[str]) -> None:
+    on = engine()
+    good = on.submit(PROMPTS[0], OPTIONS)
+    with pytest.raises(UsageError, match="--logit-bias"):
+        on.submit(PROMPTS[1], Options(4, Sampler(logit_bias=((mm.V, 1.0),))))
+    list(good)
+    assert good.text == texts[0]
+
+
+def test_a_step_that_fails_ends_all_and_the_engine_goes_on(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = engine(2)
+    requests = [on.submit(p, OPTIONS) for p in PROMPTS[:3]]
+    on.step()
+
+    def broken(batch: Batch) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(on.target, "run", broken)
+    with pytest.raises(torch.OutOfMemoryError):
+        on.step()
+    monkeypatch.undo()
+    for request in requests:
+        with pytest.raises(torch.OutOfMemoryError):
+            list(request)
+    assert nothing_left(on)
+    again = on.generate(PROMPTS[1], OPTIONS)
+    list(again)
+    assert again.text == texts[1]
+
+
+# ---- fairness
+
+
+def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a later one would fit earlier, and a preempted one keeps its turn."""
+    rng = random.Random(2)
+    on = memory_engine.engine(parallel=4, n_ctx=512)
+    begun: list[int] = []
+    begin = scheduler.Scheduler._begin
+
+    def noted(self: Any, task: Any) -> bool:
+        fits = begin(self, task)
+        if fits and task.number not in begun:
+            begun.append(task.number)
+        return fits
+
+    monkeypatch.setattr(scheduler.Scheduler, "_begin", noted)
+    sizes = (100, 400, 3, 3, 380, 3, 120, 3)
+    requests = [on.submit([2, *company.tokens(rng, n)], Options(40, ignore_eos=True))
+                for n in sizes]  # fmt: skip
+    while on.step():
+        pass
+    assert begun == list(range(1, 9)) and all(len(r.ids) == 40 for r in requests)
+
+
+def test_a_long_prompt_does_not_hold_up_running_texts(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "INTERLEAVED", 16)
+    on = engine(3)
+    running = on.submit(PROMPTS[0], OPTIONS)
+    while not running.ids:
+        on.step()
+    rows: list[int] = []
+    events: list[Any] = []
+    read = on.backend.read
+
+    def counted(target: Any, slot: int, ids: Sequence[int], start: int) -> Any:
+        events.append(len(ids))
+        return read(target, slot, ids, start)
+
+    monkeypatch.setattr(on.backend, "read", counted)
+    start = type(on.scheduler.runners[0]).start
+
+    def started(self: Any, work: Sequence[Work]) -> None:
+        rows.append(sum(events))
+        events.clear()
+        start(self, work)
+
+    monkeypatch.setattr(type(on.scheduler.runners[0]), "start", started)
+    long = [on.submit([2, *company.tokens(random.Random(9), 300)], Options(4)) for _ in range(2)]
+    while not running.done:
+        on.step()
+    assert max(rows) == 16 and sum(rows) > 100, "both in turn, a little between two cycles"
+    list(running)
+    assert running.text == texts[0]
+    for request in long:
+        assert list(request)

@@ -1,0 +1,235 @@
+"""A target or draft whose tensors or ids cannot be used is refused at load, whatever its kind."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from g4spec import cli
+from g4spec.convert import convert
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF, T, TensorData, array, u32, write
+from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
+from g4spec.runtime.backend import TorchBackend
+from g4spec.runtime.draft_file import DraftFile
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.target import Target
+from g4spec.runtime.tokenizer import SUPPRESS
+from tests import tiny, tiny_drafts
+
+F32, I32, I64 = 0, 26, 27
+MASK = "tokenizer.ggml.mask_token_id"
+
+DRAFTS: dict[str, Callable[[Path, Path], Any]] = {
+    "dflash": tiny.zlab_dflash,
+    "dflash-reduced": tiny.speculators_dflash,
+    "assistant": lambda to, on: tiny.assistant(to, on, centroids=16),
+    "dspark": tiny_drafts.speculators_dspark,
+    "eagle3": tiny_drafts.eagle3,
+    "p-eagle": lambda to, on: tiny_drafts.eagle3(to, on, depths=4),
+    "dflash2": tiny_drafts.speculators_dflash2,
+}
+
+
+TARGETS: dict[str, dict[str, Any]] = {
+    "target": {}, "own-values": {"k_eq_v": False}, "experts": {"experts": 4},
+    "per-layer": {"ple": 8, "shared": 2, "k_eq_v": False},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """GGUFs of targets, and one of every kind of draft for the dense one."""
+    home = tmp_path_factory.mktemp("home")
+    for name, shape in TARGETS.items():
+        made = tiny.target(home / name, layers=6, period=2, **shape)
+        convert(made, home / f"{name}.gguf", type="f32")
+    on = home / "target"
+    for name, make in DRAFTS.items():
+        make(home / name, on)
+        convert(home / name, home / f"{name}.gguf", target=on, type="f32")
+    return home
+
+
+Change = Callable[[TensorData], Iterable[TensorData]]
+
+
+def changed(
+    path: Path, to: Path, tensor: str = "", change: Change = lambda t: [t], **keys: Any
+) -> Path:
+    """A file with one tensor changed, and metadata (a dot is written `__`)."""
+    with GGUF(path) as g:
+        kv = {key: g.value(key) for key in g}
+        kv |= {name.replace("__", "."): value for name, value in keys.items()}
+        data = []
+        for name, t in g.tensors.items():
+            made = TensorData(name, t.shape, t.type, [g.raw(name).tobytes()])
+            data += change(made) if name == tensor else [made]
+        write(to, kv, data)
+    return to
+
+
+def raw(t: TensorData) -> bytes:
+    return bytes(next(iter(t.chunks)))
+
+
+def missing(t: TensorData) -> list[TensorData]:
+    return []
+
+
+def shorter(t: TensorData) -> list[TensorData]:
+    """Without the last row, or the last number."""
+    rows = t.shape[0] - 1
+    kept = raw(t)[: len(raw(t)) * rows // t.shape[0]]
+    return [TensorData(t.name, (rows, *t.shape[1:]), t.type, [kept])]
+
+
+def other_type(t: TensorData) -> list[TensorData]:
+    """Integers for numbers, numbers for integers, of the same shape."""
+    dtype, type = (np.int32, I32) if t.type == F32 else (np.float32, F32)
+    return [TensorData(t.name, t.shape, type, [np.ones(t.shape, dtype).tobytes()])]
+
+
+def not_finite(t: TensorData) -> list[TensorData]:
+    values = np.frombuffer(raw(t), np.float32).copy()
+    values[-1] = math.nan
+    return [TensorData(t.name, t.shape, t.type, [values.tobytes()])]
+
+
+def unlike(names: Iterable[str]) -> list[str]:
+    """Tensors of the first two layers and around them: others repeat these."""
+    return [n for n in names if not re.match(r"blk\.([2-9]|\d\d)\.", n)]
+
+
+def build(home: Path, path: Path, target: Target) -> None:
+    with DraftFile(path) as other:
+        other.kind.check_pair(other.config, target.config)
+        other.build(TorchBackend(), target)
+
+
+@pytest.fixture(scope="module")
+def target(home: Path) -> Target:
+    return Engine.load(home / "target.gguf", n_ctx=64).target
+
+
+@pytest.mark.parametrize("how", [missing, shorter, other_type, not_finite])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_every_tensor_of_a_draft(
+    home: Path, target: Target, tmp_path: Path, kind: str, how: Change
+) -> None:
+    source = home / f"{kind}.gguf"
+    build(home, source, target)
+    with GGUF(source) as g:
+        tensors = {n: g.tensors[n] for n in unlike(g.tensors)}
+    refused, borrowed = 0, {"token_embd.weight"}
+    if "d2t" not in tensors:
+        borrowed.add("output.weight")
+    if kind == "assistant":
+        borrowed.clear()
+    for name, t in tensors.items():
+        if how is not_finite and (len(t.shape) != 1 or t.type != F32):
+            continue
+        if how is missing and name in borrowed:
+            continue  # then it takes its target's
+        broken = changed(source, tmp_path / "broken.gguf", name, how)
+        with pytest.raises(InputError) as error:
+            build(home, broken, target)
+        assert "broken.gguf" in str(error.value) or how is not not_finite, name
+        refused += 1
+    assert refused > 3
+
+
+@pytest.mark.parametrize("how", [missing, shorter, other_type, not_finite])
+@pytest.mark.parametrize("kind", TARGETS)
+def test_every_tensor_of_a_target(home: Path, tmp_path: Path, kind: str, how: Change) -> None:
+    source = home / f"{kind}.gguf"
+    with GGUF(source) as g:
+        tensors = {n: g.tensors[n] for n in unlike(g.tensors)}
+    for name, t in tensors.items():
+        if how is not_finite and (len(t.shape) != 1 or t.type != F32):
+            continue
+        with pytest.raises(InputError):
+            Engine.load(changed(source, tmp_path / "broken.gguf", name, how), n_ctx=64)
+
+
+# ---- ids
+
+
+@pytest.mark.parametrize("kind", ["dflash-reduced", "eagle3"])
+@pytest.mark.parametrize("id", [-1, 10**6, 2**40])
+def test_a_reduced_vocabulary_with_ids_that_do_not_exist(
+    home: Path, tmp_path: Path, kind: str, id: int
+) -> None:
+    def point(t: TensorData) -> list[TensorData]:
+        ids = np.frombuffer(raw(t), np.int64).copy()
+        ids[3] = id
+        return [TensorData(t.name, t.shape, t.type, [ids.tobytes()])]
+
+    broken = changed(home / f"{kind}.gguf", tmp_path / "broken.gguf", "d2t", point)
+    with pytest.raises(InputError, match=rf"d2t names a token outside.*found {id}"):
+        Engine.load(home / "target.gguf", broken, n_ctx=64)
+
+
+@pytest.mark.parametrize("id", [-1, 10**6])
+def test_an_assistants_ordering_with_ids_that_do_not_exist(
+    home: Path, tmp_path: Path, id: int
+) -> None:
+    with GGUF(home / "assistant.gguf") as g:
+        ordering = list(g.numbers(ORDERING).tolist())
+    ordering[5] = id
+    broken = changed(home / "assistant.gguf", tmp_path / "broken.gguf",
+                     **{ORDERING: array(T.I32, ordering)})  # fmt: skip
+    with pytest.raises(InputError, match=rf"{ORDERING} names a token outside.*found {id}"):
+        Engine.load(home / "target.gguf", broken, n_ctx=64)
+
+
+def test_an_assistants_centroids(home: Path, tmp_path: Path) -> None:
+    with GGUF(home / "assistant.gguf") as g:
+        centres = g.numbers(CENTROIDS).tolist()
+    for change, match in (
+        ({TOP_K: u32(17)}, "centroid_top_k.*16.*found 17"),
+        ({CENTROIDS: array(T.F32, centres[:-1])}, "centroids.*found"),
+        ({CENTROIDS: array(T.F32, [*centres[:-1], math.inf])}, "centroids.*not finite"),
+    ):
+        broken = changed(home / "assistant.gguf", tmp_path / "broken.gguf", **change)
+        with pytest.raises(InputError, match=match):
+            Engine.load(home / "target.gguf", broken, n_ctx=64)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash-reduced", "dspark", "dflash2", "p-eagle"])
+def test_a_mask_token_that_does_not_exist(home: Path, tmp_path: Path, kind: str) -> None:
+    broken = changed(home / f"{kind}.gguf", tmp_path / "broken.gguf", **{MASK: u32(10**6)})
+    with pytest.raises(InputError, match=r"mask_token_id names a token outside.*found 1000000"):
+        Engine.load(home / "target.gguf", broken, n_ctx=64)
+
+
+@pytest.mark.parametrize("key", [SUPPRESS, "g4spec.stop_ids"])
+@pytest.mark.parametrize("id", [-1, 10**6])
+def test_suppressed_and_stop_ids_that_do_not_exist(
+    home: Path, tmp_path: Path, key: str, id: int
+) -> None:
+    broken = changed(home / "target.gguf", tmp_path / "broken.gguf", **{key: array(T.I32, [7, id])})
+    with pytest.raises(InputError, match=rf"{re.escape(key)}.*found {id}"):
+        Engine.load(broken, n_ctx=64)
+
+
+def test_the_command_ends_with_3(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["generate", "-p", "x", "-n", "2", "-c", "64", "--device", "cpu"]
+    norm = "blk.0.attn_norm.weight"
+    target, draft = home / "target.gguf", home / "dflash.gguf"
+    for m, md in (
+        (target, changed(draft, tmp_path / "d.gguf", norm, missing)),
+        (target, changed(draft, tmp_path / "e.gguf", norm, not_finite)),
+        (changed(target, tmp_path / "t.gguf", norm, shorter), draft),
+    ):
+        assert cli.run([*run, "-m", str(m), "-md", str(md)]) == 3
+        said = capsys.readouterr()
+        assert not said.out and said.err.startswith("error: ") and norm in said.err
