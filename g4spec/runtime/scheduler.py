@@ -400,5 +400,4 @@ class Scheduler:
         """Forget cycles that nobody will ask for."""
         while self._started:
             self._started.popleft().runner.drop()
-        self.length.drop()
 

@@ -1,4 +1,5 @@
-"""`auto` never costs more than 2 % against plain decoding, and gains where there is a gain.
+"""`auto` never costs more than 2 % against plain decoding, and gains where there is a gain: texts one
+at a time. `test_length_batch.py` has those of several at once.
 
 Costs are simulated, or recorded from runs, so that the proof does not depend on a clock.
 """
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from g4spec.runtime.length import CREDIT, Auto, Costs, Fixed
+from g4spec.runtime.length import CREDIT
 from tests.acceptance import MACHINES, Bill, best_fixed, recordings, replay
+from tests.one_text import Auto, Costs, Fixed
 
 Adversary = Callable[[int, Bill], int]
 """Accepted tokens of a cycle, given how many were drafted and what happened so far."""
@@ -23,7 +25,7 @@ def play(
     auto: Auto, costs: Costs, adversary: Adversary, most: int, n: int, ahead: bool = False
 ) -> Bill:
     """Decode `n` tokens or a few more; the bound holds after every cycle and over every stretch.
-    `ahead`: by a player that asks what comes next before it knows what a cycle has found."""
+    `ahead`: by a runner that asks what comes next before it knows what a cycle has found."""
     bill, certain = Bill(costs[0]), None
     while bill.tokens < n:
         count = auto.next(most)
@@ -68,8 +70,7 @@ def test_what_is_certain_before_a_cycle_has_ended() -> None:
     assert count and auto.again(count, 15)
     auto.observe(count, 0, 1.5)
     assert auto.next(15) == count
-    fixed = Fixed(5)
-    assert fixed.again(5, 9) and fixed.again(4, 4) and not fixed.again(3, 9)
+    assert Fixed(5).again(5, 9) and Fixed(5).again(4, 4) and not Fixed(5).again(3, 9)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -137,6 +138,7 @@ def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
     for seed in range(10):
         auto, bill, rng = Auto(table), Bill(costs[0]), random.Random(seed)
         for _ in range(300):
+            auto.begin()
             auto.cut(0)
             for left in reversed(range(rng.randint(1, 6))):
                 count = auto.next(15)
@@ -159,7 +161,7 @@ def test_never_costs_more_when_nothing_is_proposed() -> None:
         bill.add(1, costs[asked])
         assert bill.over <= 1e-9
     assert drafted
-    assert auto.costs[0] == costs[0]
+    assert auto.step == costs[0]
 
 
 def test_plain_steps_that_vary_are_no_loss() -> None:

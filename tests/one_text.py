@@ -1,0 +1,80 @@
+"""The policy of draft lengths as an engine uses it that runs one text at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from g4spec.runtime import costs, length
+
+
+def lengths_of(table: Mapping[int, float]) -> length.Lengths:
+    """A policy whose cycles of one text take table[drafted tokens] seconds."""
+    lengths = length.Lengths()
+    lengths.measured({(1, n): seconds for n, seconds in table.items()})
+    return lengths
+
+
+class Costs:
+    """`costs.Costs` of one text: costs[n] are the seconds of a cycle of n drafted tokens."""
+
+    def __init__(self, table: Mapping[int, float]) -> None:
+        self.costs = costs.Costs({(1, n): seconds for n, seconds in table.items()})
+
+    def __getitem__(self, count: int) -> float:
+        return self.costs([count])
+
+    def update(self, count: int, seconds: float) -> None:
+        self.costs.update([count], seconds)
+
+
+class Policy:
+    """`length.Lengths` with one text after the other: `begin` makes the next one."""
+
+    def __init__(self, lengths: length.Lengths, asked: int | None = None) -> None:
+        self.lengths, self.asked = lengths, asked
+        self.begin()
+
+    def begin(self) -> None:
+        self._certain: int | None = None
+        self.text = self.lengths.text("auto" if self.asked is None else self.asked)
+
+    def next(self, most: int) -> int:
+        """Tokens to draft now."""
+        if self._certain is not None:
+            count, self._certain = self._certain, None
+            assert count <= most
+            return count
+        return self.lengths.plan([self.text], [most])[0]
+
+    def again(self, count: int, most: int) -> bool:
+        """True if the next answer is certain to be `count`."""
+        assert self._certain is None
+        certain = self.lengths.again([self.text], [count], [most])
+        self._certain = count if certain else None
+        return certain
+
+    def observe(self, count: int, accepted: int, seconds: float) -> None:
+        self.lengths.observe([self.text], [count], [accepted], seconds)
+
+    def cut(self, tokens: int) -> None:
+        self.text.cut(tokens)
+
+
+class Auto(Policy):
+    """`auto` for an engine whose cycles take table[drafted tokens] seconds."""
+
+    def __init__(self, table: Mapping[int, float]) -> None:
+        super().__init__(lengths_of(table))
+
+    @property
+    def step(self) -> float:
+        """Seconds of a plain step, as the policy knows it now."""
+        assert self.lengths.costs is not None
+        return self.lengths.costs([0])
+
+
+class Fixed(Policy):
+    """Always the same number."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(length.Lengths(), count)
