@@ -29,14 +29,16 @@ class Costs:
         self._texts = list(self._tables)
         # 0 is plain decoding, without a draft: it never takes part in the interpolation.
         self._counts = {texts: [n for n in table if n] for texts, table in self._tables.items()}
-        self._plain = self._drafted = 1.0  # seconds over those measured first
-        self._plain_then = self._drafted_then = 1.0  # each when the other was last measured
+        self._known: dict[tuple[int, float], float] = {}  # interpolated before
+        # Seconds over those measured first, and each when the other was last measured.
+        self._plain = self._drafted = self._plain_then = self._drafted_then = 1.0
+        self._factors = 1.0, 1.0  # of plain and drafted cycles now
 
     def __call__(self, counts: Sequence[int]) -> float:
         """Return the seconds of a cycle in which text i drafts counts[i] tokens."""
         texts, total = len(counts), sum(counts)
         if not total:
-            return self._measured(texts, 0) * self._plain_factor()
+            return self._measured(texts, 0) * self._factors[0]
         drafting = texts - counts.count(0)
         each = max(counts) if self.padded else total / drafting
         seconds = self._measured(texts, each)
@@ -47,26 +49,27 @@ class Costs:
             by_rows = (seconds - plain) * drafting / texts
             by_texts = self._measured(drafting, each) - self._measured(drafting, 0)
             seconds = plain + max(by_rows, by_texts)
-        return seconds * self._drafted_factor()
+        return seconds * self._factors[1]
 
     def update(self, counts: Sequence[int], seconds: float, weight: float = 0.2) -> None:
         """Learn from a cycle that took `seconds`."""
         change = 1 + weight * (seconds / self(counts) - 1)
         if any(counts):
-            self._drafted = self._drafted_factor() * change
-            self._plain_then = self._plain_factor()
+            self._drafted = self._factors[1] * change
+            self._plain_then = self._plain * min(1.0, self._drafted / self._drafted_then)
         else:
-            self._plain = self._plain_factor() * change
-            self._drafted_then = self._drafted_factor()
-
-    def _plain_factor(self) -> float:
-        return self._plain * min(1.0, self._drafted / self._drafted_then)
-
-    def _drafted_factor(self) -> float:
-        return self._drafted * min(1.0, self._plain / self._plain_then)
+            self._plain = self._factors[0] * change
+            self._drafted_then = self._drafted * min(1.0, self._plain / self._plain_then)
+        self._factors = (self._plain * min(1.0, self._drafted / self._drafted_then),
+                         self._drafted * min(1.0, self._plain / self._plain_then))  # fmt: skip
 
     def _measured(self, texts: int, count: float) -> float:
         """Return the seconds for `count` drafted tokens each, as measured first."""
+        if (texts, count) not in self._known:
+            self._known[texts, count] = self._interpolated(texts, count)
+        return self._known[texts, count]
+
+    def _interpolated(self, texts: int, count: float) -> float:
         if texts not in self._tables:
             return interpolated(texts, self._texts, lambda t: self._measured(t, count))
         if count == 0:

@@ -8,7 +8,7 @@ table of what cycles cost. Texts that ask for a fixed number (`--draft-max 4`) g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from g4spec.core import MAX_DRAFT
@@ -264,23 +264,18 @@ class Lengths:
 
 
 class Plan(NamedTuple):
-    """Counts of a batch and what to expect of them.
-
-    Attributes:
-        rate: tokens per second.
-        needed: seconds that every account must hold.
-        fair: True if no text is expected to lose more than `MARGIN`.
-    """
+    """Counts of a batch and what to expect of them: the seconds of the cycle, tokens per second,
+    and `needed`, the seconds that every account must hold."""
 
     counts: list[int]
     seconds: float
     rate: float
     needed: float
-    fair: bool
 
 
 class Choice:
-    """Find the best plan for a batch in which texts draft `fixed` tokens and `auto` ones more."""
+    """Find the best plan for a batch whose texts draft at least `fixed` tokens, `auto` ones up to
+    `most`."""
 
     def __init__(
         self, costs: Costs, texts: Sequence[TextState], most: Sequence[int], fixed: list[int]
@@ -292,57 +287,67 @@ class Choice:
         self._tokens = [t.acceptance.expected(m) for t, m in zip(texts, self._room, strict=True)]
 
     def best(self, saved: float) -> list[int]:
-        """Return the counts with the most expected tokens per second that accounts with `saved`
-        seconds can afford.
+        """Return the counts with the most expected tokens per second, if accounts with `saved`
+        seconds can afford them.
 
-        Where some texts win much by their drafts, others may lose by waiting for them. Plans in
-        which nobody loses can go on for ever and go first: one in which somebody does must leave
-        enough for the best of those.
+        Where some texts win much by their drafts, others may lose by waiting for them. If the best
+        plan of all is not affordable, the next one is the best in which nobody is expected to lose:
+        others, however cheap, would spend what is being saved for it.
         """
-        plans = list(self._plans(fair=False))
-        top = max(plans, key=lambda p: p.rate)
-        if not (top.fair or self._costs.padded):
-            plans += self._plans(fair=True)
         plain = self.plan(self._fixed)
-        fair = [p for p in plans if p.fair and p.rate > plain.rate]
-        goal = max(fair, key=lambda p: p.rate, default=plain)
-        if top.rate > goal.rate and top.needed <= saved - max(0.0, goal.needed):
+        equal = self._costs.padded or len(self._auto) == 1
+        plans = self._attainable(self._equal() if equal else self._ranked(help_losers=False))
+        top = max([plain, *plans], key=_rate)
+        if top.needed <= saved:
             return top.counts
-        affordable = (p for p in fair if p.needed <= saved)
-        return max(affordable, key=lambda p: p.rate, default=plain).counts
+        if self._losers(top) and not equal:
+            plans += self._attainable(self._ranked(help_losers=True))
+        fair = (p for p in plans if p.needed <= saved and p.rate > plain.rate)
+        return max((p for p in fair if not self._losers(p)), key=_rate, default=plain).counts
+
+    def _attainable(self, plans: Iterable[Plan]) -> list[Plan]:
+        """Return those that full accounts can afford."""
+        return [p for p in plans if p.needed <= CREDIT * self._base]
 
     def plan(self, counts: list[int]) -> Plan:
         """Estimate what `counts` bring."""
         seconds = self._costs(counts)
-        longest = max(counts[i] for i in self._auto)
-        needed = (seconds - (1 + MARGIN) * self._base) / (1.0 if longest <= 1 else RISK)
-        rate = sum(t[n] for t, n in zip(self._tokens, counts, strict=True)) / seconds
-        return Plan(counts, seconds, rate, needed, not self._losers(counts, seconds))
+        expected = sum([t[n] for t, n in zip(self._tokens, counts, strict=True)])
+        extra = seconds - (1 + MARGIN) * self._base
+        risked = extra / RISK if any(counts[i] > 1 for i in self._auto) else extra
+        return Plan(counts, seconds, expected / seconds, risked)
 
-    def _losers(self, counts: list[int], seconds: float) -> list[int]:
+    def _losers(self, plan: Plan) -> list[int]:
         """Return the texts that are expected to take more than 1 + `MARGIN` times the base."""
-        least = seconds / ((1 + MARGIN) * self._base)
-        return [i for i, (t, n, f) in enumerate(zip(self._tokens, counts, self._fixed, strict=True))
-                if t[n] / t[f] < least]  # fmt: skip
+        steps = plan.seconds / ((1 + MARGIN) * self._base)
+        return [i for i, tokens in enumerate(self._tokens)
+                if tokens[plan.counts[i]] < steps * tokens[self._fixed[i]]]  # fmt: skip
 
-    def _plans(self, fair: bool) -> Iterator[Plan]:
-        """Yield plans that draft more and more, the tokens most likely to be accepted first;
-        `fair`: of texts that would lose otherwise, as long as that can be helped."""
-        if self._costs.padded:  # all pay for the longest: nothing is saved by drafting less than it
-            for count in range(1, max(self._room[i] for i in self._auto) + 1):
-                yield self.plan([min(count, m) if i in self._auto else m
-                                 for i, m in enumerate(self._room)])  # fmt: skip
-            return
-        counts, losers = self._fixed, list[int]()
-        while not any(counts[i] == self._room[i] for i in losers):
-            free = [i for i in losers or self._auto if counts[i] < self._room[i]]
-            if not free:
+    def _equal(self) -> Iterator[Plan]:
+        """Yield plans in which all draft as many. Where all pay for the longest, nothing is saved
+        by drafting less than it."""
+        for count in range(1, max(self._room[i] for i in self._auto) + 1):
+            yield self.plan([min(count, m) if i in self._auto else m
+                             for i, m in enumerate(self._room)])  # fmt: skip
+
+    def _ranked(self, help_losers: bool) -> Iterator[Plan]:
+        """Yield plans that draft one token more each. The one most likely to be accepted goes
+        first; with `help_losers`, one of a text that would lose otherwise, while that can help."""
+        plan, losers = self.plan(self._fixed), list[int]()
+        while not any(plan.counts[i] == self._room[i] for i in losers):
+            open_ones = [i for i in losers or self._auto if plan.counts[i] < self._room[i]]
+            if not open_ones:
                 return
-            best = max(free, key=lambda i: self._tokens[i][counts[i] + 1] - self._tokens[i][counts[i]])
-            counts = [n + (i == best) for i, n in enumerate(counts)]
-            plan = self.plan(counts)
+            now = plan.counts
+            gains = [self._tokens[i][now[i] + 1] - self._tokens[i][now[i]] for i in open_ones]
+            chosen = open_ones[gains.index(max(gains))]
+            plan = self.plan([*now[:chosen], now[chosen] + 1, *now[chosen + 1 :]])
             yield plan
-            losers = self._losers(counts, plan.seconds) if fair else []
+            losers = self._losers(plan) if help_losers else []
+
+
+def _rate(plan: Plan) -> float:
+    return plan.rate
 
 
 def _base(texts: Sequence[TextState], counts: Sequence[int]) -> list[int]:

@@ -1,5 +1,6 @@
-"""`auto` never costs more than 2 % against plain decoding, and gains where there is a gain: texts one
-at a time. `test_length_batch.py` has those of several at once.
+"""`auto` never costs more than 2 % against plain decoding, and gains where there is a gain.
+
+Texts come one at a time here; `test_length_batch.py` has several at once.
 
 Costs are simulated, or recorded from runs, so that the proof does not depend on a clock.
 """
@@ -86,7 +87,7 @@ def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int, ahead: 
         assert bill.seconds <= 1.02 * bill.tokens * costs[0] * (1 + 1e-12)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     plain=st.floats(0.002, 0.1),
     one=st.floats(0.9, 3.0),

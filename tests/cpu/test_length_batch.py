@@ -25,7 +25,9 @@ Held = Callable[[int], int]
 """Accepted tokens of a cycle that drafted so many."""
 
 
-def table(one: float = 1.15, longest: float = 1.6, growth: float = 0.05, step: float = 1.0) -> Table:
+def table(
+    one: float = 1.15, longest: float = 1.6, growth: float = 0.05, step: float = 1.0
+) -> Table:
     """Costs of up to 8 texts: of 1 and of 15 drafted tokens each over a plain step, and of each
     further text over the first."""
     return {(n, count): step * (1 + growth * (n - 1)) * factor
@@ -43,20 +45,34 @@ def chance(accept: float, seed: int) -> Held:
     return lambda count: next((i for i in range(count) if rng.random() >= accept), count)
 
 
+@dataclass
+class Bill:
+    """Seconds beyond 1.02 times what decoding would have taken without `auto`; `allowed`: how many
+    there may be, what was saved before."""
+
+    beyond: float = 0.0
+    lowest: float = 0.0
+    allowed: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.beyond += seconds
+        self.lowest = min(self.lowest, self.beyond)
+
+    def check(self, surprise: float, base: float) -> None:
+        """The bound holds since the beginning, and over every stretch."""
+        assert self.beyond <= self.allowed + surprise + 1e-9
+        assert self.beyond - self.lowest <= CREDIT * base + surprise + 1e-9
+
+
 @dataclass(eq=False)
 class Text:
-    """A live text, and the seconds that it took beyond 1.02 times what it would have without
-    `auto`; `allowed`: as many more as were saved when it came."""
+    """A live text; `left`: tokens until its end."""
 
     state: TextState
     held: Held
-    left: int = 10**9
-    beyond: float = 0.0
-    allowed: float = 0.0
-    steps: int = 0
+    left: int
     drafted: int = 0
-    worth: float = 0.0
-    came: bool = False
+    bill: Bill | None = None
 
 
 @dataclass
@@ -70,7 +86,7 @@ class Simulation:
     slower: Callable[[], float] = lambda: 1.0  # drafted cycles over what is predicted
     most: int = MAX_DRAFT
     live: list[Text] = field(default_factory=list)
-    beyond: float = 0.0
+    bill: Bill = field(default_factory=Bill)
     seconds: float = 0.0
     tokens: int = 0
     surprise: float = 0.0
@@ -102,8 +118,9 @@ class Simulation:
         seconds = predicted * (self.slower() if any(counts) else 1.0)
         self.surprise = max(self.surprise, seconds - predicted)
         self._longest_base = max(self._longest_base, base)
-        for text in (t for t in texts if not t.came):
-            text.came, text.allowed = True, max(0.0, min(CREDIT * self._longest_base, -self.beyond))
+        for text in (t for t in texts if t.bill is None):
+            saved = min(CREDIT * self._longest_base, -self.bill.beyond)
+            text.bill = Bill(allowed=max(0.0, saved))
         self._planned = None
         if self.ahead and texts == self.live:
             room = [self._room(t) - 1 - n for t, n in zip(texts, counts, strict=True)]
@@ -115,7 +132,7 @@ class Simulation:
             return
         accepted = [min(counts[i], texts[i].held(counts[i])) for i in now]
         self.lengths.observe([states[i] for i in now], [counts[i] for i in now], accepted, seconds)
-        self._bill([texts[i] for i in now], [counts[i] for i in now], accepted, seconds, base)
+        self._charge([texts[i] for i in now], [counts[i] for i in now], accepted, seconds, base)
         if not self.live:
             self._planned = None
 
@@ -133,7 +150,7 @@ class Simulation:
         assert self.lengths.costs is not None
         return self.lengths.costs(counts)
 
-    def _bill(
+    def _charge(
         self, texts: list[Text], counts: list[int], accepted: list[int], seconds: float, base: float
     ) -> None:
         self.seconds += seconds
@@ -141,18 +158,17 @@ class Simulation:
         for text, count, held in zip(texts, counts, accepted, strict=True):
             needed = min(held + 1, text.left)
             text.state.cut(held + 1 - needed)
+            text.left, text.drafted = text.left - needed, text.drafted + count
             self.tokens += needed
             worth = needed if text.state.auto else 1
-            text.beyond += seconds - 1.02 * worth * base
-            text.worth += worth * base
-            text.drafted += count
             steps += worth
-            text.left -= needed
-            if text.left <= 0:
+            assert text.bill is not None
+            text.bill.add(seconds - 1.02 * worth * base)
+            text.bill.check(self.surprise, self._longest_base)
+            if not text.left:
                 self.leave(text)
-            assert text.beyond <= text.allowed + self.surprise + 1e-9, (counts, accepted)
-        self.beyond += seconds - 1.02 * steps / len(texts) * base
-        assert self.beyond <= self.surprise + 1e-9, (counts, accepted)
+        self.bill.add(seconds - 1.02 * steps / len(texts) * base)
+        self.bill.check(self.surprise, self._longest_base)
 
 
 BACKENDS = pytest.mark.parametrize("padded", [False, True])
@@ -166,14 +182,14 @@ def test_a_text_whose_draft_never_holds_loses_no_more_than_the_margin(
     costs: str, padded: bool, ahead: bool
 ) -> None:
     """Its neighbours win by their drafts, it waits for them."""
-    for neighbours in (1, 3, 6):
+    for neighbours in (1, 5):
         run = Simulation(TABLES[costs], padded, ahead)
         bad = run.join(lambda count: 0)
         for seed in range(neighbours):
             run.join(chance(0.95, seed))
         run.run(300)
-        assert bad.beyond <= 1e-9 and bad.allowed == 0
-        assert all(t.drafted for t in run.live[1:]) or costs == "very dear"
+        assert bad.bill is not None and bad.bill.allowed == 0
+        assert all(t.drafted for t in run.live[1:])
 
 
 @BACKENDS
@@ -193,20 +209,47 @@ def test_no_text_loses_more_when_drafts_turn_bad_in_turns(
 
 @BACKENDS
 def test_the_engine_pays_for_no_text_twice(padded: bool) -> None:
-    """Texts come with what was saved, lose it and go; the one that stays wins meanwhile and fails
-    in the end: what it has saved, they have spent."""
-    run = Simulation(table(1.15, 1.3), padded)
-    phase = "win"
-    staying = run.join(lambda count: count * (phase == "win"))
-    run.run(60)
-    for _ in range(12):
-        joined = run.join(lambda count: 0)
-        run.run(8)
-        run.leave(joined)
-    phase = "lose"
-    before = staying.drafted
-    run.run(200)
+    """Texts come with what was saved, lose it and go, in waves; the one that stays wins meanwhile
+    and fails in the end: what it has saved, they have spent."""
+    run = Simulation(table(1.2, 2.0, 0.0), padded)
+    good = True
+    staying = run.join(lambda count: min(count, 1) if good else 0)
+    run.run(100)
+    for _ in range(20):
+        wave = [run.join(lambda count: 0) for _ in range(6)]
+        run.run(10)
+        for text in wave:
+            run.leave(text)
+    good, before = False, staying.drafted
+    run.run(100)
     assert staying.drafted > before
+
+
+@BACKENDS
+def test_tokens_behind_the_end_of_a_text_are_nothing_won(padded: bool) -> None:
+    """All is accepted, and texts end with it."""
+    for costs in (TABLES["usual"], TABLES["dear"]):
+        rng = random.Random(1)
+        run = Simulation(costs, padded)
+        for _ in range(300):
+            while len(run.live) < 3:
+                run.join(lambda count: count, left=rng.randint(1, 4))
+            run.cycle()
+
+
+@BACKENDS
+def test_a_plan_that_can_never_be_afforded_is_not_saved_for(padded: bool) -> None:
+    """Beside a text that wins nothing; 15 tokens would be the best there is."""
+    lengths = Lengths(padded)
+    lengths.measured(table(2.5, 4.0, 0.0))
+    lengths.account.balance = CREDIT * 1.0
+    good, bad = lengths.text("auto"), lengths.text(0)
+    lengths.plan([good, bad], [0, 0])
+    for _ in range(50):
+        good.acceptance.observe(MAX_DRAFT, MAX_DRAFT)
+    count, _ = lengths.plan([good, bad], [MAX_DRAFT, MAX_DRAFT])
+    assert lengths.costs is not None
+    assert count and lengths.costs([count + 1, 0]) - 1.02 > 0.5 * CREDIT
 
 
 @BACKENDS
@@ -309,23 +352,23 @@ def test_the_plan_is_the_best_of_all_by_what_is_known(padded: bool) -> None:
 
 
 @BACKENDS
-@RUNS
 @pytest.mark.parametrize("accepts", [(0.95, 0.8, 0.6), (0.9, 0.9, 0.9, 0.9), (0.95, 0.7, 0.7, 0.5),
-                                     (0.6, 0.5)])  # fmt: skip
-def test_comes_close_to_the_best_budget(
-    accepts: tuple[float, ...], padded: bool, ahead: bool
-) -> None:
-    """The best one is found by search, with acceptance known."""
+                                     (0.6, 0.5), (0.97, 0.55), (0.95, 0.9, 0.5)])  # fmt: skip
+def test_comes_close_to_the_best_budget(accepts: tuple[float, ...], padded: bool) -> None:
+    """The best one in which no text loses is found by search, with acceptance known."""
     most = 6
-    run = Simulation(table(1.06, 2.2, 0.1), padded, ahead, most=most)
+    run = Simulation(table(1.06, 3.0, 0.1), padded, most=most)
     for i, accept in enumerate(accepts):
         run.join(chance(accept, i))
     run.run(100)
     run.seconds, run.tokens = 0.0, 0
-    run.run(1200)
+    run.run(800)
     tokens = [[sum(a**i for i in range(n + 1)) for n in range(most + 1)] for a in accepts]
-    best = max(sum(t[n] for t, n in zip(tokens, v, strict=True)) / run.costs(v)
-               for v in vectors(len(accepts), most))  # fmt: skip
+    base, best = run.costs([0] * len(accepts)), 0.0
+    for v in vectors(len(accepts), most):
+        expected, seconds = [t[n] for t, n in zip(tokens, v, strict=True)], run.costs(v)
+        if min(expected) * 1.02 * base >= seconds:
+            best = max(best, sum(expected) / seconds)
     assert run.tokens / run.seconds > 0.95 * best
 
 
@@ -348,20 +391,20 @@ def test_a_text_begins_with_what_was_learned_until_it_runs() -> None:
     assert run.lengths.plan([run.lengths.text("auto")], [MAX_DRAFT]) == [0]
 
 
-def test_a_text_returns_to_a_draft_that_became_good_beside_others() -> None:
-    for padded in (False, True):
-        run = Simulation(table(1.06, 1.5), padded)
-        accept = 0.0
-        text = run.join(lambda count: chance(accept, run.tokens)(count))
-        run.join(chance(0.9, 0))
-        run.run(400)
-        before, accept = text.drafted, 0.9
-        run.run(10 * PROBE)
-        assert text.drafted - before > 3 * 10 * PROBE
+@BACKENDS
+def test_a_text_returns_to_a_draft_that_became_good_beside_others(padded: bool) -> None:
+    run = Simulation(table(1.06, 1.5), padded)
+    good, held = False, chance(0.9, 1)
+    text = run.join(lambda count: held(count) if good else 0)
+    run.join(chance(0.9, 0))
+    run.run(400)
+    before, good = text.drafted, True
+    run.run(10 * PROBE)
+    assert text.drafted - before > 3 * 10 * PROBE
 
 
 def test_nothing_is_drafted_without_room_and_the_next_step_is_certain() -> None:
-    """A text that cannot draft does not end that cycles are started ahead, however long it lives."""
+    """A text that cannot draft leaves cycles to be started ahead, however long it lives."""
     lengths = Lengths()
     texts = [lengths.text("auto"), lengths.text(4)]
     assert lengths.wants_costs
