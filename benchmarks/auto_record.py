@@ -20,6 +20,8 @@ from g4spec.measure import prompts
 from g4spec.measure import run_record as provenance
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.measuring import costs
+from tests.one_sequence import Drafting, One, borrowed
 
 ROOT = Path(__file__).parent.parent
 N_CTX, LONG_TOKENS = 2048, 800
@@ -29,21 +31,14 @@ MEASURED = 6
 
 def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
     """Accepted tokens at each place of the plain continuation of `ids`, a hex digit each."""
-    draft, target, sampler = engine.draft, engine.target, Sampler()
-    assert draft is not None
-    draft.reset()
-    for read in target.prefill(ids):
-        draft.commit(read)
-    position = len(ids)
-    text = [sampler.choose(target.logits(read.hidden[-1:])[0], position)]
-    proposals: list[list[int]] = []
-    while len(text) <= n_predict + draft.max_tokens and text[-1] not in engine.stop_ids:
-        proposals.append(draft.propose(text[-1], position, draft.max_tokens, sampler))
-        out = target.step([text[-1]], position)
-        read = out.read
-        draft.commit(Committed(read.ids[:1], read.start, read.hidden[:1], read.taps[:1]))
-        text.append(sampler.choose(out.logits[0], position + 1))
-        position += 1
+    assert engine.draft is not None
+    sampler, longest = Sampler(), engine.draft.max_tokens
+    with borrowed(engine) as (target, draft):
+        for read in target.prefill(ids):
+            draft.commit(read)
+        position = len(ids)
+        text = [sampler.choose(engine.target.logits(read.hidden[-1:])[0], position)]
+        proposals = walked(engine, target, draft, text, position, n_predict + longest)
     held = []
     for at, drafted in enumerate(proposals[:n_predict], 1):
         pairs = zip(drafted, text[at:], strict=False)
@@ -51,12 +46,30 @@ def follow(engine: Engine, ids: list[int], n_predict: int) -> str:
     return "".join(f"{min(h, len(text) - at):x}" for at, h in enumerate(held, 1))
 
 
+def walked(
+    engine: Engine, target: One, draft: Drafting, text: list[int], position: int, most: int
+) -> list[list[int]]:
+    """Proposals at every place of the text, which grows to `most` tokens or a stop token."""
+    assert engine.draft is not None
+    sampler, proposals = Sampler(), list[list[int]]()
+    while len(text) <= most and text[-1] not in engine.stop_ids:
+        proposals.append(draft.propose(text[-1], position, engine.draft.max_tokens, sampler))
+        out = target.step([text[-1]], position)
+        draft.commit(out.read, 1)
+        text.append(sampler.choose(out.logits[0], position + 1))
+        position += 1
+    return proposals
+
+
 def record(target: Path, draft: Path | str, count: int, n_predict: int) -> dict[str, object]:
     """One draft's texts and costs."""
     engine = Engine.load(target, draft, n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=count, long_tokens=LONG_TOKENS)
-    measured = [engine._measure(engine.player, engine.plain) for _ in range(MEASURED)]
+    measured = []
+    for _ in range(MEASURED):
+        found = costs(engine.target, engine.draft, engine.pool, engine.scheduler.runners)
+        measured.append({count: s for (texts, count), s in found.items() if texts == 1})
     return {
         "longest": engine.draft.max_tokens,
         "seconds": {str(n): round(min(m[n] for m in measured), 5) for n in measured[0]},

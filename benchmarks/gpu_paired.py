@@ -58,41 +58,40 @@ def rested_and_long(play: Any, seconds: float = METERED) -> tuple[float, float, 
 def measure(label: str, model: str, contexts: list[int], rows: list[int]) -> None:
     """The lines of one checkout, which is the one that is imported."""
     import pynvml
-    import torch
 
+    from g4spec.core import Sequence
     from g4spec.measure import synthetic
     from g4spec.measure import synthetic_bench as steps
-    from g4spec.ops.sampling import Sampler
     from g4spec.runtime import devices
+    from g4spec.runtime.pool import Pool
 
     pynvml.nvmlInit()
     protocol = steps.Protocol(contexts=tuple(contexts))
-    ops: Any = devices.select("cuda", "q8_0")[0]
-    with torch.cuda.device(ops.device):
-        target = synthetic.target(model, protocol.type, ops, max(contexts) + protocol.room)
-        drafter = synthetic.draft(model, protocol.draft_type, ops, target)
-        for context in contexts:
-            steps._fill(target, drafter, context)
-            found = []
-            for count in rows:
-                target.step(steps._tokens(target, count), context)
-                play = target._step.recording(count).replay
-                found.append("{}: {:.3f} {:.3f} {:.2f} J".format(count, *rested_and_long(play)))
-            player = target.ops.player(target, drafter, protocol.accept_length - 1)
-            player.ready(Sampler())
-            how = player, drafter.max_tokens, context, protocol.times
-            first, lasting = steps._cycle(*how, steps.REST), []
-            calls = round(METERED * 1e3 / first / (protocol.times + steps.WARM + 1))
-            before = energy()
-            for _ in range(calls):
-                lasting.append(steps._cycle(*how))
-            cycles = calls * (protocol.times + steps.WARM + 1)
-            joules = (energy() - before) / cycles
-            drafter.block(7, context)
-            alone = rested_and_long(drafter._block.recording(1).replay, 0.5)[:2]
-            found.append("draft {:.3f} {:.3f} cycle {:.3f} {:.3f} {:.2f} J".format(
-                *alone, first, lasting[-1], joules))  # fmt: skip
-            print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
+    backend: Any = devices.select("cuda", "q8_0")
+    backend.enter()
+    n_ctx = max(contexts) + protocol.room
+    target = synthetic.target(model, protocol.type, backend, n_ctx)
+    drafter = synthetic.draft(model, protocol.draft_type, target)
+    pool = Pool(target.space)
+    sequence = Sequence(pool.free_slots.pop(), [], 0)
+    pool.grow(sequence, n_ctx)
+    for context in contexts:
+        steps.fill(target, drafter, sequence, context)
+        found = []
+        for count in rows:
+            play = steps.Step(target, [sequence], count, context).replay
+            found.append("{}: {:.3f} {:.3f} {:.2f} J".format(count, *rested_and_long(play)))
+        most = drafter.max_tokens
+        cycles = steps.Cycles(target, drafter, sequence, most, protocol.accept_length - 1)
+        first, lasting = cycles.time(context, protocol.times, steps.REST), []
+        alone = cycles.draft
+        calls = round(METERED * 1e3 / first / (protocol.times + steps.WARM + 1))
+        before = energy()
+        for _ in range(calls):
+            lasting.append(cycles.time(context, protocol.times))
+        joules = (energy() - before) / (calls * (protocol.times + steps.WARM + 1))
+        found.append(f"draft {alone:.3f} cycle {first:.3f} {lasting[-1]:.3f} {joules:.2f} J")
+        print(f"{label:24s} {context:6d} |", " | ".join(found), flush=True)
 
 
 def main() -> None:

@@ -1,7 +1,11 @@
-"""Prompt reading on the GPU: Gemma 4 31B (Q4_K_M) and 26B-A4B at their real shapes, on random
-weights made on the GPU. Prints tokens a second and where the time goes.
+"""Prompt reading on the GPU: Gemma 4 at its real shapes (Q4_K_M), on random weights made there.
+Prints tokens a second, where the time goes, and what the draft's share is.
 
     python benchmarks/gpu_prefill.py [31b|26b-a4b ...] [--tokens 512 4096 32768] [--chunk 4096]
+
+Prompts are read in blocks of 512 rows whose bits depend on nothing behind them. What that costs is
+shown by reading them once more with products as long as a chunk (`ms_whole`). Exit code 1 if rows
+differ between a prompt that is read block by block and one that is read in chunks.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,96 +23,50 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import watch
-from g4spec.models.gemma4 import Config, caches
-from g4spec.models.spec import LayerSpec
-from g4spec.ops.reference import Ops
-from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.prefill.prefill import LayerWeights, Prefill, prefill
-from g4spec.runtime.cuda.prefill.prefill_attention import (
-    Attention,
-    Flash,
-    HeadWeights,
-    Scores,
-    Wide,
-)
-from g4spec.runtime.cuda.prefill.prefill_experts import Experts, ExpertWeights
-from g4spec.runtime.cuda.weights import packing
-from g4spec.runtime.cuda.weights.dequant import Products, Weight
+from g4spec.core import PROMPT_BLOCK, Draft
+from g4spec.measure import synthetic
+from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.prefill.long_ops import LongOps
+from g4spec.runtime.cuda.prefill.prefill_attention import Attention, Flash, Scores, Wide
+from g4spec.runtime.cuda.prefill.prefill_experts import Experts
+from g4spec.runtime.cuda.prefill.reader import Reader
+from g4spec.runtime.cuda.weights.dequant import Products
 
-DEVICE = torch.device("cuda")
-SHAPES: dict[str, dict[str, Any]] = {
-    "31b": {"layers": 60, "n_embd": 5376, "n_head": 32, "n_kv": (16, 4), "n_ff": 21504},
-    "26b-a4b": {"layers": 30, "n_embd": 2816, "n_head": 16, "n_kv": (8, 2), "n_ff": 2112,
-                "n_expert": 128, "n_expert_used": 8, "n_ff_expert": 704},
-}  # fmt: skip
+SLOT = 0
 
 
-def config(layers: int, n_embd: int, n_kv: tuple[int, int], **shape: int) -> Config:
-    specs = []
-    for i in range(layers):
-        full = i % 6 == 5
-        specs.append(LayerSpec(
-            index=i, window=None if full else 1024, n_kv=n_kv[full], v_from_k=full,
-            head_dim=512 if full else 256, rope_base=1e6 if full else 1e4,
-            rope_partial=0.25 if full else 1.0, **shape,
-        ))  # fmt: skip
-    return Config(262144, n_embd, 131072, 1e-6, 30.0, tuple(specs))
+class Prompts:
+    """A target that reads prompts, and the draft that is given them."""
 
+    def __init__(self, name: str, n_ctx: int, chunk: int, kind: Any) -> None:
+        backend = CudaBackend(0, kind)
+        self.target = synthetic.target(name, "q4_k_m", backend, n_ctx)
+        self.target.chunk = self.chunk = chunk
+        space = self.target.space
+        space.assign(SLOT, range(1, space.n_pages + 1))
+        self.draft: Draft = synthetic.draft(name, "q8_0", self.target)
+        self.reader = Reader(backend, self.target)
 
-def matrix(type: str, rows: int, columns: int, matrices: int = 1) -> Weight:
-    """Random codes and factors, in packed order; values of about columns^-1/2."""
-    if columns % 256 and type.endswith("_k"):
-        type = "q5_0" if type == "q4_k" else "q8_0"  # what llama.cpp falls back to
-    unit = packing.unit_of(type, columns)
-    size, groups = packing.unit_bytes(type, unit), matrices * -(-rows // 128)
-    data = torch.randint(0, 256, (groups, columns // unit, size), dtype=torch.uint8, device=DEVICE)
-    halves, spread = data.view(torch.float16), columns**-0.5
-    if type == "q4_k":  # d, dmin, then random 6-bit factors
-        head = halves[..., 8192:].unflatten(-1, (128, 8))
-        head[..., 0], head[..., 1] = spread / 150, spread / 20
-    elif type == "q6_k":
-        halves[..., 13312:] = spread / 1400
-    else:
-        halves[..., -(unit // 32) * 128 :] = spread / (9 if type == "q5_0" else 74)
-    return Weight(type, data, rows, columns, matrices)
+    def read(self, count: int, chunk: int, *, drafting: bool = False) -> torch.Tensor:
+        """The rows after the final norm of the last chunk of a prompt of `count` tokens."""
+        hidden = torch.empty(0)
+        for at in range(0, count, chunk):
+            n = min(chunk, count - at)
+            ids = [5 + 7 * i * i % 250_000 for i in range(at, at + n)]
+            rows = self.reader.read(SLOT, ids, at)
+            if drafting:
+                self.reader.commit(self.draft, rows)
+            hidden = rows.hidden
+        return hidden
 
-
-def layer(s: LayerSpec, h: int) -> LayerWeights:
-    def norm(n: int = h) -> torch.Tensor:
-        return 1 + 0.1 * torch.randn(n, device=DEVICE)
-
-    more = "q6_k" if s.index % 2 else "q4_k"  # Q4_K_M gives half of these more bits
-    q, kv = s.n_head * s.head_dim, s.n_kv * s.head_dim
-    qkv = [matrix("q4_k", q, h), matrix("q4_k", kv, h)] + [matrix(more, kv, h)] * (not s.v_from_k)
-    experts = None
-    if s.n_expert:
-        e, i = s.n_expert, s.n_ff_expert
-        experts = ExpertWeights(
-            torch.randn(e, h, device=DEVICE), norm(), norm(e), [matrix("q4_k", 2 * i, h, e)],
-            matrix("q8_0", h, i, e), norm(), norm(), norm(),
-        )  # fmt: skip
-    return LayerWeights(
-        norm(), qkv, HeadWeights(norm(s.head_dim), norm(s.head_dim)), matrix("q4_k", h, q), norm(),
-        norm(), [matrix("q4_k", 2 * s.n_ff, h)], matrix(more, h, s.n_ff), norm(),
-        torch.ones(1, device=DEVICE), experts,
-    )  # fmt: skip
-
-
-def build(name: str, n_ctx: int, chunk: int, kind: Any) -> Prefill:
-    c, ops = config(**SHAPES[name]), Ops()
-    kv = [CudaKV(x.n_kv, x.head_dim, n_ctx, x.window, 16, DEVICE, kind, x.turning)
-          for x in caches(c)]  # fmt: skip
-    still = torch.tensor([1.0] * 64 + [1e30] * 192)
-    freqs = [ops.rope_freqs(s.rope_base, s.head_dim, still if s.window is None else None).cuda()
-             for s in c.layers]  # fmt: skip
-    return Prefill(c, [layer(s, c.n_embd) for s in c.layers], kv, freqs, chunk, n_ctx)
-
-
-def run(p: Prefill, x: torch.Tensor) -> None:
-    y = x.clone()
-    for at in range(0, len(x), p.chunk):
-        p(y[at : at + p.chunk], at)
-    assert bool(y[-1].isfinite().all())
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Products as long as a chunk, whatever the bits."""
+        assert self.reader._long is not None and isinstance(self.reader._long.ops, LongOps)
+        products = self.reader._long.ops.products
+        products.block = self.chunk
+        yield
+        products.block = PROMPT_BLOCK
 
 
 class Parts:
@@ -138,13 +97,14 @@ class Parts:
         self.watch(Products, "matrix", lambda *_: "dequantize")
         for name in ("halves", "floats"):
             self.watch(Products, name, lambda *_: "products, with dequantizing")
-        self.watch(Experts, "_grouped", lambda *_: "experts' products, with dequantizing")
+        self.watch(Experts, "_products", lambda *_: "experts' products, with dequantizing")
         self.watch(Experts, "__call__", lambda *_: "experts, all")
         self.watch(Attention, "prepare", lambda *a: f"heads {place(*a)}")
         for kind in (Flash, Wide, Scores):
             self.watch(kind, "attend", lambda *a: f"attention {place(*a)}")
-        self.watch(Prefill, "_kernel", lambda _, name, *a: f"norms {name}")
-        self.watch(prefill.Prefill, "_dense", lambda *_: "dense feed-forward, with its products")
+        self.watch(LongOps, "_kernel", lambda _, name, *a: f"norms {name}")
+        self.watch(LongOps, "gated", lambda *_: "dense feed-forward, with its products")
+        self.watch(Reader, "commit", lambda *_: "draft")
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -159,49 +119,68 @@ class Parts:
         return dict(sorted(out.items(), key=lambda item: -item[1]))
 
 
-def measure(name: str, p: Prefill, count: int) -> dict[str, Any]:
-    x = torch.randn(count, p.config.n_embd, device=DEVICE)
-    run(p, x[: p.chunk])  # compiled, and warm
-    seconds = []
+def timed(p: Prompts, count: int, *, drafting: bool = False) -> list[float]:
+    """Milliseconds of reading a prompt, each time."""
+    out = []
     for _ in range(1 if count > 4 * p.chunk else 3):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        run(p, x)
+        p.read(count, p.chunk, drafting=drafting)
         torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    best = min(seconds)
-    print(f"{name} {count:6d} tokens: {best * 1e3:8.1f} ms  {count / best:8.0f} tok/s", flush=True)
+        out.append(round((time.perf_counter() - begin) * 1e3, 2))
+    return out
+
+
+def measure(name: str, p: Prompts, count: int) -> dict[str, Any]:
+    p.read(min(count, p.chunk), p.chunk, drafting=True)  # compiled, packed and warm
+    every = timed(p, count)
+    with p.whole():
+        p.read(min(count, p.chunk), p.chunk)
+        whole = min(timed(p, count))
+    drafting, best = min(timed(p, count, drafting=True)), min(every)
+    print(f"{name} {count:6d} tokens: {best:8.1f} ms  {count / best * 1e3:8.0f} tok/s; products as "
+          f"long as a chunk {whole:.1f} ms; with the draft {drafting:.1f} ms", flush=True)
     with Parts() as parts:
-        run(p, x)
+        p.read(count, p.chunk, drafting=True)
     ms = {part: round(t, 2) for part, t in parts.total().items()}
     print("   ", "; ".join(f"{part} {t:.1f}" for part, t in ms.items()))
-    return {"model": name, "tokens": count, "ms": round(best * 1e3, 2),
-            "all_ms": [round(s * 1e3, 2) for s in seconds],
-            "tokens_per_second": round(count / best), "parts_ms": ms}  # fmt: skip
+    return {"model": name, "tokens": count, "ms": best, "all_ms": every, "ms_whole": whole,
+            "ms_drafting": drafting, "tokens_per_second": round(count / best * 1e3),
+            "parts_ms": ms}  # fmt: skip
 
 
-def main() -> None:
+def canonical(p: Prompts, count: int) -> bool:
+    """Whether the last block has the same bits read by itself and in a chunk."""
+    whole, blocks = (p.read(count, chunk)[-PROMPT_BLOCK:] for chunk in (p.chunk, PROMPT_BLOCK))
+    return torch.equal(whole.view(torch.int32), blocks.view(torch.int32))
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(SHAPES))
+    parser.add_argument("models", nargs="*", default=["31b", "26b-a4b"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 4096, 32768])
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--kv", default="f16", choices=["f16", "q8_0"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    results = []
+    results, exact = [], {}
     for name in args.models:
-        p = build(name, max(args.tokens), args.chunk, args.kv)
-        print(f"{name}: {torch.cuda.memory_allocated() / 1e9:.1f} GB allocated", flush=True)
+        p = Prompts(name, max(args.tokens), args.chunk, args.kv)
         results += [measure(name, p, count) for count in args.tokens]
+        exact[name] = canonical(p, 2 * args.chunk if max(args.tokens) >= 2 * args.chunk
+                                else max(args.tokens))  # fmt: skip
+        print(f"{name}: bits of blocks and chunks are {'equal' if exact[name] else 'NOT equal'}; "
+              f"at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated", flush=True)
         del p
         torch.cuda.empty_cache()
     if args.json:
         watch.keep(args.json, "gpu-prefill", {
             "weights": "random, made on the GPU", "kv": args.kv, "chunk": args.chunk,
             "note": "parts overlap: products contain dequantize, experts their products",
-            "results": results,
+            "bits_equal": exact, "results": results,
         })  # fmt: skip
+    return 0 if all(exact.values()) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -113,15 +113,17 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="*", default=[64, 4096, 32768])
     parser.add_argument("--type", default="q4_k_m")
     parser.add_argument("--draft", default="dflash", choices=["dflash", "assistant"])
+    parser.add_argument("--streams", type=int, nargs="*", default=[], help="texts in one step")
     parser.add_argument("--cache-type", default="q8_0", choices=["f16", "q8_0"])
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
-    protocol = steps.Protocol(type=args.type, draft=args.draft, contexts=tuple(args.contexts))
+    protocol = steps.Protocol(type=args.type, draft=args.draft, contexts=tuple(args.contexts),
+                              streams=tuple(args.streams))  # fmt: skip
     results, found = [], []
     for name in args.models:
-        ops: Any = devices.select("cuda", args.cache_type)[0]
+        backend: Any = devices.select("cuda", args.cache_type)
         seen: dict[str, dict[str, Any]] = {"kernels_ms": {}, "sustained": {}}
-        result = steps.measure(name, ops, protocol, functools.partial(keep, seen))
+        result = steps.measure(name, backend, protocol, functools.partial(keep, seen))
         results.append(result | seen)
         found += goals(result)
         for row in result["rows"]:

@@ -13,15 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_steps import timeline
+from g4spec.core import Sequence
 from g4spec.measure import synthetic
 from g4spec.measure import synthetic_bench as steps
-from g4spec.ops.sampling import Sampler
 from g4spec.runtime import devices
+from g4spec.runtime.pool import Pool
 
 
 def main() -> None:
@@ -30,19 +29,23 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64)
     args = parser.parse_args()
     protocol = steps.Protocol(contexts=(args.context,))
-    ops: Any = devices.select("cuda", "q8_0")[0]
-    with torch.cuda.device(ops.device):
-        target = synthetic.target(args.model, protocol.type, ops, args.context + protocol.room)
-        drafter = synthetic.draft(args.model, protocol.draft_type, ops, target)
-        steps._fill(target, drafter, args.context)
-        player = target.ops.player(target, drafter, protocol.accept_length - 1)
-        player.ready(Sampler())
+    backend: Any = devices.select("cuda", "q8_0")
+    backend.enter()
+    n_ctx = args.context + protocol.room
+    target = synthetic.target(args.model, protocol.type, backend, n_ctx)
+    drafter = synthetic.draft(args.model, protocol.draft_type, target)
+    pool = Pool(target.space)
+    sequence = Sequence(pool.free_slots.pop(), [], 0)
+    pool.grow(sequence, n_ctx)
+    steps.fill(target, drafter, sequence, args.context)
+    cycles = steps.Cycles(target, drafter, sequence, drafter.max_tokens,
+                          protocol.accept_length - 1)  # fmt: skip
 
-        def run() -> None:
-            steps._cycle(player, drafter.max_tokens, args.context, 8)
+    def run() -> None:
+        cycles.time(args.context, 8)
 
-        run()  # records it
-        found = timeline(run)
+    run()  # records it
+    found = timeline(run)
     begins = [i for i, (name, *_) in enumerate(found) if name.startswith("place")]
     first, following = begins[4], begins[5]
     start = found[first][1]

@@ -42,6 +42,7 @@ from g4spec import convert
 from g4spec.gguf import GGUF
 from g4spec.models.dflash_backbone import shared_causality
 from g4spec.runtime.engine import Engine, Options
+from tests.one_sequence import Drafting, One, borrowed
 
 TYPES = ("f32", "bf16", "q8_0")
 NEAR_TIE = 2e-3
@@ -170,9 +171,13 @@ class Rows:
 def replay(engine: Engine, ids: list[int], text: list[int],
            rounds: list[Round]) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Our choices and proposals along upstream's text. (Texts' findings, proposals' findings.)"""
-    target, draft, every = engine.target, engine.draft, [*ids, *text]
-    assert draft is not None
-    draft.reset()
+    with borrowed(engine) as (target, draft):
+        return replayed(target, draft, ids, text, rounds)
+
+
+def replayed(target: One, draft: Drafting, ids: list[int], text: list[int],
+             rounds: list[Round]) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+    every = [*ids, *text]
     for read in target.prefill(ids[:-1]):
         draft.commit(read)
     choices: list[dict[str, Any]] = []
@@ -189,8 +194,7 @@ def replay(engine: Engine, ids: list[int], text: list[int],
         want = every[r.position + 1 : r.position + 1 + n]
         for j, (row, token) in enumerate(zip(step.logits, want, strict=False)):
             choices += first_difference([int(row.argmax())], [token], [row], r.position + 1 + j)
-        read = step.read
-        draft.commit(Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n]))
+        draft.commit(step.read, n)
     return (
         {"tokens": len(text), **summary(choices)},
         {"rounds": len(rounds), "tokens": count, **summary(proposals),

@@ -35,6 +35,7 @@ from g4spec.models import of_gguf
 from g4spec.models.upstream import judge
 from g4spec.runtime.engine import Engine
 from tests import tiny, tiny_drafts
+from tests.one_sequence import Drafting, One, borrowed
 
 PROMPT = "The list type has methods that change it in place, and the sorted function returns a new"
 N_MAX = 7  # and at most what a block drafts
@@ -79,17 +80,19 @@ def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -
 
 def proposals(engine: Engine, ids: list[int], text: list[int],
               rounds: list[Round]) -> dict[str, Any]:  # fmt: skip
-    target, draft = engine.target, engine.draft
-    assert draft is not None
+    with borrowed(engine) as (target, draft):
+        return compared(target, draft, [*ids, *text], rounds)
+
+
+def compared(target: One, draft: Drafting, ids: list[int], rounds: list[Round]) -> dict[str, Any]:
     same, drafted, different = 0, 0, []
-    features = list(target.prefill([*ids, *text]))
-    read = [Committed(r.ids, r.start, r.hidden, r.taps) for r in features]
+    read = list(target.prefill(ids))
     for turn in [r for r in rounds if r.drafted]:
-        draft.reset()
+        draft.begin()
         for r in read:
-            n = max(0, min(len(r.ids), turn.position - r.start))
+            n = max(0, min(len(r.batch), turn.position - int(r.batch.positions[0])))
             if n:
-                draft.commit(Committed(r.ids[:n], r.start, r.hidden[:n], r.taps[:n]))
+                draft.commit(r, n)
         rows = Rows()
         mine = draft.propose(turn.anchor, turn.position, len(turn.drafted), rows)
         same += sum(a == b for a, b in zip(mine, turn.drafted, strict=True))

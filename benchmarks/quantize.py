@@ -27,12 +27,15 @@ sys.path.insert(0, str(ROOT.parent))
 from g4spec import convert  # noqa: E402
 from g4spec.gguf import GGUF  # noqa: E402
 from g4spec.measure import run_record as provenance  # noqa: E402
+from g4spec.quant import policy  # noqa: E402
 from g4spec.validate.loss import losses, total  # noqa: E402
 from tests import tiny  # noqa: E402
 
-NAMES = {"q4_k_m": "Q4_K_M", "q5_k_m": "Q5_K_M", "q6_k": "Q6_K", "q8_0": "Q8_0", "q4_0": "Q4_0",
-         "q4_1": "Q4_1", "q5_0": "Q5_0", "q5_1": "Q5_1", "q5_k": "Q5_K_S"}  # fmt: skip
-SEARCHED = ("q4_k", "q5_k", "q6_k")
+PLAIN = {"q5_k": "Q5_K_S", "q3_k": "Q3_K_S"}
+"""What llama-quantize calls types that it has under the name of a mix. Q4_K alone it has not."""
+NAMES = {n: PLAIN.get(n, n.upper()) for n in policy.names()
+         if policy.asked(n).base.quantized and n != "q4_k"}  # fmt: skip
+SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
 SIZE = {"layers": 8, "hidden": 1024, "inter": 4096, "heads": 8, "head_dim": 128, "kv": 4,
         "global_head_dim": 256}  # fmt: skip
 

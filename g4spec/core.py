@@ -151,7 +151,7 @@ class Batch:
         assert n, self.sizes
 
         def cut(x: torch.Tensor) -> torch.Tensor:
-            return x.view(count, n)[:, first:last].reshape(-1)
+            return x.view(count, n)[:, first:last].reshape(-1).contiguous()
 
         return Batch(cut(self.ids), cut(self.positions), cut(self.slots), (last - first,) * count)
 
@@ -209,7 +209,6 @@ class Draft(Protocol):
     def begin(self, slot: int, ids: Seq[int] = ()) -> None:
         """Forget what the slot held. `ids` have been read already, and the slot's caches and state
         are those of then (a prefix hit)."""
-        ...
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         """Draft `count` tokens after the anchor of each of S sequences -> ids [S, count]; from the
@@ -219,7 +218,6 @@ class Draft(Protocol):
             batch: `rows` rows a sequence: the anchor and then `mask`. What `pick` returns
                 may lie over the masks.
         """
-        ...
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
         """Take in rows that the target has read, of which the first 1 + accepted[s] of each
@@ -229,7 +227,6 @@ class Draft(Protocol):
         Args:
             accepted: int64 [S].
         """
-        ...
 
 
 class TargetView(Protocol):
@@ -240,16 +237,13 @@ class TargetView(Protocol):
 
     def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """Rows of the token table, [T] -> [T, H]; times `scale`, or else the target's own."""
-        ...
 
     @property
     def table(self) -> Any:
         """Output table [V, H], for `Ops.logits` and `Ops.pick`."""
-        ...
 
     def kv(self, layer: int) -> Any:
         """The cache of a target layer."""
-        ...
 
 
 @dataclass(slots=True)
@@ -296,12 +290,10 @@ class Chooser(Protocol):
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """The drafted token for `position`, from the draft's logits [V]; NotFinite if there is
         none."""
-        ...
 
     def choose(self, logits: torch.Tensor, drafted: Seq[int], position: int) -> Cycle:
         """The target's tokens for `position`, position + 1, ... from logits [1 + drafted, V], up to
         the first one that was not drafted, included."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,21 +317,17 @@ class Runner(Protocol):
 
     def takes(self, work: Seq[Work]) -> bool:
         """True if it can run this cycle."""
-        ...
 
     def start(self, work: Seq[Work]) -> None:
         """Start a cycle. While another is under way it is of the same sequences, and each begins
         where that one will have ended."""
-        ...
 
     def result(self) -> list[Cycle]:
         """Wait for the oldest cycle; one for each sequence, in the order of its work."""
-        ...
 
     def drop(self) -> None:
         """Forget cycles that were started and not asked for. What they appended to caches stands
         behind the last verified position."""
-        ...
 
 
 class Budget(Protocol):
@@ -348,11 +336,9 @@ class Budget(Protocol):
     def weights(self, tensors: Iterable[TensorInfo]) -> int: ...
     def page(self, shapes: Seq[CacheShape]) -> int:
         """Of one page of the pool, all layers."""
-        ...
 
     def slot(self, shapes: Seq[CacheShape], n_ctx: int, slack: int) -> int:
         """Of the rings of one slot."""
-        ...
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int: ...
     def available(self) -> int: ...
@@ -379,35 +365,30 @@ class Backend(Protocol):
 
     def enter(self) -> None:
         """Make the calling thread use this device."""
-        ...
 
     def load(self, file: GGUF, name: str) -> Any:
         """Tensor `name` as the ops compute with it."""
-        ...
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Any:
         """The table of slots and pages (`g4spec.ops.kv.Space`)."""
-        ...
 
     def slack(self, chunk: int) -> int:
         """Rows that a ring needs beyond its window to read chunks of this size."""
-        ...
 
     def cache(self, shape: CacheShape, space: Any, slack: int) -> Any:
         """An empty cache of one layer (`g4spec.ops.kv.LayerKV`)."""
-        ...
 
     def read(self, target: Any, slot: int, ids: Seq[int], start: int) -> StepRows:
         """Run prompt tokens at positions start ..., a multiple of PROMPT_BLOCK, appending to the
         slot's caches; no logits. Bits of a row depend on nothing but the tokens up to the end of
         its block."""
-        ...
+
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft the rows that `read` returned. As exact as they are."""
 
     def sampler(self, sampler: Any) -> Any:
         """What chooses tokens from raw logits on this device as `sampler` says
         (`g4spec.ops.logits.RowSampler`)."""
-        ...
 
     def runners(self, target: Any, draft: Draft | None) -> Seq[Runner]:
         """Runners in order of preference; the last one takes any work."""
-        ...

@@ -20,15 +20,16 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from g4spec import models
+from g4spec import models, quant
 from g4spec.convert import convert, provenance, safetensors, tokenizer
 from g4spec.errors import G4Error
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, string
 from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
 from tests import tiny, tiny_drafts
 from tests.cpu import gguf_fixtures as fixtures
 from tests.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
+from tests.quant_blocks import random_blocks
 from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
 from tests.tiny_tokenizer import TEMPLATE
 
@@ -88,7 +89,18 @@ def _ggufs(folder: Path, drafts: list[Path]) -> list[bytes]:
         path = folder / f"{draft.name}.gguf"
         convert(draft, path, target=folder / "target")
         out.append(_kept(Parts.of(path), path))
-    return [*out, _kept(Parts.of(folder / "target.gguf"), folder / "target.gguf")]
+    return [*out, _kept(Parts.of(folder / "target.gguf"), folder / "target.gguf"), _every_type()]
+
+
+def _every_type() -> bytes:
+    """A tensor of every type in blocks that can be read."""
+    shape = (2, 256)
+    tensors = {name: fixtures.Entry(shape, form.type, random_blocks(name, *shape).tobytes())
+               for name, form in quant.readable().items() if form.quantized}  # fmt: skip
+    file = fixtures.File({"general.architecture": string("gemma4")}, tensors)
+    data = file.bytes()
+    FILES[data] = file
+    return data
 
 
 def _dialects(folder: Path) -> list[bytes]:
@@ -142,7 +154,7 @@ class Reading:
             kind = models.of_gguf(g.get("general.architecture"), g.tensors)
             if kind is not None:
                 kind.tensors(kind.parse_gguf(g.kv, g.shapes()))
-            for name in list(g.tensors)[:8]:
+            for name in list(g.tensors)[:24]:
                 g.array(name)
             Tokenizer.from_gguf(g).encode("in the a\n\n b", bos=True)
 

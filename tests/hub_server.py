@@ -30,7 +30,8 @@ class Hub:
         repos: "org/name" -> file name -> content.
         faults: substring of "METHOD path" -> what the next requests to it do instead, in order;
             called with the handler, returns whether it has answered.
-        token: what `Authorization` must hold, if anything. `seen`: "METHOD path range" of requests.
+        token: what `Authorization` must hold, if anything. `seen`: "METHOD path range" of requests,
+            `encodings`: what they accept.
         listing: changes the answer to "what is in this repository".
     """
 
@@ -39,6 +40,7 @@ class Hub:
     gated: set[str] = field(default_factory=set)
     token: str = "hf_good"
     seen: list[str] = field(default_factory=list)
+    encodings: list[str] = field(default_factory=list)
     listing: Callable[[dict[str, Any]], Any] = lambda answer: answer
     wrong_etag: set[str] = field(default_factory=set)
 
@@ -80,6 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         line = f"{self.command} {self.path} {self.headers.get('Range', '')}".strip()
         self.hub.seen.append(line)
+        self.hub.encodings.append(self.headers.get("Accept-Encoding", ""))
         for part, faults in self.hub.faults.items():
             if part in line and faults and faults.pop(0)(self):
                 return
@@ -180,3 +183,60 @@ def redirect(url: str) -> Callable[[Any], bool]:
         return True
 
     return fault
+
+
+def altered(body: bytes | None = None, **headers: str) -> Callable[[Any], bool]:
+    """The proper answer with some headers replaced, or dropped where empty, and another body."""
+
+    def fault(handler: Any) -> bool:
+        plain = handler.send
+
+        def send(code: int, data: bytes, given: dict[str, str], length: int = -1) -> None:
+            own = {k.replace("_", "-"): v for k, v in headers.items()}
+            given = {k: v for k, v in given.items() if k not in own}
+            said = own.pop("Content-Length", None)
+            content = data if body is None else body
+            plain(code, content, given | own, len(content) if said is None else int(said))
+
+        handler.send = send
+        return False
+
+    return fault
+
+
+def dripping(what: str, body: int = 1000) -> Callable[[Any], bool]:
+    """An answer that comes a byte at a time: its "headers", or its "body"."""
+
+    def fault(handler: Any) -> bool:
+        handler.close_connection = True
+        if what == "body":
+            handler.send_response(200)
+            handler.send_header("Content-Length", str(body))
+            handler.end_headers()
+        drop = b"X: " + b"a" * 10000 if what == "headers" else b"["
+        if what == "headers":
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+        try:
+            for i in range(10000):
+                handler.wfile.write(drop[i % len(drop) : i % len(drop) + 1])
+                threading.Event().wait(0.05)  # tests take `time.sleep` away
+        except OSError:
+            pass
+        return True
+
+    return fault
+
+
+def endless(handler: Any) -> bool:
+    """A body without a length and without an end."""
+    handler.send_response(200)
+    handler.send_header("ETag", f'"{etag(b"")}"')
+    handler.send_header("X-Repo-Commit", SHA)
+    handler.end_headers()
+    handler.close_connection = True
+    try:
+        while handler.command != "HEAD":
+            handler.wfile.write(bytes(1 << 16))
+    except OSError:
+        pass
+    return True

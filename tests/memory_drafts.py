@@ -9,8 +9,6 @@ import torch
 
 from g4spec.models import dflash2, dspark, eagle3
 from g4spec.models import dflash_backbone as backbone
-from g4spec.core import MAX_STEP_ROWS
-from g4spec.ops.kv import LayerKV
 from g4spec.runtime.target import Target
 from tests import memory_models as mm
 
@@ -21,12 +19,9 @@ def build(kind: Any, config: Any, on: Target, seed: int, window: int | None = No
     if config.n_draft:
         w["d2t"] = torch.randperm(mm.V, generator=torch.Generator().manual_seed(seed))
         w["d2t"] = w["d2t"][: config.n_draft].sort().values
-    kv = [
-        LayerKV(c.n_kv, c.head_dim, on.n_ctx + MAX_STEP_ROWS, c.window, max(on.chunk, 32))
-        for c in kind.caches(config, window)
-    ]
+    kv = mm.caches(kind.caches(config, window), on)
     on.taps = config.target_layers
-    return kind.Drafter(config, w, on.ops, on, None, kv, window)
+    return kind.Drafter(config, w, on.ops, on, None, kv, on.n_states, window)
 
 
 def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from g4spec.core import CacheShape
 from g4spec.models import assistant, dflash, gemma4
-from g4spec.core import MAX_STEP_ROWS
 from g4spec.models.spec import LayerSpec, TensorSpec
-from g4spec.ops.kv import LayerKV
-from g4spec.ops.reference import Ops
 from g4spec.runtime.target import Target
+from tests.one_sequence import make_target
 
 V, H, WINDOW = 160, 48, 24
 
@@ -53,7 +53,13 @@ def weights(specs: list[TensorSpec], seed: int, scale: float = 1.0) -> dict[str,
 
 def target(seed: int = 0, n_ctx: int = 512, chunk: int = 64) -> Target:
     config = target_config()
-    return Target(config, weights(gemma4.tensors(config), seed, 0.3), Ops(), n_ctx, chunk)
+    return make_target(config, weights(gemma4.tensors(config), seed, 0.3), n_ctx, chunk)
+
+
+def caches(shapes: Sequence[CacheShape], on: Target) -> list[Any]:
+    """Empty caches of a draft in the target's slots and pages."""
+    slack = on.backend.slack(on.chunk)
+    return [on.backend.cache(shape, on.space, slack) for shape in shapes]
 
 
 def dflash_config(**kw: Any) -> dflash.Config:
@@ -86,12 +92,10 @@ def dflash_draft(on: Target, seed: int = 1, window: int | None = None, **kw: Any
     if config.n_draft:
         w["d2t"] = torch.randperm(V, generator=torch.Generator().manual_seed(seed))
         w["d2t"] = w["d2t"][: config.n_draft].sort().values
-    kv = [
-        LayerKV(c.n_kv, c.head_dim, on.n_ctx + MAX_STEP_ROWS, c.window, max(on.chunk, 32))
-        for c in dflash.caches(config, window)
-    ]
+    kv = caches(dflash.caches(config, window), on)
     on.taps = config.target_layers
-    return dflash.Drafter(config, w, on.ops, on, None, kv, window)  # type: ignore[arg-type]
+    file: Any = None
+    return dflash.Drafter(config, w, on.ops, on, file, kv, on.n_states, window)
 
 
 class _Arrays:
@@ -120,6 +124,7 @@ def assistant_draft(on: Target, seed: int = 2, n_centroids: int = 0) -> assistan
         weights(assistant.tensors(config), seed, 0.3),
         on.ops,
         on,
-        file,
-        [],  # type: ignore[arg-type]
+        file,  # type: ignore[arg-type]
+        [],
+        on.n_states,
     )

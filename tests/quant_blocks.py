@@ -2,7 +2,8 @@
 
 Also whole tensors, for types whose scales are searched for. What was measured with
 `quantize_row_*_ref` of llama.cpp, compiled for x86-64 without contraction: `GOLDEN`, its bytes for
-`BLOCKS` in their order; `REFERENCE_ERROR`, its relative RMS errors for `tensors`.
+`BLOCKS` in their order; `REFERENCE_ERROR`, relative RMS errors of `quantize_*` without an imatrix
+for `tensors`.
 """
 
 from __future__ import annotations
@@ -59,8 +60,14 @@ def random_blocks(name: str, rows: int, columns: int) -> np.ndarray:
         return kind.quantize(rng.standard_normal((rows, columns)).astype(np.float32))
     dtype = importlib.import_module(f"g4spec.quant.formats.{name}").DTYPE
     blocks = rng.integers(0, 256, (rows, kind.row_bytes(columns)), np.uint8).view(dtype)
+    halves = (rng.standard_normal(blocks.shape) * 1e-3).astype(np.float16)
     for factor in {"d", "dmin", "m"} & set(dtype.names):
-        blocks[factor] = (rng.standard_normal(blocks.shape) * 1e-3).astype(np.float16)
+        blocks[factor] = rng.permutation(halves.reshape(-1)).reshape(halves.shape)
+    if name == "iq1_m":  # its factor stands in the upper bits of four words
+        quarters = halves.view(np.uint16)[..., None] >> np.arange(0, 16, 4) & 15
+        blocks["scales"] = blocks["scales"] & 0xFFF | quarters.astype(np.uint16) << 12
+    elif name == "mxfp4":
+        blocks["e"] = rng.integers(112, 120, blocks.shape)
     return blocks.view(np.uint8)
 
 
@@ -213,6 +220,54 @@ GOLDEN = {
 }  # fmt: skip
 
 REFERENCE_ERROR = {
+    "q2_k": {
+        "normal": 0.2948576,
+        "small": 0.2949598,
+        "laplace": 0.3439822,
+        "heavy tails": 0.3441478,
+        "uniform": 0.2339628,
+        "above zero": 0.1363051,
+        "below zero": 0.1345506,
+        "a size for each group": 0.3019182,
+        "mostly zero": 0.4460979,
+        "outliers": 0.2435312,
+    },
+    "q3_k": {
+        "normal": 0.1508276,
+        "small": 0.1504066,
+        "laplace": 0.1772141,
+        "heavy tails": 0.1853942,
+        "uniform": 0.1257856,
+        "above zero": 0.1086095,
+        "below zero": 0.1058567,
+        "a size for each group": 0.1522848,
+        "mostly zero": 0.0707533,
+        "outliers": 0.1264530,
+    },
+    "iq4_nl": {
+        "normal": 0.0760232,
+        "small": 0.0757890,
+        "laplace": 0.0883659,
+        "heavy tails": 0.0937966,
+        "uniform": 0.0641476,
+        "above zero": 0.0602061,
+        "below zero": 0.0605883,
+        "a size for each group": 0.0761275,
+        "mostly zero": 0.0546513,
+        "outliers": 0.1078644,
+    },
+    "iq4_xs": {
+        "normal": 0.0765341,
+        "small": 0.0763323,
+        "laplace": 0.0891073,
+        "heavy tails": 0.0947050,
+        "uniform": 0.0647066,
+        "above zero": 0.0607070,
+        "below zero": 0.0610798,
+        "a size for each group": 0.0770483,
+        "mostly zero": 0.0561652,
+        "outliers": 0.1099636,
+    },
     "q4_k": {
         "normal": 0.0712518,
         "small": 0.0710808,

@@ -24,7 +24,6 @@ FOLDER = Path(__file__).with_name("data")
 KINDS: dict[str, type[Row]] = {
     "source": rows.Source,
     "note": rows.Note,
-    "seed": rows.Seed,
     "card": rows.Card,
     "capability": rows.Capability,
     "support": rows.Support,

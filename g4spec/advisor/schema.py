@@ -72,7 +72,6 @@ class Row:
     id: str
     source: tuple[str, ...]
     date: str
-    ref: tuple[str, ...] = ()
     says: str = ""
     sure: str = ""
 
@@ -91,21 +90,6 @@ class Note(Row):
     topic: str
     fix: str = ""
     versions: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seed(Row):
-    """One row of the four reports that the project started from.
-
-    Attributes:
-        seed: which report. `item`: the setting, claim or figure. `value`: as reported.
-        now: what is true today; empty when the row is a plain fact of that report.
-    """
-
-    seed: str
-    item: str
-    value: str = ""
-    now: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

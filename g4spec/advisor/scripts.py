@@ -9,6 +9,7 @@ from pathlib import Path
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.recipe import PORTS, Recipe
 from g4spec.errors import UsageError
+from g4spec.gguf.replacing import replacing
 
 
 def compose(r: Recipe, machine: Machine) -> str:
@@ -68,8 +69,9 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
         texts["compose.yaml"] = compose(r, machine)
     made = []
     for name, text in texts.items():
-        path = folder / name
-        path.write_text(text, encoding="utf-8")
+        path, data = folder / name, text.encode()
+        with replacing(path, len(data)) as f:
+            f.write(data)
         made.append(path)
     return made
 

@@ -44,7 +44,7 @@ try:
     from g4spec.runtime import devices
 
     gpu = devices.select("cuda")[0]
-    from g4spec.runtime.cuda.build import kernel_selftest as selftest
+    from g4spec.runtime.cuda import kernel_selftest as selftest
 
     out += selftest.checks(gpu)
 except EnvironmentProblem as missing:

@@ -13,7 +13,7 @@ import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -91,6 +91,19 @@ def main() -> None:
         # A terminal that cannot show a character must not end a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    # Being asked to end unwinds like Ctrl-C, so that half-written files are removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    sys.exit(run(sys.argv[1:]))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _asked_to_end)
+    try:
+        sys.exit(run(sys.argv[1:]))
+    except KeyboardInterrupt:  # before a command began, or after it
+        sys.exit(130)
+
+
+def _asked_to_end(number: int, frame: object) -> NoReturn:
+    """Unwind, so that half-written files are removed. Asked again, end at once and in silence:
+    what is left then, the next run removes."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_DFL)
+    if number == signal.SIGTERM:
+        sys.exit(128 + number)
+    raise KeyboardInterrupt

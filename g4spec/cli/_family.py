@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import g4spec
 from g4spec.cli.render import Output
-from g4spec.errors import CheckFailed, InputError
+from g4spec.errors import CheckFailed, InputError, UsageError
 
 DRAFTS = ("dflash", "dflash-speculators", "assistant", "dflash-other")
 """Folders beside `target`; the last one was trained for another target."""
@@ -27,6 +28,10 @@ def find(given: Path | None) -> Path:
 def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
     from g4spec import convert
 
+    for name in ("target", *DRAFTS):
+        _check_free(folder / f"{name}.gguf", source / name)
+    for name in ("dflash-bf16", "dflash-q8_0"):
+        _check_free(folder / f"{name}.gguf", source / "dflash")
     out.line("1  Convert: checkpoints become GGUF files, which g4spec and llama.cpp load.", "bold")
     files: dict[str, Path] = {}
     rows = []
@@ -40,7 +45,8 @@ def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
     out.table("", ("checkpoint", "copied", "made", "kept in keys", "dropped", "file"), rows)
     out.line("The plan uses every tensor once or gives a reason for leaving it out; nothing is "
              "guessed from file names.")  # fmt: skip
-    out.line("\n2  Quantize: the same draft in full precision, then with 8 bits a weight.", "bold")
+    out.line("2  Quantize: the same draft in full precision, then with 8 bits a weight.", "bold",
+             gap=True)  # fmt: skip
     wide = convert.convert(source / "dflash", folder / "dflash-bf16.gguf", target=files["target"],
                            type="bf16")  # fmt: skip
     small = convert.quantize(wide.out, folder / "dflash-q8_0.gguf", "q8_0")
@@ -49,10 +55,27 @@ def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
     return files
 
 
+def _check_free(path: Path, checkpoint: Path) -> None:
+    """UsageError for a file that no earlier demo made of this checkpoint."""
+    from g4spec.convert import detect, provenance
+    from g4spec.gguf import GGUF
+
+    if not path.exists():
+        return
+    said = None
+    if path.is_file():
+        with suppress(InputError), GGUF(path) as file:
+            said = file.get(provenance.DIGEST)
+    with detect(checkpoint) as found:
+        if said != provenance.digest(found.source):
+            raise UsageError(f"{path} is there and was not made by this demo",
+                             fix="name another folder with -o, or remove the file")  # fmt: skip
+
+
 def validate_all(source: Path, files: dict[str, Path], out: Output) -> None:
     from g4spec.validate import validate
 
-    out.line("\n3  Validate: would a file run as it was trained?", "bold")
+    out.line("3  Validate: would a file run as it was trained?", "bold", gap=True)
     for name, path in files.items():
         pair = files["target"] if name != "target" else None
         report = validate(path, pair, source / name)

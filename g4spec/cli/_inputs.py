@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -17,8 +18,14 @@ NGRAM = "ngram"
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 file, or standard input for `-`; one newline at its end is left out."""
-    data = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+    """A UTF-8 file or pipe, or standard input for `-`, of at most 64 MiB; one newline at its end is
+    left out."""
+    from g4spec.gguf.regular import MAX_WHOLE
+
+    with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
+        data = file.read(MAX_WHOLE + 1)
+    if len(data) > MAX_WHOLE:
+        raise InputError(f"{path}: too large", expected=f"at most {MAX_WHOLE:,} bytes")
     try:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:

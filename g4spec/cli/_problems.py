@@ -27,6 +27,8 @@ def as_error(problem: Exception) -> G4Error | None:
         return UsageError(text, fix=f"see `{path} --help`")
     if isinstance(problem, MemoryError) or _no_room(problem):
         return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
+    if isinstance(problem, RecursionError):  # only files nest: nothing here recurses by itself
+        return InputError("a file is nested too deep", expected="JSON of a few levels")
     return _refused(problem) if isinstance(problem, OSError) else None
 
 

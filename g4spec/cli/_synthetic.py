@@ -59,10 +59,10 @@ def run(
     steps.check(name, protocol)
     prepare(save)
     try:
-        ops: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)[0]
+        backend: Any = devices.select("cuda" if device == "auto" else device, setup.cache_type)
     except EnvironmentProblem as missing:
         raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
-    data = steps.measure(name, ops, protocol)
+    data = steps.measure(name, backend, protocol)
     _measured.keep(data, out, save, None)
     _show(data, out)
     out.result(data)

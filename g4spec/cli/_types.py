@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,16 +11,37 @@ import typer
 
 from g4spec import __file__ as package
 from g4spec.cli.render import Output
+from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
     from g4spec.convert import Result
 
-# The files are listed, not imported: `--help` must not wait for numpy.
-FOLDERS = [str(Path(package).parent / "quant" / name) for name in ("formats", "mixes")]
-TYPES = sorted(m.name for m in pkgutil.iter_modules(FOLDERS))
+QUANT = Path(package).parent / "quant"
+
+
+def _types() -> list[str]:
+    """Names of types that can be written, and of mixes. Their files are read, not imported:
+    `--help` must not wait for numpy."""
+    formats = {f.stem for f in (QUANT / "formats").glob("*.py") if "\ndef encode(" in f.read_text()}
+    return sorted(formats | {m.name for m in pkgutil.iter_modules([str(QUANT / "mixes")])})
+
+
+TYPES = _types()
 Type = Annotated[
     str, typer.Option("--type", help=f"Type of matrices: {', '.join(TYPES)}. Vectors stay F32.")
 ]
+TensorTypes = Annotated[
+    list[str] | None,
+    typer.Option("--tensor-type", metavar="PATTERN=TYPE",
+                 help="Type of the matrices in whose names this regular expression is found; may "
+                      "be repeated, the first that fits counts."),
+]  # fmt: skip
+SplitMaxSize = Annotated[
+    str | None,
+    typer.Option("--split-max-size", metavar="N(M|G)",
+                 help="Write parts of at most so many megabytes or gigabytes (powers of ten), "
+                      "NAME-00001-of-0000N.gguf and on."),
+]  # fmt: skip
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -29,6 +51,16 @@ def size(n: float) -> str:
     while n >= 1024 and i < len(UNITS) - 1:
         n, i = n / 1024, i + 1
     return f"{n:.0f} {UNITS[i]}" if i == 0 else f"{n:.1f} {UNITS[i]}"
+
+
+def split_size(text: str | None) -> int | None:
+    """Bytes of `--split-max-size`, in llama-gguf-split's spelling."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"([1-9][0-9]{0,8})([MG])", text)
+    if not found:
+        raise UsageError("--split-max-size", expected="a number and M or G, as 40G", found=text)
+    return int(found[1]) * {"M": 10**6, "G": 10**9}[found[2]]
 
 
 def show(result: Result, out: Output, **more: Any) -> None:

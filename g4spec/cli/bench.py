@@ -83,8 +83,7 @@ def measure(
         return _synthetic.run(synthetic, mix, draft, accepted, setup, out, save)
     _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0"))
     model = _measured.checked(model, preset, dataset, bool(temp or categories), save, report)
-    from g4spec.measure import bench, prompts
-    from g4spec.measure import run_record as provenance
+    from g4spec.measure import bench, prompts, run_record
     from g4spec.ops.sampling import Sampler
 
     wanted = ("8" if preset else "sweep") if draft_max is None else draft_max
@@ -101,7 +100,7 @@ def measure(
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    origin = provenance.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
+    origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     _measured.finish(result, origin, out, save, report, averages_too=preset is not None)
 
 

@@ -23,6 +23,8 @@ def command(
     ] = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write.")] = None,
     type: _types.Type = "q8_0",
+    tensor_type: _types.TensorTypes = None,
+    split_max_size: _types.SplitMaxSize = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
     ] = False,
@@ -40,13 +42,14 @@ def command(
         out = Path(f"{source.name.split(':')[0]}-{type}.gguf")
     from g4spec import convert
 
-    said = Output(json, quiet)
-    convert.checked(out, type, dry_run)  # before anything is downloaded
+    said, parts = Output(json, quiet), _types.split_size(split_max_size)
+    convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
     source = _inputs.local(source, said)
     if target is not None:
         target = _inputs.local(target, said, "tokenizer")
     with said.progress("converting") as progress:
         result = convert.convert(
-            source, out, target=target, type=type, dry_run=dry_run, progress=progress
+            source, out, target=target, type=type, tensor_types=tensor_type or (),
+            split_max_size=parts, dry_run=dry_run, progress=progress,
         )
     _types.show(result, said)

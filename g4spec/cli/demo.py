@@ -42,8 +42,8 @@ def command(
     _family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
-    out.line(f"\nOpen {folder / 'report.html'} in a browser. That was the whole job, in "
-             f"{time.perf_counter() - began:.0f} s.", style="good")  # fmt: skip
+    out.line(f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
+             f"{time.perf_counter() - began:.0f} s.", style="good", gap=True)  # fmt: skip
     out.result({
         "files": {name: str(path) for name, path in files.items()},
         "verified": {name: verdict.json() for name, verdict in verdicts.items()},
@@ -57,7 +57,8 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     from g4spec.runtime.engine import Engine
 
     if name == DRAFTS[0]:
-        out.line("\n4  Verify: with any draft the text is exactly what it is without.", "bold")
+        out.line("4  Verify: with any draft the text is exactly what it is without.", "bold",
+                 gap=True)  # fmt: skip
     engine = Engine.load(files["target"], files[name], n_ctx=N_CTX)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
@@ -83,7 +84,7 @@ def _sweep(
     from g4spec.measure import run_record as provenance
     from g4spec.runtime.engine import Engine
 
-    out.line("\n5  Measure: how many tokens to draft depends on what is written.", "bold")
+    out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
     engine = Engine.load(files["target"], files["dflash"], n_ctx=N_CTX)
     assert engine.draft is not None
     lengths = bench.lengths_of("2,4,7,auto", engine.draft.max_tokens)

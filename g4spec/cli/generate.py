@@ -12,8 +12,8 @@ from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
+    from g4spec.runtime.engine import Engine
     from g4spec.runtime.request import Request
-    from g4spec.runtime.tokenizer import Tokenizer
 
 
 def _check_prompt(
@@ -35,14 +35,13 @@ def _given(text: str | None, file: Path | None, tokens_file: Path | None) -> str
     return _inputs.read_text(file) if file is not None else text or ""
 
 
-def _encoded(
-    tokenizer: Tokenizer, text: str | list[int], chat: bool, system: str | None
-) -> list[int]:
+def _encoded(engine: Engine, text: str | list[int], chat: bool, system: str | None) -> list[int]:
     if isinstance(text, list):
         return text
     if chat:
-        return tokenizer.chat([{"role": "user", "content": text}], system=system)
-    return tokenizer.encode(text)
+        message = {"role": "user", "content": text}
+        return engine.tokenizer.chat([message], system=system, n_ctx=engine.n_ctx)
+    return engine.tokenizer.encode(text, n_ctx=engine.n_ctx)
 
 
 def command(
@@ -96,7 +95,7 @@ def command(
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
-    ids = _encoded(engine.tokenizer, given, chat, system)
+    ids = _encoded(engine, given, chat, system)
     _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft),
            draft is not None and options.draft_max != 0)  # fmt: skip
     _engine.tell(engine, out)

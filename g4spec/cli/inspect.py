@@ -58,8 +58,9 @@ def _gguf(file: GGUF) -> dict[str, Any]:
     return {
         "path": str(file.path),
         "kind": kind.TITLE if kind else f"unknown here ({arch})",
-        "container": f"GGUF version {file.version}, alignment {file.alignment}",
-        "bytes": file.size,
+        "container": f"GGUF version {file.version}, alignment {file.alignment}"
+        + (f", {len(file.parts)} parts" if len(file.parts) > 1 else ""),
+        "bytes": sum(part.size for part in file.parts),
         **_sums(entries),
         "metadata": {key: _abbreviated(file, key) for key in file},
         "tensors": entries,

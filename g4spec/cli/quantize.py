@@ -23,6 +23,8 @@ def command(
         bool,
         typer.Option("--allow-requantize", help="Accept sources that are quantized already."),
     ] = False,
+    tensor_type: _types.TensorTypes = None,
+    split_max_size: _types.SplitMaxSize = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
     ] = False,
@@ -38,17 +40,18 @@ def command(
     from g4spec import convert
     from g4spec.validate import loss
 
-    said = Output(json, quiet)
-    convert.checked(out, type, dry_run)  # before anything is downloaded
+    said, parts = Output(json, quiet), _types.split_size(split_max_size)
+    convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
     source = _inputs.local(source, said, "gguf")
     with said.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(source, out, type, allow_requantize=allow_requantize,
+                                  tensor_types=tensor_type or (), split_max_size=parts,
                                   dry_run=dry_run, progress=progress)  # fmt: skip
     if not report:
         _types.show(result, said)
         return
-    with said.progress(f"comparing {out.name}") as progress:
-        found = loss.losses(source, out, progress)
+    with said.progress(f"comparing {result.out.name}") as progress:
+        found = loss.losses(source, result.out, progress)
     total = loss.total(found)
     _show(found, said)
     if total:

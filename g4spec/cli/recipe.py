@@ -72,16 +72,16 @@ def _show(out: render.Output, r: Recipe) -> None:
             out.line(f"  ✗ {what}", "bad")
             out.line(f"      {why + ' ' if why else ''}Fix: {fix}")
         if r.instead:
-            out.line(f"\nWhat works here: {r.instead}", "good")
+            out.line(f"What works here: {r.instead}", "good", gap=True)
         return
     out.line(f"# {r.title} {r.version}{newest}", "bold")
     for title, parts in (("Before", r.prepare), ("Start", r.commands), ("Measure", r.bench)):
         for i, text in enumerate(parts):
             node = f", node {i}" if parts is r.commands and len(parts) > 1 else ""
             if i == 0 or node:
-                out.line(f"\n# {title}{node}", "bold")
+                out.line(f"# {title}{node}", "bold", gap=True)
             out.stream(text + "\n")
-    out.line("\n# Why", "bold")
+    out.line("# Why", "bold", gap=True)
     for text in r.reasons():
         out.line(f"#   {text}")
     for text in r.unknown:

@@ -2,6 +2,10 @@
 
 stdout carries what was asked for (text, tables, or one JSON object); stderr carries everything
 about the run (notices, progress, errors), so that a pipe receives the product and nothing else.
+
+Names and texts come from files that nobody vouches for, so no control character of theirs reaches
+a terminal: an escape sequence can set its title, write the clipboard or rewrite what was printed,
+and a line break can forge a verdict. A pipe receives generated text as it is.
 """
 
 from __future__ import annotations
@@ -10,11 +14,12 @@ import io
 import json as jsonlib
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -35,16 +40,35 @@ MARKS = {"good": "[]", "struck": "~~"}
 """What stands around text where the colour carries meaning and there are no colours."""
 
 
+_FORGING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, and marks that change the direction of what follows."""
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""The same without line breaks and tabs, which a text has."""
+_OURS = re.compile(r"(\x1b\[[0-9;]*m)")
+"""Colours, as `styled` and rich write them."""
+_UNSHOWN = re.compile("[\x7f-\x9f]")
+
+
 def colour(file: TextIO) -> bool:
     """Whether `file` is a terminal that wants colours (https://no-color.org)."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def styled(text: str, style: str | None, file: TextIO) -> str:
-    """`text` in a colour of STYLES, or unchanged where colours are off."""
+    """`text`, which has no escape sequences of its own, in a colour of STYLES."""
+    text = _CONTROL.sub(_escape, text)
     if style is None or not text or not colour(file):
         return text
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
+
+
+def _escape(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
+
+
+def flat(text: str) -> str:
+    """`text` with line breaks and control characters spelled out, and its spaces kept."""
+    return _FORGING.sub(_escape, text)
 
 
 def one_line(text: str) -> str:
@@ -54,7 +78,14 @@ def one_line(text: str) -> str:
 
 
 def _put(text: str, file: TextIO, end: str = "\n") -> None:
-    """Print at once; a reader that went away (`| head`) ends the run, quietly."""
+    """Print at once; a reader that went away (`| head`) ends the run, quietly.
+
+    A terminal gets no control characters but line breaks, tabs and the colours of this module.
+    """
+    if file.isatty():
+        parts = _OURS.split(text)
+        parts[::2] = [_CONTROL.sub(_escape, part) for part in parts[::2]]
+        text = "".join(parts)
     try:
         print(text, file=file, end=end, flush=True)
     except BrokenPipeError:
@@ -78,6 +109,12 @@ def _clean(value: Any) -> Any:
     return value
 
 
+def _json(value: Any) -> str:
+    """JSON on one line; DEL and C1 control characters are escaped as JSON escapes the others."""
+    text = jsonlib.dumps(value, ensure_ascii=False, default=str)
+    return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 class Output:
     """What one command says. With `json`, stdout is exactly one object; with `quiet`, stdout is
     only the product (`stream`, `result`) and stderr is empty."""
@@ -88,10 +125,11 @@ class Output:
         self.json, self.quiet = json, quiet
         self._said: set[str] = set()
 
-    def line(self, text: str = "", style: str | None = None) -> None:
-        """A line of the human answer; absent with `json` and `quiet`."""
+    def line(self, text: str = "", style: str | None = None, *, gap: bool = False) -> None:
+        """One line of the human answer, an empty one before it with `gap`; absent with `json` and
+        `quiet`."""
         if not self.json and not self.quiet:
-            _put(styled(text, style, sys.stdout), sys.stdout)
+            _put("\n" * gap + styled(flat(text), style, sys.stdout), sys.stdout)
 
     def note(self, text: str) -> None:
         """A notice on stderr, said once per run however often it is raised."""
@@ -100,9 +138,12 @@ class Output:
             _put(styled(one_line(text), "dim", sys.stderr), sys.stderr)
 
     def stream(self, text: str, style: str | None = None) -> None:
-        """Text that is the product itself, as it comes; no line break is added."""
+        """Text that is the product itself, as it comes; no line break is added. Exact in a pipe,
+        without control characters on a terminal."""
         if not self.json:
-            _put(styled(text, style, sys.stdout), sys.stdout, end="")
+            if sys.stdout.isatty():
+                text = styled(text.replace("\r\n", "\n"), style, sys.stdout)
+            _put(text, sys.stdout, end="")
 
     def mark(self, text: str, style: str) -> None:
         """Like `stream`, for a colour that means something: brackets where colours are off."""
@@ -133,10 +174,11 @@ class Output:
         colours, text = colour(sys.stdout), io.StringIO()
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 240
         console = Console(file=text, width=width, force_terminal=colours, no_color=not colours)
-        table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
+        table = Table(title=Text(one_line(title)), box=box.SIMPLE_HEAD, title_justify="left")
         for i, name in enumerate(columns):
             numeric = bool(rows) and all(isinstance(r[i], (int, float)) for r in rows)
-            table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+            side: Literal["left", "right"] = "right" if numeric else "left"
+            table.add_column(Text(one_line(name)), justify=side, overflow="fold")
         for row in rows:
             table.add_row(*(Text(one_line(str(cell))) for cell in row))
         console.print(table)
@@ -145,7 +187,7 @@ class Output:
     def result(self, value: Mapping[str, Any]) -> None:
         """The whole answer as one JSON object on stdout; nothing without `json`."""
         if self.json:
-            _put(jsonlib.dumps(_clean(value), ensure_ascii=False, default=str), sys.stdout)
+            _put(_json(_clean(value)), sys.stdout)
             Output.printed = True
 
     @contextmanager
@@ -168,8 +210,7 @@ def error(text: str, exit_code: int, *, json: bool = False) -> int:
     try:
         _put(f"{styled('error:', 'bad', sys.stderr)} {one_line(text)}", sys.stderr)
         if json and not Output.printed:
-            said = {"error": text, "exit_code": exit_code}
-            _put(jsonlib.dumps(said, ensure_ascii=False), sys.stdout)
+            _put(_json({"error": text, "exit_code": exit_code}), sys.stdout)
     except (typer.Exit, OSError):
         pass  # nobody listens, or there is no room; the code still says it
     return exit_code

@@ -1,8 +1,9 @@
 """Models named by their id on the Hugging Face hub: `org/name[@revision][:file.gguf]`.
 
 Downloads go through huggingface_hub: its cache, its token, its resumption, and its settings
-(HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are fetched,
-names that the hub sends are not trusted, and what was downloaded is held against its digest.
+(HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are fetched.
+Nothing that the hub sends is trusted: `transfer.Guard` checks headers, sizes and times before
+anything is written, and what was downloaded is held against its digest.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +22,9 @@ from typing import Any, Literal, TypeVar
 
 from g4spec.convert import safetensors
 from g4spec.convert.provenance import SMALL
+from g4spec.convert.transfer import Guard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
+from g4spec.gguf import regular
 
 Want = Literal["any", "tokenizer", "gguf"]
 """What for: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
@@ -29,7 +33,10 @@ T = TypeVar("T")
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?(?::([^:\\]+\.gguf))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+HOME = "https://huggingface.co"
 INDEX = ".safetensors.index.json"
+LISTING = 16 << 20
+"""Most bytes of the list of a repository's files."""
 TRIES = 3
 TRANSIENT = {408, 429, 500, 502, 503, 504}
 
@@ -118,7 +125,8 @@ class _Hub:
         timeout = float(self.constants.HF_HUB_ETAG_TIMEOUT)
         try:
             info = self._asked(lambda: api.model_info(self.id.repo, revision=self.id.revision,
-                                                      timeout=timeout))  # fmt: skip
+                                                      timeout=timeout),
+                               lambda: Guard(self._what, LISTING))  # fmt: skip
             names = [s.rfilename for s in info.siblings or []]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise InputError(f"{self.id}: the hub's answer makes no sense",
@@ -166,13 +174,29 @@ class _Hub:
         """One file of a commit, from the cache or downloaded and checked."""
         options: dict[str, Any] = {"revision": revision, "cache_dir": self.cache}
         had = self.hf.try_to_load_from_cache(self.id.repo, name, **options)
+        guards: list[Guard] = []
+
+        def guarded() -> Guard:
+            guards.append(self._guard(name, revision))
+            return guards[-1]
+
         path = Path(self._asked(lambda: self.hf.hf_hub_download(
-            self.id.repo, name, endpoint=os.environ.get("HF_ENDPOINT"), **options)))  # fmt: skip
+            self.id.repo, name, endpoint=os.environ.get("HF_ENDPOINT"), **options),
+            guarded))  # fmt: skip
         if self.cache.resolve() not in path.resolve().parents:
             raise InputError(f"{self.id}: {name} leads out of the cache", found=path.resolve())
         if not isinstance(had, str):
-            _check_digest(path, f"{self.id}: {name}")
+            _check_digest(path, guards[-1].digest, f"{self.id}: {name}")
         return path
+
+    def _guard(self, name: str, revision: str) -> Guard:
+        """Bounds of a file: what is read whole is small, all else has room on the disk."""
+        whole = name in SMALL or name.endswith(INDEX)
+        there = next(p for p in (self.cache, *self.cache.parents) if p.exists())
+        limit = regular.MAX_WHOLE if whole else shutil.disk_usage(there).free
+        # The Xet client has none of these bounds, so only the hub itself may use it.
+        own = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
+        return Guard(f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=own)
 
     def _remember(self, path: Path, revision: str) -> None:
         """Write down in the cache what a branch or tag stands for, so that it works offline."""
@@ -204,12 +228,16 @@ class _Hub:
     def _what(self) -> str:
         return f"{self.id}:{self.id.file}" if self.id.file else str(self.id)
 
-    def _asked(self, call: Callable[[], T]) -> T:
+    def _asked(self, call: Callable[[], T], guarded: Callable[[], Guard]) -> T:
         """The answer; a few times, while the failure is one that passes."""
         for attempt in range(TRIES):
+            guard = guarded()
             try:
-                return call()
-            except (self.errors.HFValidationError, self.transport, OSError) as e:
+                with guard:
+                    return call()
+            except (ValueError, self.transport, OSError) as e:
+                if guard.expired:
+                    raise guard.late() from e
                 if attempt == TRIES - 1 or not self._passes(e):
                     raise self._explained(e) from e
                 time.sleep(0.5 * 2**attempt)
@@ -223,9 +251,7 @@ class _Hub:
         if status is not None:
             return status in TRANSIENT
         named = isinstance(error, OSError) and error.errno is not None
-        return not named and not isinstance(
-            error, (self.errors.OfflineModeIsEnabled, self.errors.HFValidationError)
-        )
+        return not named and not isinstance(error, (self.errors.OfflineModeIsEnabled, ValueError))
 
     def _explained(self, error: BaseException) -> G4Error:
         """A failure in one line, with what to do."""
@@ -243,6 +269,7 @@ class _Hub:
             (errors.RepositoryNotFoundError, f"{nowhere} no such repository on the hub",
              "if it is private, set HF_TOKEN"),
             (errors.HFValidationError, f"{nowhere} it is no hub id", None),
+            (ValueError, f"{what}: the hub's answer makes no sense ({error!s:.200})", None),
         ):  # fmt: skip
             if isinstance(error, kind):
                 return InputError(text, fix=fix)
@@ -281,21 +308,22 @@ def _shown(names: Iterable[str]) -> str:
     return ", ".join(listed[:8]) + (", ..." if len(listed) > 8 else "") or "nothing"
 
 
-def _check_digest(path: Path, what: str) -> None:
-    """Hold a fresh download against the digest under which the cache keeps it: sha256 for large
-    files, git's sha1 for small ones. A wrong one is removed."""
-    blob = path.resolve()
-    kind = {64: "sha256", 40: "sha1"}.get(len(blob.name))
-    if kind is None or not re.fullmatch(r"[0-9a-f]+", blob.name):
-        return
-    digest = hashlib.new(kind, usedforsecurity=False)
-    if kind == "sha1":
-        digest.update(f"blob {blob.stat().st_size}\0".encode())
+def _check_digest(path: Path, digest: str | None, what: str) -> None:
+    """Hold a fresh download against what the hub said of it, or the name under which the cache
+    keeps it: sha256 for large files, git's sha1 for small ones. A wrong one is removed."""
+    blob = Path(os.path.join(path.parent, os.readlink(path))) if path.is_symlink() else path
+    expected = digest or blob.name
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", expected):
+        raise InputError(f"{what}: no digest to hold it against", found=expected)
+    found = hashlib.sha256() if len(expected) == 64 else hashlib.sha1(usedforsecurity=False)
     with open(blob, "rb") as f:
+        if len(expected) == 40:
+            found.update(f"blob {os.fstat(f.fileno()).st_size}\0".encode())
         while chunk := f.read(1 << 22):
-            digest.update(chunk)
-    if digest.hexdigest() != blob.name:
+            found.update(chunk)
+    if found.hexdigest() != expected:
         path.unlink()
         blob.unlink(missing_ok=True)
-        raise InputError(f"{what}: damaged on the way, removed", expected=f"{kind} {blob.name}",
-                         found=digest.hexdigest(), fix="run the command again")  # fmt: skip
+        raise InputError(f"{what}: damaged on the way, removed",
+                         expected=f"{found.name} {expected}",
+                         found=found.hexdigest(), fix="run the command again")  # fmt: skip

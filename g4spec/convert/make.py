@@ -78,7 +78,8 @@ def paired(tensor: Stored, head_dim: int) -> Stored:
 
     Source: llama.cpp `conversion/llama.py` (LlamaModel.permute).
     """
-    halves = tensor.raw.reshape(tensor.shape[0] // head_dim, 2, head_dim // 2, -1)
+    raw = tensor.read(0, tensor.nbytes)
+    halves = raw.reshape(tensor.shape[0] // head_dim, 2, head_dim // 2, -1)
     raw = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
     return Stored(tensor.name, tensor.shape, tensor.dtype, tensor.format, raw)
 

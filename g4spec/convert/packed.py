@@ -183,7 +183,12 @@ def _cut(tensor: Stored, where: Any) -> NDArray[Any]:
              "I8": "u1", "U8": "u1", "F8_E4M3": "u1", "F8_E5M2": "u1"}  # fmt: skip
     if tensor.dtype not in kinds:
         raise InputError(f"{tensor.name}: type {tensor.dtype} is not expected there")
-    x: NDArray[Any] = tensor.raw.view(kinds[tensor.dtype]).reshape(tensor.shape)[where]
+    kind = kinds[tensor.dtype]
+    if isinstance(where, slice) and len(tensor.shape) == 2:
+        first, last, _ = where.indices(tensor.shape[0])
+        x: NDArray[Any] = tensor.rows(first, max(first, last)).view(kind)
+    else:
+        x = tensor.raw.view(kind).reshape(tensor.shape)[where]
     if tensor.dtype == "BF16":
         return (x.astype("<u4") << 16).view("<f4")
     return x.astype(np.float32) if tensor.dtype in ("F16", "F32", "F64") else x

@@ -18,6 +18,7 @@ from g4spec.convert.tensors import Stored, equal
 from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import Drop, TensorSpec
 from g4spec.quant import policy
+from g4spec.quant.mix import Mix
 
 MOST_PROBLEMS = 20
 
@@ -66,7 +67,7 @@ class Plan:
         return {t: kept.count(t) for t in sorted(set(kept))}
 
 
-def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: policy.Mix,
+def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: Mix,
           n_tokens: int, shorts: Mapping[str, str] | None = None) -> Plan:  # fmt: skip
     """The plan for a checkpoint of `kind`.
 
@@ -80,7 +81,7 @@ def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: p
 
 class _Builder:
     def __init__(self, kind: ModuleType, config: Any, tensors: Mapping[str, Stored],
-                 asked: policy.Mix, n_tokens: int,
+                 asked: Mix, n_tokens: int,
                  shorts: Mapping[str, str] | None) -> None:  # fmt: skip
         self.kind, self.config, self.tensors = kind, config, tensors
         self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[Row]()
@@ -91,7 +92,8 @@ class _Builder:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
         self.specs = [self._fitted(spec) for spec in kind.tensors(config)]
-        there = (s.name for s in self.specs if s.source is None or s.source in self.names)
+        there = {s.name: s.shape for s in self.specs
+                 if s.source is None or s.source in self.names}  # fmt: skip
         self.policy = policy.Policy(asked, there)
 
     def build(self) -> Plan:

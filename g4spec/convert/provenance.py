@@ -16,8 +16,8 @@ import numpy as np
 from g4spec import __version__
 from g4spec.convert.plan import canonical
 from g4spec.convert.sources import Folder
-from g4spec.convert.tensors import Stored
-from g4spec.gguf import GGUF, KV, string, u32
+from g4spec.convert.tensors import Packed, Stored
+from g4spec.gguf import GGUF, KV, regular, string, u32
 
 SOURCE = "g4spec.source"
 REVISION = "g4spec.source_revision"
@@ -87,12 +87,12 @@ def digest(source: Folder | GGUF) -> str:
     """
     sha = hashlib.sha256()
     if isinstance(source, GGUF):
-        files = [(source.path, source.data_start)]
+        files = [(part.path, part.data_start) for part in source.parts]
     else:
         for small in SMALL:
             path = source.path / small
-            if path.is_file():
-                sha.update(small.encode() + b"\0" + path.read_bytes())
+            if path.exists():
+                sha.update(small.encode() + b"\0" + regular.read(regular.stays(path)))
         files = [(p, 8 + int.from_bytes(_slice(p, 0, 8), "little")) for p in source.files]
     for path, head in files:
         size = path.stat().st_size
@@ -133,11 +133,10 @@ def weights_digest(kind: ModuleType, config: Any, tensors: Mapping[str, Stored])
 def _row(tensor: Stored, i: int, rows: int) -> bytes:
     """The beginning of row `i` of `rows`. Through the file where it lies in one: touching a mapped
     page brings in megabytes around it, which for 832 tensors took 16 s."""
-    if tensor.place is None:
+    if isinstance(tensor, Packed):
         return tensor.rows(i, i + 1).reshape(-1)[:ROW_BYTES].tobytes()
-    path, begin = tensor.place
     size = tensor.nbytes // rows
-    return _slice(path, begin + i * size, min(size, ROW_BYTES))
+    return tensor.read(i * size, i * size + min(size, ROW_BYTES)).tobytes()
 
 
 def target_origin(source: Folder | GGUF, digest: str | None) -> KV:

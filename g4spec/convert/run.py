@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from g4spec import __version__, gguf, quant
+from g4spec import gguf, quant
 from g4spec.convert import make, provenance, sources
 from g4spec.convert import plan as planning
 from g4spec.convert import rewrite as rewriting
@@ -22,11 +21,13 @@ from g4spec.convert.plan import Plan, Row
 from g4spec.convert.sources import Folder, Found
 from g4spec.convert.target import Target
 from g4spec.convert.tensors import Stored, recode, workers
+from g4spec.convert.unchanged import Unchanged
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF, KV, T, TensorData, array, string, u32
+from g4spec.gguf import GGUF, KV, T, TensorData, array, parts, string, u32
 from g4spec.gguf.writer import Progress
 from g4spec.quant import policy
-from g4spec.quant.policy import Mix, Policy
+from g4spec.quant.mix import Mix
+from g4spec.quant.policy import Policy
 
 QUANTIZATION_VERSION = 2
 
@@ -36,7 +37,7 @@ class Result:
     """What a conversion did, or would do.
 
     Attributes:
-        plan: every tensor. `notes`: what the user should know. `out`: the file.
+        plan: every tensor. `notes`: what the user should know. `out`: the file, or the first part.
         seconds: it took. `nbytes`: size of the file, in a dry run of its tensors.
         written: false after a dry run.
     """
@@ -49,7 +50,32 @@ class Result:
     written: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a conversion goes.
+
+    Attributes:
+        path: the file. `max_size`: write parts of at most so many bytes, named after it.
+        dry_run: make the plan only. unchanged: raises if the source has changed meanwhile.
+    """
+
+    path: Path
+    max_size: int | None = None
+    dry_run: bool = False
+    progress: Progress | None = None
+    unchanged: Callable[[], None] | None = None
+
+    def write(self, kv: KV, data: list[TensorData]) -> tuple[Path, int]:
+        """The file or first part that was written, and the size of all."""
+        if self.max_size is None:
+            return self.path, gguf.write(self.path, kv, data, self.progress, self.unchanged)
+        paths, size = gguf.write_split(self.path, kv, data, self.max_size, self.progress,
+                                        self.unchanged)  # fmt: skip
+        return paths[0], size
+
+
 def convert(source: Path, out: Path, *, target: Path | None = None, type: str = "q8_0",
+            tensor_types: Sequence[str] = (), split_max_size: int | None = None,
             dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
     """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
 
@@ -59,29 +85,31 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
         target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
             shapes come from it.
         type: of matrices, one of `policy.names()`; vectors stay F32.
+        tensor_types: types of some tensors, see `policy.asked`.
+        split_max_size: write parts of at most so many bytes, named after `out`.
         dry_run: make the plan only.
 
     Raises:
         InputError: before anything is written, whenever the plan does not work out.
     """
-    asked, out = checked(out, type, dry_run), Path(out)
+    asked = checked(out, type, dry_run, tensor_types)
+    to = Output(Path(out), split_max_size, dry_run, progress, Unchanged(Path(source), target))
     found = sources.detect(Path(source))
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             note = f"{found.path} is a GGUF already; only its types are changed"
             note += "; the target given is not read" if target else ""
-            return _requantize(found.source, out, asked, dry_run, False, progress,
-                               [*found.notes, note])  # fmt: skip
+            return _requantize(found.source, to, asked, False, [*found.notes, note])
         if found.is_target and target is not None:
             raise UsageError(f"{found.path} is a target; --target is for drafts",
                              fix="leave it out; a draft goes first")  # fmt: skip
-        files = found.source.files if isinstance(found.source, Folder) else [found.path]
-        _check_output(out, [*files, *([target] if target else [])])
-        return _convert(found, out, asked, target, dry_run, progress)
+        files = (found.source.files if isinstance(found.source, Folder)
+                 else [part.path for part in found.source.parts])  # fmt: skip
+        _check_output(to, [*files, *([target] if target else [])])
+        return _convert(found, to, asked, target)
 
 
-def _convert(found: Found, out: Path, asked: Mix, target: Path | None, dry_run: bool,
-             progress: Progress | None) -> Result:  # fmt: skip
+def _convert(found: Found, to: Output, asked: Mix, target: Path | None) -> Result:
     """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
     start = time.perf_counter()
     pair = targets.of(found) if found.is_target else _target_of(found, target)
@@ -89,16 +117,16 @@ def _convert(found: Found, out: Path, asked: Mix, target: Path | None, dry_run: 
     plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, shorts)
     plan = Plan((*plan.rows, *dropped))
     made = _made(plan, tensors, config)
-    kv = _metadata(found, config, asked, pair, made, plan, out, target)
+    kv = _metadata(found, config, asked, pair, made, plan, to.path, target)
     notes = [*found.notes, *pair.notes, *notes]
-    if dry_run:
-        return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
+    if to.dry_run:
+        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
     with workers() as pool:
         rows = plan.of("copy") + plan.of("make")
         order = {r.name: i for i, r in enumerate(plan.rows)}
         rows.sort(key=lambda r: order[r.name])
         data = [_data(r, tensors, made, pool) for r in rows]
-        size = gguf.write(out, kv, data, progress)
+        out, size = to.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 
@@ -119,44 +147,24 @@ def _read(
 
 
 def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
+             tensor_types: Sequence[str] = (), split_max_size: int | None = None,
              dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
     """Write a GGUF again with matrices in another type, all metadata kept.
 
     A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
     twice, or grows without gaining any.
     """
-    asked = checked(out, type, dry_run)
+    asked, unchanged = checked(out, type, dry_run, tensor_types), Unchanged(Path(source))
     with GGUF(source) as file:
-        return _requantize(file, Path(out), asked, dry_run, allow_requantize, progress, [])
+        to = Output(Path(out), split_max_size, dry_run, progress, unchanged)
+        return _requantize(file, to, asked, allow_requantize, [])
 
 
-def checked(out: Path, type: str, dry_run: bool = False) -> Mix:
+def checked(out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()) -> Mix:
     """The mix of a type's name. UsageError for an unknown one, InputError where `out` cannot be."""
     if not dry_run:
         gguf.check_place(Path(out))
-    return policy.asked(type)
-
-
-def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
-           progress: Progress | None = None) -> tuple[Path, str]:  # fmt: skip
-    """The GGUF of a draft folder, and what to tell the user: it was in the folder, converted now,
-    or found in `cache_dir`.
-
-    The name holds a digest of both contents, so a changed checkpoint is converted again.
-    """
-    with sources.detect(source) as found:
-        if isinstance(found.source, GGUF) and found.dialect is None:
-            return found.path, f"{source} holds a GGUF: took {found.path.name}"
-        parts = [__version__, type, provenance.digest(found.source)]
-    with sources.detect(target, weights=False) as pair:
-        parts.append(provenance.digest(pair.source))
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
-    if out.is_file():
-        return out, f"{source}: using its conversion {out}"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    convert(source, out, target=target, type=type, progress=progress)
-    return out, f"{source}: converted into {out}"
+    return policy.asked(type, tensor_types)
 
 
 def _target_of(found: Found, target: Path | None) -> Target:
@@ -173,10 +181,14 @@ def _target_of(found: Found, target: Path | None) -> Target:
     )
 
 
-def _check_output(out: Path, inputs: list[Path]) -> None:
+def _check_output(to: Output, inputs: list[Path]) -> None:
     """Writing onto an input would destroy it while it is read; what is no GGUF file is something
     else's, as a checkpoint's `config.json`."""
+    out = to.path
     for path in inputs:
+        if to.max_size and parts.whole(path.absolute()) == out.absolute():
+            raise UsageError(f"the output may have parts named as the input {path.name}",
+                             fix="choose another name")  # fmt: skip
         if out.exists() and path.exists() and out.samefile(path):
             raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
     if out.is_file() and out.stat().st_size and not gguf.is_gguf(out):
@@ -226,7 +238,7 @@ def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping
         "general.architecture": own.pop("general.architecture"),
         "general.type": string("model"),
         "general.name": string(provenance.name(found.path).split("/")[-1]),
-        "general.file_type": u32(_file_type(plan, asked)),
+        **_file_type(plan, asked),
         "general.quantization_version": u32(QUANTIZATION_VERSION),
     }
     # A draft's own keys come last: its mask token overrides the tokenizer's.
@@ -242,37 +254,39 @@ def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping
         kv[provenance.WEIGHTS] = string(pair.weights)
     with_target = f" --target {provenance.name(Path(target))}" if target else ""
     command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
+    command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in asked.named)
     return kv | provenance.keys(found.source, command)
 
 
-def _file_type(plan: Plan, asked: Mix) -> int:
-    """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs."""
+def _file_type(plan: Plan, asked: Mix) -> KV:
+    """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs. No key
+    where llama.cpp has no number for it: it then goes by the tensors."""
+    number = asked.file_type
     sizes: dict[str, int] = {}
     for row in plan.of("copy"):
         sizes[row.type] = sizes.get(row.type, 0) + row.nbytes
     kept = any(row.note.startswith("quantized already") for row in plan.rows)
     if kept and sizes:
-        return quant.get(max(sizes, key=lambda name: sizes[name])).file_type or 0
-    return asked.file_type or 0
+        number = quant.get(max(sizes, key=lambda name: sizes[name])).file_type
+    return {} if number is None else {"general.file_type": u32(number)}
 
 
-def _requantize(file: GGUF, out: Path, asked: Mix, dry_run: bool, allow: bool,
-                progress: Progress | None, notes: list[str]) -> Result:  # fmt: skip
+def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str]) -> Result:
     start = time.perf_counter()
-    _check_output(out, [file.path])
-    choice = Policy(asked, file.tensors)
+    _check_output(to, [part.path for part in file.parts])
+    choice = Policy(asked, file.shapes())
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)
-    if dry_run:
-        return Result(plan, notes, out, time.perf_counter() - start, plan.nbytes, False)
-    kv = {key: file.value(key) for key in file}
-    kv["general.file_type"] = u32(asked.file_type or 0)
+    if to.dry_run:
+        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
+    named = _file_type(plan, asked)
+    kv = {key: file.value(key) for key in file if named or key != "general.file_type"} | named
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     with ExitStack() as stack:
         pool = stack.enter_context(workers())
         stored = {name: rewriting.stored(file, name) for name in file.tensors}
         data = [_data(r, stored, {}, pool) for r in rows]
-        size = gguf.write(out, kv, data, progress)
+        out, size = to.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 

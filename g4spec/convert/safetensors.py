@@ -19,6 +19,7 @@ import numpy as np
 from g4spec import quant
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import regular
 
 MAX_HEADER = 100 << 20
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -33,11 +34,9 @@ DTYPES = {
 
 
 def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
-    """A JSON object from a file; InputError says what is wrong with it."""
+    """A JSON object from a file of a checkpoint; InputError says what is wrong with it."""
     try:
-        if path.is_fifo():
-            raise InputError(f"{path}: a pipe", expected=what)
-        value = parse_json(path.read_bytes(), str(path))
+        value = parse_json(regular.read(regular.stays(path)), str(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file", expected=what) from None
     except OSError as e:
@@ -68,7 +67,9 @@ def parse_json(raw: bytes, where: str) -> dict[str, Any]:
 
 def files(folder: Path) -> list[Path]:
     """The safetensors files that make up a folder's checkpoint, validated against its index."""
-    found = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
+    found = sorted(p for p in folder.glob("*.safetensors") if not p.is_dir())
+    for path in found:
+        regular.stays(path)
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise InputError(f"{folder}: several indexes", found=[p.name for p in indexes])
@@ -145,7 +146,7 @@ def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
 def read(path: Path) -> dict[str, Stored]:
     """The tensors of one file, mapped."""
     try:
-        with open(path, "rb") as f:
+        with regular.opened(path) as f:
             size = f.seek(0, 2)
             f.seek(0)
             length = int.from_bytes(f.read(8), "little")

@@ -16,7 +16,7 @@ from g4spec.convert import dialects, packed, safetensors
 from g4spec.convert.dialects import Dialect
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, parts, regular
 from g4spec.models.spec import Checkpoint
 
 UNSUPPORTED = {
@@ -89,7 +89,7 @@ def detect(path: str | Path, weights: bool = True) -> Found:
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = parts.firsts(sorted(path.glob("*.gguf")))
         if len(ggufs) > 1:
             raise InputError(f"{path}: several GGUF files", found=[p.name for p in ggufs][:8],
                              fix="name the one to use")  # fmt: skip
@@ -97,7 +97,7 @@ def detect(path: str | Path, weights: bool = True) -> Found:
             return _detect_folder(_open_folder(path, weights=weights))
         if any(path.glob("*.safetensors")):
             notes.append(f"{path} holds a GGUF and safetensors; took {ggufs[0].name}")
-        path = ggufs[0]
+        path = regular.stays(ggufs[0])
     elif path.suffix == ".safetensors":
         return _detect_folder(_open_folder(path.parent, [path]))
     return _detect_gguf(GGUF(path), notes)
@@ -115,7 +115,7 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
     tensors = packed.unpack(config, safetensors.read_all(files))
     return Folder(folder, files, config,
-                  safetensors.load_json(generation) if generation.is_file() else {},
+                  safetensors.load_json(generation) if generation.exists() else {},
                   tensors)  # fmt: skip
 
 

@@ -35,6 +35,9 @@ class Stored:
         shape: PyTorch order. `dtype`: the source's name of its type, for messages.
         format: how to read it, or None if this version cannot.
         raw: its bytes, mapped, flat. `place`: the file, and where in it they begin.
+
+    A page of a mapping that its file no longer has, because somebody truncated it, kills the
+    process (SIGBUS). So `read` and `rows` go through the file; `raw` is for what is small.
     """
 
     name: str
@@ -54,14 +57,35 @@ class Stored:
         """What the plan should say about it."""
         return ""
 
+    def read(self, start: int, stop: int) -> Bytes:
+        """Bytes start .. stop - 1, flat. InputError if the file has become shorter."""
+        if self.place is None:
+            return self.raw[start:stop]
+        path, begin = self.place
+        out = np.empty(stop - start, np.uint8)
+        try:
+            with open(path, "rb", buffering=0) as f:
+                f.seek(begin + start)
+                done = 0
+                while done < out.size and (got := f.readinto(out.data[done:])):
+                    done += got
+        except OSError as e:
+            raise InputError(f"{path}: {e.strerror}") from e
+        if done < out.size:
+            raise InputError(f"{path}: became shorter while it was read",
+                             fix="run the command again when it is whole")  # fmt: skip
+        return out
+
     def rows(self, first: int, last: int) -> Bytes:
         """Bytes of rows first .. last - 1 of the tensor seen as a matrix, [last - first, row]."""
-        return self.raw.reshape(prod(self.shape[:-1]), -1)[first:last]
+        size = self.nbytes // max(prod(self.shape[:-1]), 1)
+        return self.read(first * size, last * size).reshape(last - first, size)
 
     def first_rows(self, n: int) -> Stored:
         """The tensor without the rows from `n` on."""
         size = self.raw.size // self.shape[0] * n
-        return Stored(self.name, (n, *self.shape[1:]), self.dtype, self.format, self.raw[:size])
+        return Stored(self.name, (n, *self.shape[1:]), self.dtype, self.format, self.raw[:size],
+                      self.place)  # fmt: skip
 
     def array(self) -> NDArray[Any]:
         """All values, in memory: float32, or integers as stored."""
@@ -124,8 +148,8 @@ def recode(tensor: Stored, to: Format, pool: ThreadPoolExecutor) -> Iterator[Byt
     source = tensor.format
     assert source is not None, tensor.name
     if source is to and not isinstance(tensor, Packed):
-        for at in range(0, tensor.raw.size, COPY_BYTES):
-            yield tensor.raw[at : at + COPY_BYTES]
+        for at in range(0, tensor.nbytes, COPY_BYTES):
+            yield tensor.read(at, min(at + COPY_BYTES, tensor.nbytes))
         return
     width = tensor.shape[-1] if tensor.shape else 1
     rows = prod(tensor.shape[:-1])
@@ -169,6 +193,7 @@ def equal(a: Stored, b: Stored) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return all(
-        np.array_equal(a.raw[at : at + COPY_BYTES], b.raw[at : at + COPY_BYTES])
-        for at in range(0, a.raw.size, COPY_BYTES)
+        np.array_equal(a.read(at, end), b.read(at, end))
+        for at in range(0, a.nbytes, COPY_BYTES)
+        for end in (min(at + COPY_BYTES, a.nbytes),)
     )

@@ -14,7 +14,7 @@ import numpy as np
 
 from g4spec.convert.safetensors import load_json
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, KV, T, array, boolean, string, u32
+from g4spec.gguf import GGUF, KV, T, array, boolean, regular, string, u32
 
 STOP_IDS = "g4spec.stop_ids"
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
@@ -31,8 +31,10 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 def from_gguf(gguf: GGUF) -> KV:
     """The tokenizer keys of a converted target."""
-    if "tokenizer.ggml.tokens" not in gguf:
-        raise InputError(f"{gguf.path}: has no tokenizer, which a draft takes from its target")
+    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
+        if gguf.entries(key) is not T.STRING:
+            raise InputError(f"{gguf.path}: has no tokenizer, which a draft takes from its target",
+                             expected=f"{key}, a list of texts")  # fmt: skip
     kept = [k for k in gguf if k.startswith("tokenizer.") or k == STOP_IDS]
     return {key: gguf.value(key) for key in kept}
 
@@ -155,9 +157,9 @@ def _special_ids(
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     got: Any = settings.get("chat_template")
     path = folder / "chat_template.jinja"
-    if got is None and path.is_file():
+    if got is None and path.exists():
         try:
-            return path.read_text(encoding="utf-8")
+            return regular.read(regular.stays(path)).decode()
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8") from e
     if isinstance(got, list):

@@ -8,8 +8,6 @@ Source: ggml `docs/gguf.md`, `ggml/src/gguf.cpp`.
 from __future__ import annotations
 
 import mmap
-import os
-import stat
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -24,14 +22,14 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
-from g4spec.gguf import forks, strings
+from g4spec.gguf import forks, parts, regular, strings
 from g4spec.gguf.values import T, Value
 
 MAGIC = b"GGUF"
 MAX_DIMS = 4
 MAX_NAME = 63
 MAX_COUNT = 1 << 30
-DEFAULT_ALIGNMENT = 32
+DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 NUMBERS: dict[T, np.dtype[Any]] = {
     T.U8: np.dtype("<u1"), T.I8: np.dtype("<i1"), T.U16: np.dtype("<u2"), T.I16: np.dtype("<i2"),
     T.U32: np.dtype("<u4"), T.I32: np.dtype("<i4"), T.F32: np.dtype("<f4"),
@@ -44,12 +42,6 @@ _U64 = struct.Struct("<Q")
 def pad(n: int, alignment: int) -> int:
     """`n` rounded up to a multiple of `alignment`."""
     return -(-n // alignment) * alignment
-
-
-def inside(folder: Path) -> str | None:
-    """What to tell who names a folder where its GGUF file is wanted; None if it has none."""
-    found = sorted(folder.glob("*.gguf"))
-    return f"name the file in it: {found[0]}" if found else None
 
 
 def is_gguf(path: Path) -> bool:
@@ -65,6 +57,7 @@ class TensorInfo:
     Attributes:
         shape: PyTorch order, the fastest dimension last.
         type: ggml type number. `offset`: from the start of the data section. `nbytes`: size.
+        part: of a split model that it is in, the first is 0.
     """
 
     name: str
@@ -72,6 +65,7 @@ class TensorInfo:
     type: int
     offset: int
     nbytes: int
+    part: int = 0
 
     @property
     def format(self) -> quant.Format:
@@ -92,17 +86,19 @@ class GGUF(Mapping[str, Any]):
     """An open GGUF file, and a mapping of its metadata to plain Python values.
 
     Args:
-        path: the file; InputError if it is malformed, Unsupported if it is of another kind
-            (big-endian, version 1, split in parts).
+        path: the file, or the first part of a split model; InputError if it is malformed,
+            Unsupported if it is of another kind (big-endian, version 1).
+        joined: with the other parts of a split model.
 
     Attributes:
-        version, alignment: of the container. `size`: of the file, in bytes.
+        parts: the files of a split model, this one first. `size`: of this file, in bytes.
+        version, alignment: of the container.
         kv: the metadata (the object itself). `tensors`: TensorInfo by name, in file order.
         data_start: where the data section begins.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, joined: bool = True) -> None:
+        self.path, self.parts = Path(path), [self]
         self._cache: dict[str, Any] = {}
         self._places: dict[str, _Place] = {}
         self._blocks: dict[str, list[strings.Block]] = {}  # of string arrays
@@ -110,6 +106,10 @@ class GGUF(Mapping[str, Any]):
         self._open()
         try:
             self._header()
+            if joined:
+                parts.join(self)
+                self._places = {k: v for k, v in self._places.items() if k not in parts.KEYS}
+                self._cache.clear()
         except BaseException:
             self.close()
             raise
@@ -215,7 +215,8 @@ class GGUF(Mapping[str, Any]):
     def raw(self, name: str) -> NDArray[np.uint8]:
         """Bytes of a tensor, mapped read-only. Valid while the file is open."""
         info = self.tensors[name]
-        return np.frombuffer(self._map, np.uint8, info.nbytes, self.data_start + info.offset)
+        file = self.parts[info.part]
+        return np.frombuffer(file._map, np.uint8, info.nbytes, file.data_start + info.offset)
 
     def array(self, name: str) -> NDArray[Any]:
         """Values of a tensor as float32; integers and F64 as stored. Unsupported if the type
@@ -230,9 +231,7 @@ class GGUF(Mapping[str, Any]):
 
     def _open(self) -> None:
         try:
-            if stat.S_ISFIFO(os.stat(self.path).st_mode):  # opening one would wait for a writer
-                raise self._bad("a pipe", "a file")
-            with open(self.path, "rb") as f:
+            with regular.opened(self.path) as f:
                 self.size = f.seek(0, 2)
                 if self.size < 24:
                     raise self._bad("too short for a GGUF file", "24 bytes or more", self.size)
@@ -240,7 +239,7 @@ class GGUF(Mapping[str, Any]):
         except FileNotFoundError:
             raise InputError(f"{self.path}: no such file") from None
         except IsADirectoryError:
-            fix = inside(self.path) or "convert a checkpoint folder with `g4spec convert`"
+            fix = parts.inside(self.path) or "convert a checkpoint folder with `g4spec convert`"
             raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
         except PermissionError as e:
             raise InputError(f"{self.path}: {e.strerror}") from e
@@ -250,6 +249,8 @@ class GGUF(Mapping[str, Any]):
 
     def close(self) -> None:
         """Unmap the file, unless arrays made by `raw` or `array` still use it."""
+        for part in self.parts[1:]:
+            part.close()
         self._view.release()
         with suppress(BufferError):  # then the mapping goes when the last array does
             self._map.close()
@@ -304,9 +305,6 @@ class GGUF(Mapping[str, Any]):
         self.data_start = pad(at, self.alignment)
         self._clashing()
         self._check_bounds()
-        if self.get("split.count", 0) not in (0, 1):
-            raise Unsupported(f"{self.path}: one part of a split GGUF",
-                              fix="join the parts with llama-gguf-split --merge")  # fmt: skip
 
     def _scan_kv(self, at: int) -> int:
         key, at = self._string(at, f"metadata key {len(self._places)}")
@@ -349,8 +347,9 @@ class GGUF(Mapping[str, Any]):
         if place is None:
             return DEFAULT_ALIGNMENT
         value = self["general.alignment"]
-        if place.type is not T.U32 or value == 0 or value & (value - 1):
-            raise self._bad("general.alignment", "a power of two, of type U32", value)
+        if place.type is not T.U32 or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+            expected = f"a power of two up to {MAX_ALIGNMENT}, of type U32"
+            raise self._bad("general.alignment", expected, value)
         return int(value)
 
     def _scan_tensor(self, at: int) -> int:
@@ -387,9 +386,14 @@ class GGUF(Mapping[str, Any]):
             self.tensors[name] = replace(self.tensors[name], nbytes=nbytes)
 
     def _check_bounds(self) -> None:
-        room = self.size - self.data_start
-        for name, info in self.tensors.items():
+        """Tensors lie in the file, and none on another: a small file would hold large ones."""
+        room, end, before = self.size - self.data_start, 0, ""
+        for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
             if info.offset + info.nbytes > room:
                 raise self._bad(f"tensor {name!r} reaches beyond the end of the file; it is "
                                 "truncated or damaged", f"{max(room, 0)} bytes of data at most",
                                 info.offset + info.nbytes)  # fmt: skip
+            if info.offset < end and info.nbytes:
+                raise self._bad(f"tensor {name!r} lies on {before!r}",
+                                f"offset {end} or more", info.offset)  # fmt: skip
+            end, before = max(end, info.offset + info.nbytes), name

@@ -33,6 +33,9 @@ def check_place(path: Path) -> None:
         raise InputError(f"{path} is a folder", expected="the name of a file to write")
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is a device or pipe", expected="the name of a file to write")
+    if path.exists() and not path.stat().st_mode & 0o222:
+        raise EnvironmentProblem(f"cannot write {path}: it is read-only",
+                                 fix="choose another name, or make it writable")  # fmt: skip
     if not path.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder", fix="create it first")
 
@@ -40,7 +43,7 @@ def check_place(path: Path) -> None:
 @contextmanager
 def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
     """A new file beside `path` that becomes `path` if the block ends well, else disappears; where
-    that is a link, what it leads to.
+    that is a link, what it leads to. It keeps the mode of the file it replaces.
 
     Args:
         size: bytes that will be written; EnvironmentProblem if the disk has not that many.
@@ -60,12 +63,15 @@ def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
             while _lock(f.fileno()) is False or not temporary.exists():
                 temporary = _name(path)
                 f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
+            if path.exists():
+                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
             yield f
             f.flush()
             os.fsync(f.fileno())
             if fcntl is None:
                 f.close()  # Windows renames no open file
             os.replace(temporary, path)  # still locked
+        _sync(path.parent)
     except OSError as e:
         temporary.unlink(missing_ok=True)
         if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO,
@@ -75,6 +81,16 @@ def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _sync(folder: Path) -> None:
+    """Put a rename on disk, where a folder can be opened (not on Windows)."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def clear(path: Path) -> None:

@@ -1,17 +1,19 @@
-"""Writes GGUF files: streaming, and atomically (`g4spec.gguf.replacing`)."""
+"""Writes GGUF files: streaming, atomically (`g4spec.gguf.replacing`), in parts where asked to."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from g4spec import quant
 from g4spec.errors import InputError
+from g4spec.gguf import parts
 from g4spec.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, NUMBERS, pad
 from g4spec.gguf.replacing import replacing
 from g4spec.gguf.values import KV, T, Value
@@ -44,38 +46,117 @@ class TensorData:
 
 
 def write(path: str | Path, kv: KV, tensors: Iterable[TensorData],
-          progress: Progress | None = None) -> int:  # fmt: skip
-    """Write a file; returns its size in bytes. An existing file is replaced at the end.
+          progress: Progress | None = None,
+          check: Callable[[], None] | None = None) -> int:  # fmt: skip
+    """Write a file; returns its size in bytes. An existing file is replaced at the end, unless
+    `check` raises: it is called when all is written.
 
     Raises:
         InputError: a value or name that the format cannot hold, or a path that cannot be a file.
         EnvironmentProblem: the disk is full, or not writable.
     """
+    return _write([(Path(path), kv, list(tensors))], progress, check)
+
+
+def write_split(path: str | Path, kv: KV, tensors: Iterable[TensorData], max_size: int,
+                progress: Progress | None = None,
+                check: Callable[[], None] | None = None) -> tuple[list[Path], int]:  # fmt: skip
+    """Write a model in parts of at most `max_size` bytes, beside `path` and named after it; or the
+    file `path` if one part holds it all. Returns their paths, and their size in all.
+
+    The parts appear when the last one is complete. InputError if a tensor is larger than a part.
+    """
     path, tensors = Path(path), list(tensors)
-    align = int(kv["general.alignment"].data) if "general.alignment" in kv else DEFAULT_ALIGNMENT
-    head = header(kv, tensors, align)
-    total = len(head) + sum(pad(t.nbytes, align) for t in tensors)
-    with replacing(path, total) as f:
-        f.write(head)
-        done = len(head)
-        for tensor in tensors:
-            size = 0
-            for chunk in tensor.chunks:
-                f.write(chunk)
-                size += memoryview(chunk).nbytes
-                if progress:
-                    progress(done + size, total)
-            assert size == tensor.nbytes, f"{tensor.name}: {size} bytes, not {tensor.nbytes}"
-            f.write(bytes(pad(size, align) - size))
-            done += pad(size, align)
+    kv = {key: value for key, value in kv.items() if key not in parts.KEYS}
+    first = len(header(kv, tensors, alignment(kv)))
+    if first + sum(pad(t.nbytes, alignment(kv)) for t in tensors) <= max_size:
+        return [path], write(path, kv, tensors, progress, check)
+    groups = _groups(kv, tensors, max_size)
+    count = len(groups)
+    if count > parts.MAX_PARTS:
+        raise InputError(f"{path}: too many parts", expected=f"at most {parts.MAX_PARTS}",
+                         found=count, fix="allow larger parts")  # fmt: skip
+    named = [path.with_name(parts.name(path.name.removesuffix(".gguf"), no, count))
+             for no in range(count)]  # fmt: skip
+    files = [(named[no], _part(kv, no, count, len(tensors)), group)
+             for no, group in enumerate(groups)]  # fmt: skip
+    return named, _write(files, progress, check)
+
+
+def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[TensorData]]:
+    """The tensors of each part, in order: as many as fit beside its header. The first has none if
+    the metadata leave no room."""
+    align, groups = alignment(kv), [list[TensorData]()]
+    empty = len(header({}, [], 1))
+    used, later = (len(header(_part(kv, no, 0, 0), [], 1)) + align for no in (0, 1))
+    if used > max_size:
+        raise InputError(f"the metadata do not fit into a part of {max_size:,} bytes",
+                         found=f"{used:,} bytes", fix="allow larger parts")  # fmt: skip
+    for tensor in tensors:
+        size = len(header({}, [tensor], 1)) - empty + pad(tensor.nbytes, align)
+        if used + size > max_size and used != later:
+            groups.append([])
+            used = later
+        if used + size > max_size:
+            raise InputError(f"tensor {tensor.name} does not fit into a part of {max_size:,} bytes",
+                             found=f"{used + size:,} bytes with its header",
+                             fix="allow larger parts")  # fmt: skip
+        groups[-1].append(tensor)
+        used += size
+    return groups
+
+
+def _part(kv: KV, no: int, count: int, tensors: int) -> KV:
+    """Metadata of a part: all of it in the first one."""
+    own = {parts.NO: Value(T.U16, no), parts.COUNT: Value(T.U16, count),
+           parts.TENSORS: Value(T.I32, tensors)}  # fmt: skip
+    kept = {k: v for k, v in kv.items() if k == "general.alignment"}
+    return {**(kept if no else kv), **own}
+
+
+def alignment(kv: KV) -> int:
+    """Bytes to a multiple of which data are padded."""
+    return int(kv["general.alignment"].data) if "general.alignment" in kv else DEFAULT_ALIGNMENT
+
+
+def _write(files: list[tuple[Path, KV, list[TensorData]]], progress: Progress | None,
+           check: Callable[[], None] | None) -> int:  # fmt: skip
+    """Write files that appear together, unless `check` raises; returns their size in all."""
+    heads = [header(kv, tensors, alignment(kv)) for _, kv, tensors in files]
+    sizes = [len(head) + sum(pad(t.nbytes, alignment(kv)) for t in tensors)
+             for head, (_, kv, tensors) in zip(heads, files, strict=True)]  # fmt: skip
+    total, done = sum(sizes), 0
+    with ExitStack() as stack:
+        for no, (path, kv, tensors) in enumerate(files):
+            f = stack.enter_context(replacing(path, sum(sizes[no:])))
+            f.write(heads[no])
+            done += len(heads[no])
+            for tensor in tensors:
+                done += _stream(f, tensor, alignment(kv), done, total, progress)
+        if check:
+            check()
     return total
+
+
+def _stream(f: IO[bytes], tensor: TensorData, align: int, done: int, total: int,
+            progress: Progress | None) -> int:  # fmt: skip
+    """Write a tensor and what pads it; returns the bytes."""
+    size = 0
+    for chunk in tensor.chunks:
+        f.write(chunk)
+        size += memoryview(chunk).nbytes
+        if progress:
+            progress(done + size, total)
+    assert size == tensor.nbytes, f"{tensor.name}: {size} bytes, not {tensor.nbytes}"
+    f.write(bytes(pad(size, align) - size))
+    return pad(size, align)
 
 
 def header(kv: KV, tensors: list[TensorData], align: int) -> bytes:
     """Everything before the data section, padded to it."""
-    parts = [MAGIC, struct.pack("<Iqq", VERSION, len(tensors), len(kv))]
+    out = [MAGIC, struct.pack("<Iqq", VERSION, len(tensors), len(kv))]
     for key, value in kv.items():
-        parts += [_string(key), _value(key, value)]
+        out += [_string(key), _value(key, value)]
     offset, seen = 0, set()
     for t in tensors:
         name = t.name.encode()
@@ -85,9 +166,9 @@ def header(kv: KV, tensors: list[TensorData], align: int) -> bytes:
                                       f"{MAX_DIMS} dimensions")  # fmt: skip
         seen.add(t.name)
         dims = struct.pack(f"<I{len(t.shape)}q", len(t.shape), *reversed(t.shape))
-        parts += [_string(t.name), dims, struct.pack("<iQ", t.type, offset)]
+        out += [_string(t.name), dims, struct.pack("<iQ", t.type, offset)]
         offset += pad(t.nbytes, align)
-    head = b"".join(parts)
+    head = b"".join(out)
     return head + bytes(pad(len(head), align) - len(head))
 
 

@@ -51,17 +51,20 @@ def describe(
 
 
 def file(path: Path) -> dict[str, Any]:
-    """Name, size, SHA-256, architecture and quantization types of a GGUF file."""
+    """Name, size, SHA-256, architecture and quantization types of a GGUF file; of a split model
+    size and SHA-256 are those of its parts behind each other."""
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
     with GGUF(path) as opened:
+        for part in opened.parts:
+            with part.path.open("rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+        size = sum(part.size for part in opened.parts)
         types = Counter(quant.by_type(t.type).name for t in opened.tensors.values())
         kind = opened.kv.get("general.architecture")
     return {
         "name": path.name,
-        "bytes": path.stat().st_size,
+        "bytes": size,
         "sha256": digest.hexdigest(),
         "kind": kind,
         "types": dict(types.most_common()),

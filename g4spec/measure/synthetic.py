@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from g4spec.core import MAX_STEP_ROWS
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.models.spec import Checkpoint, TensorSpec
 from g4spec.quant import policy
 from g4spec.quant.format import Format
+from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.weights.matrix import Matrix
+from g4spec.runtime.memory import Size
 from g4spec.runtime.target import Target
 
 VOCAB = 262144
@@ -65,10 +66,16 @@ CENTROIDS = 2048
 """Clusters of tokens that the assistants of the small sizes have."""
 
 
-def target(name: str, type: str, ops: CudaOps, n_ctx: int) -> Target:
-    """A target of a size in `TARGETS`, its matrices of the types that `type` gives them."""
+def target(
+    name: str, type: str, backend: CudaBackend, n_ctx: int, n_slots: int = 1, pool: int = 0
+) -> Target:
+    """Make a target of a size in `TARGETS`, its matrices of the types that `type` gives them, with
+    room for `n_slots` texts of `n_ctx` tokens, `pool` in all."""
     config = gemma4.parse_hf(Checkpoint({"text_config": TARGETS[name]}, {}))
-    return Target(config, _turning(gemma4.tensors(config), type, ops), ops, n_ctx, ops.chunk)
+    size = Size.of(n_ctx, n_slots, pool)
+    space = backend.space(size.slots, size.n_ctx, size.pages)
+    weights = _turning(gemma4.tensors(config), type, backend.ops)
+    return Target(config, weights, backend, space, backend.chunk)
 
 
 def drafts(name: str) -> list[str]:
@@ -77,11 +84,11 @@ def drafts(name: str) -> list[str]:
 
 
 def draft(
-    name: str, type: str, ops: CudaOps, on: Target, kind: str | None = None
+    name: str, type: str, on: Target, kind: str | None = None
 ) -> dflash.Drafter | assistant.Drafter:
     """A draft for a target of this size, of a kind in `drafts`, or of the first one."""
     make = _dflash if (kind or drafts(name)[0]) == "dflash" else _assistant
-    return make(name, type, ops, on)
+    return make(name, type, on)
 
 
 class _Head:
@@ -97,7 +104,7 @@ class _Head:
         return self.arrays[key]
 
 
-def _assistant(name: str, type: str, ops: CudaOps, on: Target) -> assistant.Drafter:
+def _assistant(name: str, type: str, on: Target) -> assistant.Drafter:
     (hidden, heads, ff), its = ASSISTANTS[name], TARGETS[name]
     kv = its["num_key_value_heads"], its["num_global_key_value_heads"]
     same = {key: its[key] for key in ("sliding_window", "attention_k_eq_v")}
@@ -106,12 +113,12 @@ def _assistant(name: str, type: str, ops: CudaOps, on: Target) -> assistant.Draf
         "use_ordered_embeddings": name not in DRAFTS, "num_centroids": CENTROIDS,
         "text_config": _text(hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None, **same),
     }, {}), on.config)  # fmt: skip
-    weights: Any = _turning(assistant.tensors(config), type, ops)
+    weights: Any = _turning(assistant.tensors(config), type, on.backend.ops)
     head: Any = _Head(config)
-    return assistant.Drafter(config, weights, ops, on, head, [], None)
+    return assistant.Drafter(config, weights, on.ops, on, head, [], on.n_states)
 
 
-def _dflash(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
+def _dflash(name: str, type: str, on: Target) -> dflash.Drafter:
     heads, ff = DRAFTS[name]
     n = len(on.config.layers)
     taps = [round(1 + k * (n - 4) / 5) for k in range(6)]
@@ -124,10 +131,11 @@ def _dflash(name: str, type: str, ops: CudaOps, on: Target) -> dflash.Drafter:
         "block_size": 16, "dflash_config": {"mask_token_id": 4, "target_layer_ids": taps},
         "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
     }, {}), on.config)  # fmt: skip
-    kv = [ops.cache(s, on.n_ctx + MAX_STEP_ROWS, max(ops.chunk, 2 * MAX_STEP_ROWS))
-          for s in dflash.caches(config, None)]  # fmt: skip
-    weights = _weights(dflash.tensors(config), type, ops)
-    drafter = dflash.Drafter(config, weights, ops, on, None, kv, None)
+    slack = on.backend.slack(on.chunk)
+    kv = [on.backend.cache(s, on.space, slack) for s in dflash.caches(config, None)]
+    weights: Any = _weights(dflash.tensors(config), type, on.backend.ops)
+    file: Any = None
+    drafter = dflash.Drafter(config, weights, on.ops, on, file, kv, on.n_states)
     on.taps = drafter.taps
     return drafter
 
@@ -140,8 +148,9 @@ def _turning(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, 
 
 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
-    """What `CudaOps.load` returns for a file of these tensors."""
-    choice = policy.Policy(policy.asked(type), [s.name for s in specs if not s.optional])
+    """What `CudaBackend.load` returns for a file of these tensors."""
+    choice = policy.Policy(policy.asked(type),
+                           {s.name: s.shape for s in specs if not s.optional})  # fmt: skip
     out: dict[str, Any] = {}
     for spec in specs:
         if spec.optional or spec.make:

@@ -1,16 +1,17 @@
 """Times steps and cycles of models with random weights on a GPU (`bench --synthetic`).
 
 A step's time is that of its recording played again (CUDA events, median): what the GPU does, and
-not what Python adds. A cycle is timed by the clock with everything in it, and accepts as many
-drafts as it is told to: random weights predict nothing. Before each of these the GPU rests, so that
-its clock does not depend on what ran before; what cycles take once power limits the clock is
-measured after a second of them.
+not what Python adds. A draft's is that of its part of cycles. A cycle is timed by the clock with
+everything in it, and accepts as many drafts as it is told to: random weights predict nothing.
+Before each of these the GPU rests, so that its clock does not depend on what ran before; what
+cycles take once power limits the clock is measured after a second of them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -18,13 +19,18 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS
+from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, PAGE, Sequence, Work
 from g4spec.errors import UsageError
 from g4spec.measure import run_record as provenance
 from g4spec.measure import synthetic
-from g4spec.ops.sampling import Sampler
 from g4spec.quant import policy
-from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.step import graphs
+from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.pool import Pool
+from g4spec.runtime.request import Options
+from g4spec.runtime.target import Target, batch_of
 
 SCHEMA = "g4spec.synthetic/2"
 ROWS = (1, 2, 4, 8, 16)
@@ -49,6 +55,7 @@ class Protocol:
         contexts: tokens in front of the steps that are timed.
         accept_length: tokens a cycle commits, the target's own included.
         times: repetitions whose median counts.
+        streams: numbers of texts whose common step of a row each is timed.
     """
 
     type: str = "q4_k_m"
@@ -57,6 +64,7 @@ class Protocol:
     contexts: tuple[int, ...] = CONTEXTS
     accept_length: int = 6
     times: int = 20
+    streams: tuple[int, ...] = ()
 
     @property
     def room(self) -> int:
@@ -74,12 +82,14 @@ Watch = Callable[[int, int, Callable[[], Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Figures at one context, in milliseconds: `steps` by rows; of cycles those after a rest and
-    `sustained` ones, from which `tokens_per_second` follows."""
+    """Figures at one context, in milliseconds: `steps` of one text by rows, `streams` of several
+    texts by their number; of cycles those after a rest and `sustained` ones, from which
+    `tokens_per_second` follows."""
 
     context: int
     prefill_tokens_per_second: float
     steps: dict[int, float]
+    streams: dict[int, float]
     draft: float
     cycle: float
     sustained: float
@@ -87,36 +97,40 @@ class Row:
 
 
 def measure(
-    name: str, ops: CudaOps, protocol: Protocol, watch: Watch | None = None
+    name: str, backend: CudaBackend, protocol: Protocol, watch: Watch | None = None
 ) -> dict[str, Any]:
     """Build a model of a size in `synthetic.TARGETS`, with a draft; the result file's contents.
 
     Args:
         watch: is given each context and number of rows, and what plays a step of so many there.
     """
-    kind = check(name, protocol)
-    with torch.cuda.device(ops.device):
-        read = bandwidth(ops.device)
-        torch.cuda.empty_cache()
-        target = synthetic.target(name, protocol.type, ops, max(protocol.contexts) + protocol.room)
-        target.step(_tokens(target, 1), 0)  # packs what a step reads
-        pairs = ops.pairs.nbytes
-        drafter = synthetic.draft(name, protocol.draft_type, ops, target, kind)
-        rows = []
-        for context in protocol.contexts:
-            rows.append(_at(context, target, drafter, protocol))
-            if watch is not None:
-                step: Any = target._step
-                for count in ROWS:
-                    watch(context, count, step.recording(count).replay)
+    kind, ops = check(name, protocol), backend.ops
+    backend.enter()
+    read = bandwidth(ops.device)
+    torch.cuda.empty_cache()
+    n_ctx = max(protocol.contexts) + protocol.room
+    texts = max((1, *protocol.streams))
+    target = synthetic.target(name, protocol.type, backend, n_ctx, texts, texts * (n_ctx + PAGE))
+    drafter = synthetic.draft(name, protocol.draft_type, target, kind)
+    pool = Pool(target.space)
+    sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
+    for sequence in sequences:
+        pool.grow(sequence, n_ctx)
+    Step(target, sequences[:1], 1, 0)  # packs what a step reads
+    pairs, rows = ops.pairs.nbytes, []
+    for context in protocol.contexts:
+        rows.append(_at(context, target, drafter, sequences, protocol))
+        if watch is not None:
+            for count in ROWS:
+                watch(context, count, Step(target, sequences[:1], count, context).replay)
     held = weight_bytes(target.model.w) + pairs
     step = held - _idle_bytes(target.model.w, target.config.layers[0])
     plain = rows[0].steps[1]
     return {
         "schema": SCHEMA, "label": LABEL, "model": name,
         "type": protocol.type, "draft": kind, "draft_type": protocol.draft_type,
-        "cache_type": ops.cache_type, "accept_length": protocol.accept_length,
-        "machine": provenance.machine(), "device": ops.title, "driver": provenance.driver(),
+        "cache_type": backend.cache_type, "accept_length": protocol.accept_length,
+        "machine": provenance.machine(), "device": backend.title, "driver": provenance.driver(),
         "commit": provenance.commit(),
         "torch": torch.__version__, "overridden_ops": provenance.overridden(ops),
         "ops_without_kernel": sorted(ops.without_kernel),
@@ -124,6 +138,29 @@ def measure(
         "fraction_of_bandwidth": step / (plain * 1e-3) / read,
         "rows": [_json(row) for row in rows],
     }  # fmt: skip
+
+
+class Step:
+    """A recorded step of the target: `count` rows of each sequence from position `start` on."""
+
+    def __init__(
+        self, target: Target, sequences: Seq[Sequence], count: int, start: int
+    ) -> None:
+        parts = [(s.slot, start, random_tokens(target, count)) for s in sequences]
+        self.batch = batch_of(target.ops, parts)
+
+        def run() -> tuple[torch.Tensor, ...]:
+            rows, logits = target.run(self.batch, capped=False)
+            return rows.hidden, rows.taps, logits
+
+        for _ in range(2):
+            run()
+        self.graph = graphs.Capture(run, torch.cuda.graph_pool_handle())
+
+    def replay(self) -> torch.Tensor:
+        """Run it again; logits [T, V]."""
+        self.graph.replay()
+        return self.graph.outputs[2]
 
 
 def check(name: str, protocol: Protocol) -> str:
@@ -184,73 +221,92 @@ def _idle_bytes(weights: Mapping[str, Any], layer: Any) -> int:
     return int(weight_bytes(stacks) * idle)
 
 
-def _at(context: int, target: Any, drafter: Any, protocol: Protocol) -> Row:
-    fill = _fill(target, drafter, context)
-    steps = {}
+def _at(
+    context: int, target: Target, drafter: Any, sequences: Seq[Sequence], protocol: Protocol
+) -> Row:
+    speed = max(fill(target, drafter, s, context) for s in sequences)
+    steps, streams = {}, {}
     for rows in ROWS:
-        ids = _tokens(target, rows)
-        logits = target.step(ids, context).logits
-        assert bool(logits.isfinite().all()), (context, rows)
-        steps[rows] = milliseconds(target._step.recording(rows).replay, protocol.times, REST)
-    draft = milliseconds(_proposal(drafter, context).replay, protocol.times, REST)
+        step = Step(target, sequences[:1], rows, context)
+        assert bool(step.replay().isfinite().all()), (context, rows)
+        steps[rows] = milliseconds(step.replay, protocol.times, REST)
+    for count in protocol.streams:
+        step = Step(target, sequences[:count], 1, context)
+        assert bool(step.replay().isfinite().all()), (context, count)
+        streams[count] = milliseconds(step.replay, protocol.times, REST)
     length = 1 + min(protocol.accept_length - 1, drafter.max_tokens)
     most = drafter.max_tokens if drafter.at_once else min(drafter.max_tokens, length)
-    player = target.ops.player(target, drafter, length - 1)
-    player.ready(Sampler())
-    cycle = sustained = _cycle(player, most, context, protocol.times, REST)
+    cycles = Cycles(target, drafter, sequences[0], most, length - 1)
+    cycle = sustained = cycles.time(context, protocol.times, REST)
+    draft = cycles.draft
     end = time.perf_counter() + SUSTAIN
     while time.perf_counter() < end:
-        sustained = _cycle(player, most, context, protocol.times)
-    speed = round(length / sustained * 1e3, 1)
-    return Row(context, fill, steps, draft, cycle, sustained, speed)
+        sustained = cycles.time(context, protocol.times)
+    rate = round(length / sustained * 1e3, 1)
+    return Row(context, speed, steps, streams, draft, cycle, sustained, rate)
 
 
-def _proposal(drafter: Any, context: int) -> Any:
-    """A block, or a token of one that drafts them one after the other, as recorded."""
-    if drafter.at_once:
-        drafter.block(7, context)
-        return drafter._block.recording(1)
-    drafter._next([7], context, drafter._newest)
-    return drafter._next.recording(1)
-
-
-def _tokens(target: Any, n: int) -> list[int]:
+def random_tokens(target: Target, n: int) -> list[int]:
+    """Any `n` tokens."""
     ids: list[int] = torch.randint(10, target.config.n_vocab, (n,)).tolist()
     return ids
 
 
-def _fill(target: Any, drafter: Any, tokens: int) -> float:
+def fill(target: Target, drafter: Any, sequence: Sequence, tokens: int) -> float:
     """Read random tokens so that caches are real; tokens a second."""
-    ids = _tokens(target, tokens)
+    ids = random_tokens(target, tokens)
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    for read in target.prefill(ids):
-        drafter.commit(read)
+    for start in range(0, tokens, target.chunk):
+        part = ids[start : start + target.chunk]
+        rows = target.backend.read(target, sequence.slot, part, start)
+        target.backend.commit(drafter, rows)
     torch.cuda.synchronize()
     return round(tokens / (time.perf_counter() - begin))
 
 
-def _cycle(player: Any, count: int, at: int, times: int, rest: float = 0.0) -> float:
-    """Median milliseconds of cycles of `count` drafted tokens from a position on: draft, step,
-    choice, and the draft brought up to date with what is said to be accepted, each started before
-    the one before it is read."""
-    player.begin(7, at)
-    player.start(count)
-    torch.cuda.synchronize()
-    time.sleep(rest)
-    ends = []
-    for _ in range(WARM + times):
-        player.start(count)
-        player.result()
-        ends.append(time.perf_counter())
-    player.result()
-    return round(median(b - a for a, b in pairwise(ends[WARM - 1 :])) * 1e3, 3)
+class Cycles:
+    """Cycles of one text: draft, step, choice, and the draft brought up to date with what is said
+    to be accepted, each started before the one before it is read.
+
+    Args:
+        count: drafted tokens. accepted: of these, whatever they are.
+
+    Attributes:
+        draft: median milliseconds of the draft's part of cycles that were timed last.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Any, sequence: Sequence, count: int, accepted: int
+    ) -> None:
+        self.runner = GraphRunner(target, drafter, forced=accepted)
+        chooser = RequestChooser(Options(), [7], target.config.n_vocab, target.backend)
+        self.sequence, self.draft = sequence, 0.0
+        self.work = [Work(sequence, count, chooser)]
+
+    def time(self, at: int, times: int, rest: float = 0.0) -> float:
+        """Median milliseconds of cycles from position `at` on."""
+        self.sequence.ids = [7] * (at + 1)
+        self.sequence.drafting = True
+        self.runner.start(self.work)
+        torch.cuda.synchronize()
+        time.sleep(rest)
+        ends, drafts = [], []
+        for _ in range(WARM + times):
+            self.runner.start(self.work)
+            drafts.append(self.runner.result()[0].draft_seconds * 1e3)
+            ends.append(time.perf_counter())
+        self.runner.result()
+        self.sequence.pending.clear()
+        self.draft = round(median(drafts[WARM:]), 3)
+        return round(median(b - a for a, b in pairwise(ends[WARM - 1 :])) * 1e3, 3)
 
 
 def _json(row: Row) -> dict[str, Any]:
     return {
         "context": row.context, "prefill_tokens_per_second": row.prefill_tokens_per_second,
         **{f"step_{rows}_ms": ms for rows, ms in row.steps.items()},
+        **{f"streams_{count}_ms": ms for count, ms in row.streams.items()},
         "draft_ms": row.draft, "cycle_ms": row.cycle, "sustained_ms": row.sustained,
         "tokens_per_second": row.tokens_per_second,
     }  # fmt: skip

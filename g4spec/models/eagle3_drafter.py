@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Drafter(WeightedDrafter):
     """Proposes a chain of tokens, or P-EAGLE's block (`g4spec.core.Draft`).
 
-    Row p of the cache holds token p + 1 beside the feature of position p. The feature of the newest
-    position waits for the token after it, which is the next anchor.
+    Row p of the cache holds token p beside the feature of position p - 1; row 0, which has no
+    feature, is never seen. So a row depends on no token behind it, and texts that begin alike share
+    their pages. The feature of the newest position waits for the next anchor.
     """
 
     name = "eagle3"
@@ -38,17 +39,17 @@ class Drafter(WeightedDrafter):
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
         """Read tokens beside the features before them: the first one beside the feature that waited
-        for it. The row before position 0 is written where nobody reads."""
+        for it."""
         batch = rows.batch
         slots, g = first_rows(batch, batch.slots), self._fused(rows.taps)
         before = self._shifted(batch, g, self._waiting[slots])
-        self._read(batch.at(batch.positions - 1), before, batch.positions - 1, keys_only=True)
+        self._read(batch, before, batch.positions, keys_only=True)
         self._waiting[slots] = accepted_rows(batch, g, accepted)
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         """See `g4spec.core.Draft`. The window stays where the first row put it, as in training."""
         rows = batch.columns(0, 1)
-        feature, seen_from = self._waiting[rows.slots], rows.positions - 1
+        feature, seen_from = self._waiting[rows.slots], rows.positions
         if self.config.depths:
             return self._block(batch.columns(0, count), feature, count, pick)
         out = []
@@ -63,10 +64,10 @@ class Drafter(WeightedDrafter):
         self, batch: Batch, feature: torch.Tensor, count: int, pick: Pick
     ) -> torch.Tensor:
         """P-EAGLE's block of `count` rows: `feature` [S, E] stands beside the anchors."""
-        n, rows = len(batch.sizes), batch.at(batch.positions - 1)
+        n = len(batch.sizes)
         features = self._unknown.expand(n, count, -1).clone()
         features[:, 0] = feature
-        logits, _ = self._read_and_head(rows, features.flatten(0, 1), rows.positions)
+        logits, _ = self._read_and_head(batch, features.flatten(0, 1), batch.positions)
         return pick(logits, 0).view(n, count)
 
     @cached_property
@@ -132,6 +133,7 @@ class Drafter(WeightedDrafter):
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
         spans = ops.spans(batch.at(seen_from), set(reaches))
+        own = batch.positions
         for spec in c.layers:
             b = f"blk.{spec.index}."
             if spec.index == 0:
@@ -142,8 +144,8 @@ class Drafter(WeightedDrafter):
             q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index], queries=not done)
             if done:
                 break
-            first, _ = spans[reaches[spec.index]]
-            h = ops.attend(q, self.caches[spec.index], batch, first, batch.positions,
+            first = spans[reaches[spec.index]][0].clamp(min=1).minimum(own)  # row 0 sees itself
+            h = ops.attend(q, self.caches[spec.index], batch, first, own,
                            spec.head_dim**-0.5)  # fmt: skip
             h = ops.linear(h, w[b + "attn_output.weight"], parts=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])

@@ -9,6 +9,9 @@ from g4spec.errors import InputError
 
 MAX_LAYERS = 512
 """llama.cpp's LLAMA_MAX_LAYERS."""
+MAX_SIZE = 1 << 24
+"""Of a width, a count or a context: a hundred times what any model has, and vectors of that size
+still fit into memory."""
 
 T = TypeVar("T")
 _MISSING = object()
@@ -72,20 +75,18 @@ class Fields:
             )
         return [v for v in value if isinstance(v, kind)]
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        """A positive int."""
+    def positive(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A positive int of at most `most`."""
         value = self.get(int, key) if default is None else self.get(int, key, default)
-        if value <= 0:
-            raise InputError(f"{self.where}: {self.prefix + key}", expected="> 0", found=value)
+        if not 0 < value <= most:
+            raise InputError(f"{self.where}: {self.prefix + key}",
+                             expected="> 0" if value <= 0 else f"at most {most}",
+                             found=value)  # fmt: skip
         return value
 
     def layers(self, key: str) -> int:
         """A number of layers: positive, and no more than upstream can hold."""
-        value = self.positive(key)
-        if value > MAX_LAYERS:
-            raise InputError(f"{self.where}: {self.prefix + key}",
-                             expected=f"at most {MAX_LAYERS}", found=value)  # fmt: skip
-        return value
+        return self.positive(key, most=MAX_LAYERS)
 
     def vocabulary(self) -> int:
         """`vocab_size`, or in a GGUF without it the number of its tokens."""

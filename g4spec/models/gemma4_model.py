@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 
 class Model:
-    """The forward pass. Weights are whatever `ops.load` returns, by GGUF name."""
+    """The forward pass. Weights are whatever `ops.load` returns, by GGUF name.
+
+    Attributes:
+        freqs: radians a position [head_dim / 2] of each layer.
+    """
 
     def __init__(self, config: Config, weights: Mapping[str, Any], ops: Ops) -> None:
         self.config, self.w, self.ops = config, weights, ops
         divisors = weights["rope_freqs.weight"]
-        self._freqs = [
+        self.freqs = [
             ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)
             for s in config.layers
         ]
@@ -58,7 +62,7 @@ class Model:
         h, tapped = ops.norm_rows(x, norms[0], eps), {}
         for spec, following in zip(layers, [*norms[1:], w["output_norm.weight"]], strict=True):
             if spec.index in taps:
-                tapped[spec.index] = x
+                tapped[spec.index] = ops.keep(x)
             h = self._attention(spec, h, batch, spans[Reach.causal(spec.window)], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
             x, h = sandwich(ops, w, f"blk.{spec.index}.", x, h, eps, following, spec, ple,
@@ -97,7 +101,7 @@ class Model:
         ops, w, b = self.ops, self.w, f"blk.{spec.index}."
         own = spec.kv_from is None
         kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
-        q = ops.qkv(h, attention(w, spec, self.config.eps, self._freqs[spec.index], own),
+        q = ops.qkv(h, attention(w, spec, self.config.eps, self.freqs[spec.index], own),
                     batch, kv)  # fmt: skip
         out = w[b + "attn_output.weight"]
         return ops.linear(ops.attend(q, kv, batch, *span, 1.0), out, parts=True)

@@ -55,6 +55,10 @@ class SimpleOps:
         """Parts [S] as the columns of [S, n]."""
         return torch.stack(parts, dim=1)
 
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual x [T, H] as it is now, for a backend that updates residuals in place."""
+        return x
+
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Parts [T_i, H] below each other -> [sum T_i, H]."""
         return torch.cat(parts)

@@ -8,11 +8,11 @@ from functools import cache
 
 from g4spec.errors import Unsupported, UsageError
 from g4spec.quant import formats
-from g4spec.quant.format import Format, Unrepresentable, possible
+from g4spec.quant.format import Factors, Format, Unrepresentable, possible
 from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS
 
-__all__ = ["FIRST_CLASHING_TYPE", "Format", "Unrepresentable", "by_type", "get", "known", "names",
-           "possible"]  # fmt: skip
+__all__ = ["FIRST_CLASHING_TYPE", "Factors", "Format", "Unrepresentable", "by_type", "get", "known",
+           "names", "possible", "readable"]  # fmt: skip
 
 
 @cache
@@ -33,8 +33,13 @@ def _by_type() -> dict[int, Format]:
 
 
 def names() -> list[str]:
-    """Types that can be asked for, e.g. as `--type`."""
-    return list(_codecs())
+    """Types that can be written, e.g. as `--type`."""
+    return [name for name, form in _codecs().items() if form.encode is not None]
+
+
+def readable() -> dict[str, Format]:
+    """Types that can be dequantized, by name."""
+    return _codecs()
 
 
 def get(name: str) -> Format:

@@ -1,18 +1,19 @@
-"""Scales, minima and codes of Q4_K and Q5_K: values are about d * scale * code - dmin * least.
+"""Scales, minima and codes of Q2_K, Q4_K and Q5_K: values are about
+d * scale * code - dmin * least.
 
-A block of 256 has 8 groups of 32, each with a 6-bit scale and a 6-bit minimum, and two
-half-precision factors for all of them. What is minimised is the squared error with the weights of
-ggml's `quantize_row_q4_K_ref`, rms + |x|, but by a search of our own:
+A block of 256 has 8 groups of 32, each with a 6-bit scale and a 6-bit minimum (Q2_K: 16 groups of
+16, and 4 bits), and two half-precision factors for all of them. What is minimised is the squared
+error with the weights of ggml's `quantize_row_q4_K_ref`, rms + |x|, but by a search of our own:
 
 1. each group by itself: codes for a few steps around span / top, and for these codes the scale and
    minimum by least squares; then once more around the best of them;
-2. scale and minimum rounded to 6 bits, and the neighbours of the scale tried, each with the
+2. scale and minimum rounded to whole numbers, and the neighbours of the scale tried, each with the
    minimum that then fits best;
 3. the factors d and dmin fitted to the codes by least squares, kept where that is better.
 
-Values lie as [32, 8 * blocks] meanwhile: sums over a group are then additions of long rows, and
-the arrays of a batch stay in a core's cache. Sums are taken of values shifted by their minimum, so
-that groups far from zero lose no digits.
+Values lie as [size, groups * blocks] meanwhile: sums over a group are then additions of long rows,
+and the arrays of a batch stay in a core's cache. Sums are taken of values shifted by their minimum,
+so that groups far from zero lose no digits.
 """
 
 from __future__ import annotations
@@ -28,15 +29,32 @@ BLOCK, GROUPS, SIZE = 256, 8, 32
 BATCH = 384
 """Blocks computed together, in arrays of 384 KiB. Fewer, and calls outweigh the arithmetic; more,
 and each array is fetched from the operating system anew."""
-STEPS = (-3.0, -2.0, -1.4, -0.9, -0.4, -0.2, 0.0, 0.2, 0.5, 0.9)
-"""Steps tried are span / (top + these): below zero the codes stop short of `top`, above it the
-largest values are cut off."""
 AROUND = (0.96, 0.98, 1.0, 1.02, 1.04)
 NEIGHBOURS = (0, -1, 1)
-MOST = np.float32(63)
 TINY = np.float32(1e-30)
 """Groups with a smaller span count as constant: half precision could not tell them from that."""
 F = np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a block is made of.
+
+    Attributes:
+        groups, size: groups of a block, values of a group.
+        top: largest code. `most`: largest scale and minimum.
+        rounds: how often steps 2 and 3 are done.
+        steps: those tried are span / (top + these): below zero the codes stop short of `top`, above
+            it the largest values are cut off. The first is a whole number: constants become codes
+            of top + that without an error.
+    """
+
+    top: int
+    rounds: int
+    groups: int = GROUPS
+    size: int = SIZE
+    most: int = 63
+    steps: tuple[float, ...] = (-3.0, -2.0, -1.4, -0.9, -0.4, -0.2, 0.0, 0.2, 0.5, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +62,8 @@ class Fitted:
     """Quantized blocks, `n` of them.
 
     Attributes:
-        d, dmin: half precision, [n]. `scale`, `least`: whole numbers below 64, [8, n].
-        codes: whole numbers up to `top`, [32, 8, n].
+        d, dmin: half precision, [n]. `scale`, `least`: whole numbers up to `most`, [groups, n].
+        codes: whole numbers up to `top`, [size, groups, n].
     """
 
     d: NDArray[np.float16]
@@ -55,38 +73,39 @@ class Fitted:
     codes: Floats
 
 
-def fit(x: Floats, top: int, rounds: int) -> Fitted:
-    """Quantize whole blocks [256 * n] with codes 0..top, steps 2 and 3 done `rounds` times. Values
-    that are not finite, or too large for half-precision factors, leave such factors."""
-    n = len(x) // BLOCK
-    groups = np.ascontiguousarray(x.reshape(n, GROUPS, SIZE).transpose(2, 1, 0)).reshape(SIZE, -1)
+def fit(x: Floats, layout: Layout) -> Fitted:
+    """Quantize whole blocks [256 * n]. Raises Unrepresentable."""
+    n, groups, size = len(x) // BLOCK, layout.groups, layout.size
+    columns = np.ascontiguousarray(x.reshape(n, groups, size).transpose(2, 1, 0))
     with np.errstate(all="ignore"):
-        search = _Search(groups, top)
-        scale, least = (a.reshape(GROUPS, n) for a in search.groups())
-        d, scale = _six_bits(scale)
-        dmin, least = _six_bits(least)
-        for _ in range(rounds):
+        search = _Search(columns.reshape(size, -1), layout)
+        scale, least = (a.reshape(groups, n) for a in search.groups())
+        d, scale = _whole(scale, layout.most)
+        dmin, least = _whole(least, layout.most)
+        for _ in range(layout.rounds):
             scale, least = search.neighbours(d, dmin, scale, least)
             d, dmin = search.factors(d, dmin, scale, least)
-        codes = search.codes(d, dmin, scale, least).reshape(SIZE, GROUPS, n)
+        codes = search.codes(d, dmin, scale, least).reshape(size, groups, n)
+    refuse_infinite(x, d, dmin)
     return Fitted(d, dmin, scale, least, codes)
 
 
-def _six_bits(values: Floats) -> tuple[NDArray[np.float16], Floats]:
+def _whole(values: Floats, most: int) -> tuple[NDArray[np.float16], Floats]:
     """A half-precision factor for each block, and its groups' values as multiples of it."""
     largest = np.maximum(values.max(axis=0), F(0))
-    factor = (largest / MOST).astype(np.float16)
-    inverse = np.where(factor > 0, MOST / largest, F(0))
-    return factor, np.clip(np.rint(values * inverse), F(0), MOST)
+    factor = (largest / F(most)).astype(np.float16)
+    inverse = np.where(factor > 0, F(most) / largest, F(0))
+    return factor, np.clip(np.rint(values * inverse), F(0), F(most))
 
 
 class _Search:
-    """One batch, [32, groups]. `y`: values from their minimum on; `code`, `part`: scratch."""
+    """One batch, [size, groups]. `y`: values from their minimum on; `code`, `part`: scratch."""
 
-    def __init__(self, x: Floats, top: int) -> None:
-        self.x, self.top = x, F(top)
+    def __init__(self, x: Floats, layout: Layout) -> None:
+        self.x, self.layout = x, layout
+        self.top, self.most = F(layout.top), F(layout.most)
         self.weights = np.abs(x)
-        self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(SIZE))
+        self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(layout.size))
         self.weight = np.maximum(np.einsum("ij->j", self.weights), TINY)
         self.y, self.code, self.part = (np.empty_like(x) for _ in range(3))
 
@@ -117,8 +136,9 @@ class _Search:
         flat = span < TINY
         span[flat] = 1
         total = self.shift(least)
-        inverses = [(self.top + F(s)) / span for s in STEPS]
-        scale, first, gain = self._best(least, total, inverses, [s > 0 for s in STEPS])
+        steps = self.layout.steps
+        inverses = [(self.top + F(s)) / span for s in steps]
+        scale, first, gain = self._best(least, total, inverses, [s > 0 for s in steps])
         moved = first - least
         # The second search counts from another minimum, so from another error of all zeros.
         gain += 2 * moved * total + moved * moved * self.weight
@@ -157,7 +177,7 @@ class _Search:
 
     def neighbours(self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats,
                    least: Floats) -> tuple[Floats, Floats]:  # fmt: skip
-        """The 6-bit scales and minima that fit best, near the given ones."""
+        """The whole scales and minima that fit best, near the given ones."""
         wide, low = d.astype(F), dmin.astype(F)
         inverse = np.where(low > 0, 1 / low, F(0))
         at = (low * least).reshape(-1)
@@ -165,11 +185,12 @@ class _Search:
         best = np.full_like(at, np.inf), scale, least
         code, square, product = sums = np.empty((3, len(at)), F)
         for step in NEIGHBOURS:
-            tried = np.clip(scale + F(step), F(0), MOST)
+            tried = np.clip(scale + F(step), F(0), self.most)
             s = (wide * tried).reshape(-1)
             self.sums(np.where(s > 0, 1 / s, F(0)), sums)
             move = (s * code - total) / self.weight
-            minimum = np.clip(np.rint((at + move).reshape(least.shape) * inverse), F(0), MOST)
+            minimum = np.rint((at + move).reshape(least.shape) * inverse)
+            minimum = np.clip(minimum, F(0), self.most)
             move = (low * minimum).reshape(-1) - at
             error = s * (s * square - 2 * (product + move * code))
             error += move * (move * self.weight + 2 * total)
@@ -209,12 +230,11 @@ class _Search:
         return np.where(better, new[0], d), np.where(better, new[1], dmin)
 
 
-def blocks(x: Floats, dtype: np.dtype[np.void], top: int,
-           rounds: int) -> tuple[NDArray[np.void], Bytes]:  # fmt: skip
-    """The blocks that `fit` makes of x [256 * n], records [n] of `dtype` with the lower four bits
-    of each code in place, and all bits of the codes [32, 8, n]."""
-    found = fit(x, top, rounds)
-    refuse_infinite(x, found.d, found.dmin)
+def blocks(x: Floats, dtype: np.dtype[np.void],
+           layout: Layout) -> tuple[NDArray[np.void], Bytes]:  # fmt: skip
+    """The blocks of Q4_K or Q5_K that `fit` makes of x [256 * n], records [n] of `dtype` with the
+    lower four bits of each code in place, and all bits of the codes [32, 8, n]."""
+    found = fit(x, layout)
     out = np.empty(len(found.d), dtype)
     out["d"], out["dmin"] = found.d, found.dmin
     out["scales"] = pack_scales(found.scale, found.least)
@@ -259,13 +279,15 @@ def values(d: NDArray[np.float16], dmin: NDArray[np.float16], packed: Bytes,
     return out.reshape(-1)
 
 
-def bound(x: Floats, top: int) -> Floats:
-    """Two steps of the group, what rounding scale and minimum to 6 bits moves, and the least that
-    half precision can tell apart. How steps are searched for decides what is reached, so this is
+def bound(x: Floats, layout: Layout) -> Floats:
+    """Two steps of the group, what rounding scale and minimum moves, and the least that half
+    precision can tell apart. How steps are searched for decides what is reached, so this is
     what errors of ggml's files and of these stay below, with room to spare, not a theorem."""
-    groups = x.reshape(-1, GROUPS, SIZE)
+    top, most = layout.top, layout.most
+    groups = x.reshape(-1, layout.groups, layout.size)
     span = np.maximum(groups.max(axis=2), F(0)) - np.minimum(groups.min(axis=2), F(0))
     step = span / F(top)
-    allowed = 2 * step + step.max(axis=1, keepdims=True) * F(top / 63) + F(64 * top * 2.0**-24)
-    out: Floats = np.repeat(allowed.reshape(-1), SIZE)
+    allowed = 2 * step + step.max(axis=1, keepdims=True) * F(top / most)
+    allowed += F((most + 1) * top * 2.0**-24)
+    out: Floats = np.repeat(allowed.reshape(-1), layout.size)
     return out

@@ -18,6 +18,8 @@ Floats = NDArray[np.float32]
 
 MAX_DIMS = 32
 """What every numpy can hold."""
+DECODED = 1 << 18
+"""Values dequantized together: more, and temporaries take several times the result's memory."""
 
 
 class Unrepresentable(ValueError):
@@ -33,17 +35,47 @@ class Unrepresentable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """How a block's values scale, so that a file can be judged without dequantizing it.
+
+    Attributes:
+        read: blocks [n, block_bytes] -> what codes are multiplied by, float32 [k, n]; not
+            finite where values would not be.
+        largest: the most by which codes, and scales that are whole numbers, multiply a factor.
+        zero: what follows the only factor in a block of zeros, where other codes beside a factor of
+            zero are values lost; None where that cannot be told.
+    """
+
+    read: Callable[[Bytes], Floats]
+    largest: float
+    zero: bytes | None = None
+
+
+def halves(*at: int) -> Callable[[Bytes], Floats]:
+    """A `Factors.read` of half-precision factors, `at` so many bytes from a block's start."""
+
+    def read(blocks: Bytes) -> Floats:
+        pairs = [np.ascontiguousarray(blocks[:, a : a + 2]).view("<f2").reshape(-1) for a in at]
+        return np.stack(pairs).astype(np.float32)
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """One ggml tensor type.
 
     Attributes:
         name: as people type it, e.g. "q8_0". `type`: its number in the file.
         block: values in a block, `block_bytes`: bytes of a block.
-        file_type: `general.file_type` of a file mostly of this type, or None.
+        file_type: `general.file_type` of a file that has this type where `--type` of its name
+            puts it, or None if llama.cpp has no number for that.
         encode: float32 [n] (n a multiple of `block`) -> uint8, or None: cannot be written.
         decode: uint8 -> float32, or None: cannot be read.
         stored: numpy type of plain numbers, None for blocks.
         bound: values [n] -> largest error of each that quantizing explains, or None if unknown.
+        fallback: type for rows that do not divide into blocks; None: F16.
+        factors: of blocks; every type with `decode` and blocks has them.
     """
 
     name: str
@@ -55,6 +87,8 @@ class Format:
     decode: Callable[[Bytes], Floats] | None = None
     stored: str | None = None
     bound: Callable[[Floats], Floats] | None = None
+    fallback: str | None = None
+    factors: Factors | None = None
 
     @property
     def quantized(self) -> bool:
@@ -96,7 +130,16 @@ class Format:
                 fix="use a file of another type: F16, BF16 and Q8_0 are always read",
             )
         shape = (*raw.shape[:-1], raw.shape[-1] // self.block_bytes * self.block)
-        return self.decode(np.ascontiguousarray(raw).reshape(-1)).reshape(shape)
+        flat = np.ascontiguousarray(raw).reshape(-1)
+        step = DECODED // self.block * self.block_bytes
+        if not self.quantized or len(flat) <= step:
+            return self.decode(flat).reshape(shape)
+        out = np.empty(prod(shape), np.float32)
+        for at in range(0, len(flat), step):
+            part = self.decode(flat[at : at + step])
+            first = at // self.block_bytes * self.block
+            out[first : first + len(part)] = part
+        return out.reshape(shape)
 
     def array(self, raw: Bytes, shape: Sequence[int]) -> NDArray[Any]:
         """Bytes of a tensor -> float32 of `shape`; integers and F64 keep their type."""

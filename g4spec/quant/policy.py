@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -17,6 +17,7 @@ from g4spec import quant
 from g4spec.errors import UsageError
 from g4spec.quant import mixes
 from g4spec.quant.format import Format
+from g4spec.quant.mix import Mix, Place
 
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 
@@ -24,25 +25,8 @@ KEPT = ("ffn_gate_inp.weight", "per_layer_model_proj.weight", "_norm.weight")
 """Ends of names that are never quantized: small, and routing depends on them."""
 ROUTER = "ffn_gate_inp.weight"
 OUTPUT = "output.weight"
+VALUES = "attn_v.weight"
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
-FALLBACK = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-"""For rows that do not divide into blocks of 256: the type with blocks of 32 that comes next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """What can be asked for: a type, or a type with a better one in some places.
-
-    Attributes:
-        name: as people type it. `base`: of most matrices.
-        file_type: `general.file_type` of such a file, or None.
-        better: of the matrices that suffer most, or None.
-    """
-
-    name: str
-    base: Format
-    file_type: int | None
-    better: Format | None = None
 
 
 @cache
@@ -54,21 +38,47 @@ def _mixes() -> dict[str, Mix]:
 
 
 def names() -> list[str]:
-    """Everything that can be asked for as `--type`: types, then mixes."""
+    """Everything that can be asked for as `--type`: types, then mixes. A mix that is named after a
+    type is what that name means in llama.cpp."""
     return list(_mixes())
 
 
-def asked(name: str) -> Mix:
-    """A type or mix by name, in any case. UsageError if there is none of that name."""
+def asked(name: str, tensor_types: Iterable[str] = ()) -> Mix:
+    """A type or mix by name, in any case. UsageError if there is none of that name.
+
+    Args:
+        tensor_types: `PATTERN=TYPE` each, a regular expression for names of tensors and the type
+            they get; the first that fits counts.
+    """
     found = _mixes().get(name.lower())
     if found is None:
         raise UsageError("unknown type", expected=f"one of {', '.join(names())}", found=name)
-    return found
+    return replace(found, named=tuple(map(_tensor_type, tensor_types)))
+
+
+def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
+    pattern, _, name = text.rpartition("=")
+    if not (pattern and name):
+        raise UsageError("--tensor-type", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
+    if name.lower() not in quant.names():
+        raise UsageError(f"--tensor-type {text}: unknown type",
+                         expected=f"one of {', '.join(quant.names())}", found=name)  # fmt: skip
+    try:
+        return re.compile(pattern), quant.get(name)
+    except re.error as e:
+        raise UsageError(f"--tensor-type {text}: not a regular expression: {e}") from None
+
+
+def of_file_type(number: int) -> Mix | None:
+    """What `general.file_type` of this number means: a mix, or a type that is only read."""
+    only_read = (Mix(f.name, f, f.file_type) for f in quant.readable().values())
+    return next((m for m in (*_mixes().values(), *only_read) if m.file_type == number), None)
 
 
 def types(mix: Mix) -> set[str]:
-    """The types that most of a file of this kind may have: its own, or the fallback."""
-    return {mix.base.name, FALLBACK.get(mix.base.name, mix.base.name)}
+    """The types that most of a file of this kind may have: its own, and their fallbacks."""
+    own = [mix.base, *(b.form for b in mix.better)]
+    return {name for f in own for name in (f.name, f.fallback or f.name)}
 
 
 class Policy:
@@ -76,17 +86,25 @@ class Policy:
 
     Args:
         asked: what the user asked for.
-        names: all tensors of the file; the choice depends on how many layers there are, which of
-            them have values of their own, and whether the output is tied to the token table.
+        shapes: of all tensors of the file, by name. The choice depends on how many layers there
+            are, which of them have values of their own, how many query heads share a key head, and
+            whether the output is tied to the token table.
+
+    Raises UsageError for a pattern that no name fits.
     """
 
-    def __init__(self, asked: Mix, names: Iterable[str]) -> None:
+    def __init__(self, asked: Mix, shapes: Mapping[str, Sequence[int]]) -> None:
         self.asked = asked
-        all_names = list(names)
-        self.tied = OUTPUT not in all_names
-        self.n_layer = 1 + max((_layer(n) for n in all_names), default=0)
-        values = sorted((n for n in all_names if "attn_v.weight" in n), key=_layer)
+        self.tied = OUTPUT not in shapes
+        self.n_layer = 1 + max(map(_layer, shapes), default=0)
+        values = sorted((n for n in shapes if VALUES in n), key=_layer)
         self.values = {name: i for i, name in enumerate(values)}
+        q, k = (shapes.get(f"blk.0.attn_{x}.weight") for x in "qk")
+        self.gqa = q[0] // k[0] if q and k and k[0] else 1
+        for pattern, _ in asked.named:
+            if not any(map(pattern.search, shapes)):
+                raise UsageError(f"--tensor-type {pattern.pattern}: no tensor has such a name",
+                                 fix="`g4spec inspect FILE` lists them")  # fmt: skip
 
     def choose(self, name: str, shape: Sequence[int], role: Role) -> tuple[Format, str]:
         """The type of a tensor, and why it is that one: empty when it is simply what was asked.
@@ -102,43 +120,42 @@ class Policy:
             return quant.get("f32"), "vectors stay F32" if base.name != "f32" else ""
         if name.endswith(ROUTER):
             return quant.get("f32"), "routing depends on it" if base.name != "f32" else ""
-        if not base.quantized:
+        named = next((f for p, f in self.asked.named if p.search(name)), None)
+        if not base.quantized and (named is None or never_quantized(name)):
             return base, ""
         if never_quantized(name):
             return quant.get("f32"), "never quantized"
-        form, note = self._wanted(name, shape[-1])
+        form, note = self._wanted(name, shape[-1]) if named is None else (named, "asked for")
         if shape[-1] % form.block:
             note = f"rows of {shape[-1]} do not divide into blocks of {form.block}"
-            form = quant.get(FALLBACK.get(form.name, "f16"))
+            form = quant.get(form.fallback or "f16")
             if shape[-1] % form.block:
                 form = quant.get("f16")
         return form, note
 
     def _wanted(self, name: str, row: int) -> tuple[Format, str]:
         """The type if rows divide."""
-        base, better = self.asked.base, self.asked.better
+        base = self.asked.base
         if name == OUTPUT or (self.tied and name in TABLES):
             if base.name == "q8_0":
                 return base, ""
             why = "output" if name == OUTPUT else "token table of a tied output"
             return quant.get("q8_0" if row % base.block else "q6_k"), why
-        if better is not None:
-            if name in self.values and more_bits(self.values[name], len(self.values)):
-                return better, "values, more bits in some layers"
-            if "ffn_down" in name and more_bits(_layer(name), self.n_layer):
-                return better, "ffn_down, more bits in some layers"
+        for better in self.asked.better:
+            if better.part in name and better.where(self._place(name)):
+                which = f", {better.which}" if better.which else ""
+                return better.form, better.part.removesuffix(".weight") + which
         return base, ""
+
+    def _place(self, name: str) -> Place:
+        if name in self.values:
+            return Place(self.values[name], len(self.values), self.gqa)
+        return Place(_layer(name), self.n_layer, self.gqa)
 
 
 def never_quantized(name: str) -> bool:
     """Whether a tensor stays as it is in quantized files."""
     return not name.endswith("weight") or name.endswith(KEPT)
-
-
-def more_bits(i: int, n: int) -> bool:
-    """Whether layer `i` of `n` gets the better type of a mix: the first and the last eighth, and
-    every third in between."""
-    return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
 def _layer(name: str) -> int:

@@ -81,6 +81,10 @@ class TorchBackend:
         """Run prompt rows; see `g4spec.core.Backend`."""
         return target.rows(batch_of(self.ops, [(slot, start, ids)]))
 
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft the rows that `read` returned."""
+        draft.commit(rows, rows.batch.ids.new_tensor([len(rows.batch) - 1]))
+
     def sampler(self, sampler: Sampler) -> Sampler:
         """The sampler itself: it works on any tensor."""
         return sampler

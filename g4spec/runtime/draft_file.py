@@ -87,6 +87,6 @@ class DraftFile:
         weights = loading.draft_weights(self.file, self.kind.tensors(self.config), backend, n_vocab)
         draft: Draft = self.kind.Drafter(
             self.config, weights, backend.ops, target, self.file, caches,
-            target.space.n_slots, self.window,
+            target.n_states, self.window,
         )  # fmt: skip
         return draft

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import models
-from g4spec.core import MAX_STEP_ROWS, Backend, Draft
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram
@@ -30,8 +30,9 @@ from g4spec.runtime.length import Lengths
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.request import Options, Request
-from g4spec.runtime.scheduler import Scheduler, Task
+from g4spec.runtime.scheduler import Scheduler
 from g4spec.runtime.target import Target
+from g4spec.runtime.task import Task
 from g4spec.runtime.tokenizer import Tokenizer
 
 DEFAULT_CTX = 8192
@@ -100,7 +101,8 @@ class Engine:
             draft_p_min: least confidence of a drafted token, 0 to 1, for drafts with a confidence
                 head: a proposal ends before the first one of less. 0 keeps all; default: what the
                 draft's file says, which is 0 unless somebody wrote it there.
-            chunk: rows of a prompt read at a time; default: what the device likes.
+            chunk: rows of a prompt read at a time; default: what the device likes. On a GPU it is
+                rounded up to whole blocks.
             device, cache_type: see `devices.select`.
             parallel: texts that may live at once; more wait.
             pool: tokens that all texts together may keep in layers without a window; default and
@@ -116,6 +118,8 @@ class Engine:
             raise UsageError("parallel", expected="1 or more", found=parallel)
         backend = devices.select(device, cache_type)
         chunk = chunk or backend.chunk
+        if backend.padded:
+            chunk = -(-chunk // PROMPT_BLOCK) * PROMPT_BLOCK
         with GGUF(target) as file:
             config = _target_config(file)
             context = _context(n_ctx, config.n_ctx)

@@ -18,69 +18,26 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Chooser, Draft, Runner, Sequence, Work
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime import pending
-from g4spec.runtime.length import Lengths, TextState
+from g4spec.runtime.length import Lengths
 from g4spec.runtime.measuring import costs
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
-from g4spec.runtime.request import Request
 from g4spec.runtime.target import Target, batch_of
+from g4spec.runtime.task import Task
 
 INTERLEAVED = PROMPT_BLOCK
 """Rows of prompts read between two cycles while texts are running."""
 
 MOST_PENDING = 1024
 """Rows that a draft may have missed: catching up would cost more than it can win any more."""
-
-
-@dataclass(slots=True)
-class Task:
-    """A request as the scheduler sees it.
-
-    Attributes:
-        number: order of arrival.
-        ids: prompt and chosen tokens.
-        drafting: whether a draft is kept up to date for it.
-        sequence: what it holds while it is live, or None while it waits.
-        stops: block boundaries of the prompt at which a snapshot is taken, in order.
-    """
-
-    number: int
-    request: Request
-    ids: list[int]
-    chooser: Chooser
-    text: TextState
-    drafting: bool
-    submitted: float
-    sequence: Sequence | None = None
-    stops: list[int] = field(default_factory=list)
-
-    @property
-    def n_prompt(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def left(self) -> int:
-        """Tokens that it may still choose."""
-        return self.request.options.n_predict - (len(self.ids) - self.n_prompt)
-
-    @property
-    def live(self) -> Sequence:
-        """Its sequence; it is live."""
-        assert self.sequence is not None
-        return self.sequence
-
-    @property
-    def reading(self) -> bool:
-        """Whether tokens before the newest one are yet to be read."""
-        return self.live.n_read < max(self.n_prompt, len(self.ids) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,11 +222,13 @@ class Scheduler:
             end = min(len(s.ids) - 1, s.n_read + MAX_STEP_ROWS)
             part = (s.slot, s.n_read, s.ids[s.n_read : end])
             rows = self.target.rows(batch_of(self.target.ops, [part]))
+            if s.drafting and self.draft is not None:
+                self.draft.commit(rows, rows.batch.ids.new_tensor([end - s.n_read - 1]))
         else:
             end = min(task.n_prompt, s.n_read + most, *task.stops[:1])
             rows = self.backend.read(self.target, s.slot, s.ids[s.n_read : end], s.n_read)
-        if s.drafting and self.draft is not None:
-            self.draft.commit(rows, rows.batch.ids.new_tensor([end - s.n_read - 1]))
+            if s.drafting and self.draft is not None:
+                self.backend.commit(self.draft, rows)
         s.n_read = end
         if end == task.n_prompt:
             self._tail = rows.hidden[-1:]

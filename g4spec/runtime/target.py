@@ -44,6 +44,11 @@ class Target:
         n: int = self.space.n_ctx
         return n
 
+    @property
+    def n_states(self) -> int:
+        """Slots that a draft keeps a state for: those of sequences, and a backend's spare one."""
+        return len(self.space.table)
+
     def close(self) -> None:
         """Free weights and caches."""
         self.caches = []

@@ -8,6 +8,7 @@ about a tenth of a second.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,11 +23,14 @@ from g4spec.errors import InputError
 LONGEST_TEMPLATE = 1 << 20
 """Characters of a template; Gemma 4's has about 17,000."""
 
-LONGEST_TEXT = 1 << 22
-"""Characters it may write: some times what the longest context holds."""
+SPARE_TEXT = 1 << 16
+"""Characters it may write beside twice what the messages hold."""
 
 SECONDS, MEMORY = 10, 256 << 20
 """What it may take. Memory is limited where the system can (Linux)."""
+
+ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH", "SYSTEMROOT", "TZ")
+"""What it sees of the environment, where tokens and keys may be."""
 
 _WORKER = (
     "import json, sys; job = json.load(sys.stdin); sys.path[:] = job.pop('path'); "
@@ -49,8 +53,9 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eo
            "bos": bos, "eos": eos}  # fmt: skip
     try:
         done = subprocess.run([sys.executable, "-I", "-c", _WORKER], input=json.dumps(job),
-                              capture_output=True, encoding="utf-8", timeout=SECONDS,
-                              check=False)  # fmt: skip
+                              capture_output=True, encoding="utf-8", timeout=SECONDS, check=False,
+                              env={k: os.environ[k] for k in ENVIRONMENT if k in os.environ},
+                              )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise _failed(f"no end after {SECONDS} s") from None
     if done.returncode:
@@ -83,12 +88,12 @@ def expand(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eo
         "eos_token": eos, "enable_thinking": False, "tools": None,
     }  # fmt: skip
     parts: list[str] = []
-    size = 0
+    size, limit = 0, SPARE_TEXT + 2 * len(json.dumps(variables["messages"], ensure_ascii=False))
     try:
         for part in _environment().from_string(template).generate(**variables):
             size += len(part)
-            if size > LONGEST_TEXT:
-                _refuse(f"more than {LONGEST_TEXT} characters of output")
+            if size > limit:
+                _refuse(f"more than {limit} characters of output")
             parts.append(part)
         "".join(parts).encode()  # half a surrogate pair is no text
     except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,

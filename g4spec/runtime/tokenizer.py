@@ -73,11 +73,13 @@ class Tokenizer:
         self._hidden = _where(kinds, CONTROL, UNKNOWN)
         self._special = self._hidden | _where(kinds, USER_DEFINED)
         self._bytes = _where(kinds, BYTE)
-        self._encoder = _encoder(tokens, merges, source)
+        self._longest = max(map(len, tokens), default=0)
         added = sorted(self._special, key=lambda i: (-len(tokens[i]), i))
-        self._encoder.add_special_tokens(
-            [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in added]
-        )
+        with _no_panic(source):
+            self._encoder = _encoder(tokens, merges, source)
+            self._encoder.add_special_tokens(
+                [tokenizers.AddedToken(tokens[i], special=True, normalized=False) for i in added]
+            )
 
     @classmethod
     def from_gguf(cls, file: GGUF) -> Tokenizer:
@@ -94,13 +96,22 @@ class Tokenizer:
         """Number of ids."""
         return len(self._tokens)
 
-    def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        """Tokens of `text`; with `bos` they begin with one BOS, also if the text has its own."""
+    def encode(self, text: str, *, bos: bool = True, n_ctx: int | None = None) -> list[int]:
+        """Tokens of `text`; with `bos` they begin with one BOS, also if the text has its own.
+
+        Raises InputError for half a surrogate pair, and for a text that cannot fit into `n_ctx`
+        tokens however long they are: the library takes 200 bytes a token.
+        """
+        if n_ctx is not None and len(text) > n_ctx * self._longest:
+            raise InputError("the prompt does not fit into the context",
+                             expected=f"at most {n_ctx} tokens",
+                             found=f"{len(text):,} characters")  # fmt: skip
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError("the text is not valid Unicode", found=error.reason) from None
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        with _no_panic(self.source):
+            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
         return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -125,13 +136,17 @@ class Tokenizer:
         return text.replace(SPACE, " ").encode()
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, system: str | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        system: str | None = None,
+        n_ctx: int | None = None,
     ) -> list[int]:
         """Tokens of a conversation up to where the model answers, by the file's chat template.
 
         Args:
             messages: {"role": "user" | "assistant" | ..., "content": text}, in order.
-            system: instructions put before them.
+            system: instructions put before them. `n_ctx`: see `encode`.
 
         Raises InputError when the file has no template, or the template refuses or fails.
         """
@@ -145,7 +160,7 @@ class Tokenizer:
         text = template.render(
             self.template, [*first, *messages], bos=self._tokens[self.bos], eos=eos
         )
-        return self.encode(text)
+        return self.encode(text, n_ctx=n_ctx)
 
 
 class Stream:
@@ -165,6 +180,18 @@ class Stream:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
+
+
+@contextmanager
+def _no_panic(source: str) -> Iterator[None]:
+    """Turns a panic of the library, which is no Exception, into an InputError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise InputError(f"{source}: the tokenizers library cannot hold this vocabulary",
+                             found=str(error)[:200]) from None  # fmt: skip
+        raise
 
 
 def _where(kinds: NDArray[Any], *wanted: int) -> set[int]:
@@ -267,6 +294,7 @@ class _Pairs(Sequence[tuple[str, str]]):
     def __init__(self, vocab: Mapping[str, int], merges: Sequence[str], source: str) -> None:
         self._vocab, self._merges, self._source = vocab, merges, source
         self._error: BaseException | None = None
+        self._longest = max((len(t.encode()) for t in vocab), default=0)
 
     def __len__(self) -> int:
         return len(self._merges)
@@ -284,12 +312,18 @@ class _Pairs(Sequence[tuple[str, str]]):
         try:
             while block := list(islice(entries, BLOCK)):
                 halves = " ".join(block).split(" ")
-                if len(halves) != 2 * len(block):
+                if len(halves) != 2 * len(block) or self._too_long(block):
                     self._blame()
                 yield halves
         except (Exception, KeyboardInterrupt) as error:
             self._error = error  # the library would raise a TypeError in its place
             raise
+
+    def _too_long(self, block: Sequence[str]) -> bool:
+        """True if a merge is longer than every token: the library panics, loudly."""
+        if 4 * max(map(len, block)) <= self._longest:
+            return False
+        return max(len(m.encode()) for m in block) > self._longest + 1
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from g4spec import quant
-from g4spec.errors import InputError, Unsupported
+from g4spec.errors import InputError
 from g4spec.gguf import T, inside
 
 MAX_KEYS = 1 << 16
@@ -39,28 +40,26 @@ class Key:
     value: object = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tensor:
-    """One tensor entry as written; `shape` in PyTorch order, `offset` into the data section."""
+    """One tensor entry as written; `shape` in PyTorch order, `offset` into the data section.
+    Properties are computed once: every rule asks for them."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int
 
-    @property
+    @cached_property
     def format(self) -> quant.Format | None:
         """None when ggml has no such type."""
-        try:
-            return quant.by_type(self.type)
-        except Unsupported:
-            return None
+        return quant.known(self.type)
 
-    @property
+    @cached_property
     def type_name(self) -> str:
         return self.format.name.upper() if self.format is not None else f"type {self.type}"
 
-    @property
+    @cached_property
     def nbytes(self) -> int | None:
         """Bytes of data, or None when the type is unknown or the row does not divide."""
         row = self.shape[-1] if self.shape else 1
@@ -82,9 +81,15 @@ class Header:
     tensors: list[Tensor] = field(default_factory=list)
     end: int = 0
     broken: str | None = None
+    _by_name: dict[str, Key] = field(default_factory=dict)
+
+    def add(self, key: Key) -> None:
+        """Note a key; of two of one name, lookups find the first."""
+        self.keys.append(key)
+        self._by_name.setdefault(key.name, key)
 
     def key(self, name: str) -> Key | None:
-        return next((k for k in self.keys if k.name == name), None)
+        return self._by_name.get(name)
 
     def text(self, name: str) -> str | None:
         key = self.key(name)
@@ -150,7 +155,7 @@ class _Walk:
                 raise _Broken(f"{h.n_tensors} tensors and {h.n_keys} keys cannot be")
             for i in range(h.n_keys):
                 self.what = f"metadata key {i}"
-                h.keys.append(self.key())
+                h.add(self.key())
             for i in range(h.n_tensors):
                 self.what = f"tensor entry {i}"
                 h.tensors.append(self.tensor())

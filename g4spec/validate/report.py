@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +63,7 @@ class Report:
         return not self.count(Severity.ERROR)
 
     def add(self, rule: Rule, finding: Finding) -> None:
-        self.failures.append(Failure(rule, finding))
-        self.failures.sort(key=lambda f: (f.rule.severity, f.rule.id))
+        insort(self.failures, Failure(rule, finding), key=lambda f: (f.rule.severity, f.rule.id))
 
     def json(self) -> dict[str, Any]:
         return {

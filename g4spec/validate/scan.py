@@ -1,6 +1,6 @@
 """One pass over the tensor data: what is not finite, all zero, or the same everywhere.
 
-Floats are judged by their bits and quantized blocks by their scales, so that nothing is
+Floats are judged by their bits and quantized blocks by their factors, so that nothing is
 dequantized; the pass is bound by reading the file. Blocks of a few hundred KB stay in cache, and
 numpy lets threads run side by side.
 """
@@ -8,17 +8,16 @@ numpy lets threads run side by side.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.gguf import GGUF
-from g4spec.validate.header import Header, Tensor
+from g4spec.validate.header import Tensor
 
 CHUNK = 1 << 19  # bytes looked at together
 SAMPLE = 4096  # bytes at either end that stand for a tensor until two of them agree
@@ -38,16 +37,8 @@ FLOATS = {
     "F16": Float("<u2", 0x7FFF, 0x7C00),
     "BF16": Float("<u2", 0x7FFF, 0x7F80),
 }
-SCALES: dict[str, tuple[int, ...]] = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,),
-    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
-}  # fmt: skip
-"""Where the fp16 scales (and minima) of a block are, in bytes from its start."""
-LARGEST = {"Q4_0": 8, "Q4_1": 15, "Q5_0": 16, "Q5_1": 31, "Q8_0": 127, "Q4_K": 945, "Q5_K": 1953,
-           "Q6_K": 4064}  # fmt: skip
-"""The most by which a block's codes multiply its scale."""
-ZERO = {"Q8_0": bytes(32), "Q4_0": b"\x88" * 16, "Q5_0": b"\xff" * 4 + bytes(16)}
-"""What follows the scale in a block of zeros; other codes beside a zero scale are values lost."""
+BLOCKS = {f.name.upper(): f for f in quant.readable().values() if f.quantized}
+"""Types in blocks, which are judged by their factors."""
 
 
 @dataclass(slots=True)
@@ -73,10 +64,10 @@ class Stats:
 
 
 def scan(
-    file: GGUF, header: Header, progress: Callable[[int, int], None] | None
+    file: GGUF, tensors: Iterable[Tensor], progress: Callable[[int, int], None] | None
 ) -> dict[str, Stats]:
     """Stats of every tensor whose type is known here, by name."""
-    entries = [t for t in header.tensors if t.type_name in FLOATS or t.type_name in SCALES]
+    entries = [t for t in tensors if t.type_name in FLOATS or t.type_name in BLOCKS]
     total = sum(t.nbytes or 0 for t in entries)
     done, out = 0, {}
 
@@ -84,8 +75,11 @@ def scan(
         return _tensor(file, entry)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for entry, stats in zip(entries, pool.map(look, entries), strict=True):
-            out[entry.name] = stats
+        # Handing a small one to a thread takes longer than it takes.
+        ahead = {t.name: pool.submit(look, t) for t in entries if (t.nbytes or 0) > CHUNK // 16}
+        for entry in entries:
+            future = ahead.pop(entry.name, None)
+            out[entry.name] = future.result() if future else look(entry)
             done += entry.nbytes or 0
             if progress is not None:
                 progress(done, total)
@@ -98,7 +92,7 @@ def _tensor(file: GGUF, entry: Tensor) -> Stats:
     if entry.type_name in FLOATS:
         _floats(raw, FLOATS[entry.type_name], stats)
     else:
-        _blocks(raw, entry.type_name, stats)
+        _blocks(raw, BLOCKS[entry.type_name], stats)
     return stats
 
 
@@ -120,30 +114,25 @@ def _floats(raw: NDArray[np.uint8], form: Float, stats: Stats) -> None:
     stats.largest = float(pattern.view("<f2" if form.infinity == 0x7C00 else "<f4")[0])
 
 
-def _blocks(raw: NDArray[np.uint8], name: str, stats: Stats) -> None:
-    size = quant.get(name).block_bytes
-    rows = raw.reshape(-1, size)
-    step, most = max(1, CHUNK // size), 0
+def _blocks(raw: NDArray[np.uint8], form: quant.Format, stats: Stats) -> None:
+    factors = form.factors
+    assert factors is not None, form.name
+    rows = raw.reshape(-1, form.block_bytes)
+    step, most = max(1, CHUNK // form.block_bytes), 0.0
     stats.blocks = len(rows)
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
-        scales = np.stack([_fp16(part, at) for at in SCALES[name]])
-        magnitude = scales & np.uint16(0x7FFF)
-        top = int(magnitude.max())
+        with np.errstate(invalid="ignore"):  # a factor may be a signalling NaN
+            magnitude = np.abs(factors.read(part))
+            top = float(magnitude.max())
+        if stats.first_bad is None and not np.isfinite(top):
+            stats.first_bad = start + int(np.argmin(np.isfinite(magnitude).all(0)))
         most = max(most, top)
-        if stats.first_bad is None and top >= 0x7C00:
-            stats.first_bad = start + int(np.argmax((magnitude >= 0x7C00).any(0)))
-        if name in ZERO and not magnitude.all():
+        if factors.zero is not None and not magnitude.all():
             codes = part[magnitude[0] == 0, 2:]
-            zero = np.frombuffer(ZERO[name], np.uint8)
+            zero = np.frombuffer(factors.zero, np.uint8)
             stats.lost_blocks += int((codes != zero).any(1).sum())
         stats.zero &= not magnitude.any()
         if stats.constant:
             stats.constant = bool((part == rows[0]).all())
-    stats.largest = float(np.uint16(most).view(np.float16)) * LARGEST[name]
-
-
-def _fp16(blocks: NDArray[np.uint8], at: int) -> NDArray[np.uint16]:
-    """The fp16 pattern at byte `at` of each block."""
-    pairs: NDArray[Any] = np.ascontiguousarray(blocks[:, at : at + 2])
-    return pairs.view("<u2").reshape(-1)
+    stats.largest = most * factors.largest

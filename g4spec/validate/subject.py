@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from g4spec import models
 from g4spec.convert import provenance
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, T
+from g4spec.gguf import GGUF, T, parts
 from g4spec.models.spec import TensorSpec
 from g4spec.validate import header, scan
 from g4spec.validate.needs import Needs
@@ -30,7 +30,8 @@ class Subject:
     """One GGUF file. `target` and `source` are what it is compared with, when given.
 
     Attributes:
-        header: what a forgiving walk over the header saw.
+        header: what a forgiving walk over the header saw. `headers`: of all parts of a split
+            model, the file's own first; `split_refusal`: why others were not found, or empty.
         file: the open file, or None when the strict reader refused it (`refusal` says why).
         unsupported: what a valid file needs that this version has no code for, or empty.
         arch, kind: its architecture and the module that knows it, or None.
@@ -47,11 +48,22 @@ class Subject:
     ) -> None:
         self.path, self.target, self.source, self.progress = path, target, source, progress
         self.header = header.read(path)
+        self.headers, self.split_refusal = [self.header], ""
         self.file: GGUF | None = None
         self.refusal = self.config_refusal = self.unsupported = ""
         self.config: Any = None
+        self._find_parts()
         self.arch = self.header.text("general.architecture")
         self.kind: ModuleType | None = models.of_gguf(self.arch, self.entries)
+
+    def _find_parts(self) -> None:
+        values = {k.name: k.value for k in self.header.keys}
+        if values.get(parts.COUNT, 1) in (0, 1):
+            return
+        try:
+            self.headers += [header.read(p) for p in parts.paths(self.path, values)[1:]]
+        except InputError as error:
+            self.split_refusal = str(error)
 
     def open(self) -> None:
         """Open the container with the strict reader."""
@@ -156,7 +168,7 @@ class Subject:
     @cached_property
     def entries(self) -> Mapping[str, header.Tensor]:
         """Tensor entries by name, as the header declares them."""
-        return {t.name: t for t in self.header.tensors}
+        return {t.name: t for part in self.headers for t in part.tensors}
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -188,7 +200,7 @@ class Subject:
     @cached_property
     def stats(self) -> dict[str, scan.Stats]:
         """One pass over the data of every tensor."""
-        return scan.scan(self.open_file, self.header, self.progress)
+        return scan.scan(self.open_file, self.entries.values(), self.progress)
 
     @cached_property
     def comparison(self) -> Comparison:

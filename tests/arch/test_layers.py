@@ -92,7 +92,8 @@ def nouns() -> set[str]:
     return found | {"ngram", "eagle", "dspark"}
 
 
-VERBS = ["runtime/speculate.py", "ops/sampling.py", "runtime/length.py", "ops/kv.py"]
+RUNTIME = ("scheduler", "runner", "length", "pending", "choosing", "pool", "prefix")
+VERBS = ["ops/sampling.py", "ops/kv.py", *(f"runtime/{name}.py" for name in RUNTIME)]
 
 
 @pytest.mark.parametrize("verb", VERBS)

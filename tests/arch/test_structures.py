@@ -40,12 +40,13 @@ def test_signatures_are_those_of_the_code(name: str, arguments: str) -> None:
 
 def test_all_files_named_are_there() -> None:
     names = set(re.findall(r"`((?:[\w]+/)+[\w]+\.(?:py|cu|md)|(?:[\w]+/)+)`", PAGE))
-    missing = [n for n in sorted(names) if not ((ROOT / n).exists() or (ROOT / "g4spec" / n).exists()
-                                                or (ROOT / "g4spec/runtime/cuda" / n).exists())]  # fmt: skip
+    places = [ROOT, ROOT / "g4spec", ROOT / "g4spec/runtime", ROOT / "g4spec/runtime/cuda",
+              ROOT / "g4spec/quant"]  # fmt: skip
+    missing = [n for n in sorted(names) if not any((place / n).exists() for place in places)]
     assert len(names) > 30 and missing == []
 
 
 def test_every_folder_of_the_package_is_named() -> None:
     folders = [p for p in (ROOT / "g4spec").rglob("*") if p.is_dir() and any(p.glob("*.py"))]
-    missing = [str(p.relative_to(ROOT)) for p in folders if f"{p.name}/" not in PAGE]
-    assert missing == [] or missing == ["g4spec/measure/prompts", "g4spec/validate/rules"]
+    missing = {str(p.relative_to(ROOT)) for p in folders if f"{p.name}/" not in PAGE}
+    assert missing == {"g4spec/measure/prompts", "g4spec/validate/rules"}

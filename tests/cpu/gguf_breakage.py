@@ -250,6 +250,8 @@ TENSORS: dict[str, tuple[str, Break]] = {
     "G4-TNS-004": ("zlab", lambda f, t: f.tensors.update(
         {"output_norm.weight": Entry((H,), 1, np.ones(H, "<f2").tobytes())})),
     "G4-TNS-005": ("assistant", entry("nextn.post_projection.weight", "type", 26)),
+    "G4-TNS-007": ("zlab", lambda f, t: f.tensors.update(
+        {"fc.weight": Entry((64, 192), 9, bytes(64 * 192 // 32 * 36))})),
     "G4-VAL-001": ("target", cell("token_embd.weight", "<u2", 70, 0x7FC0)),
     "G4-VAL-002": ("zlab", cell("fc.weight", "<u2", 17, 0x7C00)),
     "G4-VAL-003": ("target", fill("blk.3.layer_output_scale.weight", "<f4", 0)),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from g4spec.core import MAX_DRAFT
+from g4spec.core import MAX_DRAFT, Batch, Pick
 from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench
 from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import CATEGORIES, LONG_PROMPTS, Prompt, long_text, mt_bench, prompts
 from g4spec.measure.recommendation import recommend
-from g4spec.ops.sampling import NotFinite
-from g4spec.runtime import speculate
-from tests import bench_engine, bench_result
+from g4spec.runtime import choosing
+from tests import bench_engine, bench_result, memory_models
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +59,13 @@ def test_memory_is_planned_and_measured(swept: bench.Result) -> None:
 
 
 def test_a_changed_text_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = speculate.accept
+    honest = choosing.choose_rows
 
-    def careless(logits, drafted, position, chooser):  # type: ignore[no-untyped-def]
-        chosen = honest(logits, drafted, position, chooser)
+    def careless(logits: Any, drafted: Sequence[int], *of: Any, **chooser: Any) -> list[int]:
+        chosen = honest(logits, drafted, *of, **chooser)
         return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
 
-    monkeypatch.setattr(speculate, "accept", careless)
+    monkeypatch.setattr(choosing, "choose_rows", careless)
     protocol = bench.Protocol((0, 3), n_predict=24, repeats=1)
     result = bench.sweep(
         bench_engine.engine(bench_engine.Liar()), bench_engine.prompts(1), protocol
@@ -85,8 +87,9 @@ def test_a_useless_draft_is_slower_and_not_recommended() -> None:
 
 
 def test_an_unusable_draft_is_recorded() -> None:
-    def broken(*args: object) -> list[int]:
-        raise NotFinite("logits are not finite")
+    def broken(batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        rows = len(batch.sizes) * count
+        return pick(torch.full((rows, memory_models.V), torch.nan), 0).view(-1, count)
 
     draft = bench_engine.Liar()
     draft.propose = broken  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -246,26 +247,51 @@ def test_folder_behind_md_is_converted_once(
     assert "took ready.gguf" in capsys.readouterr().err
 
 
-def test_being_terminated_leaves_nothing(tmp_path: Path) -> None:
-    source = tiny.target(tmp_path / "target")
-    code = (
-        "import sys, os, signal, g4spec.convert.run as run, g4spec.cli as cli\n"
-        "inner = run.gguf.write\n"
-        "def write(path, kv, tensors, progress=None):\n"
-        "    def halted():\n"
-        "        for i, t in enumerate(tensors):\n"
-        "            if i == 3: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "            yield t\n"
-        "    return inner(path, kv, halted(), progress)\n"
-        "run.gguf.write = write\n"
-        "cli.main()\n"
-    )
-    out = tmp_path / "out"
+HALTED = """
+import sys, os, signal, g4spec.convert.run as run, g4spec.cli as cli
+inner, (number, again) = run.gguf.write, map(int, sys.argv.pop().split(","))
+def write(path, kv, tensors, progress=None, check=None):
+    def halted():
+        for i, t in enumerate(tensors):
+            try:
+                if i == 3: os.kill(os.getpid(), number)
+            finally:
+                if i == 3 and again: os.kill(os.getpid(), again)
+            yield t
+    return inner(path, kv, halted(), progress, check)
+run.gguf.write = write
+cli.main()
+"""
+
+
+def halted(tmp_path: Path, signals: str) -> tuple[int, bytes, list[Path]]:
+    """Exit code and stderr of a conversion that gets signals while it writes; files it left."""
+    source, out = tiny.target(tmp_path / "target"), tmp_path / "out"
     out.mkdir()
-    argv = [sys.executable, "-c", code, "convert", str(source), "-o", str(out / "t.gguf")]
+    argv = [
+        sys.executable,
+        "-c",
+        HALTED,
+        "convert",
+        str(source),
+        "-o",
+        str(out / "t.gguf"),
+        signals,
+    ]
     done = subprocess.run(argv, check=False, capture_output=True, timeout=60)
-    assert done.returncode == 143, done.stderr
-    assert list(out.iterdir()) == []
+    return done.returncode, done.stderr, list(out.iterdir())
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_being_asked_to_end_leaves_nothing(number: int, code: int, tmp_path: Path) -> None:
+    assert halted(tmp_path, f"{int(number)},0") == (code, b"", [])
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("then", [signal.SIGTERM, signal.SIGINT])
+def test_being_asked_twice_is_quiet(first: int, then: int, tmp_path: Path) -> None:
+    code, said, _ = halted(tmp_path, f"{int(first)},{int(then)}")
+    assert (code, said) == (-then, b"")
 
 
 @pytest.mark.parametrize(

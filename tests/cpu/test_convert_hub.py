@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,22 @@ from typing import Any
 import pytest
 
 from g4spec import cli
-from g4spec.convert import convert, hub
+from g4spec.convert import convert, hub, transfer
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
 from g4spec.gguf import GGUF
 from tests import tiny
-from tests.hub_server import SHA, Hub, hang, redirect, status, truncated
+from tests.hub_server import (
+    SHA,
+    Hub,
+    altered,
+    dripping,
+    endless,
+    etag,
+    hang,
+    redirect,
+    status,
+    truncated,
+)
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 
@@ -297,6 +311,173 @@ ANSWERS: dict[str, Any] = {
 def test_answers_that_make_no_sense(name: str, served: Hub) -> None:
     served.listing = ANSWERS[name]
     refused("org/draft", InputError, "makes no sense|names no commit|neither safetensors")
+
+
+ONE = "/org/one/resolve"
+OTHER = "76543210" * 5
+
+
+def written(folder: Path) -> set[Path]:
+    return {p for p in folder.rglob("*") if "work" not in p.parts and p.is_file()}
+
+
+CREATED: list[str] = []
+
+
+def note_created(event: str, args: Any) -> None:
+    if event in ("os.mkdir", "os.symlink", "os.rename", "os.link"):
+        CREATED.append(os.path.abspath(os.fsdecode(args[event != "os.mkdir"])))
+    elif (
+        event == "open"
+        and isinstance(args[0], str | bytes)
+        and args[2] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)
+    ):
+        CREATED.append(os.path.abspath(os.fsdecode(args[0])))
+
+
+@pytest.fixture(scope="module")
+def watched() -> None:
+    """From now on, what is made stands in CREATED, also what is removed again."""
+    sys.addaudithook(note_created)
+
+
+@pytest.mark.parametrize("where", ["HEAD", "second HEAD", "X-Linked-ETag", "404"])
+@pytest.mark.parametrize("kind", ["absolute", "up", "empty", "short", "upper case", "two"])
+def test_an_etag_names_nothing(
+    where: str, kind: str, served: Hub, tmp_path: Path, watched: None
+) -> None:
+    """huggingface_hub makes a path of it; and one that is no digest would switch its check off."""
+    tag = {"absolute": str(tmp_path / "pwn"), "up": "../../../../pwn", "empty": "", "short": "abc",
+           "upper case": "A" * 64, "two": f"{'a' * 64}, {'b' * 64}"}[kind]  # fmt: skip
+    bad = altered(**{"X-Linked-ETag" if where[0] == "X" else "ETag": f'"{tag}"'})
+    faults = {
+        "HEAD": [bad],
+        "second HEAD": [status(502), bad],
+        "X-Linked-ETag": [bad],
+        "404": [status(404, X_Error_Code="EntryNotFound", X_Repo_Commit=f"../../{tag}/pwn")],
+    }
+    served.faults[f"HEAD {ONE}"] = faults[where]
+    CREATED.clear()
+    refused("org/one", InputError, "makes no sense: (ETag|X-Repo-Commit)")
+    assert not written(tmp_path)
+    assert not [p for p in CREATED if not p.startswith((str(tmp_path / "cache"), os.devnull))]
+
+
+@pytest.mark.parametrize("commit", ["../../../x", "/abs", "", OTHER, "main"])
+@pytest.mark.parametrize("code", [200, 404])
+def test_a_commit_header_names_nothing(commit: str, code: int, served: Hub, tmp_path: Path) -> None:
+    change = altered(X_Repo_Commit=commit)
+    if code == 404:
+        change = status(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+    served.faults[f"HEAD {ONE}"] = [change]
+    refused("org/one", InputError, "makes no sense: X-Repo-Commit")
+    assert not written(tmp_path)
+
+
+@pytest.mark.parametrize("length", [10**15, 10**18])
+@pytest.mark.parametrize("name", ["Content-Length", "X-Linked-Size"])
+def test_sizes_that_no_disk_has(name: str, length: int, served: Hub, tmp_path: Path) -> None:
+    served.faults["HEAD"] = [altered(**{name: str(length)})]
+    refused("org/one", EnvironmentProblem, "no space left")
+    served.faults["HEAD"] = [altered(**{name: str(length)})]
+    refused("org/draft", InputError, r"index\.json.*makes no sense: size.*at most 67,108,864 bytes")
+    served.faults["/api/"] = [altered(Content_Length=str(length))]
+    refused("org/one", InputError, "makes no sense: size")
+    assert not written(tmp_path)
+
+
+@pytest.mark.parametrize("size", ["-1", "1e9", "", "0x10", "9" * 30])
+def test_sizes_that_are_none(size: str, served: Hub) -> None:
+    served.faults[f"HEAD {ONE}"] = [altered(X_Linked_Size=size)]
+    refused("org/one", InputError, "makes no sense: size")
+
+
+def test_compression_is_refused(served: Hub, tmp_path: Path) -> None:
+    """4.6 MB of it held 1 GB."""
+    bomb = gzip.compress(bytes(1 << 20))
+    for part in ("/api/", "GET /org/draft/resolve"):
+        served.faults = {part: [altered(bomb, Content_Encoding="gzip")] * 9}
+        refused("org/draft", InputError, "makes no sense: compressed")
+    assert all("identity" in line for line in served.encodings)
+
+
+def test_a_file_that_is_read_whole_is_small(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("g4spec.gguf.regular.MAX_WHOLE", 100)
+    refused("org/draft", InputError, r"model\.safetensors\.index\.json.*at most 100 bytes")
+    monkeypatch.setattr(hub, "LISTING", 50)
+    refused("org/draft", InputError, "at most 50 bytes")
+
+
+def test_a_body_without_an_end(served: Hub, monkeypatch: pytest.MonkeyPatch,
+                               tmp_path: Path) -> None:  # fmt: skip
+    """It would fill the disk; of a listing, the memory."""
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
+    served.faults["/api/"] = [endless]
+    refused("org/draft", InputError, "more bytes than it said")
+    served.faults = {f"GET {ONE}": [endless]}
+    refused("org/one", InputError, "more bytes than it said")
+    assert not list((tmp_path / "cache").rglob("blobs/*"))
+
+
+@pytest.mark.parametrize("what,part", [
+    ("headers", "/api/"), ("headers", f"HEAD {ONE}"), ("headers", f"GET {ONE}"),
+    ("body", "/api/"), ("body", f"GET {ONE}"),
+])  # fmt: skip
+def test_a_drip_has_an_end(
+    what: str, part: str, served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "SECONDS", 0.4)
+    monkeypatch.setattr(transfer, "SLOWEST", 1 << 40)
+    served.faults[part] = [dripping(what, len(served.repos["org/one"]["draft-q8_0.gguf"]))] * 20
+    start = time.monotonic()
+    refused("org/one", EnvironmentProblem, "too slow")
+    assert time.monotonic() - start < 5
+
+
+def test_a_hub_cannot_put_a_run_to_sleep(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    served.faults[f"GET {ONE}"] = [status(429, Retry_After="86400")] * 2
+    get("org/one")
+    assert slept and max(slept) < 10
+
+
+def test_a_hub_prints_nothing(served: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    served.faults["resolve"] = [altered(**{"X-HF-Warning": "x; PWNED \x9b31m"})] * 9
+    get("org/one")
+    out, err = capfd.readouterr()
+    assert "PWNED" not in out + err
+
+
+def test_the_digest_is_checked_without_links(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a system has no links, the cache keeps a file under its own name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_SYMLINKS", True)
+    assert not get("org/one").is_symlink()
+    served.repos["org/two"]["draft-q8_0.gguf"] = b"x" * 5000
+    served.wrong_etag.add("draft-q8_0.gguf")
+    refused("org/two:draft-q8_0.gguf", InputError, "damaged on the way, removed")
+
+
+def test_redirects_lead_nowhere_else(served: Hub, tmp_path: Path) -> None:
+    (tmp_path / "secret.gguf").write_bytes(b"secret")
+    for url in (f"file://{tmp_path}/secret.gguf", "ftp://127.0.0.1/x", "http://[::1"):
+        served.faults = {f"GET {ONE}": [redirect(url)] * 99}
+        with pytest.raises(G4Error):
+            get("org/one")
+    data = b"not what the hub named"
+    served.repos["org/evil"] = {"x.gguf": data}
+    served.faults = {f"GET {ONE}": [redirect(f"{served.url}/org/evil/resolve/{SHA}/x.gguf")] * 9}
+    with pytest.raises(G4Error):
+        get("org/one")
+    assert etag(data) not in {p.name for p in written(tmp_path)}
+
+
+def test_other_uses_of_the_hub_are_left_alone(served: Hub) -> None:
+    from huggingface_hub import get_session
+
+    before = get_session().event_hooks
+    get("org/one")
+    assert get_session().event_hooks == before
 
 
 def test_a_full_disk(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,6 @@
 """The GPU's cache: its rows, its ring and its two ways to store a row (on any device)."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,18 +12,18 @@ from g4spec.advisor.figures import Fixed
 from g4spec.advisor.memory_needs import LARGE, own_slots, own_token_bytes, slot_bytes
 from g4spec.advisor.schema import Size
 from g4spec.advisor.subjects import named_target
-from g4spec.core import MAX_STEP_ROWS, CacheShape
-from g4spec.errors import InputError
+from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.measure import synthetic
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint, LayerSpec
+from g4spec.ops.kv import Space, pages_of
 from g4spec.quant.formats import q8_0
 from g4spec.runtime.cuda import gpu_memory as memory
 from g4spec.runtime.cuda.cache import cuda_kv as kv
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.prefill.long_reader import LongReader
 from g4spec.runtime.cuda.step import attention
+from tests.gpu.batches import rows_of, spread
 
 
 @pytest.mark.parametrize("spread", [0.0, 1e-9, 1e-5, 1.0, 300.0])
@@ -41,37 +39,92 @@ def test_q8_0_stores_the_numbers_of_the_format(spread: float) -> None:
     assert torch.equal(kv.dequantize(codes, scales), decoded)
 
 
+def made(shape: CacheShape, kind: kv.Kind, n_ctx: int = 4096, slots: int = 3) -> CudaKV:
+    """A cache whose pages lie in any order; the last slot has none."""
+    return CudaKV(shape, spread(slots, n_ctx, device="cpu"), 5, kind)
+
+
+def randn(*shape: int, seed: int = 2) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind) -> None:
-    cache = CudaKV(2, 32, 4096, 100, 5, "cpu", kind)
+    cache = made(CacheShape(2, 32, 100), kind)
     assert cache.capacity == 128  # 100 + 16, in tiles of 128
-    assert all(bool(x.isnan().all()) for x in cache.read(0, 127))
-    rows = torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(2))
+    assert cache.keys.shape == (4, 2, 128, 32)
+    rows = randn(300, 2, 32)
     for start in range(0, 300, 20):
+        batch = rows_of([(1, start, 20)], "cpu")
         cache.append(
-            torch.arange(start, start + 20), rows[start : start + 20], -rows[start : start + 20]
+            batch.slots, batch.positions, rows[start : start + 20], -rows[start : start + 20]
         )
         first = max(0, start + 20 - 116)
-        keys, values = cache.read(first, start + 19)
+        keys, values = cache.read(1, first, start + 19)
         assert torch.allclose(keys, rows[first : start + 20], atol=0.02)
         assert torch.equal(values, -keys)
+    for slot in (0, 2, 3):
+        assert all(bool(x.isnan().all()) for x in cache.read(slot, 0, 127))
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
+    cache, rows = made(CacheShape(2, 32, None), kind, n_ctx=500), randn(3, 400, 2, 32)
+    assert cache.keys.shape == (3 * 5 + 1, 2, PAGE, 32) and cache.positions == 5 * PAGE
+    for start in range(0, 400, 40):
+        batch = rows_of([(slot, start, 40) for slot in (2, 0, 1)], "cpu")
+        some = torch.cat([rows[slot, start : start + 40] for slot in (2, 0, 1)])
+        cache.append(batch.slots, batch.positions, some, -some)
+    for slot in range(3):
+        keys, values = cache.read(slot, 0, 399)
+        assert torch.allclose(keys, rows[slot], atol=0.02) and torch.equal(values, -keys)
+        assert all(bool(x.isnan().all()) for x in cache.read(slot, 400, 5 * PAGE - 1))
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_rows_without_a_page_harm_nobody(kind: kv.Kind) -> None:
+    """They go to the spare page: those of a slot without pages, those before position 0."""
+    cache = made(CacheShape(1, 32, None), kind, n_ctx=500)
+    batch = rows_of([(3, 0, 3), (3, 300, 2), (1, -1, 1)], "cpu")
+    cache.append(batch.slots, batch.positions, *randn(2, 6, 1, 32))
+    held = cache.key_scales if kind == "q8_0" else cache.keys
+    assert not held[0].isnan().all() and bool(held[1:].isnan().all())
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("end", [3, 90, 301])
+def test_a_ring_that_is_put_back_elsewhere(kind: kv.Kind, end: int) -> None:
+    cache, other = made(CacheShape(2, 64, 100), kind), made(CacheShape(2, 64, 100), kind)
+    for start in range(0, end, 10):
+        batch = rows_of([(2, start, min(10, end - start))], "cpu")
+        cache.append(batch.slots, batch.positions, *randn(2, len(batch), 2, 64, seed=start))
+    rows = cache.snapshot(2, end)
+    assert all(x.device.type == "cpu" and len(x) == min(end, 100) for x in rows)
+    other.restore(0, end, rows)
+    seen = max(0, end - 100), end - 1
+    for mine, its in zip(other.read(0, *seen), cache.read(2, *seen), strict=True):
+        assert torch.equal(mine, its)
+    for plane, kept in zip(other.snapshot(0, end), rows, strict=True):
+        assert torch.equal(plane.view(torch.uint8), kept.view(torch.uint8))
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
-    g = torch.Generator().manual_seed(3)
-    values, weight = torch.randn(9, 2, 512, generator=g), 1 + torch.rand(512, generator=g)
+    values, weight = randn(9, 2, 512, seed=3), 1 + torch.rand(512)
     keys = values * weight
-    keys.view(9, 2, 2, 256)[..., :64] = torch.randn(9, 2, 2, 64, generator=g)
-    cache = CudaKV(2, 512, 256, None, 16, "cpu", kind, turning=64)
-    cache.append(torch.arange(100, 109), keys, values)
-    read, stored = cache.read(100, 108)  # a cache that nobody told the weight
+    keys.view(9, 2, 2, 256)[..., :64] = randn(9, 2, 2, 64, seed=4)
+    cache = made(CacheShape(2, 512, None, 64), kind, n_ctx=256)
+    batch = rows_of([(1, 100, 9)], "cpu")
+    cache.append(batch.slots, batch.positions, keys, values)
+    read, stored = cache.read(1, 100, 108)  # a cache that nobody told the weight
     assert torch.equal(read.view(9, 2, 2, 256)[..., 64:], stored.view(9, 2, 2, 256)[..., 64:])
     cache.weight = weight
     error = 2e-3 if kind == "f16" else 5e-2
-    for got, want in zip(cache.read(100, 108), (keys, values), strict=True):
+    for got, want in zip(cache.read(1, 100, 108), (keys, values), strict=True):
         assert (got - want).abs().max() < error
-    assert all(bool(x.isnan().all()) for x in cache.read(0, 99))
+    assert all(bool(x.isnan().all()) for x in cache.read(1, 0, 99))
+    whole, _ = cache.whole(torch.tensor(1))
+    assert torch.equal(whole[100:109] * cache.taken_over(weight), cache.read(1, 100, 108)[0])
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
@@ -80,11 +133,9 @@ def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
               CacheShape(2, 256, None, 64), CacheShape(1, 512, None, 256)]
 )  # fmt: skip
 def test_estimated_bytes_are_those_of_the_planes(shape: CacheShape, kind: kv.Kind) -> None:
-    got = memory.Card(torch.device("cpu"), kind).cache([shape], 1000, 64)
-    made = CudaKV(shape.n_kv, shape.head_dim, 1000 + MAX_STEP_ROWS, shape.window, MAX_STEP_ROWS,
-                  "cpu", kind, shape.turning)  # fmt: skip
-    planes = (made.keys, made.values, made.key_scales, made.value_scales)
-    assert got == sum(p.nbytes for p in planes)
+    card, space = memory.Card(torch.device("cpu"), kind), Space(3, 1000, 7)
+    got = 8 * card.page([shape]) + 3 * card.slot([shape], 1000, 32)
+    assert got == sum(p.nbytes for p in CudaKV(shape, space, 32, kind).planes)
 
 
 def test_estimated_weights_are_those_that_are_loaded() -> None:
@@ -97,6 +148,8 @@ def test_estimated_weights_are_those_that_are_loaded() -> None:
     assert card.weights([whole]) == old.weights([whole]) == 8 * 68
     assert (card.weights([odd]), old.weights([odd])) == (8 * 96 * 4, 8 * 102)
     assert card.weights([info("c", "f16", 8, 96), info("d", "f16", 96)]) == 8 * 192 + 96 * 4
+    for one in (card, old):  # no kernel takes this type, so float32 is kept
+        assert one.weights([info("e", "iq3_xxs", 8, 256)]) == 8 * 256 * 4
 
 
 def test_chunks_by_the_size_of_a_card() -> None:
@@ -124,52 +177,43 @@ def test_doctor_counts_what_prompts_take(
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("context", [512, 4096, 32_768])
 def test_doctor_counts_what_caches_take(kind: kv.Kind, context: int) -> None:
-    card = memory.Card(torch.device("cuda", 0), kind, False)
+    card, slack = memory.Card(torch.device("cuda", 0), kind, False), 2 * MAX_STEP_ROWS
     for size, shape in synthetic.TARGETS.items():
         caches = gemma4.caches(gemma4.parse_hf(Checkpoint(shape, {})))
         known = named_target(facts(), facts().get(Size, size.split("-")[0])).caches
         counted = own_token_bytes(known, kind) * context
         counted += slot_bytes(known, kind) * own_slots(known, context)
-        steps = own_token_bytes(known, kind) * 128  # the next multiple, and the step's rows
-        assert 0 <= card.cache(caches, context, 1024) - counted <= steps
+        steps = own_token_bytes(known, kind) * 2 * PAGE  # what is counted on top of the context
+        pages = pages_of(context + 2 * MAX_STEP_ROWS)
+        found = pages * card.page(caches) + card.slot(caches, context, slack)
+        assert 0 <= found - counted <= steps
 
 
 @pytest.mark.parametrize(("head_dim", "n_kv"), [(64, 1), (128, 2), (128, 4), (256, 2), (512, 4)])
 def test_no_cache_has_more_chunks_than_are_added(head_dim: int, n_kv: int) -> None:
     for n_ctx in (4096, 131_072, 262_144):
-        cache = CudaKV(n_kv, head_dim, 64, None, 32, "cpu", "f16")
-        cache.capacity = n_ctx + 2 * MAX_STEP_ROWS
+        cache = CudaKV(CacheShape(n_kv, head_dim, None), Space(1, n_ctx, 0))
+        assert cache.positions == pages_of(n_ctx + 2 * MAX_STEP_ROWS) * PAGE
         chunks = attention.Chunks.of(cache)
-        assert chunks.most(cache.capacity, cache.capacity) <= 256
+        assert chunks.most(cache.positions, cache.positions) <= 256
         narrow = head_dim <= 128 and n_kv < 4
         assert chunks.shift == (6 if narrow and n_ctx < 262_144 else 7)
 
 
 def test_global_layers_of_the_large_models_store_640_columns() -> None:
-    assert kv.row_bytes(4, 512, "f16") == 4 * 1024 * 2
-    assert kv.row_bytes(4, 512, "f16", turning=64) == 4 * 640 * 2
-    assert kv.row_bytes(4, 512, "q8_0", turning=64) == 4 * (640 + 40)
+    wide, shared = CacheShape(4, 512, None), CacheShape(4, 512, None, 64)
+    assert kv.row_bytes(wide, "f16") == 4 * 1024 * 2
+    assert kv.row_bytes(wide, "q8_0") == 2 * 4 * 544
+    assert kv.row_bytes(shared, "f16") == 4 * 640 * 2
+    assert kv.row_bytes(shared, "q8_0") == 4 * (640 + 40)
     spec = LayerSpec(0, None, 32, 4, 512, 64, 1e6, rope_partial=0.25, v_from_k=True)
     own = replace(spec, v_from_k=False)
     config = gemma4.Config(160, 64, 4096, 1e-6, 30.0, (spec, own))
-    assert [s.turning for s in gemma4.caches(config)] == [64, 0]
+    assert [s.rotary_pairs for s in gemma4.caches(config)] == [64, 0]
 
 
-def test_a_file_whose_heads_turn_further_is_refused() -> None:
-    spec = LayerSpec(0, None, 4, 1, 512, 64, 1e6, rope_partial=0.25, v_from_k=True)
-    freqs = torch.tensor([1.0] * 64 + [1e-30] * 192)
-    model = SimpleNamespace(config=SimpleNamespace(layers=(spec,)), _freqs=[freqs])
-    caches = [CudaKV(1, 512, 256, None, 16, "cpu", turning=spec.turning)]
-    ops: Any = None
-    LongReader(ops, model, caches, 256, 64)
-    freqs[70] = 0.5
-    with pytest.raises(InputError, match="the first 64 pairs"):
-        LongReader(ops, model, caches, 256, 64)
-
-
-def test_capacity_is_whole_tiles_and_at_most_the_context() -> None:
-    assert kv.capacity(1000, None, 512) == 1024
+def test_a_ring_is_whole_tiles_and_at_most_the_context() -> None:
     assert kv.capacity(100_000, 1024, 1) == 1152
+    assert kv.capacity(100_000, 1024, 32) == 1152
     assert kv.capacity(100_000, 1024, 512) == 1536
-    assert kv.capacity(500, 1024, 16) == 512
-    assert kv.row_bytes(4, 512, "q8_0") == 2 * 4 * 544
+    assert kv.capacity(500, 1024, 16) == 640  # 500 and the rows of a step and a draft

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from g4spec import cli, convert
-from g4spec.cli import demo
+from g4spec.cli import _family, demo
+from g4spec.errors import UsageError
 from g4spec.measure.bench_compare import read
-from g4spec.runtime import speculate
+from g4spec.runtime import choosing
 from tests import tiny
 from tests.cpu.test_verify import believe_one
 
@@ -53,6 +54,21 @@ def test_demo_does_the_whole_job(
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
     assert data["recommendation"]["words"] in (out / "report.html").read_text()
+
+
+def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
+    for content in (b"", b"GGUF, somebody's model"):
+        (tmp_path / "target.gguf").write_bytes(content)
+        assert cli.run(["demo", "--family", str(family), "-o", str(tmp_path)]) == 2
+        assert (tmp_path / "target.gguf").read_bytes() == content
+    for name in ("target", "dflash"):
+        (tmp_path / "target.gguf").unlink()
+        convert.convert(family / name, tmp_path / "target.gguf",
+                target=family / "target" if name == "dflash" else None)  # fmt: skip
+        if name == "target":
+            _family._check_free(tmp_path / "target.gguf", family / "target")
+    with pytest.raises(UsageError, match="not made by this demo"):
+        _family._check_free(tmp_path / "target.gguf", family / "target")
 
 
 def test_demo_without_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +127,7 @@ def test_verify_passes_and_finds_a_planted_bug(
     options = ["verify", *files, "-c", "1024", "--long-tokens", "100", "-n", "8"]
     assert cli.run([*options, "--cases", "3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"] is True
-    monkeypatch.setattr(speculate, "accept", believe_one)
+    monkeypatch.setattr(choosing, "choose_rows", believe_one)
     assert cli.run([*options, "--cases", "12", "--json"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)["mismatch"]

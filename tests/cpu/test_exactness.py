@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from typing import Any
 
 import pytest
 import torch
-from g4spec.runtime.speculate import Backlog, Cycle, Speculation
 
-from g4spec.core import Draft
-from g4spec.models import ngram
-from g4spec.ops.kv import LayerKV
+from g4spec.core import Batch, CacheShape, Cycle, Pick, Work
+from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import BLOCK, TILE, Ops
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.length import Fixed, Length
-from g4spec.runtime.target import Target
-from tests import memory_drafts as md
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.pending import flush
+from g4spec.runtime.request import Options, Request
+from g4spec.runtime.runner import EagerRunner
+from tests import memory_engine
 from tests import memory_models as mm
+from tests.bench_engine import Liar
+from tests.memory_engine import DRAFTS
+from tests.one_sequence import One
 
 PROMPT = [2, *((i * 37) % 150 + 5 for i in range(3 * mm.WINDOW + 1))]
 
@@ -51,24 +56,29 @@ def test_activations_and_norms_do_not_depend_on_place(width: int) -> None:
 def test_attention_row_is_the_same_at_every_count_place_and_length(window: int | None) -> None:
     ops, g = Ops(), torch.Generator().manual_seed(0)
     total = 3 * BLOCK + 7
-    kv = LayerKV(2, 16, 512, window, total)
-    rows = torch.randn(2, total, 2, 16, generator=g)
-    kv.append(torch.arange(total), *rows)
+    space = Space(2, 512, 8)
+    space.assign(1, [3, 1, 7, 2])
+    kv = LayerKV(CacheShape(2, 16, window), space, total)
+    slots, positions = torch.ones(total, dtype=torch.int64), torch.arange(total)
+    kv.append(slots, positions, *torch.randn(2, total, 2, 16, generator=g))
     q = torch.randn(total, 4, 16, generator=g)
-    last = torch.arange(total)
-    first = last * 0 if window is None else (last - window + 1).clamp(min=0)
-    want = ops.attend(q, kv, first, last, 1.0)
+    first = positions * 0 if window is None else (positions - window + 1).clamp(min=0)
+
+    def attend(at: slice) -> torch.Tensor:
+        part = Batch(positions[at], positions[at], slots[at], (len(positions[at]),))
+        return ops.attend(q[at], kv, part, first[at], positions[at], 1.0)
+
+    want = attend(slice(0, total))
     for begin in (0, 1, 15, 40, 63, 64, 65, total - TILE):
         for count in (1, 2, 3, 7, TILE):
             at = slice(begin, begin + count)
-            got = ops.attend(q[at], kv, first[at], last[at], 1.0)
-            assert torch.equal(got, want[at]), (begin, count)
+            assert torch.equal(attend(at), want[at]), (begin, count)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_prefill_chunks_do_not_change_a_bit(chunk: int) -> None:
-    whole, parts = mm.target(chunk=512), mm.target(chunk=chunk)
-    whole.taps = parts.taps = (0, 3, 6)
+    whole, parts = One(mm.target(chunk=512)), One(mm.target(chunk=chunk))
+    whole.target.taps = parts.target.taps = (0, 3, 6)
     a = list(whole.prefill(PROMPT))
     b = list(parts.prefill(PROMPT))
     assert torch.equal(a[0].hidden, torch.cat([r.hidden for r in b]))
@@ -77,7 +87,7 @@ def test_prefill_chunks_do_not_change_a_bit(chunk: int) -> None:
 
 @pytest.mark.parametrize("rows", range(1, TILE + 1))
 def test_step_logits_equal_plain_decoding_at_every_row(rows: int) -> None:
-    plain, wide = mm.target(), mm.target()
+    plain, wide = One(mm.target()), One(mm.target())
     for t in (plain, wide):
         list(t.prefill(PROMPT))
     ids = [(7 * i) % 150 + 5 for i in range(rows)]
@@ -85,46 +95,35 @@ def test_step_logits_equal_plain_decoding_at_every_row(rows: int) -> None:
     assert torch.equal(wide.step(ids, len(PROMPT)).logits, torch.stack(one))
 
 
-class Wrong:
+class Wrong(Liar):
     """A draft that is wrong on purpose, or random, or a copy of the target."""
 
-    taps: tuple[int, ...] = ()
-    max_tokens = 15
+    def __init__(self, name: str, guess: Callable[[int], int]) -> None:
+        self.name, self.guess = name, guess
 
-    def __init__(self, name: str, pick: Callable[[int], int]) -> None:
-        self.name, self.pick = name, pick
-
-    def reset(self) -> None: ...
-
-    def commit(self, step: Committed) -> None: ...
-
-    def propose(self, anchor: int, position: int, count: int, chooser: Chooser) -> list[int]:
-        return [self.pick(position + 1 + i) for i in range(count)]
+    def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        after = [[p + 1 + i for i in range(count)] for p in batch.positions.tolist()]
+        return batch.ids.new_tensor([[self.guess(p) for p in row] for row in after])
 
 
-def cycles(
-    target: Target, draft: Draft | None, sampler: Sampler, length: Length, n: int = 60
-) -> Iterator[Cycle]:
-    backlog = Backlog(draft)
-    target.taps = draft.taps if draft else ()
-    if draft:
-        draft.reset()
-    for read in target.prefill(PROMPT):
-        if draft:
-            draft.commit(read)
-    logits = target.logits(read.hidden[-1:])[0]
-    yield from Speculation(target, backlog, sampler, length, logits, len(PROMPT), n)
+def generate(
+    engine: Engine, sampler: Sampler, count: int, n: int = 60, prompt: Seq[int] = PROMPT
+) -> Request:
+    """A text of `n` tokens, `count` drafted in every cycle."""
+    return engine.submit(prompt, Options(n, sampler, count, ignore_eos=True))
 
 
-def decode(
-    target: Target, draft: Draft | None, sampler: Sampler, count: int, n: int = 60
-) -> list[int]:
-    return [t for cycle in cycles(target, draft, sampler, Fixed(count), n) for t in cycle.tokens]
+def decode(engine: Engine, sampler: Sampler, count: int, n: int = 60) -> list[tuple[int, float]]:
+    """Tokens of a text and their logits."""
+    cycles = list(generate(engine, sampler, count, n))
+    text = [pair for c in cycles for pair in zip(c.tokens, c.logits, strict=True)]
+    assert len(text) == n
+    return text
 
 
 @functools.cache
-def undrafted(sampler: Sampler) -> list[int]:
-    return decode(mm.target(), None, sampler, 0)
+def undrafted(sampler: Sampler) -> list[tuple[int, float]]:
+    return decode(memory_engine.engine(), sampler, 0)
 
 
 SAMPLERS = [
@@ -133,48 +132,33 @@ SAMPLERS = [
     Sampler(temperature=0.7, top_k=20, top_p=0.9, seed=4),
     Sampler(temperature=1.5, min_p=0.05, seed=5),
 ]
-DRAFTS: dict[str, Callable[[Target], Draft]] = {
-    "dflash": mm.dflash_draft,
-    "dflash-window": lambda t: mm.dflash_draft(t, window=10),
-    "dflash-reduced": lambda t: mm.dflash_draft(
-        t, own_embed=True, own_head=True, n_draft=64, embed_scale=1.0, window_from_anchor=True
-    ),
-    "assistant": mm.assistant_draft,
-    "assistant-centroids": lambda t: mm.assistant_draft(t, n_centroids=16),
-    "ngram": lambda t: ngram.Drafter(),
-    "dspark": md.dspark_draft,
-    "dspark-rnn-reduced": lambda t: md.dspark_draft(
-        t, head="rnn", own_embed=True, own_head=True, n_draft=64, from_anchor=False
-    ),
-    "dspark-cut": lambda t: md.dspark_draft(t, head="gated", cut=0.5),
-    "dspark-gemma": lambda t: md.dspark_draft(t, gemma=True),
-    "dflash2": md.dflash2_draft,
-    "dflash2-from-anchor": lambda t: md.dflash2_draft(t, from_anchor=True, kernel=3, top_k=4),
-    "eagle3": md.eagle3_draft,
-    "eagle3-window": lambda t: md.eagle3_draft(t, window=10, norm_output=True, fc_norm=True),
-    "eagle3-two-layers": lambda t: md.eagle3_draft(t, n_layer=2, qk_norm=True, n_draft=None),
-    "p-eagle": lambda t: md.eagle3_draft(t, depths=5, sliding=12, norm_before_fc=True),
-}
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=str)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_text_with_a_draft_equals_text_without(name: str, sampler: Sampler) -> None:
     for count in (1, 2, 5, 15):
-        target = mm.target()
-        assert decode(target, DRAFTS[name](target), sampler, count) == undrafted(sampler), count
+        engine = memory_engine.engine(DRAFTS[name])
+        assert decode(engine, sampler, count) == undrafted(sampler), count
 
 
-class Seldom(Fixed):
-    """Drafts after every 20 plain steps, as `auto` does with a draft that did not help."""
+class Seldom:
+    """Plans a draft after every 20 plain steps, as `auto` does with a draft that did not help."""
 
-    def __init__(self) -> None:
-        super().__init__(5)
-        self._steps = 0
+    wants_costs = False
 
-    def next(self, most: int) -> int:
+    def __init__(self, lengths: Any) -> None:
+        self.text, self._steps = lengths.text, 0
+
+    def plan(self, texts: Seq[Any], most: Seq[int]) -> list[int]:
         self._steps += 1
-        return 0 if self._steps % 21 else super().next(most)
+        return [0 if self._steps % 21 else min(5, m) for m in most]
+
+    def again(self, *args: object) -> bool:
+        return False
+
+    def observe(self, *args: object) -> None: ...
+    def drop(self) -> None: ...
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -182,41 +166,56 @@ def test_a_draft_brought_up_to_date_late_proposes_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def proposals() -> list[list[int]]:
-        target = mm.target()
-        draft = DRAFTS[name](target)
-        return [c.drafted for c in cycles(target, draft, Sampler(), Seldom(), 80) if c.drafted]
+        engine = memory_engine.engine(DRAFTS[name])
+        engine.scheduler.length = Seldom(engine.lengths)  # type: ignore[assignment]
+        return [c.drafted for c in generate(engine, Sampler(), 5, 80) if c.drafted]
 
-    late, add = proposals(), Backlog.add
+    late, start, flushed = proposals(), EagerRunner.start, []
 
-    def at_once(self: Backlog, step: Committed) -> None:
-        add(self, step)
-        self.flush()
+    def at_once(self: EagerRunner, work: Seq[Work]) -> None:
+        start(self, work)
+        assert self._draft is not None
+        flushed.append(sum(len(rows.batch) for rows in work[0].sequence.pending))
+        flush(self._draft, [w.sequence for w in work])
 
-    monkeypatch.setattr(Backlog, "add", at_once)
+    monkeypatch.setattr(EagerRunner, "start", at_once)
     assert late == proposals()
+    assert flushed and max(flushed) <= 6, "committed after every step"
     assert late or name in ("ngram", "dspark-cut")
 
 
 def test_adversarial_drafts_change_nothing() -> None:
     want = undrafted(Sampler())
-    at = dict(enumerate([*PROMPT, *want]))
+    at = dict(enumerate([*PROMPT, *(token for token, _ in want)]))
     copy = Wrong("copy", lambda p: at.get(p, 0))
     never = Wrong("never", lambda p: (at.get(p, 0) + 1) % mm.V)
     noise = Wrong("random", lambda p: (p * 7919) % mm.V)
     for draft in (copy, never, noise):
         for count in (1, 4, 15):
-            assert decode(mm.target(), draft, Sampler(), count) == want, draft.name
+            engine = memory_engine.engine(lambda target, d=draft: d)  # type: ignore[misc]
+            assert decode(engine, Sampler(), count) == want, draft.name
 
 
 def test_cache_after_rollback_equals_cache_never_drafted() -> None:
-    want = undrafted(Sampler())
+    want = [token for token, _ in undrafted(Sampler())]
     at = dict(enumerate([*PROMPT, *want]))
     half = Wrong("half", lambda p: at.get(p, 0) if p % 5 else (at.get(p, 0) + 1) % mm.V)
-    plain, drafted = mm.target(), mm.target()
-    decode(plain, None, Sampler(), 0)
-    decode(drafted, half, Sampler(), 7)
-    end = len(PROMPT) + len(want) - 2
-    for a, b in zip(plain.caches, drafted.caches, strict=True):
+    plain, drafted = memory_engine.engine(), memory_engine.engine(lambda target: half)
+
+    def walk(engine: Engine, count: int) -> tuple[Iterator[Cycle], int]:
+        """A text that is still live after 50 tokens, and how many of its tokens were read."""
+        request = generate(engine, Sampler(), count)
+        cycles = iter(request)
+        while len(request.ids) < 50:
+            next(cycles)
+        assert not request.done
+        return cycles, len(PROMPT) + len(request.ids) - 1
+
+    (one, read), (two, other) = walk(plain, 0), walk(drafted, 7)
+    end = min(read, other) - 1
+    for a, b in zip(plain.target.caches, drafted.target.caches, strict=True):
         first = 0 if a.window is None else end - a.window + 1
-        for x, y in zip(a.read(first, end), b.read(first, end), strict=True):
+        for x, y in zip(a.read(0, first, end), b.read(0, first, end), strict=True):
             assert torch.equal(x, y) and torch.isfinite(x).all()
+    rest = [[t for cycle in cycles for t in cycle.tokens] for cycles in (one, two)]
+    assert rest[0][-8:] == rest[1][-8:] == want[-8:]

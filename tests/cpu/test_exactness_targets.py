@@ -8,16 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from g4spec.core import Draft
-from g4spec.models import gemma4, ngram
+from g4spec.core import PAGE
+from g4spec.models import gemma4
 from g4spec.models.gemma4_config import shared_kv
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.reference import TILE, Ops
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime import memory
-from g4spec.runtime.target import Target
+from g4spec.runtime.engine import Engine
+from tests import memory_engine
 from tests import memory_models as mm
 from tests.cpu.test_exactness import PROMPT, decode
+from tests.memory_engine import DRAFTS, Make
+from tests.one_sequence import One, make_target
 
 
 def experts(s: LayerSpec) -> LayerSpec:
@@ -38,10 +40,20 @@ CONFIGS: dict[str, Callable[[tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]] = {
 }  # fmt: skip
 
 
-def target(name: str, chunk: int = 64) -> Target:
+def config(name: str) -> gemma4.Config:
     base = mm.target_config()
-    config = replace(base, layers=CONFIGS[name](base.layers))
-    return Target(config, mm.weights(gemma4.tensors(config), 0, 0.3), Ops(), 512, chunk)
+    return replace(base, layers=CONFIGS[name](base.layers))
+
+
+def target(name: str, chunk: int = 64) -> One:
+    made = config(name)
+    return One(make_target(made, mm.weights(gemma4.tensors(made), 0, 0.3), chunk=chunk))
+
+
+def engine(name: str, make: Make | None = None, suppress: tuple[int, ...] = ()) -> Engine:
+    made = memory_engine.engine(make, config=config(name))
+    made.tokenizer.suppress_ids = suppress
+    return made
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -64,21 +76,15 @@ def test_step_logits_equal_plain_decoding_at_every_row(name: str) -> None:
         assert torch.equal(wide.step(ids[:rows], len(PROMPT)).logits, one[:rows]), rows
 
 
-DRAFTS: dict[str, Callable[[Target], Draft]] = {
-    "dflash": mm.dflash_draft,
-    "assistant": mm.assistant_draft,
-    "ngram": lambda t: ngram.Drafter(),
-}
-
-
 @pytest.mark.parametrize("name", ["experts", "per-layer, shared"])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["dflash", "assistant", "ngram"])
 def test_text_with_a_draft_equals_text_without(name: str, draft: str) -> None:
-    for sampler in (Sampler(), Sampler(temperature=1.0, seed=3, suppress=(5, 9))):
-        want = decode(target(name), None, sampler, 0, n=40)
+    for sampler, suppress in ((Sampler(), ()), (Sampler(temperature=1.0, seed=3), (5, 9))):
+        want = decode(engine(name, None, suppress), sampler, 0, n=40)
+        assert not {token for token, _ in want} & set(suppress)
         for count in (2, 15):
-            on = target(name)
-            assert decode(on, DRAFTS[draft](on), sampler, count, n=40) == want, count
+            on = engine(name, DRAFTS[draft], suppress)
+            assert decode(on, sampler, count, n=40) == want, count
 
 
 def test_gate_and_up_in_two_tensors_or_in_one() -> None:
@@ -124,8 +130,14 @@ def test_routing() -> None:
 def test_only_layers_with_their_own_keys_have_a_cache() -> None:
     made = target("per-layer, shared")
     assert len(made.caches) == 3
-    held = sum(2 * 4 * c.capacity * c.n_kv * c.head_dim for c in made.caches)
-    assert memory.cache_bytes(gemma4.caches(made.config), made.n_ctx, made.chunk) == held
+    budget, shapes = made.backend.budget, gemma4.caches(made.config)
+    pages = made.space.n_pages + 1
+    slot = budget.slot(shapes, made.n_ctx, made.backend.slack(made.chunk))
+    held = sum(c._rows.nbytes for c in made.caches)
+    assert pages * budget.page(shapes) + slot == held
+    rows = [c.capacity if c.window else pages * PAGE for c in made.caches]
+    assert held == sum(2 * 4 * n * c.n_kv * c.head_dim
+                       for n, c in zip(rows, made.caches, strict=True))  # fmt: skip
     assert [s.kv_from for s in made.config.layers] == [None, None, None, 1, 1, 2]
     assert (made.config.donor(True), made.config.donor(False)) == (1, 2)
 

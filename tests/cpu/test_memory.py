@@ -12,17 +12,33 @@ import pytest
 from g4spec.convert import convert
 from g4spec.core import CacheShape
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
-from g4spec.ops.kv import LayerKV
+from g4spec.ops.kv import LayerKV, Space
 from g4spec.runtime import memory
-from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.backend import TorchBackend
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
 from tests import tiny, tokens
 
 
 def test_cache_bytes_are_those_of_the_caches() -> None:
     shapes = [CacheShape(2, 16, 24), CacheShape(1, 32, None)]
-    caches = [LayerKV(s.n_kv, s.head_dim, 300, s.window, 64) for s in shapes]
-    got = sum(c._rows.numel() * 4 for c in caches)
-    assert memory.cache_bytes(shapes, 300, 64) == got == 4 * 2 * ((24 + 64) * 32 + 300 * 32)
+    budget, size = TorchBackend().budget, memory.Size.of(300, slots=3, pool=700)
+    assert (size.slots, size.pages) == (3, 6)
+    caches = [LayerKV(s, Space(3, 300, size.pages), 64) for s in shapes]
+    planned = (size.pages + 1) * budget.page(shapes) + 3 * budget.slot(shapes, 300, 64)
+    got = sum(c._rows.nbytes for c in caches)
+    assert planned == got == 4 * 2 * (3 * (24 + 64) * 32 + 7 * 128 * 32)
+
+
+def test_a_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
+    target, draft = tokens.target_file(tmp_path / "t.gguf"), tokens.draft_file(tmp_path / "d.gguf")
+    for parallel, pool in ((1, None), (3, None), (3, 2000)):
+        engine = Engine.load(target, draft, n_ctx=600, parallel=parallel, pool=pool)
+        assert engine.draft is not None
+        pages = -(-(pool or 600) // 128)
+        assert engine.pool.n_pages == pages and len(engine.pool.free_slots) == parallel
+        assert engine.memory.cache == sum(kv._rows.nbytes for kv in engine.target.caches)
+        assert engine.memory.draft_cache == sum(kv._rows.nbytes for kv in engine.draft.caches)
 
 
 def test_a_run_that_cannot_fit_names_the_largest_context(
@@ -67,7 +83,8 @@ def test_the_plan_covers_what_the_process_takes(tmp_path: Path) -> None:
     code = f"""
 import re, torch
 from pathlib import Path
-from g4spec.runtime.engine import Engine, Options
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
 torch.nn.functional.linear(torch.zeros(16, 64), torch.zeros(64, 64))
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

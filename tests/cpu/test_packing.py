@@ -138,6 +138,16 @@ def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
                 assert read.value(row, k) == expected[group * 128 + row, u * unit + k], (row, k)
 
 
+def test_matrices_that_no_kernel_takes_are_named() -> None:
+    assert packing.unpackable("q8_0", 128, False) == packing.unpackable("q8_0", 96, True) == ""
+    assert packing.unpackable("q8_0", 96, False) == "q8_0 matrices of 96 columns"
+    others = [n for n, f in quant.readable().items() if f.quantized and n not in packing.PARTS]
+    for name in others:
+        assert packing.unpackable(name, 256, True) == f"{name} matrices"
+        with pytest.raises(Unsupported, match=name.upper()):
+            packing.unit_of(name, 256)
+
+
 @pytest.mark.parametrize("name", packing.PARTS)
 def test_kernels_take_units_of_the_same_size(name: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")

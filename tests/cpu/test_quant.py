@@ -13,9 +13,18 @@ from hypothesis.extra.numpy import arrays
 
 from g4spec import quant
 from g4spec.errors import InputError, Unsupported, UsageError
-from tests.quant_blocks import BLOCKS, GOLDEN, REFERENCE_ERROR, relative_rms, tensors
+from g4spec.quant import codebook, format
+from tests.quant_blocks import (
+    BLOCKS,
+    GOLDEN,
+    REFERENCE_ERROR,
+    random_blocks,
+    relative_rms,
+    tensors,
+)
 
-TYPES = {name: oracle.GGMLQuantizationType(quant.get(name).type) for name in quant.names()}
+TYPES = {name: oracle.GGMLQuantizationType(f.type) for name, f in quant.readable().items()}
+BLOCKS_OF = [name for name, f in quant.readable().items() if f.quantized]
 PLAIN = ["f32", "f16", "q8_0", "bf16"]
 LEGACY = {"q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31}
 SEARCHED = list(REFERENCE_ERROR)
@@ -62,10 +71,14 @@ def in_c(x: np.ndarray, name: str) -> bytes:
 
 
 def test_discovery() -> None:
-    types = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q8_0": 7, "q4_k": 14,
-             "q5_k": 16, "q6_k": 18, "bf16": 32}  # fmt: skip
-    assert quant.names() == list(types)
-    assert {n: quant.get(n).file_type for n in quant.names()} == types
+    types = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q8_0": 7, "q2_k": 10,
+             "q3_k": 11, "q4_k": None, "q5_k": 16, "q6_k": 18, "iq2_xxs": 19, "iq2_xs": 20,
+             "iq3_xxs": 23, "iq1_s": 24, "iq4_nl": 25, "iq3_s": 26, "iq2_s": 28, "iq4_xs": 30,
+             "iq1_m": 31, "bf16": 32, "mxfp4": None, "nvfp4": 39}  # fmt: skip
+    assert {n: f.file_type for n, f in quant.readable().items()} == types
+    only_read = {"iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s", "iq3_s", "iq2_s", "iq1_m", "mxfp4",
+                 "nvfp4"}  # fmt: skip
+    assert quant.names() == [n for n in types if n not in only_read]
     assert quant.get("Q8_0") is quant.get("q8_0") is quant.by_type(8)
 
 
@@ -106,18 +119,59 @@ def test_legacy_bytes_equal_c_for_edge_values(name: str, x: np.ndarray) -> None:
     assert [row.tobytes() for row in got] == [in_c(row, name) for row in x]
 
 
-@pytest.mark.parametrize("name", [*LEGACY, "q8_0", *SEARCHED])
+@pytest.mark.parametrize("name", BLOCKS_OF)
 def test_dequantization_equals_gguf_pys_to_the_last_bit(name: str) -> None:
     """Over all bit patterns, scales that are infinite or not numbers excepted."""
     form = quant.get(name)
     raw = np.random.default_rng(5).integers(0, 256, (2048, form.block_bytes), np.uint8)
     with np.errstate(all="ignore"):
-        expected = oracle.quants.dequantize(raw, TYPES[name])
+        expected = np.asarray(oracle.quants.dequantize(raw, TYPES[name]), np.float32)
         got = form.dequantize(raw)
     good = np.isfinite(expected)
     assert good.mean() > 0.9
     assert np.array_equal(got[good].view(np.uint32), expected[good].view(np.uint32))
     assert np.array_equal(np.isfinite(got), good)
+
+
+@pytest.mark.parametrize("name", BLOCKS_OF)
+def test_blocks_are_judged_by_their_factors(name: str) -> None:
+    """A type without factors would not be scanned: no value of a block may exceed what they say,
+    and no block whose factors are finite may hold a value that is not."""
+    form = quant.get(name)
+    assert form.factors is not None
+    raw = np.random.default_rng(6).integers(0, 256, (4096, form.block_bytes), np.uint8)
+    with np.errstate(all="ignore"):
+        factors = np.abs(form.factors.read(raw))
+        values = np.abs(form.dequantize(raw)).reshape(len(raw), -1).max(axis=1)
+        total = factors.sum(axis=0).astype(float)
+    good = np.isfinite(factors).all(axis=0)
+    assert good.mean() > 0.9 and np.isfinite(values[good]).all()
+    # A minimum is subtracted besides, and Q8_0 may hold -128 in files of others.
+    allowed = total[good] * form.factors.largest
+    assert (values[good] <= 1.01 * allowed).all()
+    assert (values[good] >= 0.5 * allowed / len(factors)).mean() > 0.02
+    if form.factors.zero is not None:
+        block = bytes(2) + form.factors.zero
+        assert not form.dequantize(np.frombuffer(block, np.uint8)).any()
+
+
+def test_codebooks_equal_gguf_pys() -> None:
+    classes = {"iq2_xxs": "IQ2_XXS", "iq2_xs": "IQ2_XS", "iq2_s": "IQ2_S", "iq3_xxs": "IQ3_XXS",
+               "iq3_s": "IQ3_S", "iq1": "IQ1_S"}  # fmt: skip
+    assert classes.keys() == codebook.GRIDS.keys()
+    for name, other in classes.items():
+        theirs = getattr(oracle.quants, other)
+        theirs.init_grid()
+        assert np.array_equal(codebook.grid(name), theirs.grid.reshape(theirs.grid_shape)), name
+    signs = np.frombuffer(oracle.quants.IQ2_XXS.ksigns, np.uint8)
+    assert np.array_equal(codebook.even_signs(np.arange(128)), codebook.signs(signs))
+
+
+def test_long_tensors_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = random_blocks("iq3_s", 7, 512)
+    whole = quant.get("iq3_s").dequantize(raw)
+    monkeypatch.setattr(format, "DECODED", 1024)
+    assert np.array_equal(quant.get("iq3_s").dequantize(raw), whole)
 
 
 @pytest.mark.parametrize("name", SEARCHED)
@@ -237,7 +291,7 @@ def test_errors_name_the_tensor_and_the_type() -> None:
         quant.by_type(45, "blk.0.w")
     with pytest.raises(UsageError, match="q9"):
         quant.get("q9")
-    with pytest.raises(Unsupported, match="Q3_K"):
-        quant.get("q3_k").quantize(np.zeros((1, 256), np.float32))
+    with pytest.raises(Unsupported, match="IQ2_XS"):
+        quant.get("iq2_xs").quantize(np.zeros((1, 256), np.float32))
     with pytest.raises(InputError, match="multiple of 256"):
         quant.get("q4_k").quantize(np.zeros((1, 96), np.float32))

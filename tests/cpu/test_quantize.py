@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from g4spec import cli, quant
+from g4spec.cli import _types
 from g4spec.convert import convert, quantize
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF
+from g4spec.gguf import GGUF, TensorData, write
 from g4spec.quant import policy
 from g4spec.quant.policy import Policy
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
 from tests import tiny
+from tests.quant_blocks import random_blocks
 
+ROOT = Path(__file__).parents[2]
 DEEP = {"layers": 12, "hidden": 256, "inter": 512}
 
 
@@ -89,6 +92,30 @@ def test_mixes_choose_as_upstream(kind: str, mix: str, deep: Path, tmp_path: Pat
         assert g["general.file_type"] == {"q4_k_m": 15, "q5_k_m": 17}[mix]
 
 
+def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
+    """`tests/data/mixes.json` holds what `llama-quantize` made of these files: source -> mix ->
+    type -> part -> layers."""
+    wide = {"layers": 18, "hidden": 256, "inter": 256}
+    targets = {"wide": {"heads": 8, "kv": 2}, "experts": {"experts": 4, "expert_inter": 256}}
+    observed = json.loads((ROOT / "tests" / "data" / "mixes.json").read_text())
+    named = {m for m in policy.names() if policy.asked(m).better} | {"q3_k_s", "q5_k_s"}
+    for kind, mixes in observed.items():
+        if kind in targets:
+            source = tiny.target(tmp_path / kind, **wide, **targets[kind])
+        else:
+            make, options = DRAFTS[kind]
+            source = make(tmp_path / kind, deep, **options)
+        assert mixes.keys() == named
+        for mix, wanted in mixes.items():
+            pair = None if kind in targets else deep
+            plan = convert(source, tmp_path / "x", target=pair, type=mix, dry_run=True).plan
+            found = {r.name: r.type for r in plan.rows if r.action == "copy"}
+            expected = {f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
+                        for form, parts in wanted.items() for part, layers in parts.items()
+                        for i in layers.split() or [""]}  # fmt: skip
+            assert {n: t for n, t in found.items() if t not in ("F32", "F16")} == expected, mix
+
+
 @pytest.mark.parametrize(
     ("asked", "name", "shape", "role", "expected", "why"),
     [
@@ -107,31 +134,56 @@ def test_mixes_choose_as_upstream(kind: str, mix: str, deep: Path, tmp_path: Pat
         ("q6_k", "blk.0.x.weight", (64, 64), "matrix", "q8_0", "64"),
         ("q4_k", "blk.0.x.weight", (64, 48), "matrix", "f16", "48"),
         ("bf16", "token_embd.weight", (512, 48), "embed", "bf16", ""),
+        ("q2_k", "blk.0.x.weight", (64, 704), "matrix", "q4_0", "704"),
+        ("q3_k", "blk.0.x.weight", (64, 96), "matrix", "q4_0", "96"),
+        ("iq4_xs", "blk.0.x.weight", (64, 704), "matrix", "iq4_nl", "704"),
+        ("iq4_xs", "blk.0.x.weight", (64, 48), "matrix", "f16", "48"),
+        ("iq4_nl", "token_embd.weight", (512, 256), "embed", "q6_k", "tied"),
     ],
 )
 def test_policy(asked: str, name: str, shape: tuple[int, ...], role: policy.Role, expected: str,
                 why: str) -> None:  # fmt: skip
-    form, reason = Policy(policy.asked(asked), [name]).choose(name, shape, role)
+    form, reason = Policy(policy.asked(asked), {name: shape}).choose(name, shape, role)
     assert form.name == expected and why in reason and bool(reason) == bool(why)
+
+
+def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
+    asked = ["blk.1.ffn=q8_0", r"^token_embd\.=q4_0", "attn_output=q6_k", "ffn=q5_0"]
+    result = quantize(full, tmp_path / "a.gguf", "q3_k_s", tensor_types=asked)
+    found = types(tmp_path / "a.gguf")
+    assert {found[n] for n in blocks("ffn_up", 1) | blocks("ffn_down", 1)} == {"q8_0"}
+    assert {found[n] for n in blocks("ffn_up", *range(2, 12))} == {"q5_0"}
+    assert found["token_embd"] == "q4_0" and found["blk.0.attn_q"] == "q3_k"
+    assert found["blk.0.attn_output"] == "q8_0"  # rows of 32 do not divide
+    assert next(r for r in result.plan.rows if r.name == "token_embd.weight").note == "asked for"
+    plain = Policy(policy.asked("bf16", ["x=q8_0"]), {"blk.0.x.weight": (64, 64)})
+    assert plain.choose("blk.0.x.weight", (64, 64), "matrix")[0].name == "q8_0"
+    for wrong, says in (("x", "PATTERN=TYPE"), ("=q8_0", "PATTERN=TYPE"), ("ffn=q4_k_m", "q4_k_m"),
+                        ("ffn=iq2_xs", "iq2_xs"), ("(=q8_0", "regular"), ("mlp=q8_0", "no tensor")):
+        with pytest.raises(UsageError, match=says):
+            quantize(full, tmp_path / "b.gguf", "q8_0", tensor_types=[wrong])
 
 
 def test_which_layers_get_more_bits() -> None:
     """The table for 30, 35, 48 and 60 layers begins and ends with an eighth."""
-    assert [i for i in range(30) if policy.more_bits(i, 30)] == [
+    assert [i for i in range(30) if policy.Place(i, 30, 1).more_bits] == [
         0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]  # fmt: skip
     for n in (35, 42, 48, 60):
-        chosen = {i for i in range(n) if policy.more_bits(i, n)}
+        chosen = {i for i in range(n) if policy.Place(i, n, 1).more_bits}
         assert {*range(n // 8), *range(7 * n // 8, n)} <= chosen and len(chosen) < n * 0.55
 
 
 def test_an_untied_output_leaves_the_table_alone() -> None:
-    names = ["token_embd.weight", "output.weight"]
-    choice = Policy(policy.asked("q4_k_m"), names)
-    assert [choice.choose(n, (512, 256), "embed")[0].name for n in names] == ["q4_k", "q6_k"]
+    shapes = {"token_embd.weight": (512, 256), "output.weight": (512, 256)}
+    choice = Policy(policy.asked("q4_k_m"), shapes)
+    found = [choice.choose(n, shape, "embed")[0].name for n, shape in shapes.items()]
+    assert found == ["q4_k", "q6_k"]
 
 
 def test_names_of_what_can_be_asked_for() -> None:
-    assert policy.names() == [*quant.names(), "q4_k_m", "q5_k_m"]
+    mixes = ["q3_k_l", "q3_k_m", "q3_k_s", "q4_k_m", "q4_k_s", "q5_k_m", "q5_k_s"]
+    assert policy.names() == [*quant.names(), *mixes]
+    assert sorted(policy.names()) == _types.TYPES  # which --help lists without importing them
     assert policy.asked("Q4_K_M").file_type == 15
     with pytest.raises(UsageError, match="q4_k_m"):
         policy.asked("q4_k_l")
@@ -187,6 +239,32 @@ def test_the_runtime_reads_what_the_format_says(full: Path, tmp_path: Path) -> N
             assert 0 < np.abs(got - want).max() < 0.05 * np.abs(want).max()
 
 
+def test_every_type_that_can_be_read_runs(full: Path, tmp_path: Path) -> None:
+    """A target with a matrix of each type gives the text of one that holds their values in F32."""
+    names = [n for n, f in quant.readable().items() if f.quantized]
+    places = [f"blk.{i // 2}.ffn_{'up' if i % 2 else 'down'}.weight" for i in range(len(names))]
+    texts = []
+    for dequantized in (False, True):
+        path = tmp_path / f"{dequantized}.gguf"
+        with GGUF(full) as g:
+            data = []
+            for name, info in g.tensors.items():
+                form, raw = info.format, g.raw(name)
+                if name in places:
+                    form = quant.get(names[places.index(name)])
+                    raw = random_blocks(form.name, *info.shape)
+                    if dequantized:
+                        form, raw = quant.get("f32"), form.dequantize(raw)
+                data.append(TensorData(name, info.shape, form.type, [raw]))
+            write(path, {key: g.value(key) for key in g}, data)
+        found = validate(path)
+        assert not [f for f in found.failures if f.rule.id.startswith("G4-VAL")]
+        engine = Engine.load(path, None, n_ctx=64)
+        run = engine.generate([5, 6, 7], Options(n_predict=6, ignore_eos=True))
+        texts.append([i for cycle in run for i in cycle.tokens])
+    assert texts[0] == texts[1]
+
+
 def test_losses(full: Path, tmp_path: Path) -> None:
     found = {}
     some = {f"{name}.weight" for name in blocks("ffn_down", *range(12))}
@@ -226,5 +304,5 @@ def test_lost_scales_are_seen(type: str) -> None:
     x[1:3] *= 1e-9
     x[4] = 0
     stats = scan.Stats()
-    scan._blocks(quant.get(type).quantize(x).reshape(-1), type.upper(), stats)
+    scan._blocks(quant.get(type).quantize(x).reshape(-1), quant.get(type), stats)
     assert stats.lost_blocks == 2 and not stats.zero

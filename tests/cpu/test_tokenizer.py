@@ -140,6 +140,7 @@ def test_file_gives_the_same(tmp_path: Path) -> None:
     assert read.n_vocab == len(tiny.vocabulary()[0])
 
 
+LONGEST = max(tiny.vocabulary()[0], key=len)
 BROKEN = {
     "other model": ({"model": string("llama")}, "expected gemma4, found llama"),
     "no model": ({"model": None}, "expected gemma4, found nothing"),
@@ -157,6 +158,14 @@ BROKEN = {
     "merge with two spaces": ({"merges": array(T.STRING, ["d e", "a b c"])}, "merges, entry 1"),
     "merge of strangers": ({"merges": array(T.STRING, ["d e", "zz y"])}, "merges, entry 1"),
     "merge into a stranger": ({"merges": array(T.STRING, ["d e", "z y"])}, "merges, entry 1"),
+    "merge longer than every token": (
+        {"merges": array(T.STRING, ["d e", f"{'<' + 'é' * 200} d"])},
+        "merges, entry 1",
+    ),
+    "merge of two long tokens": (
+        {"merges": array(T.STRING, ["d e", f"{LONGEST} {LONGEST}"])},
+        "merges, entry 1",
+    ),
     "byte type on a word": (
         {"token_type": array(T.I32, [6] * len(tiny.vocabulary()[0]))},
         "byte token 0: expected <0x00>",
@@ -194,6 +203,29 @@ def test_merges_that_are_not_text(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"X Y", b"X \xff"))
     with GGUF(path) as file, pytest.raises(InputError, match=r"merges', entry 1: not UTF-8"):
         Tokenizer.from_gguf(file)
+
+
+def test_a_panic_of_the_library_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class PanicException(BaseException):  # as pyo3's, of which no module has the name
+        pass
+
+    def panic(*args: object, **kwargs: object) -> None:
+        raise PanicException("range end index 32 out of range")
+
+    monkeypatch.setattr("g4spec.runtime.tokenizer._encoder", panic)
+    with pytest.raises(InputError, match=r"cannot hold this vocabulary.*range end index"):
+        Tokenizer(*tiny.vocabulary(), bos=2)
+    broken = Tokenizer.__new__(Tokenizer)
+    broken.source, broken._encoder = "x.gguf", type("Encoder", (), {"encode": panic})()
+    with pytest.raises(InputError, match=r"x\.gguf: .*cannot hold"):
+        broken.encode("a")
+
+
+def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+    text = LONGEST * 8
+    assert len(TOKENIZER.encode(text, bos=False, n_ctx=8)) >= 8
+    with pytest.raises(InputError, match=r"does not fit into the context.*at most 8 tokens"):
+        TOKENIZER.encode(text + "a", n_ctx=8)
 
 
 def test_an_interrupt_stays_one() -> None:
@@ -263,6 +295,7 @@ BAD_TEMPLATES = {
     "escape from the sandbox": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "change of its input": "{{ messages.append(1) }}",
     "flood": "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+    "more than it was given": "{{ 'é😀' * 1500000 }}",
     "long loop": "{% for i in range(10 ** 9) %}{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "too long": "x" * (template.LONGEST_TEMPLATE + 1),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
+from g4spec.core import Batch
 from g4spec.errors import UsageError
 from g4spec.measure import verify
-from g4spec.runtime import speculate
-from g4spec.runtime.engine import Engine
-from tests import bench_engine, memory_models
+from g4spec.runtime import choosing
+from tests import bench_engine, memory_engine, memory_models
 
 
 def todo(count: int = 16) -> list[verify.Case]:
@@ -26,9 +28,7 @@ def test_ngram_lookup_changes_nothing() -> None:
 
 
 def test_a_model_draft_changes_nothing() -> None:
-    target = memory_models.target()
-    made = bench_engine.engine()
-    engine = Engine(target, memory_models.dflash_draft(target), made.tokenizer, made.memory)
+    engine = memory_engine.engine(memory_models.dflash_draft)
     verdict = verify.verify(engine, todo(8), 24)
     assert verdict.ok and verdict.drafted > 0
 
@@ -40,30 +40,36 @@ def test_a_draft_that_is_always_wrong_changes_nothing() -> None:
 
 def test_a_draft_that_proposes_nothing_proves_nothing() -> None:
     silent = bench_engine.Liar()
-    silent.propose = lambda *a: []  # type: ignore[method-assign]
+    silent.propose = lambda batch, count, pick: (  # type: ignore[method-assign]
+        batch.ids.new_full((len(batch.sizes), count), -1)
+    )
     verdict = verify.verify(bench_engine.engine(silent), todo(4), 8)
     assert verdict.mismatch is None and not verdict.ok
 
 
-def believe_one(logits: Any, drafted: list[int], position: int, chooser: Any) -> list[int]:
+def believe_one(
+    logits: torch.Tensor, drafted: Sequence[int], position: int, *of: Any, chooser: Any
+) -> list[int]:
     """A planted bug: the first drafted token is taken without looking."""
     if not drafted:
-        return [chooser.choose(logits[0], position + 1)]
-    return [drafted[0], chooser.choose(logits[1], position + 2)]
+        return [chooser.choose(logits[0], position)]
+    return [drafted[0], chooser.choose(logits[1], position + 1)]
 
 
-def forget_position(logits: Any, drafted: list[int], position: int, chooser: Any) -> list[int]:
+def forget_position(
+    logits: torch.Tensor, drafted: Sequence[int], position: int, *of: Any, chooser: Any
+) -> list[int]:
     """A planted bug: all rows of a step draw the noise of the first."""
     chosen: list[int] = []
     for row, proposed in zip(logits, [*drafted, None], strict=True):
-        chosen.append(chooser.choose(row, position + 1))
+        chosen.append(chooser.choose(row, position))
         if chosen[-1] != proposed:
             break
     return chosen
 
 
 def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculate, "accept", believe_one)
+    monkeypatch.setattr(choosing, "choose_rows", believe_one)
     verdict = verify.verify(bench_engine.engine(bench_engine.Liar()), todo(), 24)
     found = verdict.mismatch
     assert found is not None and not verdict.ok
@@ -75,24 +81,23 @@ def test_a_token_taken_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_noise_is_found_above_temperature_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculate, "accept", forget_position)
+    monkeypatch.setattr(choosing, "choose_rows", forget_position)
     verdict = verify.verify(bench_engine.engine(), todo(32), 40)
     assert verdict.mismatch is not None and verdict.mismatch.case.sampler.temperature > 0
 
 
 def test_a_cache_that_is_not_rolled_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = memory_models.target()
-    made = bench_engine.engine()
-    engine = Engine(target, bench_engine.Liar(), made.tokenizer, made.memory)
-    honest, late = target.step, []
+    engine = bench_engine.engine(bench_engine.Liar())
+    honest, late = engine.target.run, list[int]()
 
-    def step(ids: list[int], start: int) -> Any:
+    def run(batch: Batch) -> Any:
         # The step reads a rejected token in the place of a committed one.
-        out = honest([*late, *ids][: len(ids)] if late else ids, start)
+        ids = batch.ids.tolist()
+        out = honest(batch.holding(batch.ids.new_tensor([*late, *ids][: len(ids)])))
         late[:] = ids[1:2]
         return out
 
-    monkeypatch.setattr(target, "step", step)
+    monkeypatch.setattr(engine.target, "run", run)
     assert verify.verify(engine, todo(), 24).mismatch is not None
 
 

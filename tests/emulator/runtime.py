@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from g4spec.runtime import devices
-from g4spec.runtime.cuda import ops
+from g4spec.runtime.cuda import backend, gpu_memory
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.step import graphs
 from tests.emulator import unseen
@@ -67,11 +67,14 @@ def launched() -> Iterator[list[str]]:
         launch.kernel = before  # type: ignore[assignment]
 
 
-def select(device: str, cache_type: Any = None) -> tuple[Any, devices.Host]:
+def select(device: str, cache_type: Any = None) -> Any:
     """As `devices.select`, with the emulated GPU in place of one."""
     if device == "cpu":
-        return devices.Ops(), devices.Host()
-    return ops.CudaOps("cpu", cache_type or "f16"), devices.Host()
+        return _select(device, cache_type)
+    return backend.CudaBackend("cpu", cache_type or "f16")
+
+
+_select = devices.select
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = None) -> Any:
@@ -105,9 +108,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
         "empty_cache": lambda: None,
         "device": lambda device: contextlib.nullcontext(),
         "mem_get_info": lambda device=None: (1 << 24, 1 << 24),
+        "set_device": lambda device: None,
         "Event": Event,
     }.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    patch.setattr(gpu_memory, "join_free", lambda index: None)
     patch.setattr(graphs, "Capture", Capture)
     patch.setattr(devices, "select", select)

@@ -5,13 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from g4spec.core import CacheShape
 from g4spec.models.spec import LayerSpec
+from g4spec.ops.kv import Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill import prefill_attention
-from g4spec.runtime.cuda.prefill.prefill_attention import HeadWeights
+from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.step import linear, screen
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.choose import Choice, Chosen
@@ -37,6 +39,13 @@ def test_attention_of_a_few_rows(kind: Kind, dim: int, n_kv: int, turning: int) 
     n = 420
     kv = test_attention.filled(n, n_kv, dim, kind, turning=turning)
     test_attention.check(torch.randn(1, 8, dim).half(), kv, [0], [n - 1])
+
+
+def test_attention_of_sequences() -> None:
+    """Of 27 rows with the sequence in the spare slot: more than a group of 16."""
+    sizes = (9, 9)
+    test_attention.test_sequences_in_any_slots_and_pages("f16", "tensor", 128, None, 0, sizes)
+    test_attention_window.test_sequences_in_any_slots(2, 300, 2, sizes)
 
 
 @pytest.mark.parametrize(("start", "count", "at_once"), [(250, 13, None), (400, 3, 1)])
@@ -89,19 +98,25 @@ def test_the_best_of_a_table_by_its_upper_bits() -> None:
 
 
 @pytest.mark.parametrize(("dim", "group", "window"), [(256, 2, 100), (512, 2, None)])
-def test_attention_of_many_rows(dim: int, group: int, window: int | None) -> None:
+def test_attention_of_many_rows(
+    dim: int, group: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_attention, "PROMPT_BLOCK", 64)
     n_ctx, n_kv, own, device = 256, 2, dim != 512, torch.device("cpu")
     spec = LayerSpec(0, window, n_kv * group, n_kv, dim, 64, 1e4, v_from_k=not own)
-    way = prefill_attention.kind(spec, 64, launch.arch())(spec, n_ctx, n_ctx, device)
-    cache = CudaKV(n_kv, dim, n_ctx, window, 16, "cpu", turning=0 if own else 64)
-    norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim) for _ in "qk"))
+    pairs = 0 if own else 64
+    way = prefill_attention.kind(dim, pairs, launch.arch())(spec, n_ctx, n_ctx, device)
+    cache = CudaKV(CacheShape(n_kv, dim, window, pairs), Space.single(n_ctx), 16)
+    norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim) for _ in "qk"), own, 1e-6)
     start = 0
-    for count in (70, 186):
+    for count, real in ((64, 64), (192, 150)):
         angle = torch.rand(count, 64)
         qkv = torch.randn(count, dim * n_kv * (group + 1 + own)).half()
         out = torch.full((count, n_kv * group * dim), torch.nan).half()
         turns = torch.stack((angle.cos(), angle.sin()), -1)
-        way.prepare(qkv, norms, turns, start, cache, own, 1e-6)
+        rows = torch.zeros(count, dtype=torch.int64)
+        chunk = Chunk(rows, rows, rows, (count,), 0, start, real)
+        way.prepare(qkv, norms, turns, cache, chunk)
         way.attend(out, start)
         start += count
         assert out.isfinite().all()

@@ -7,9 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from g4spec import convert
+from g4spec.core import Batch, Pick
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.engine import Engine, Options, Run
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
+from g4spec.runtime.runner import EagerRunner
 from tests import tiny, tiny_drafts
 from tests.oracle import build
 
@@ -85,7 +90,7 @@ def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
 
 def generate(
     engine: Engine, prompt: list[int], length: int, n: int, sampler: Sampler | None = None
-) -> Run:
+) -> Request:
     """A finished run that ignores stop tokens."""
     run = engine.generate(prompt, Options(n, sampler or Sampler(), length, ignore_eos=True))
     for _ in run:
@@ -97,13 +102,14 @@ def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> N
     """In its i-th proposal the draft gets the first `right(i)` tokens from the text `truth`. Cycles
     are then done in parts."""
     made: Any = engine.draft
-    engine.player = None
+    engine.scheduler.runners = [EagerRunner(engine.target, made)]
     propose, turn = type(made).propose, iter(range(10**6))
 
-    def better(anchor: int, position: int, count: int, chooser: Any) -> list[int]:
-        own = propose(made, anchor, position, count, chooser)
-        own += [0] * (count - len(own))
+    def better(batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        drafted = propose(made, batch, count, pick).clamp(min=0)
+        position = int(batch.positions[0])
         true = truth[position + 1 : position + 1 + min(count, right(next(turn)))]
-        return [*true, *own[len(true) :]]
+        drafted[0, : len(true)] = drafted.new_tensor(true)
+        return drafted
 
     made.propose = better

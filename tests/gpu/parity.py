@@ -16,16 +16,20 @@ import torch
 
 from g4spec import quant
 from g4spec.core import CacheShape, Reach
-from g4spec.ops.weights import Attention, ExpertLayer
+from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
+from g4spec.ops.weights import Attention, ExpertLayer
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
-from g4spec.runtime.cuda.step.cycle import Picks
 from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
+from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.matrix import Matrix
+from tests.gpu.batches import rows_of, spread
 from tests.gpu.device import DEVICE
 
 Pair = tuple[Any, torch.Tensor, float]
@@ -163,8 +167,21 @@ def norm_residual_norm(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair
                     yield numbers(got[1]), want[1], 1e-5 if exact else HALF
 
 
+STEPS = [(0, 16), (16, 16), (32, 16), (48, 9), (57, 1), (58, 8), (66, 16)]
+"""First position and rows of one sequence's steps; over the end of a ring."""
+
+
+def caches(shape: CacheShape, slots: int = 1) -> tuple[CudaKV, LayerKV]:
+    """A cache of the GPU, its pages in any order, and the reference's."""
+    space = Space(slots, 512, slots * 5)
+    for slot in range(slots):
+        space.assign(slot, range(1 + 5 * slot, 6 + 5 * slot))
+    return CudaKV(shape, spread(slots, 512), 16), LayerKV(shape, space, 16)
+
+
 def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Queries, and the keys and values that were appended; over the end of a ring."""
+    """Queries, and the keys and values that were appended; over the end of a ring, and of several
+    sequences at once."""
     for dim, n_kv, pairs, own_v, normed in ((256, 1, False, True, True),
                                             (512, 2, False, False, True),
                                             (64, 2, True, True, False)):  # fmt: skip
@@ -179,23 +196,30 @@ def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             return Attention(both[0][i], both[1][i], both[2][i] if own_v else None, n, n,
                              normed, dim, 1e-6, place(freqs), pairs)  # fmt: skip
 
-        shape = CacheShape(n_kv, dim, 40)
-        caches = cuda.cache(shape, 512, 16), ref.cache(shape, 512, 16)
-        for start, count in ((0, 16), (16, 40), (56, 1), (57, 8), (65, 16)):
-            x, at = randn(g, count, 256), torch.arange(start, start + count)
-            got = cuda.qkv(x.to(DEVICE), projections(0, there), at.to(DEVICE), caches[0])
-            want = ref.qkv(x, projections(1, lambda t: t), at, caches[1])
-            yield got, want, 2 * HALF
-            for a, b in zip(caches[0].read(start, start + count - 1),
-                            caches[1].read(start, start + count - 1), strict=True):  # fmt: skip
-                yield a, b, 2 * HALF
-        x, at = randn(g, 5, 256), torch.arange(81, 86)
-        none = cuda.qkv(
-            x.to(DEVICE), projections(0, there), at.to(DEVICE), caches[0], queries=False
-        )
-        ref.qkv(x, projections(1, lambda t: t), at, caches[1], queries=False)
+        ours, its = projections(0, there), projections(1, lambda t: t)
+        mine, theirs = caches(CacheShape(n_kv, dim, 40 if own_v else None), 3)
+        steps = [[(1, *step)] for step in STEPS]
+        steps += [[(2, 0, 3), (0, 0, 3), (1, 82, 3)], [(0, 3, 16), (1, 85, 5)]]
+        for parts in steps:
+            batch, x = rows_of(parts, "cpu"), randn(g, sum(n for *_, n in parts), 256)
+            got = cuda.qkv(x.to(DEVICE), ours, rows_of(parts), mine)
+            yield got, ref.qkv(x, its, batch, theirs), 2 * HALF
+            yield from same_rows(mine, theirs, parts)
+        parts = [(1, 90, 20)]
+        x = randn(g, 20, 256)
+        none = cuda.qkv(x.to(DEVICE), ours, rows_of(parts), mine, queries=False)
+        ref.qkv(x, its, rows_of(parts, "cpu"), theirs, queries=False)
         assert none.shape[1] == 0
-        for a, b in zip(caches[0].read(81, 85), caches[1].read(81, 85), strict=True):
+        yield from same_rows(mine, theirs, parts)
+
+
+def same_rows(
+    mine: CudaKV, theirs: LayerKV, parts: list[tuple[int, int, int]]
+) -> Iterator[Pair]:
+    """What caches hold of (slot, first position, rows)."""
+    for slot, start, count in parts:
+        seen = slot, start, start + count - 1
+        for a, b in zip(mine.read(*seen), theirs.read(*seen), strict=True):
             yield a, b, 2 * HALF
 
 
@@ -217,42 +241,42 @@ def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
                               turns[side])  # type: ignore[arg-type]
                 )  # fmt: skip
         shapes = [CacheShape(n_kv, dim, window) for window in (40, None, 40)]
-        caches = [[o.cache(s, 512, 16) for s in shapes] for o in (cuda, ref)]
+        pairs = [caches(shape, 2) for shape in shapes]
+        both = [[pair[side] for pair in pairs] for side in (0, 1)]
         if way == "packed":
-            x, at = randn(g, 1, 256), torch.arange(1)
-            cuda.qkv(x.to(DEVICE), layers[0][1], at.to(DEVICE), caches[0][1])
-        for start, count in ((0, 9), (9, 40), (49, 1), (50, 16)):
-            x, at = randn(g, count, 256), torch.arange(start, start + count)
-            there_at = at.to(DEVICE)
+            x = randn(g, 1, 256)
+            cuda.qkv(x.to(DEVICE), layers[0][1], rows_of([(0, 0, 1)]), both[0][1])
+        for parts in ([(1, 0, 9)], [(1, 9, 40)], [(0, 0, 1), (1, 49, 1)], [(1, 50, 16), (0, 1, 3)]):
+            x = randn(g, sum(n for *_, n in parts), 256)
             rows = cuda.norm_rows(x.to(DEVICE), torch.ones(256, device=DEVICE), 1e-6)
-            cuda.keys_values(rows, layers[0], there_at, caches[0])
-            ref.keys_values(ref.norm_rows(x, torch.ones(256), 1e-6), layers[1], at, caches[1])
-            for mine, wanted in zip(*caches, strict=True):
-                for a, b in zip(mine.read(start, start + count - 1),
-                                wanted.read(start, start + count - 1), strict=True):  # fmt: skip
-                    yield a, b, 2 * HALF
+            cuda.keys_values(rows, layers[0], rows_of(parts), both[0])
+            rows = ref.norm_rows(x, torch.ones(256), 1e-6)
+            ref.keys_values(rows, layers[1], rows_of(parts, "cpu"), both[1])
+            for pair in pairs:
+                yield from same_rows(*pair, parts)
         assert (cuda._contexts[layers[0][0].k] is not None) == (way == "together"), way
 
 
 def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    for dim, n_kv, n_head, window in ((256, 1, 2, 128), (512, 2, 4, None), (64, 2, 4, 100)):
-        shape = CacheShape(n_kv, dim, window)
-        caches = cuda.cache(shape, 700, 64), ref.cache(shape, 700, 64)
-        for start in range(0, 640, 32):
-            rows = randn(g, 2, 32, n_kv, dim).half().float()
-            at = torch.arange(start, start + 32)
-            caches[0].append(at.to(DEVICE), *rows.to(DEVICE))
-            caches[1].append(at, *rows)
-            if start in (0, 32, 160, 608):
-                for count in (1, 7, 16):
-                    q = randn(g, count, n_head, dim, scale=dim**-0.5).half()
-                    last = torch.arange(start + 32 - count, start + 32)
-                    first = last * 0 if window is None else (last - window + 1).clamp(min=0)
-                    want = ref.attend(q.float(), caches[1], first, last, 1.0)
-                    got = cuda.attend(
-                        q.to(DEVICE), caches[0], first.to(DEVICE), last.to(DEVICE), 1.0
-                    )
-                    yield numbers(got), want, 2 * HALF
+    """One sequence; several with as many rows each; and with other numbers of rows."""
+    for dim, n_kv, n_head, window in ((256, 1, 2, 128), (512, 2, 4, None), (64, 2, 4, 100),
+                                      (96, 1, 2, None)):  # fmt: skip
+        mine, theirs = caches(CacheShape(n_kv, dim, window), 3)
+        for slot, end in ((0, 40), (1, 200), (2, 480)):
+            for start in range(0, end, 16):
+                rows, part = randn(g, 2, 16, n_kv, dim).half().float(), [(slot, start, 16)]
+                for kv, batch in ((mine, rows_of(part)), (theirs, rows_of(part, "cpu"))):
+                    kv.append(batch.slots, batch.positions, *rows.to(batch.slots.device))
+        for parts in ([(1, 192, 1)], [(2, 464, 16)], [(1, 195, 7), (0, 24, 7), (2, 470, 7)],
+                      [(0, 3, 2), (2, 470, 9), (1, 192, 16)]):  # fmt: skip
+            here, batch = rows_of(parts, "cpu"), rows_of(parts)
+            q = randn(g, len(here), n_head, dim, scale=dim**-0.5).half()
+            last = here.positions
+            first = last * 0 if window is None else (last - window + 1).clamp(min=0)
+            want = ref.attend(q.float(), theirs, here, first, last, 1.0)
+            q = (q if dim in HEAD_DIMS else q.float()).to(DEVICE)
+            got = cuda.attend(q, mine, batch, first.to(DEVICE), batch.positions, 1.0)
+            yield numbers(got), want, 2 * HALF
 
 
 def gated(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
@@ -334,61 +358,22 @@ def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
                 yield numbers(got[1]), want[1], 4 * HALF
 
 
-def cache(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Rows come back as they were appended, also over the end of the ring."""
-    shape = CacheShape(2, 64, 24)
-    mine, its = cuda.cache(shape, 256, 16), ref.cache(shape, 256, 16)
-    for start in range(0, 240, 12):
-        rows, at = randn(g, 2, 12, 2, 64).half().float(), torch.arange(start, start + 12)
-        mine.append(at.to(DEVICE), *rows.to(DEVICE))
-        its.append(at, *rows)
-        first = max(0, start + 12 - 24)
-        for a, b in zip(mine.read(first, start + 11), its.read(first, start + 11), strict=True):
-            yield a, b, 0.0
-
-
 def spans(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     backs = (None, 0, 7, 1023, 1024)
-    for start, count in ((0, 1), (3, 16), (5000, 130)):
-        positions = torch.arange(start, start + count)
+    for parts in ([(0, 0, 1)], [(0, 3, 16)], [(0, 5000, 130)], [(1, 4, 3), (0, 2000, 3)],
+                  [(1, 4, 3), (0, 2000, 1)]):  # fmt: skip
         for ways in itertools.product((False, True), repeat=2):
             reaches = [Reach(back, *ways) for back in backs]
-            got = cuda.spans(positions.to(DEVICE), reaches)
-            want = ref.spans(positions, reaches)
+            got = cuda.spans(rows_of(parts), reaches)
+            want = ref.spans(rows_of(parts, "cpu"), reaches)
             for reach in reaches:
                 for a, b in zip(got[reach], want[reach], strict=True):
                     yield a[None], b[None], 0.0
-
-
-def graph(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
-    """Sizes that are recorded, padded and too long; outputs that are kept and that are not."""
-
-    def run(ids: torch.Tensor, positions: torch.Tensor, x: torch.Tensor) -> Any:
-        return x * 2 + ids[:, None], x + positions[:, None]
-
-    made = cuda.graph(run, (1, 4, 8), keep=1), ref.graph(run, (1, 4, 8), keep=1)
-    kept = []
-    for count in (1, 3, 4, 2, 8, 5, 1, 11):
-        ids, x = list(range(count, 2 * count)), randn(g, count, 6)
-        got, want = made[0](ids, 5 + count, x.to(DEVICE)), made[1](ids, 5 + count, x)
-        yield got[1], want[1], 0.0
-        kept.append((got[0], want[0]))
-    for a, b in kept:
-        yield a, b, 0.0
 
 
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (embed, linear, logits, pick, rms_norm, norm_rows, norm_residual_norm, qkv,
                  keys_values, attend, gated, modulated, per_layer_inputs, experts, expert_layer,
-                 cache, spans, graph)
+                 spans)
 }  # fmt: skip
-
-ELSEWHERE = {
-    "chooser": "tests/gpu/test_choose.py: against the CPU's sampler",
-    "load": "tests/gpu/test_engine.py: logits of files of every kind",
-    "player": "tests/gpu/test_cycle.py: text and counts of every draft that has one",
-    "reader": "tests/gpu/test_engine.py: the same, and tests/gpu/test_prefill.py",
-    "slack": "tests/gpu/test_engine.py: prompts longer than a ring",
-}
-"""Operations whose parity is judged elsewhere."""

@@ -1,27 +1,34 @@
-"""Small models for prefill: random weights for the reference, and the same packed."""
+"""Small models for prefill: random weights for the reference, and the same as a file's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec import quant
+from g4spec.core import PAGE, Batch, CacheShape
 from g4spec.models import gemma4
 from g4spec.models.spec import LayerSpec
+from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
-from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
-from g4spec.runtime.cuda.prefill.prefill import LayerWeights, PerLayerWeights, Prefill
-from g4spec.runtime.cuda.prefill.prefill_attention import HeadWeights
-from g4spec.runtime.cuda.prefill.prefill_experts import ExpertWeights
-from g4spec.runtime.cuda.weights import packing
-from g4spec.runtime.cuda.weights.dequant import Weight
+from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.cache.cuda_kv import (
+    TURNING,
+    Kind,
+    dequantize,
+    quantize,
+    shares,
+)
+from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.target import Target
 from tests import memory_models as mm
 from tests.gpu.device import DEVICE
+
+SLOT, SLOTS = 1, 3
+"""The slot that prompts are read into, and how many there are."""
 
 
 @dataclass
@@ -37,19 +44,36 @@ class Small:
     reference: dict[str, torch.Tensor]
     raw: dict[str, torch.Tensor]
 
-    def target(self, n_ctx: int, chunk: int) -> Target:
-        return Target(self.config, self.reference, Ops(), n_ctx, chunk)
+    def wanted(
+        self, ids: list[int], kind: Kind = "f16"
+    ) -> tuple[torch.Tensor, torch.Tensor, list[LayerKV]]:
+        """By the reference: rows after the final norm, residuals entering each layer and leaving
+        the last [T, n + 1, H], and the caches, which round as those of `kind` do if it is q8_0."""
+        count, taps = len(ids), tuple(range(len(self.config.layers) + 1))
+        space, cache = Space.single(count), LayerKV if kind == "f16" else ByteKV
+        caches = [cache(shape, space, count) for shape in gemma4.caches(self.config)]
+        batch = Batch(torch.tensor(ids), torch.arange(count), torch.zeros(count).long(), (count,))
+        hidden, tapped = gemma4.Model(self.config, self.reference, Ops()).forward(
+            batch, caches, taps
+        )
+        return hidden, torch.stack([tapped[i] for i in taps], dim=1), caches
 
-    def prefill(
+    def reader(
         self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False
-    ) -> Prefill:
-        caches = [CudaKV(c.n_kv, c.head_dim, n_ctx, c.window, 16, DEVICE, kind, c.turning)
-                  for c in gemma4.caches(self.config)]  # fmt: skip
-        layers = [self._layer(s) for s in self.config.layers]
-        freqs = [f.to(DEVICE) for f in self.target(n_ctx, chunk).model._freqs]
-        return Prefill(self.config, layers, caches, freqs, chunk, n_ctx, portable)
+    ) -> Reader:
+        """What reads prompts for a target that taps every layer. Pages of SLOT lie in the pool in
+        any order."""
+        pages, backend = -(-n_ctx // PAGE), CudaBackend(DEVICE, kind, portable)
+        space = backend.space(SLOTS, n_ctx, 2 * pages)
+        order = torch.randperm(2 * pages, generator=torch.Generator().manual_seed(3)) + 1
+        space.assign(SLOT, order[:pages].tolist())
+        target = Target(self.config, self.matrices(portable), backend, space, chunk)
+        target.taps = tuple(range(len(self.config.layers) + 1))
+        reader = Reader(backend, target)
+        reader._fits = True  # kernels take more than the head sizes that are published
+        return reader
 
-    def matrices(self) -> dict[str, Any]:
+    def matrices(self, portable: bool = False) -> dict[str, Any]:
         """What `CudaOps.load` gives for a file of these weights."""
         out: dict[str, Any] = {name: x.to(DEVICE) for name, x in self.reference.items()}
         for name, raw in self.raw.items():
@@ -57,57 +81,37 @@ class Small:
             data = raw.flatten(0, -2).to(DEVICE)
             data = data.view(torch.float16) if fmt == "f16" else data
             stack = shape[0] if len(shape) == 3 else 1
-            out[name] = Matrix("" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack)
+            out[name] = Matrix("" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack,
+                               keeps=portable)  # fmt: skip
         return out
 
-    def _vector(self, name: str) -> torch.Tensor | None:
-        found = self.reference.get(name)
-        return None if found is None else found.to(DEVICE)
 
-    def weight(self, *names: str, interleave: bool = False) -> Weight:
-        """Matrices below each other, or in turns of 16 rows; they must be of one type."""
-        kind = self.types[names[0].split(".")[-2]]
-        raws = [self.raw[name] for name in names]
-        if interleave:
-            halves = raws if len(raws) == 2 else [*raws[0].chunk(2, dim=-2)]
-            raws = [torch.stack([h.unflatten(-2, (-1, 16)) for h in halves], -3).flatten(-4, -2)]
-        raw = torch.cat(raws, dim=-2)
-        columns = self.reference[names[0]].shape[-1]
-        stack = raw if raw.dim() == 3 else raw[None]
-        if kind == "f16":
-            data = torch.from_numpy(raw.numpy().view(np.float16)).to(DEVICE)
-            return Weight("", data, stack.shape[1], columns, len(stack))
-        packed = [packing.pack(kind, m.contiguous(), packing.unit_of(kind, columns)) for m in stack]
-        return Weight(kind, torch.cat(packed).to(DEVICE), stack.shape[1], columns, len(stack))
+class ByteKV(LayerKV):
+    """Keys and values rounded to Q8_0. Columns of keys that come from values are rounded as those
+    are."""
 
-    def _layer(self, s: LayerSpec) -> LayerWeights:
-        b = f"blk.{s.index}."
+    def __init__(self, shape: CacheShape, space: Space, slack: int) -> None:
+        super().__init__(shape, space, slack)
+        self._turning = shape.rotary_pairs if shares(shape.head_dim, shape.rotary_pairs) else 0
 
-        def v(name: str) -> Any:
-            return self._vector(f"{b}{name}.weight")
+    def append(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        stored, rounded = bytes_of(values), bytes_of(keys)
+        if self._turning:
+            half = self.head_dim // 2
+            still = torch.arange(self.head_dim) % half >= TURNING
+            rounded[..., still] = (keys * (stored / values))[..., still]
+        super().append(slots, positions, rounded, stored)
 
-        def m(name: str) -> Weight:
-            return self.weight(f"{b}{name}.weight")
 
-        own = s.kv_from is None
-        names = ["attn_q"] + ["attn_k"] * own + ["attn_v"] * (own and not s.v_from_k)
-        gate, up = f"{b}ffn_gate.weight", f"{b}ffn_up.weight"
-        same = self.types["ffn_gate"] == self.types["ffn_up"]
-        return LayerWeights(
-            v("attn_norm"), [m(x) for x in names],
-            HeadWeights(v("attn_q_norm"), v("attn_k_norm") if own else None),
-            m("attn_output"), v("post_attention_norm"), v("ffn_norm"),
-            [self.weight(gate, up, interleave=True)] if same else [m("ffn_gate"), m("ffn_up")],
-            m("ffn_down"), v("post_ffw_norm"), v("layer_output_scale"),
-            ExpertWeights(
-                v("ffn_gate_inp"), self._vector(f"{b}ffn_gate_inp.scale"),
-                self._vector(f"{b}ffn_down_exps.scale"),
-                [self.weight(f"{b}ffn_gate_up_exps.weight", interleave=s.index % 2 == 0)],
-                m("ffn_down_exps"), v("pre_ffw_norm_2"), v("post_ffw_norm_1"),
-                v("post_ffw_norm_2"), s.index % 2 == 0,
-            ) if s.n_expert else None,
-            PerLayerWeights(m("inp_gate"), m("proj"), v("post_norm")) if s.n_ple else None,
-        )  # fmt: skip
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """What Q8_0 makes of x."""
+    return dequantize(*quantize(x, torch.tensor(127.0)))
 
 
 def small(layers: tuple[LayerSpec, ...], types: dict[str, str], n_embd: int = 256) -> Small:

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.ops.kv import LayerKV
+from g4spec.core import Batch, CacheShape
+from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
@@ -14,7 +15,8 @@ from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention
 from g4spec.runtime.cuda.step.attention import Attended, attend
-from g4spec.runtime.cuda.step.packed_rows import Rows
+from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles, regrouped, unpack
+from tests.gpu.batches import one, rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import stored
 
@@ -58,19 +60,35 @@ def filled(
     n_ctx: int = 0,
     turning: int = 0,
 ) -> CudaKV:
-    """A cache that has been given positions 0 .. n - 1; what was never written is NaN."""
-    kv = CudaKV(n_kv, dim, n_ctx or n + 64, window, 16, DEVICE, kind, turning)
-    for start in range(0, n, 16):
-        at = torch.arange(start, min(n, start + 16))
-        kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
+    """A cache whose slot 0 has been given positions 0 .. n - 1; what was never written is NaN."""
+    kv = cache(n_kv, dim, n_ctx or n + 64, kind, window, turning)
+    fill(kv, 0, 0, n)
     return kv
 
 
+def cache(
+    n_kv: int, dim: int, n_ctx: int, kind: Kind, window: int | None = None, turning: int = 0
+) -> CudaKV:
+    """An empty cache of one sequence."""
+    return CudaKV(CacheShape(n_kv, dim, window, turning), Space.single(n_ctx, DEVICE), 16, kind)
+
+
+def fill(kv: CudaKV, slot: int, start: int, end: int) -> None:
+    """Give a slot positions start .. end - 1."""
+    if kv.window is not None:
+        start = max(start, end - kv.capacity)
+    for begin in range(start, end, 64):
+        batch = rows_of([(slot, begin, min(64, end - begin))])
+        rows = torch.randn(2, len(batch), kv.n_kv, kv.head_dim)
+        kv.append(batch.slots, batch.positions, *rows)
+
+
 def expected(
-    q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int], scale: float
+    q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int], scale: float, slot: int = 0
 ) -> torch.Tensor:
+    """Rows of the sequence in `slot`, in float64."""
     lo, hi = min(first), max(last)
-    keys, values = (x.double().nan_to_num() for x in kv.read(lo, hi))
+    keys, values = (x.double().nan_to_num() for x in kv.read(slot, lo, hi))
     at = torch.arange(lo, hi + 1)
     seen = (at >= torch.tensor(first)[:, None]) & (at <= torch.tensor(last)[:, None])
     rows = q.double().view(len(q), kv.n_kv, -1, q.shape[2])  # [T, n_kv, group, D]
@@ -87,7 +105,8 @@ def run(
     scale: float,
     **more: Any,
 ) -> Attended:
-    return attend(q, kv, torch.tensor(first), torch.tensor(last), scale, **more)
+    """Rows of the sequence in slot 0."""
+    return attend(q, kv, one(0, len(q)), torch.tensor(first), torch.tensor(last), scale, **more)
 
 
 def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> torch.Tensor:
@@ -102,7 +121,14 @@ def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> tor
 
 def unpacked(got: Attended, tokens: int) -> torch.Tensor:
     """Halves of `rows` as [T, N], checked."""
-    return stored(Rows(got.rows, tokens, len(got.rows) * 64))
+    assert len(got.rows) == tokens
+    return unpacked_rows(got.rows)
+
+
+def unpacked_rows(rows: Rows | RowTiles) -> torch.Tensor:
+    """Halves [T, N] of rows, checked."""
+    parts = rows.parts if isinstance(rows, RowTiles) else (rows,)
+    return torch.cat([stored(part) for part in parts])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,11 +161,11 @@ def test_any_ranges(kind: Kind, dim: int, turning: int) -> None:
     [(64, 1, 64), (256, 16, 1024), (256, 8, 1024), (512, 2, 200), (128, 2, 100)],
 )
 def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) -> None:
-    kv = CudaKV(n_kv, dim, 1 << 20, window, 16, DEVICE, kind)
+    kv = cache(n_kv, dim, 1 << 20, kind, window)
     end, tokens = 0, 16
     while end < 3 * window + 100:
-        at = torch.arange(end, end + tokens)
-        kv.append(at, torch.randn(tokens, n_kv, dim), torch.randn(tokens, n_kv, dim))
+        batch = one(end, tokens)
+        kv.append(batch.slots, batch.positions, *torch.randn(2, tokens, n_kv, dim))
         if end % 5 == 0 or end > 2 * window:
             last = list(range(end, end + tokens))
             first = [max(0, p - window + 1) for p in last]
@@ -155,10 +181,10 @@ def test_a_ring_three_windows_out(kind: Kind, dim: int, n_kv: int, window: int) 
 )
 def test_long_contexts(kind: Kind, dim: int, n_kv: int, turning: int) -> None:
     n = 20_000 if dim > 64 else 70_000
-    kv = CudaKV(n_kv, dim, n, None, 16, DEVICE, kind, turning)
+    kv = cache(n_kv, dim, n, kind, turning=turning)
     for start in range(0, n, 4000):
-        at = torch.arange(start, min(n, start + 4000))
-        kv.append(at, torch.randn(len(at), n_kv, dim), torch.randn(len(at), n_kv, dim))
+        batch = one(start, min(4000, n - start))
+        kv.append(batch.slots, batch.positions, *torch.randn(2, len(batch), n_kv, dim))
     steps = ((3, 4097), (16, 8200), (8, 16384), (1, n), (16, n))
     for tokens, end in steps[: 2 if EMULATED else None]:
         check(
@@ -205,9 +231,8 @@ def test_a_broken_row_harms_no_other(kind: Kind, dim: int, turning: int) -> None
     q = torch.randn(4, 4, dim).half()
     first, last = [0] * 4, [196, 197, 198, 199]
     good = run(q, kv, first, last, 1.0).values
-    kv.append(
-        torch.tensor([198]), torch.full((1, 2, dim), torch.nan), torch.full((1, 2, dim), torch.nan)
-    )
+    broken = one(198, 1)
+    kv.append(broken.slots, broken.positions, *torch.full((2, 1, 2, dim), torch.nan))
     bad = run(q, kv, first, last, 1.0).values
     assert torch.equal(bad[:2], good[:2])
     assert bool(bad[2:].isnan().all())
@@ -216,13 +241,13 @@ def test_a_broken_row_harms_no_other(kind: Kind, dim: int, turning: int) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_reference_backend(kind: Kind) -> None:
     kv = filled(150, 4, 256, kind, window=100)
-    keys, values = kv.read(40, 149)
-    reference = LayerKV(4, 256, 200, None, 16, DEVICE)
-    reference.append(torch.arange(40, 150), keys, values)
-    q = torch.randn(6, 8, 256).half()
-    last = torch.arange(144, 150)
-    got = attend(q, kv, last - 99, last, 0.1).values
-    want = Ops(DEVICE).attend(q.float(), reference, last - 99, last, 0.1)
+    keys, values = kv.read(0, 40, 149)
+    reference = LayerKV(CacheShape(4, 256, None), Space.single(200, DEVICE), 16)
+    reference.append(*[getattr(one(40, 110), x) for x in ("slots", "positions")], keys, values)
+    q, batch = torch.randn(6, 8, 256).half(), one(144, 6)
+    last = batch.positions
+    got = attend(q, kv, batch, last - 99, last, 0.1).values
+    want = Ops(DEVICE).attend(q.float(), reference, batch, last - 99, last, 0.1)
     assert torch.allclose(got, want, atol=2e-3)
 
 
@@ -230,32 +255,32 @@ def test_against_the_reference_backend(kind: Kind) -> None:
 @pytest.mark.parametrize("plain", [False, True])
 def test_keys_that_are_values_against_the_reference_backend(kind: Kind, plain: bool) -> None:
     """From the product to what rows saw, through what each backend stores; once by a layer that
-    appends, once by one that only reads. And the same in torch, for more than 16 rows."""
+    appends, once by one that only reads. And the same in torch."""
     n, n_kv, n_q, dim, ref = 150, 2, 4, 512, Ops("cpu")
     divisors = torch.tensor([1.0] * TURNING + [1e30] * (dim // 2 - TURNING), device="cpu")
     freqs = ref.rope_freqs(1e4, dim, divisors)
     q_norm, k_norm = (dim**-0.25 * (0.5 + torch.rand(dim, device="cpu")) for _ in "qk")
-    kv = CudaKV(n_kv, dim, n, None, 16, DEVICE, kind, TURNING)
-    reference = LayerKV(n_kv, dim, n, None, n)
+    kv = cache(n_kv, dim, n, kind, turning=TURNING)
+    reference, here = LayerKV(CacheShape(n_kv, dim, None), Space.single(n), n), one(0, n, "cpu")
     y, at = torch.randn(n, n_q + n_kv, dim, device="cpu"), torch.arange(n, device="cpu")
     wide = ref.rms_norm(y[:, n_q:], None, 1e-6)
-    reference.append(at, ref.rope(wide * k_norm, at, freqs), wide)
+    reference.append(here.slots, at, ref.rope(wide * k_norm, at, freqs), wide)
     q = ref.rope(ref.rms_norm(y[:, :n_q], q_norm, 1e-6), at, freqs)
     there = [x.to(DEVICE) for x in (q_norm, k_norm, freqs)]
     owner = Heads(n_q, n_kv, there[0], there[1], True, True, there[2], 1e-6)
     reader = Heads(n_q, 0, there[0], None, True, False, there[2], 1e-6)
-    queries = owner(y.flatten(1).to(DEVICE), at.to(DEVICE), kv)
-    only = reader(y[:, :n_q].flatten(1).contiguous().to(DEVICE), at.to(DEVICE), kv)
+    queries = owner(y.flatten(1).to(DEVICE), one(0, n), kv)
+    only = reader(y[:, :n_q].flatten(1).contiguous().to(DEVICE), one(0, n), kv)
     assert torch.equal(queries, only)
     tolerance = 2e-3 if kind == "f16" else 2e-2
-    for a, b in zip(kv.read(0, n - 1), reference.read(0, n - 1), strict=True):
+    for a, b in zip(kv.read(0, 0, n - 1), reference.read(0, 0, n - 1), strict=True):
         assert (a.cpu() - b).abs().max() < tolerance
     rows = slice(n - 16, n)
-    want = ref.attend(q[rows], reference, at[rows] * 0, at[rows], 1.0)
-    last = at[rows].to(DEVICE)
-    got = attend(queries[rows], kv, last * 0, last, 1.0, plain=plain).values
+    want = ref.attend(q[rows], reference, one(n - 16, 16, "cpu"), at[rows] * 0, at[rows], 1.0)
+    last, batch = at[rows].to(DEVICE), one(n - 16, 16)
+    got = attend(queries[rows], kv, batch, last * 0, last, 1.0, plain=plain).values
     assert (got.cpu() - want).abs().max() < 2 * tolerance
-    torch_ = torch_attention.attend(queries[rows], kv, last * 0, last, 1.0)
+    torch_ = torch_attention.attend(queries[rows], kv, batch, last * 0, last, 1.0)
     assert (torch_.cpu() - want).abs().max() < 2 * tolerance
 
 
@@ -265,16 +290,17 @@ def test_keys_that_are_values_against_the_reference_backend(kind: Kind, plain: b
 def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None:
     n_kv, dim, tokens = 2, 256, 5
     kv = filled(64, n_kv, dim, kind, window, 2000)
-    positions = torch.arange(tokens)
+    batch = one(0, tokens)
+    positions = batch.positions
     k, v = torch.zeros(2, tokens, n_kv, dim)
     q = torch.zeros(tokens, 4, dim).half()
 
     def step() -> Attended:
-        kv.append(positions, k, v)
+        kv.append(batch.slots, positions, k, v)
         first = (
             torch.zeros_like(positions) if window is None else (positions - window + 1).clamp(min=0)
         )
-        return attend(q, kv, first, positions, 1.0, settled=positions)
+        return attend(q, kv, batch, first, positions, 1.0)
 
     step()
     torch.cuda.synchronize()
@@ -293,7 +319,7 @@ def test_one_graph_serves_every_position(kind: Kind, window: int | None) -> None
         assert (out.values - expected(q, kv, first, last, 1.0)).abs().max() < 2e-2  # peaked weights
         eager = run(q, kv, first, last, 1.0)
         assert torch.equal(eager.values, out.values)
-        assert torch.equal(eager.rows, out.rows)
+        assert torch.equal(unpacked(eager, tokens), unpacked(out, tokens))
         start += 1 + start % 5
 
 
@@ -310,3 +336,87 @@ def test_without_tensor_cores(kind: Kind, dim: int, turning: int) -> None:
     for rows in (slice(0, 1), slice(3, 8), slice(15, 16)):
         some = run(q[rows], kv, first[rows], last[rows], 0.1, plain=True).values
         assert torch.equal(some, plain[rows])
+
+
+SIZES = [(1, 1), (3,) * 8, (16, 16), (5, 5, 5)]
+"""Rows of sequences in a batch."""
+KERNELS = [("tensor", 256, None, 0), ("tensor", 512, None, TURNING), ("tensor", 128, 100, 0),
+           ("plain", 64, None, 0), ("plain", 512, None, TURNING), ("plain", 256, 200, 0),
+           ("torch", 96, None, 0), ("torch", 96, 100, 0)]  # fmt: skip
+"""Way to compute, head_dim, window, turning."""
+
+
+def saw(
+    way: str, q: torch.Tensor, kv: CudaKV, batch: Batch, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What causal rows saw, and as the next product reads it."""
+    last = batch.positions
+    first = (last - (window or 1 << 20) + 1).clamp(min=0)
+    if way == "torch":
+        got = torch_attention.attend(q, kv, batch, first, last, 0.1)
+        return got, got
+    found = attend(q, kv, batch, first, last, 0.1, plain=way == "plain")
+    return found.values, unpacked(found, len(q))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("way", "dim", "window", "turning"), KERNELS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_sequences_in_any_slots_and_pages(
+    kind: Kind, way: str, dim: int, window: int | None, turning: int, sizes: tuple[int, ...]
+) -> None:
+    """Rows have the bits that they have alone, in slot 0 with its pages in order. One sequence
+    stands in a slot without pages, as those do that fill a recorded batch up."""
+    n_kv, n_ctx, count = 2, 700, len(sizes)
+    space = spread(count, n_ctx)
+    kv = CudaKV(CacheShape(n_kv, dim, window, turning), space, 16, kind)
+    starts = torch.randint(0, n_ctx - 20, (count,), device="cpu").tolist()
+    starts[0], slots = 127, torch.randperm(count, device="cpu").tolist()
+    for slot, start, size in zip(slots, starts, sizes, strict=True):
+        fill(kv, slot, 0, start + size)
+    parts = [*zip(slots, starts, sizes, strict=True), (count, 1, sizes[0])]
+    batch = rows_of(parts)
+    q = torch.randn(len(batch), 2 * n_kv, dim)
+    q = q if way == "torch" else q.half()
+    values, halves = saw(way, q, kv, batch, window)
+    begin = 0
+    for slot, start, size in parts[:-1]:
+        rows, lone = slice(begin, begin + size), cache(n_kv, dim, n_ctx, kind, window, turning)
+        copy(kv, slot, lone, start + size)
+        alone = saw(way, q[rows].contiguous(), lone, one(start, size), window)
+        assert torch.equal(values[rows], alone[0]), (slot, start)
+        assert torch.equal(halves[rows], alone[1])
+        begin += size
+
+
+def copy(kv: CudaKV, slot: int, to: CudaKV, end: int) -> None:
+    """Put what a slot holds of positions before `end` into slot 0 of another cache."""
+    at = torch.arange(max(0, end - kv.positions), end)
+    units, rows = kv.places(torch.full_like(at, slot), at)
+    own, into = to.places(torch.zeros_like(at), at)
+    for mine, its in zip(kv.planes, to.planes, strict=True):
+        if mine.numel():
+            its[own, :, into] = mine[units, :, rows]
+
+
+@pytest.mark.parametrize("sizes", [(3, 7, 1), (16, 5), (9, 16, 1, 16)])
+def test_rows_of_sequences_keep_their_bits_in_other_groups(sizes: tuple[int, ...]) -> None:
+    """Groups of 16 that are put together from others are those that a kernel writes at once."""
+    n, width = sum(sizes), 4 * 64
+    kv = filled(200, 2, 64, "f16")
+    q = torch.randn(n, 4, 64).half()
+    batch = rows_of([(0, 150, 1)] * n)
+    last = batch.positions
+    whole = attend(q, kv, batch, last * 0, last, 0.1).rows
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = [attend(q[end - size : end], kv, rows_of([(0, 150, 1)] * size), last[:size] * 0,
+                    last[:size], 0.1).rows
+             for end, size in zip(ends, sizes, strict=True)]  # fmt: skip
+    assert all(isinstance(part, Rows) for part in parts)
+    again = regrouped(parts)  # type: ignore[arg-type]
+    assert len(again) == n and again.__class__ is whole.__class__
+    pairs = zip(*(x.parts if isinstance(x, RowTiles) else (x,) for x in (whole, again)),
+                strict=True)  # fmt: skip
+    for a, b in pairs:
+        assert (a.count, a.width) == (b.count, width)
+        assert all(torch.equal(x, y) for x, y in zip(unpack(a), unpack(b), strict=True))

@@ -1,15 +1,18 @@
 """Attention of layers with a window in one kernel: against float64 over what it stored, against the
 kernels it replaces, and row for row."""
 
-import copy
+from __future__ import annotations
+
+import copy as copies
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from g4spec.core import CacheShape
-from g4spec.ops.weights import Attention
+from g4spec.core import Batch, CacheShape
+from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
 from g4spec.runtime.cuda.cache.heads import Heads
@@ -17,8 +20,9 @@ from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.step import attention_window
 from g4spec.runtime.cuda.step.attention_window import Unfinished, takes
 from tests.gpu import parity
+from tests.gpu.batches import one, rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED
-from tests.gpu.test_attention import expected
+from tests.gpu.test_attention import cache, copy, expected, fill, unpacked_rows
 
 pytestmark = pytest.mark.gpu
 DIM, SCALE = 256, 256**-0.5
@@ -48,17 +52,14 @@ class Layer:
         self.heads = Heads(2 * n_kv, n_kv, q, k, True, False, freqs, 1e-6)
         self.window, self.slices, self.start = window, slices, start
         self.arrived = torch.zeros(4 * n_kv, dtype=torch.int32)
-        self.kv = CudaKV(n_kv, DIM, 8192, window, 16, DEVICE, "q8_0")
-        low = max(0, start - self.kv.capacity)
-        for begin in range(low, start, 512):
-            at = torch.arange(begin, min(start, begin + 512))
-            self.kv.append(at, torch.randn(len(at), n_kv, DIM), torch.randn(len(at), n_kv, DIM))
+        self.kv = cache(n_kv, DIM, 8192, "q8_0", window)
+        fill(self.kv, 0, 0, start)
 
-    def copy(self) -> "Layer":
-        other = copy.copy(self)
-        other.kv = copy_of(
-            self.kv, CudaKV(self.kv.n_kv, DIM, 8192, self.window, 16, DEVICE, "q8_0")
-        )
+    def copy(self) -> Layer:
+        other = copies.copy(self)
+        other.kv = cache(self.kv.n_kv, DIM, 8192, "q8_0", self.window)
+        for plane, mine in zip(other.kv.planes, self.kv.planes, strict=True):
+            plane.copy_(mine)
         return other
 
     def product(self, count: int) -> torch.Tensor:
@@ -79,15 +80,12 @@ class Layer:
         first, at = self.span(y.shape[1], skip)
         junk = torch.full((1 << 22,), 0xFF, dtype=torch.uint8)
         del junk  # what the kernel leaves unwritten is NaN
-        q, last = Unfinished(self.heads, y, at), at if last is None else last
+        q, last = Unfinished(self.heads, y), at if last is None else last
+        batch = one(self.start + skip, len(at))
         blocks = at_once or torch.cuda.get_device_properties(DEVICE).multi_processor_count
-        out = attention_window.attend(q, self.kv, first, last, SCALE, self.arrived, blocks)
+        out = attention_window.attend(q, self.kv, batch, first, last, SCALE, self.arrived, blocks)
         assert not self.arrived.any()
-        return parity.stored(out)
-
-
-def planes(kv: CudaKV) -> tuple[torch.Tensor, ...]:
-    return kv.keys, kv.values, kv.key_scales, kv.value_scales
+        return unpacked_rows(out)
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -100,9 +98,9 @@ def test_what_it_stores_and_finds(
     assert takes(layer.heads, layer.kv)
     other, y = layer.copy(), layer.product(count)
     first, at = layer.span(count)
-    q = other.heads(y, at, other.kv)
+    q = other.heads(y, one(start, count), other.kv)
     got = layer.attend(y)
-    for mine, theirs in zip(planes(layer.kv), planes(other.kv), strict=True):
+    for mine, theirs in zip(layer.kv.planes, other.kv.planes, strict=True):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
     want = expected(q, layer.kv, first.tolist(), at.tolist(), SCALE)
     assert (got - want).abs().max() < 4e-3  # weights in half precision, values about 1
@@ -134,7 +132,7 @@ def test_how_many_chunks_a_block_has_changes_nothing(
     want = layer.attend(y, at_once=1 << 20)  # one
     for other, at_once in zip(others, (1, 2 * n_kv * -(-count // 4)), strict=True):
         assert torch.equal(other.attend(y, at_once=at_once), want)
-        for mine, theirs in zip(planes(other.kv), planes(layer.kv), strict=True):
+        for mine, theirs in zip(other.kv.planes, layer.kv.planes, strict=True):
             assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 
 
@@ -146,7 +144,8 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     first, at = layer.span(14)
     got = layer.attend(y, last=at[-1].expand(14).contiguous())
     want = expected(
-        other.heads(y, at, other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14, SCALE
+        other.heads(y, one(start, 14), other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14,
+        SCALE,
     )
     assert (got - want).abs().max() < 4e-3
 
@@ -161,8 +160,8 @@ def test_a_broken_row_harms_no_other(n_kv: int, window: int, slices: int) -> Non
     bad = layer.copy().attend(bad_y)
     assert torch.equal(bad[:2], good[:2])
     assert bool(bad[2:].isnan().all())
-    gone = torch.tensor([1500 - window])  # the last that the first row does not see any more
-    layer.kv.append(gone, *torch.full((2, 1, n_kv, DIM), torch.nan))
+    gone = one(1500 - window, 1)  # the last that the first row does not see any more
+    layer.kv.append(gone.slots, gone.positions, *torch.full((2, 1, n_kv, DIM), torch.nan))
     assert torch.equal(layer.attend(y), good)
 
 
@@ -173,41 +172,76 @@ def test_a_broken_row_harms_no_other(n_kv: int, window: int, slices: int) -> Non
 def test_layers_it_is_not_made_for(kind: Kind, window: int | None, group: int, dim: int) -> None:
     freqs = Ops("cpu").rope_freqs(1e4, dim).to(DEVICE)
     heads = Heads(2 * group, 2, None, None, True, False, freqs, 1e-6)
-    assert not takes(heads, CudaKV(2, dim, 4096, window, 16, DEVICE, kind))
+    assert not takes(heads, cache(2, dim, 4096, kind, window))
     assert not takes(heads, None)
+
+
+@pytest.mark.parametrize(("n_kv", "window", "slices"), LAYERS)
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (5,) * 8, (16, 16), (3,)])
+def test_sequences_in_any_slots(
+    n_kv: int, window: int, slices: int, sizes: tuple[int, ...]
+) -> None:
+    """Rows, and what they leave in the cache, have the bits that they have alone in slot 0. One
+    more sequence stands in the slot behind the others."""
+    layer, count, size = Layer(n_kv, window, slices, 0), len(sizes), sizes[0]
+    kv = CudaKV(CacheShape(n_kv, DIM, window), spread(count, 8192), 16, "q8_0")
+    starts = [0, *torch.randint(1, 3000, (count - 1,), device="cpu").tolist()]
+    slots = torch.randperm(count, device="cpu").tolist()
+    for slot, start in zip(slots, starts, strict=True):
+        fill(kv, slot, 0, start)
+    lone = [cache(n_kv, DIM, 8192, "q8_0", window) for _ in sizes]
+    for to, slot, start in zip(lone, slots, starts, strict=True):
+        copy(kv, slot, to, start)
+    parts = [*zip(slots, starts, sizes, strict=True), (count, 1, size)]
+    batch = rows_of(parts)
+    y = torch.randn(slices, len(batch), 4 * n_kv * DIM)
+
+    def attend(y: torch.Tensor, kv: CudaKV, batch: Batch, at_once: int) -> torch.Tensor:
+        last, arrived = batch.positions, torch.zeros(4 * n_kv * 9, dtype=torch.int32)
+        first = (last - window + 1).clamp(min=0)
+        out = attention_window.attend(Unfinished(layer.heads, y), kv, batch, first, last, SCALE,
+                                      arrived, at_once)  # fmt: skip
+        assert not arrived.any()
+        return unpacked_rows(out)
+
+    together = attend(y, kv, batch, 6)
+    for i, (slot, start, _) in enumerate(parts[:-1]):
+        rows = slice(i * size, (i + 1) * size)
+        alone = attend(y[:, rows].contiguous(), lone[i], one(start, size), 132)
+        assert torch.equal(together[rows], alone), (slot, start)
+        seen = max(0, start + size - window), start + size - 1
+        for mine, its in zip(kv.read(slot, *seen), lone[i].read(0, *seen), strict=True):
+            assert torch.equal(mine, its)
 
 
 def test_through_the_operations() -> None:
     """From rows to the input of the next product, against the reference; and one row by itself."""
     g = torch.Generator("cpu").manual_seed(3)
-    cuda, ref = CudaOps(str(DEVICE), cache_type="q8_0"), Ops("cpu")
+    cuda, ref = CudaOps(str(DEVICE)), Ops("cpu")
     n_kv, hidden, shape = 2, 256, CacheShape(2, DIM, 300)
     sizes = (("q4_k", 2 * n_kv), ("q4_k", n_kv), ("q6_k", n_kv))
     with torch.device("cpu"):
         both = [parity.matrix(g, type, n * DIM, hidden) for type, n in sizes]
         freqs, norm = ref.rope_freqs(1e4, DIM), 1 + parity.randn(g, DIM, scale=0.1)
-        mine, theirs = cuda.cache(shape, 512, 16), ref.cache(shape, 512, 16)
+        mine, theirs = (CudaKV(shape, Space.single(512, DEVICE), 16, "q8_0") for _ in range(2))
+        reference = LayerKV(shape, Space.single(512), 16)
         ours = Attention(*(m for m, _ in both), norm.to(DEVICE), norm.to(DEVICE), True, DIM, 1e-6,
                          freqs.to(DEVICE))  # fmt: skip
         other = Attention(*(x for _, x in both), norm, norm, True, DIM, 1e-6, freqs)
         for start in range(0, 352, 16):
-            x, at = parity.randn(g, 16, hidden), torch.arange(start, start + 16)
-            first = (at - 299).clamp(min=0)
-            want = ref.attend(ref.qkv(x, other, at, theirs), theirs, first, at, SCALE)
-            x, at, first = x.to(DEVICE), at.to(DEVICE), first.to(DEVICE)
-            before = copy_of(mine, cuda.cache(shape, 512, 16))
-            q = cuda.qkv(x, ours, at, mine)
+            x, here, batch = parity.randn(g, 16, hidden), one(start, 16, "cpu"), one(start, 16)
+            first = (here.positions - 299).clamp(min=0)
+            q = ref.qkv(x, other, here, reference)
+            want = ref.attend(q, reference, here, first, here.positions, SCALE)
+            x, first, last = x.to(DEVICE), first.to(DEVICE), batch.positions
+            for plane, its in zip(theirs.planes, mine.planes, strict=True):
+                plane.copy_(its)
+            q = cuda.qkv(x, ours, batch, mine)
             assert isinstance(q, Unfinished)
-            got = parity.numbers(cuda.attend(q, mine, first, at, SCALE))
+            got = parity.numbers(cuda.attend(q, mine, batch, first, last, SCALE))
             assert (got.cpu() - want).abs().max() < 0.02 * want.abs().max()  # of Q8_0
             for i in range(16) if start in (112, 336) else ():
-                one = slice(i, i + 1)
-                q = cuda.qkv(x[one], ours, at[one], before)
-                alone = parity.numbers(cuda.attend(q, before, first[one], at[one], SCALE))
-                assert torch.equal(alone[0], got[i]), start + i
-
-
-def copy_of(kv: CudaKV, to: CudaKV) -> CudaKV:
-    for plane, mine in zip(planes(to), planes(kv), strict=True):
-        plane.copy_(mine)
-    return to
+                row, own = slice(i, i + 1), one(start + i, 1)
+                q = cuda.qkv(x[row], ours, own, theirs)
+                alone = cuda.attend(q, theirs, own, first[row], last[row], SCALE)
+                assert torch.equal(parity.numbers(alone)[0], got[i]), start + i

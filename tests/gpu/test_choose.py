@@ -1,4 +1,4 @@
-"""Tokens chosen on the GPU are those of the CPU's sampler; and what a cycle commits."""
+"""Tokens chosen on the GPU are those of the CPU's sampler, for each sequence of a batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from g4spec.ops.sampling import NotFinite, Sampler, gumbel
-from g4spec.runtime.cuda.step.choose import Choice, CycleState
+from g4spec.runtime.cuda.step.choose import Choice, Chosen, mode_of
 from tests.gpu.device import DEVICE, needs_gpu
 
 pytestmark = pytest.mark.gpu
@@ -106,7 +106,7 @@ def test_ties_go_to_the_lowest_token(name: str) -> None:
     if name == "greedy":
         assert got == [17, 0]
     else:
-        sampler = choice.sampler
+        (sampler,) = choice.samplers
         want = 30.0 * torch.tanh(raw.cpu() / 30.0)
         assert all(agrees(sampler, want[t], 1, got[t]) for t in range(2))
 
@@ -146,41 +146,57 @@ def test_a_graph_serves_other_seeds() -> None:
         assert all(agrees(sampler, capped[t], first[t], ids[t]) for t in range(2))
 
 
-def new_state() -> CycleState:
-    return CycleState(torch.zeros(8, dtype=torch.int64, device=DEVICE))
+MIXES = [
+    ("greedy", "temperature"), ("gemma", "greedy", "hot"), ("temperature", "top-k-1", "all"),
+    ("greedy", "greedy", "gemma", "hot", "temperature"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 2, 7, 16])
-def test_accept(rows: int) -> None:
-    state = new_state()
-    seen = torch.full((2, 7), -1, dtype=torch.int64).pin_memory()
-    for held in range(rows):
-        ids = torch.arange(100, 100 + rows, device=DEVICE)
-        chosen = ids + 1  # row t chooses what row t + 1 was given
-        chosen[held] = 7
-        state.set(50, 100, 16)
-        into, positions = torch.full((2, 20), -1, dtype=torch.int64, device=DEVICE)
-        state.values[5:] = torch.arange(3) + held
-        state.accept(chosen, ids, seen=seen)
-        now = [50 + held + 1, 7, held, 16, (held + 1) % 2, *range(held, held + 3)]
-        assert state.values.tolist() == now
-        torch.cuda.synchronize()
-        now[4] = held % 2
-        assert seen[held % 2].tolist() == now[:7]
-        seen[held % 2] = -1
-        assert bool((seen == -1).all())
-        state.place(into, positions, 9)
-        assert into.tolist() == [7, *[9] * 19]
-        assert positions.tolist() == list(range(50 + held + 1, 50 + held + 21))
+@pytest.mark.parametrize("names", MIXES, ids="+".join)
+@pytest.mark.parametrize("each", [1, 3])
+def test_sequences_choose_by_their_own_samplers(names: tuple[str, ...], each: int) -> None:
+    """As each does alone, to the bit; and where `bad` has room for more than the rows."""
+    columns, pitch, n = 9000, 5, len(names)
+    raw, _ = logits(n * each, columns)
+    raw[each * n - 1, 17] = torch.nan
+    choice = Choice(columns, DEVICE, room=n + 2)
+    choice.set(*(SAMPLERS[name] for name in names))
+    assert choice.modes == tuple(sorted({mode_of(SAMPLERS[name], columns) for name in names}))
+    positions = torch.arange(100, 100 + n * pitch, device=DEVICE)
+    bad = torch.full((n * pitch,), 7, dtype=torch.int32, device=DEVICE)
+    new = torch.zeros(n * each, dtype=torch.int64, device=DEVICE)
+    into = Chosen(new, torch.zeros_like(new, dtype=torch.float32), bad)
+    got = choice(raw, positions, cap=30.0, into=into, sequences=n, pitch=pitch)
+    for s, name in enumerate(names):
+        alone, rows = Choice(columns, DEVICE), slice(s * each, (s + 1) * each)
+        alone.set(SAMPLERS[name])
+        want = alone(raw[rows].contiguous(), positions[s * pitch :][:each], cap=30.0)
+        assert torch.equal(got.ids[rows], want.ids), name
+        assert torch.equal(got.values[rows].nan_to_num(), want.values.nan_to_num()), name
+        assert torch.equal(bad[s * pitch :][:each], want.bad), name
+    left = bad.view(n, pitch)[:, each:]
+    assert bool((left == 7).all()) and int(bad[(n - 1) * pitch + each - 1]) == 1
 
 
-def test_rows_that_do_not_count_and_forced_lengths() -> None:
-    state = new_state()
-    ids = torch.arange(8, device=DEVICE)
-    state.set(0, 0, 3)  # two drafted tokens, padding behind them
-    state.accept(ids + 1, ids)
-    assert state.values[:4].tolist() == [3, 3, 2, 3]
-    for forced, want in ((0, 0), (5, 5), (7, 7), (12, 7)):
-        state.set(0, 0, 16)
-        state.accept(ids * 0 + 9, ids, forced=torch.tensor([forced], device=DEVICE))
-        assert state.values[:4].tolist() == [want + 1, 9, want, 16]
+def test_what_fills_a_batch_up_is_of_a_mode_that_occurs() -> None:
+    choice = Choice(500, DEVICE, room=4)
+    choice.set(SAMPLERS["temperature"], SAMPLERS["gemma"], SAMPLERS["gemma"])
+    raw, _ = logits(4, 500)
+    new = torch.full((4,), -1, dtype=torch.int64, device=DEVICE)
+    into = Chosen(new, torch.zeros(4, device=DEVICE), torch.zeros_like(new, dtype=torch.int32))
+    assert choice.modes == ("sampled", "top")
+    choice(raw, torch.arange(4, device=DEVICE), into=into, sequences=4)
+    assert bool((new >= 0).all())
+
+
+def test_sorted_filters_are_not_mixed_with_others() -> None:
+    choice = Choice(500, DEVICE, room=2)
+    raw, capped = logits(4, 500)
+    wide = replace(SAMPLERS["top-p"], seed=11, top_p=0.5)
+    choice.set(SAMPLERS["top-p"], wide)
+    ids = choice(raw, torch.arange(4, device=DEVICE), sequences=2).ids.tolist()
+    assert all(agrees((SAMPLERS["top-p"], wide)[t // 2], capped[t], 1 + t, ids[t])
+               for t in range(4))  # fmt: skip
+    choice.set(SAMPLERS["top-p"], SAMPLERS["greedy"])
+    with pytest.raises(AssertionError):
+        choice(raw, torch.arange(4, device=DEVICE), sequences=2)

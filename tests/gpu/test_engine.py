@@ -12,8 +12,11 @@ from g4spec import convert
 from g4spec.measure import prompts, verify
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.pending import joined
+from g4spec.runtime.request import Options
 from tests.gpu import family
 from tests.gpu.device import needs_gpu
+from tests.one_sequence import alone
 from tests.oracle import build
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -54,17 +57,18 @@ def near(
     """A prompt and 16 steps of one row: logits, hidden rows, taps."""
     taps = (1, 3, len(cpu.config.layers))
     cpu.target.taps = gpu.target.taps = taps
-    for a, b in zip(cpu.target.prefill(ids), gpu.target.prefill(ids), strict=True):
+    hidden, logits = [], []
+    with alone(cpu) as reference, alone(gpu) as one:
+        a, b = (joined(list(x.prefill(ids))) for x in (reference, one))
         close(b.hidden, a.hidden, share)
         close(b.taps, a.taps, share)
         got, want = gpu.target.logits(b.hidden[-16:]).cpu(), cpu.target.logits(a.hidden[-16:])
         small((got - want).abs().amax(-1), tolerance)
-    hidden, logits = [], []
-    for i in range(16):
-        step = ids[i : i + 1]
-        want, got = (e.target.step(step, len(ids) + i) for e in (cpu, gpu))
-        hidden.append(far(got.read.hidden, want.read.hidden))
-        logits.append((got.logits.cpu() - want.logits).abs().amax(-1))
+        for i in range(16):
+            step = ids[i : i + 1]
+            it, its = (x.step(step, len(ids) + i) for x in (reference, one))
+            hidden.append(far(its.read.hidden, it.read.hidden))
+            logits.append((its.logits.cpu() - it.logits).abs().amax(-1))
     small(torch.cat(hidden), share)
     small(torch.cat(logits), tolerance)
 
@@ -85,17 +89,17 @@ def small(errors: torch.Tensor, share: float) -> None:
 
 def exact(engine: Engine, ids: list[int], more: list[int]) -> None:
     """Logits of a token are the same bits in steps of 1 to 16 rows, at every place in them."""
-    list(engine.target.prefill(ids))
-    at = len(ids)
-    one = torch.stack([engine.target.step([t], at + i).logits[0].clone()
-                       for i, t in enumerate(more)])  # fmt: skip
-    assert torch.isfinite(one).all()
-    for count in range(1, 17):
-        got = engine.target.step(more[:count], at).logits
-        assert torch.equal(got, one[:count]), count
-    for begin in range(1, 16):
-        got = engine.target.step(more[begin:], at + begin).logits
-        assert torch.equal(got, one[begin:]), begin
+    with alone(engine) as target:
+        list(target.prefill(ids))
+        at = len(ids)
+        one = torch.stack([target.step([t], at + i).logits[0].clone() for i, t in enumerate(more)])
+        assert torch.isfinite(one).all()
+        for count in range(1, 17):
+            got = target.step(more[:count], at).logits
+            assert torch.equal(got, one[:count]), count
+        for begin in range(1, 16):
+            got = target.step(more[begin:], at + begin).logits
+            assert torch.equal(got, one[begin:]), begin
 
 
 def test_trained_target_is_near_the_reference(files: dict[str, Path]) -> None:
@@ -165,7 +169,7 @@ def test_a_draft_proposes_what_the_reference_proposes(tmp_path: Path, kind: str)
         engine = load(target, tmp_path / "draft.gguf", device=device)
         prompt = prompts.prompts(engine.tokenizer, long_tokens=200)[-1].encode(engine.tokenizer)
         family.help_out(engine, prompt, lambda i: 0)
-        run = engine.generate(prompt, family.Options(40, draft_max=5, ignore_eos=True))
+        run = engine.generate(prompt, Options(40, draft_max=5, ignore_eos=True))
         cycles = list(run)
         texts.append((run.ids, [c.drafted for c in cycles]))
     (ids, want), (other, got) = texts
@@ -202,3 +206,13 @@ def test_nothing_is_left_of_an_earlier_sequence(folder: Path) -> None:
     used, fresh = load(*files), load(*files)
     family.generate(used, PROMPT, 6, 40)
     assert family.generate(used, second, 6, 40).ids == family.generate(fresh, second, 6, 40).ids
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_types_without_kernels_run_as_torch(kind: str, tmp_path: Path) -> None:
+    """Beside others that have some; said once, and near the reference."""
+    family.random(tmp_path, kind, "q3_k_m")
+    calm = tmp_path / f"{kind}-calm.gguf"
+    gpu = load(calm)
+    near(load(calm, device="cpu"), gpu, PROMPT)
+    assert "q3_k matrices" in gpu.target.ops.without_kernel

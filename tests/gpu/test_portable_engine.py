@@ -22,6 +22,7 @@ from g4spec.runtime.engine import Engine
 from tests.emulator import kernels
 from tests.gpu import family, parity
 from tests.gpu.device import DEVICE, EMULATED
+from tests.one_sequence import alone
 from tests.oracle import build
 
 pytestmark = pytest.mark.gpu
@@ -97,17 +98,18 @@ def test_a_target_is_near_the_reference_and_exact(
     16 rows at every place."""
     calm = folder / type / f"{kind}-calm.gguf"
     cpu, gpu = load(calm, device="cpu"), load(calm)
-    a, b = (list(e.target.prefill(PROMPT))[-1].hidden for e in (cpu, gpu))
-    error = (b.cpu() - a).abs().amax(-1) / a.abs().amax(-1)
-    assert float(error.median()) < 0.1 and float(error.max()) < 0.5, error
-    at = len(PROMPT)
-    want = cpu.target.step(MORE, at).logits
-    one = torch.stack([gpu.target.step([t], at + i).logits[0].clone() for i, t in enumerate(MORE)])
-    assert float((one.cpu() - want).abs().amax(-1).median()) < 1.0
-    for count in (3, 8, 16):
-        assert torch.equal(gpu.target.step(MORE[:count], at).logits, one[:count]), count
-    for begin in (1, 11):
-        assert torch.equal(gpu.target.step(MORE[begin:], at + begin).logits, one[begin:]), begin
+    with alone(cpu) as reference, alone(gpu) as target:
+        a, b = (list(x.prefill(PROMPT))[-1].hidden for x in (reference, target))
+        error = (b.cpu() - a).abs().amax(-1) / a.abs().amax(-1)
+        assert float(error.median()) < 0.1 and float(error.max()) < 0.5, error
+        at = len(PROMPT)
+        want = reference.step(MORE, at).logits
+        one = torch.stack([target.step([t], at + i).logits[0].clone() for i, t in enumerate(MORE)])
+        assert float((one.cpu() - want).abs().amax(-1).median()) < 1.0
+        for count in (3, 8, 16):
+            assert torch.equal(target.step(MORE[:count], at).logits, one[:count]), count
+        for begin in (1, 11):
+            assert torch.equal(target.step(MORE[begin:], at + begin).logits, one[begin:]), begin
     assert {"portable.cu", "attention_plain.cu"} <= launched
     named = {"choice of experts", "experts of long chunks, one by one"}
     assert gpu.target.ops.without_kernel == (named if kind == "experts" else set())

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from g4spec import quant
+from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.step import linear, screen
 from g4spec.runtime.cuda.step.choose import SPAN, Choice, Chosen
+from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.device import DEVICE
 from tests.upper_bits import tables
@@ -85,6 +87,32 @@ def test_the_best_of_those_that_can_win() -> None:
         part = screen.best(x[:count].to(DEVICE), weight.alone, choice, by, cap, chosen(count))
         assert torch.equal(part.ids, got.ids[:count])
         assert torch.equal(part.values, got.values[:count])
+
+
+@pytest.mark.parametrize("sequences,each", [(2, 9), (5, 1)])
+def test_rows_of_several_sequences(
+    sequences: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than one product has, by the drafts' choice of tokens: as each alone."""
+    n, k, pitch = 8192, 256, 16
+    weight, exact, _ = table(n, k)
+    by, count = linear.Exchange(torch.device(DEVICE)), sequences * each
+    x = 3 * exact[torch.arange(count) * 7].contiguous()
+    x[count - 1, 3] = torch.nan
+    bad = torch.full((sequences * pitch,), 7, dtype=torch.int32, device=DEVICE)
+    positions = torch.zeros(sequences * pitch, dtype=torch.int64, device=DEVICE)
+    monkeypatch.setattr(screen, "LEAST", n)
+    pick = Picks(Choice(n, DEVICE, room=sequences), positions, positions, bad, sequences)
+    ids = pick.best(x.to(DEVICE), weight.alone, by, 2, 30.0)
+    assert ids is not None and ids.is_contiguous()
+    for t in range(count):
+        alone = chosen(1)
+        screen.best(x[t : t + 1].to(DEVICE), weight.alone, pick.choice, by, 30.0, alone)
+        assert torch.equal(alone.ids, ids[t : t + 1])
+        assert int(alone.bad) == int(bad[t // each * pitch + 2 + t % each])
+    assert int((bad == 7).sum()) == sequences * (pitch - each) and int((bad == 1).sum()) == 1
+    pick.choice.set(Sampler(temperature=1.0))
+    assert pick.best(x.to(DEVICE), weight.alone, by, 2, 30.0) is None
 
 
 def test_what_is_not_finite_is_reported() -> None:

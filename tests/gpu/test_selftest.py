@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec.runtime.cuda.build import kernel_selftest as selftest
+from g4spec.runtime.cuda import kernel_selftest as selftest
 from g4spec.runtime.cuda.ops import CudaOps
 from tests.gpu.device import DEVICE
 

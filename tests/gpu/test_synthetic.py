@@ -8,7 +8,7 @@ import pytest
 
 from g4spec.measure import synthetic
 from g4spec.measure import synthetic_bench as steps
-from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.backend import CudaBackend
 from tests.gpu.device import DEVICE
 
 pytestmark = pytest.mark.gpu
@@ -44,10 +44,11 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_measures_steps_and_cycles(name: str) -> None:
-    protocol = steps.Protocol(contexts=(64,), times=2, accept_length=3)
-    result = steps.measure(name, CudaOps(DEVICE), protocol)
+    protocol = steps.Protocol(contexts=(64,), times=2, accept_length=3, streams=(1, 3))
+    result = steps.measure(name, CudaBackend(DEVICE), protocol)
     (row,) = result["rows"]
     assert all(row[f"step_{n}_ms"] > 0 for n in steps.ROWS)
+    assert row["streams_1_ms"] > 0 and row["streams_3_ms"] > 0
     assert row["sustained_ms"] > 0 and row["cycle_ms"] > row["draft_ms"] > 0
     assert result["draft"] == ("assistant" if name == "e2b" else "dflash")
     shape = SMALL[name]
@@ -60,9 +61,9 @@ def test_measures_steps_and_cycles(name: str) -> None:
 
 
 def test_an_assistant_drafts_as_many_tokens_as_a_cycle_commits() -> None:
-    ops = CudaOps(DEVICE)
+    backend = CudaBackend(DEVICE)
     protocol = steps.Protocol(draft="assistant", contexts=(64, 200), times=2, accept_length=3)
-    result = steps.measure("31b", ops, protocol)
+    result = steps.measure("31b", backend, protocol)
     assert result["draft"] == "assistant" and not result["ops_without_kernel"]
     for row in result["rows"]:
         assert 0 < row["draft_ms"] < row["cycle_ms"]

@@ -16,11 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from g4spec import models
 from g4spec.models import assistant, gemma4
-from g4spec.core import MAX_STEP_ROWS
 from g4spec.models.spec import Checkpoint, TensorSpec
-from g4spec.ops.kv import LayerKV
-from g4spec.ops.reference import Ops
-from g4spec.runtime.target import Target
+from tests.one_sequence import Drafting, One, make_target
 
 CTX = 1024
 
@@ -66,11 +63,11 @@ def checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(config(folder), names)
 
 
-def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> Target:
-    """The target of a checkpoint folder."""
+def target(folder: Path, chunk: int = 64, n_ctx: int = CTX) -> One:
+    """The target of a checkpoint folder, for one sequence."""
     parsed = gemma4.parse_hf(checkpoint(folder))
     stored = tensors(folder, gemma4.PREFIXES)
-    return Target(parsed, weights(gemma4.tensors(parsed), stored), Ops(), n_ctx, chunk)
+    return One(make_target(parsed, weights(gemma4.tensors(parsed), stored), n_ctx, chunk))
 
 
 class Arrays:
@@ -84,27 +81,24 @@ class Arrays:
         return self._stored[source].numpy()
 
 
-def draft(folder: Path, on: Target, window: int | None = None, **changes: Any) -> Any:
-    """The draft of a checkpoint folder for target `on`, whose taps it sets.
+def draft(folder: Path, one: One, window: int | None = None, **changes: Any) -> Any:
+    """The draft of a checkpoint folder for a target, whose taps it sets.
 
     Args:
         changes: fields of its configuration to replace, to set it to another engine's semantics.
     """
     from dataclasses import replace
 
-    read = checkpoint(folder)
+    read, on = checkpoint(folder), one.target
     kind = next(m for m in models.drafts().values() if m.claims(read))
     parsed = replace(kind.parse_hf(read, on.config), **changes)
     stored = tensors(folder, kind.PREFIXES)
-    kv = [
-        LayerKV(s.n_kv, s.head_dim, on.n_ctx + MAX_STEP_ROWS, s.window,
-                max(on.chunk, 2 * MAX_STEP_ROWS))
-        for s in kind.caches(parsed, window)
-    ]  # fmt: skip
+    slack = on.backend.slack(on.chunk)
+    kv = [on.backend.cache(s, on.space, slack) for s in kind.caches(parsed, window)]
     made = kind.Drafter(parsed, weights(kind.tensors(parsed), stored), on.ops, on, Arrays(stored),
-                        kv, window)  # fmt: skip
+                        kv, on.n_states, window)  # fmt: skip
     on.taps = made.taps
-    return made
+    return Drafting(made, on)
 
 
 class Recorder:
@@ -121,17 +115,13 @@ class Recorder:
         return (self.choose(row, position + i) for i, row in enumerate(logits))
 
 
-def prefill(on: Target, made: Any, prompt: list[int]) -> torch.Tensor:
+def prefill(on: One, made: Drafting, prompt: list[int]) -> torch.Tensor:
     """Read a prompt with target and draft; logits of its last row [V]."""
-    made.reset()
+    made.begin()
     for read in on.prefill(prompt):
         made.commit(read)
-    return on.logits(read.hidden[-1:])[0]
-
-
-def commit(made: Any, read: Committed, n: int) -> None:
-    """Commit the first `n` rows of a step."""
-    made.commit(Committed(read.ids[:n], read.start, read.hidden[:n], read.taps[:n]))
+    logits: torch.Tensor = on.logits(read.hidden[-1:])[0]
+    return logits
 
 
 def prompt(n: int, vocab: int, seed: int = 0) -> list[int]:

@@ -63,7 +63,7 @@ def every_anchor(pair: Pair, oracle: Oracle, ids: list[int]) -> float:
     for at in range(len(ids)):
         if at:
             worst = max(worst, difference(draft, oracle, features, ids, at))
-        build.commit(draft, target.read(ids[at : at + 1], at), 1)
+        draft.commit(target.read(ids[at : at + 1], at), 1)
     return worst
 
 
@@ -78,7 +78,7 @@ def after_rejections(pair: Pair, oracle: Oracle, ids: list[int]) -> float:
         keep = turn % rows + 1
         worst = max(worst, difference(draft, oracle, features, ids, at))
         wrong = [(t + 1) % vocab for t in ids[at + keep : at + rows]]
-        build.commit(draft, target.step([*ids[at : at + keep], *wrong], at).read, keep)
+        draft.commit(target.step([*ids[at : at + keep], *wrong], at).read, keep)
         at, turn = at + keep, turn + 1
     assert turn > 6
     return worst

@@ -168,7 +168,7 @@ def differences(
         end = rounds[i + 1].position if i + 1 < len(rounds) else r.position + 1
         # Rejected tokens are read too: their rows must not be seen afterwards.
         step = target.step([every[r.position], *r.read], r.position)
-        build.commit(draft, step.read, end - r.position)
+        draft.commit(step.read, end - r.position)
     return out
 
 

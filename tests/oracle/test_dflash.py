@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from g4spec.core import Batch, StepRows
+from g4spec.runtime.target import batch_of
 from tests import tiny
 from tests.oracle import build, package
 
@@ -105,7 +107,7 @@ def test_every_anchor_seven_windows_long(tmp_path: Path, name: str, window: int 
         pytest.skip("the same as with the larger window")
     pair, ids = make(tmp_path, name), build.prompt(7 * WINDOW, VOCAB)
     target, draft, features = read(pair, ids, 8, window)
-    rings = [kv.capacity for kv in draft.kv if kv.window]
+    rings = [kv.capacity for kv in draft.caches if kv.window]
     assert all(2 * n < len(ids) for n in rings)
     oracle, worst = pair.oracle(target, window), 0.0
     for at in range(len(ids)):
@@ -113,7 +115,7 @@ def test_every_anchor_seven_windows_long(tmp_path: Path, name: str, window: int 
             seen = build.Recorder()
             drafted = draft.propose(ids[at], at, BLOCK - 1, seen)
             worst = max(worst, compare(seen, drafted, oracle(features, ids, at)))
-        build.commit(draft, target.read(ids[at : at + 1], at), 1)
+        draft.commit(target.read(ids[at : at + 1], at), 1)
     assert worst < 1e-4
 
 
@@ -132,7 +134,7 @@ def test_after_partial_rejection(tmp_path: Path, name: str, chunk: int) -> None:
         worst = max(worst, compare(seen, drafted, oracle(features, ids, at)))
         right = ids[at : at + keep]
         wrong = [(t + 1) % VOCAB for t in ids[at + keep : at + BLOCK]]
-        build.commit(draft, target.step([*right, *wrong], at).read, keep)
+        draft.commit(target.step([*right, *wrong], at).read, keep)
         at += keep
     assert worst < 1e-4
 
@@ -169,16 +171,16 @@ def scale(draft: Any) -> None:
 
 def later(draft: Any) -> None:
     propose = draft.propose
-    draft.propose = lambda anchor, at, n, c: propose(anchor, at + 1, n, c)
+    draft.propose = lambda batch, n, pick: propose(batch.at(batch.positions + 1), n, pick)
 
 
 def normed_context(draft: Any) -> None:
     ops = draft.ops
 
-    def wrapped(h: torch.Tensor, layers: Any, positions: torch.Tensor, kvs: Any) -> None:
+    def wrapped(h: torch.Tensor, layers: Any, batch: Batch, kvs: Any) -> None:
         for i, (layer, kv) in enumerate(zip(layers, kvs, strict=True)):
             normed = ops.rms_norm(h, draft.w[f"blk.{i}.attn_norm.weight"], 1e-6)
-            ops.qkv(normed, layer, positions, kv, queries=False)
+            ops.qkv(normed, layer, batch, kv, queries=False)
 
     ops.keys_values = wrapped
 
@@ -203,11 +205,12 @@ BUGS = {
 def test_the_oracle_notices(tmp_path: Path, name: str, bug: str) -> None:
     pair, ids = make(tmp_path, name), build.prompt(2 * WINDOW, VOCAB)
     target, draft, features = read(pair, ids)
-    BUGS[bug](draft)
+    BUGS[bug](draft.draft)
     target.taps, at = draft.taps, len(ids) - 4
     build.prefill(target, draft, ids[:at])
     if bug == "position + 1":  # that mistake leaves a row that was never written
-        draft.commit(build.Committed([0], at, torch.zeros(1, 64), features[at - 1 : at]))
+        row = batch_of(target.ops, [(0, at, [0])])
+        draft.commit(StepRows(row, torch.zeros(1, 64), features[at - 1 : at]))
     seen = build.Recorder()
     draft.propose(ids[at], at, BLOCK - 1, seen)
     mine, its = torch.stack(seen.rows), pair.oracle(target)(features, ids, at)[1:BLOCK]
@@ -218,7 +221,7 @@ def test_the_oracle_notices(tmp_path: Path, name: str, bug: str) -> None:
 def test_the_oracle_notices_relative_ids(tmp_path: Path) -> None:
     pair, ids = make(tmp_path, "speculators-reduced"), build.prompt(WINDOW, VOCAB)
     target, draft, features = read(pair, ids)
-    delta_d2t(draft)
+    delta_d2t(draft.draft)
     build.prefill(target, draft, ids[:-1])
     seen = build.Recorder()
     draft.propose(ids[-1], len(ids) - 1, BLOCK - 1, seen)

@@ -23,6 +23,7 @@ from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from g4spec.runtime.engine import Engine
 from tests import tiny, tiny_drafts
+from tests.one_sequence import taken
 from tests.oracle import build, drafts
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -153,7 +154,7 @@ class Opened(drafts.Pair):
                              draft_window=self.bound)  # fmt: skip
         assert engine.draft is not None
         engine.draft.max_tokens = min(engine.draft.max_tokens, DRAFTED)
-        return engine.target, engine.draft
+        return taken(engine)
 
     def oracle(self) -> drafts.Oracle:
         table = self.open()[0].model.w["token_embd.weight"]
@@ -224,7 +225,7 @@ def test_the_oracle_notices(tmp_path: Path, bug: str) -> None:
     pair, ids = Opened(tmp_path), build.prompt(2 * WINDOW, VOCAB)
     target, draft = pair.open()
     features = torch.cat([r.taps for r in target.prefill(ids)])
-    BUGS[bug](draft)
+    BUGS[bug](draft.draft)
     build.prefill(target, draft, ids[:-1])
     seen = build.Recorder()
     drafted = draft.propose(ids[-1], len(ids) - 1, DRAFTED, seen)

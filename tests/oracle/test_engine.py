@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from g4spec import convert
+from g4spec.core import Batch, Draft, Pick, Sequence
 from g4spec.ops.kv import LayerKV
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime import speculate
-from g4spec.runtime.engine import Engine, Options, Run
-from g4spec.runtime.speculate import Backlog
+from g4spec.runtime import pending, runner, scheduler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
 from tests import tiny
 from tests.oracle import build
 
@@ -60,7 +61,7 @@ def load(family: Path, kind: str | None, **settings: Any) -> Engine:
     return Engine.load(family / "target.gguf", draft, **({"n_ctx": CTX, "chunk": 64} | settings))
 
 
-def generate(engine: Engine, prompt: list[int] = PROMPT, **options: Any) -> Run:
+def generate(engine: Engine, prompt: list[int] = PROMPT, **options: Any) -> Request:
     options = {"n_predict": NEW, "draft_max": 15, "ignore_eos": True} | options
     run = engine.generate(prompt, Options(**options))
     for _ in run:
@@ -73,11 +74,11 @@ def help_out(engine: Engine, truth: list[int], right: Callable[[int], int]) -> N
     draft: Any = engine.draft
     propose, turn = type(draft).propose, iter(range(10**6))
 
-    def better(anchor: int, position: int, count: int, chooser: Any) -> list[int]:
-        own = propose(draft, anchor, position, count, chooser)
-        own += [0] * (count - len(own))
-        true = truth[position + 1 : position + 1 + min(count, right(next(turn)))]
-        return [*true, *own[len(true) :]]
+    def better(batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        own = propose(draft, batch, count, pick)[0].clamp(min=0).tolist()
+        after = int(batch.positions[0]) + 1
+        true = truth[after : after + min(count, right(next(turn)))]
+        return batch.ids.new_tensor([[*true, *own[len(true) :]]])
 
     draft.propose = better
 
@@ -138,7 +139,7 @@ def test_stop_tokens_that_were_drafted_and_accepted(family: Path, kind: str) -> 
         first = long.index(long[at])
         for right in (0, 3, 15):
             engine = load(family, kind)
-            engine.stop_ids = stop
+            engine.tokenizer.stop_ids = stop
             help_out(engine, PROMPT + long, lambda i, n=right: n)
             run = generate(engine, ignore_eos=False)
             assert run.ids == long[:first] and run.stats.stop_reason == f"stop token {long[at]}"
@@ -161,7 +162,8 @@ def test_stop_texts_across_drafted_tokens(family: Path, kind: str) -> None:
 
 
 def caches(engine: Engine) -> list[LayerKV]:
-    return [*engine.target.caches, *getattr(engine.draft, "kv", [])]
+    assert engine.draft is not None
+    return [*engine.target.caches, *engine.draft.caches]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,6 +184,11 @@ def test_nothing_is_left_of_an_earlier_sequence(
     assert [c.drafted for c in a] == [c.drafted for c in b]
 
 
+def plan_lengths(engine: Engine, count: Callable[[int], int]) -> None:
+    """Every cycle drafts `count(most)` tokens."""
+    engine.lengths.plan = lambda texts, most: [count(m) for m in most]  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("kind", ["zlab", "speculators", "assistant"])
 def test_a_draft_brought_up_to_date_late_proposes_the_same(family: Path, kind: str) -> None:
     """Cycles without a draft in between (as `auto` has them) do not change later proposals."""
@@ -192,9 +199,9 @@ def test_a_draft_brought_up_to_date_late_proposes_the_same(family: Path, kind: s
     for cycle in list(every.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True)))[1:]:
         want[position] = cycle.drafted
         position += len(cycle.tokens)
-    run = some.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
     turns = iter(range(10**6))
-    run._cycles.length.next = lambda most: 0 if next(turns) % 9 else min(6, most)  # type: ignore[method-assign]
+    plan_lengths(some, lambda most: 0 if next(turns) % 9 else min(6, most))
+    run = some.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
     position, compared = len(PROMPT), 0
     for cycle in list(run)[1:]:
         if cycle.drafted and position in want:
@@ -209,10 +216,14 @@ def test_a_draft_that_is_never_asked_is_given_up(
     family: Path, most: int, given_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it would have to read takes memory."""
-    monkeypatch.setattr(speculate, "MOST_WAITING", most)
-    run = load(family, "zlab").generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
-    run._cycles.length.next = lambda most: 0  # type: ignore[method-assign]
-    waiting = [run._cycles.backlog.rows for _ in run]
+    monkeypatch.setattr(scheduler, "MOST_PENDING", most)
+    engine = load(family, "zlab")
+    plan_lengths(engine, lambda most: 0)
+    run = engine.generate(PROMPT, Options(NEW, draft_max=6, ignore_eos=True))
+    cycles = iter(run)
+    next(cycles)
+    sequence = engine.scheduler.live[0].live
+    waiting = [pending.count(sequence) for _ in cycles]
     assert run.ids == generate(load(family, None)).ids
     assert max(waiting) == (most + 1 if given_up else NEW - 1)
     assert any("more time than may be risked" in note for note in run.notes) == given_up
@@ -223,8 +234,14 @@ def test_a_draft_that_missed_tokens_is_noticed(
     family: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above fails when what plain cycles read is not handed to the draft."""
-    add = Backlog.add
-    monkeypatch.setattr(Backlog, "add", lambda self, s: add(self, s) if len(s.ids) > 1 else None)
+    flush = runner.flush
+
+    def careless(draft: Draft, sequences: list[Sequence]) -> None:
+        for s in sequences:
+            s.pending = [rows for rows in s.pending if len(rows.batch) > 1]
+        flush(draft, sequences)
+
+    monkeypatch.setattr(runner, "flush", careless)
     with pytest.raises(AssertionError):
         test_a_draft_brought_up_to_date_late_proposes_the_same(family, kind)
 

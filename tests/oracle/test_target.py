@@ -101,7 +101,7 @@ def planted(name: str) -> Callable[[Target], None]:
                 t.model.w[key] = t.model.w[key] * 0 + 1
 
     def full_rope(t: Target) -> None:
-        t.model._freqs = [t.ops.rope_freqs(s.rope_base, s.head_dim) for s in t.config.layers]
+        t.model.freqs = [t.ops.rope_freqs(s.rope_base, s.head_dim) for s in t.config.layers]
 
     def unscaled(t: Target) -> None:
         t.model.embed = lambda ids: t.model.w["token_embd.weight"][ids]

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from g4spec import convert
-from g4spec.ops.sampling import Sampler
+from g4spec.core import StepRows
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.pending import merged
+from tests.one_sequence import borrowed
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ["dflash", "dflash-speculators", "assistant"]
@@ -54,26 +55,27 @@ def load(where: Path, name: str) -> Engine:
 
 def agreement(engine: Engine, before: list[int], lines: list[int]) -> float:
     """Mean number of proposed tokens that agree with `lines`, over anchors in them."""
-    target, draft, ids = engine.target, engine.draft, [2, *before, *lines]
-    assert draft is not None
+    ids = [2, *before, *lines]
     start = 1 + len(before) + 24  # the first lines tell what text this is
-    draft.reset()
-    # The target's rings are long enough to hold the lines and the windows before them.
-    reads = list(target.prefill(ids))
-    hidden, taps = (torch.cat([getattr(r, a) for r in reads]) for a in ("hidden", "taps"))
-    for at in range(0, start, 256):
-        rows = slice(at, min(start, at + 256))
-        draft.commit(Committed(ids[rows], at, hidden[rows], taps[rows]))
-    right = cycles = 0
-    most = 7 if draft.name == "dflash" else 3  # the assistant computes them one by one
-    for at in range(start, len(ids) - 8, 2):
-        drafted = draft.propose(ids[at], at, most, Sampler())
-        true = ids[at + 1 : at + 1 + len(drafted)]
-        right += next((i for i, t in enumerate(true) if drafted[i] != t), len(true))
-        cycles += 1
-        rows = slice(at, at + 2)
-        draft.commit(Committed(ids[rows], at, hidden[rows], taps[rows]))
+    with borrowed(engine) as (target, draft):
+        # The target's rings are long enough to hold the lines and the windows before them.
+        read = merged(list(target.prefill(ids)))
+        for at in range(0, start, 256):
+            draft.commit(part(read, at, min(start, at + 256)))
+        right = cycles = 0
+        most = 7 if draft.name == "dflash" else 3  # the assistant computes them one by one
+        for at in range(start, len(ids) - 8, 2):
+            drafted = draft.propose(ids[at], at, most)
+            true = ids[at + 1 : at + 1 + len(drafted)]
+            right += next((i for i, t in enumerate(true) if drafted[i] != t), len(true))
+            cycles += 1
+            draft.commit(part(read, at, at + 2))
     return right / cycles
+
+
+def part(rows: StepRows, first: int, last: int) -> StepRows:
+    """Rows first .. last - 1 of one sequence."""
+    return rows.rows(first, last, (last - first,))
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -98,9 +100,13 @@ def other_layers(engine: Engine) -> None:
 def drift(engine: Engine) -> None:
     """Keys and values three rows from where they belong."""
     draft: Any = engine.draft
-    for kv in getattr(draft, "kv", None) or engine.target.caches:
-        blocks = kv.blocks
-        kv.blocks = lambda a, b, n, f=blocks: tuple(x.roll(3, 2) for x in f(a, b, n))
+    for kv in draft.caches or engine.target.caches:
+
+        def rolled(*args: Any, blocks: Any = kv.blocks) -> Any:
+            positions, *rows = blocks(*args)
+            return (positions, *(x.roll(3, 2) for x in rows))
+
+        kv.blocks = rolled
 
 
 @pytest.mark.parametrize("name,bug", [("dflash", other_layers), ("dflash", drift)])

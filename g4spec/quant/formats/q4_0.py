@@ -8,7 +8,7 @@ Source: ggml `block_q4_0`; rounding: `g4spec.quant.plain`.
 import numpy as np
 
 from g4spec.quant import plain
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 
@@ -37,4 +37,5 @@ def bound(x: Floats) -> Floats:
     return plain.symmetric_bound(x, 8)
 
 
-FORMAT = Format("q4_0", 2, plain.BLOCK, DTYPE.itemsize, 2, encode, decode, bound=bound)
+FORMAT = Format("q4_0", 2, plain.BLOCK, DTYPE.itemsize, 2, encode, decode, bound=bound,
+                factors=Factors(halves(0), 8, b"\x88" * 16))  # fmt: skip

@@ -8,7 +8,7 @@ Source: ggml `block_q4_1`; rounding: `g4spec.quant.plain`.
 import numpy as np
 
 from g4spec.quant import plain
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)])
 
@@ -37,4 +37,5 @@ def bound(x: Floats) -> Floats:
     return plain.shifted_bound(x, 15)
 
 
-FORMAT = Format("q4_1", 3, plain.BLOCK, DTYPE.itemsize, 3, encode, decode, bound=bound)
+FORMAT = Format("q4_1", 3, plain.BLOCK, DTYPE.itemsize, 3, encode, decode, bound=bound,
+                factors=Factors(halves(0, 2), 15))  # fmt: skip

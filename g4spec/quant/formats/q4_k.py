@@ -9,8 +9,9 @@ Source: ggml `block_q4_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
+LAYOUT = affine.Layout(top=15, rounds=2)
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
 
 
@@ -19,7 +20,7 @@ def encode(x: Floats) -> Bytes:
 
 
 def _encode(x: Floats) -> Bytes:
-    out, _ = affine.blocks(x, DTYPE, 15, rounds=2)
+    out, _ = affine.blocks(x, DTYPE, LAYOUT)
     return out.view(np.uint8)
 
 
@@ -30,7 +31,8 @@ def decode(raw: Bytes) -> Floats:
 
 
 def bound(x: Floats) -> Floats:
-    return affine.bound(x, 15)
+    return affine.bound(x, LAYOUT)
 
 
-FORMAT = Format("q4_k", 12, affine.BLOCK, DTYPE.itemsize, 14, encode, decode, bound=bound)
+FORMAT = Format("q4_k", 12, affine.BLOCK, DTYPE.itemsize, None, encode, decode, bound=bound,
+                fallback="q5_0", factors=Factors(halves(0, 2), 63 * 15))  # fmt: skip

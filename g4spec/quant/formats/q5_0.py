@@ -8,7 +8,7 @@ Source: ggml `block_q5_0`; rounding: `g4spec.quant.plain`.
 import numpy as np
 
 from g4spec.quant import plain
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])
 
@@ -37,4 +37,5 @@ def bound(x: Floats) -> Floats:
     return plain.symmetric_bound(x, 16)
 
 
-FORMAT = Format("q5_0", 6, plain.BLOCK, DTYPE.itemsize, 8, encode, decode, bound=bound)
+FORMAT = Format("q5_0", 6, plain.BLOCK, DTYPE.itemsize, 8, encode, decode, bound=bound,
+                factors=Factors(halves(0), 16, b"\xff" * 4 + bytes(16)))  # fmt: skip

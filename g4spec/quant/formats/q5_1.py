@@ -9,7 +9,7 @@ Source: ggml `block_q5_1`; rounding: `g4spec.quant.plain`.
 import numpy as np
 
 from g4spec.quant import plain
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
 DTYPE = np.dtype([("d", "<f2"), ("m", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])
 
@@ -38,4 +38,5 @@ def bound(x: Floats) -> Floats:
     return plain.shifted_bound(x, 31)
 
 
-FORMAT = Format("q5_1", 7, plain.BLOCK, DTYPE.itemsize, 9, encode, decode, bound=bound)
+FORMAT = Format("q5_1", 7, plain.BLOCK, DTYPE.itemsize, 9, encode, decode, bound=bound,
+                factors=Factors(halves(0, 2), 31))  # fmt: skip

@@ -9,8 +9,9 @@ Source: ggml `block_q5_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Floats, Format, in_batches
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
+LAYOUT = affine.Layout(top=31, rounds=1)
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32),
                   ("q", "u1", (4, 32))])  # fmt: skip
 _GROUP = np.arange(affine.GROUPS, dtype=np.uint8)
@@ -21,7 +22,7 @@ def encode(x: Floats) -> Bytes:
 
 
 def _encode(x: Floats) -> Bytes:
-    out, codes = affine.blocks(x, DTYPE, 31, rounds=1)
+    out, codes = affine.blocks(x, DTYPE, LAYOUT)
     high = codes >> 4 << _GROUP[:, None]
     out["high"] = np.bitwise_or.reduce(high, axis=1).T
     return out.view(np.uint8)
@@ -35,7 +36,8 @@ def decode(raw: Bytes) -> Floats:
 
 
 def bound(x: Floats) -> Floats:
-    return affine.bound(x, 31)
+    return affine.bound(x, LAYOUT)
 
 
-FORMAT = Format("q5_k", 13, affine.BLOCK, DTYPE.itemsize, 16, encode, decode, bound=bound)
+FORMAT = Format("q5_k", 13, affine.BLOCK, DTYPE.itemsize, 16, encode, decode, bound=bound,
+                fallback="q5_1", factors=Factors(halves(0, 2), 63 * 31))  # fmt: skip

@@ -7,7 +7,7 @@ Source: ggml `quantize_row_q8_0_ref`.
 
 import numpy as np
 
-from g4spec.quant.format import Bytes, Floats, Format, first_bad
+from g4spec.quant.format import Bytes, Factors, Floats, Format, first_bad, halves
 
 BLOCK = 32
 DTYPE = np.dtype([("d", "<f2"), ("q", "i1", BLOCK)])
@@ -55,4 +55,5 @@ def bound(x: Floats) -> Floats:
     return np.repeat(step * np.float32(0.5 + 127 * 2.0**-11) + np.float32(127 * 2.0**-25), BLOCK)
 
 
-FORMAT = Format("q8_0", 8, BLOCK, DTYPE.itemsize, 7, encode, decode, bound=bound)
+FORMAT = Format("q8_0", 8, BLOCK, DTYPE.itemsize, 7, encode, decode, bound=bound,
+                factors=Factors(halves(0), 127, bytes(32)))  # fmt: skip

@@ -12,16 +12,16 @@ import torch
 from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache.cuda_kv import Kind, capacity, row_bytes
-from g4spec.runtime.cuda.prefill import prefill
-from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.cache.cuda_kv import Kind, page_bytes, slot_bytes
+from g4spec.runtime.cuda.prefill import plan
+from g4spec.runtime.cuda.weights import packing
 
 FLOAT = 4
 
 PACKING = 768 << 20
 """Most that rearranging weights takes beside them: a layer's matrices once more, or all its
 experts of one kind, and `packing.CHUNK`. The target's table, which may be larger, is packed while
-what reads long chunks is not there yet (`prefill_model`)."""
+what reads long chunks is not there yet (`prefill.reader`)."""
 
 FIXED = 512 << 20
 """Kernels, cuBLAS workspaces, graphs, and what the allocator cannot use."""
@@ -51,42 +51,41 @@ def join_free(index: int) -> None:
 
 
 class Card:
-    """A GPU (`g4spec.runtime.devices.Budget`). `portable`: as `CudaOps` is told."""
+    """A GPU (`g4spec.core.Budget`). `portable`: as `CudaOps` is told."""
 
     def __init__(self, device: torch.device, cache_type: Kind, portable: bool = False) -> None:
         self.device, self.cache_type, self.portable = device, cache_type, portable
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
         """As in the file, but for rows that packing adds to whole groups; integers as 64 bits, and
-        as 32 what is no matrix or has columns that kernels do not take."""
+        as 32 what is no matrix, or one of a type or width that kernels do not take."""
         return sum(max(t.nbytes, self._number(t) * math.prod(t.shape)) for t in tensors)
 
     def _number(self, t: TensorInfo) -> int:
-        """Bytes of each number that `CudaOps.load` unpacks; 0 if it keeps the file's bytes."""
+        """Bytes of each number that `CudaBackend.load` unpacks; 0 if it keeps the file's bytes."""
         if t.format.integer:
             return 8
-        odd = t.format.quantized and t.shape[-1] % rows.BLOCK != 0 and not self.portable
-        return FLOAT if len(t.shape) < 2 or odd else 0
+        if len(t.shape) < 2:
+            return FLOAT
+        name, columns = t.format.name, t.shape[-1]
+        unpacked = t.format.quantized and packing.unpackable(name, columns, self.portable)
+        return FLOAT if unpacked else 0
 
-    def cache(
-        self, shapes: Sequence[CacheShape], n_ctx: int, chunk: int, *, draft: bool = False
-    ) -> int:
-        """Chunks go around a target's rings; a draft's take them whole."""
-        slack = max(chunk, 2 * MAX_STEP_ROWS) if draft else MAX_STEP_ROWS
-        n_ctx += MAX_STEP_ROWS * (2 if draft else 1)
-        return sum(
-            capacity(n_ctx, s.window, slack)
-            * row_bytes(s.n_kv, s.head_dim, self.cache_type, s.turning)
-            for s in shapes
-        )
+    def page(self, shapes: Sequence[CacheShape]) -> int:
+        """One page of the pool, in all layers without a window."""
+        return sum(page_bytes(s, self.cache_type) for s in shapes)
+
+    def slot(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
+        """The rings of one slot, in all layers with a window."""
+        return sum(slot_bytes(s, n_ctx, slack, self.cache_type) for s in shapes)
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         """Logits of the largest steps, what reading a chunk takes, and what is fixed."""
-        chunk = min(chunk, n_ctx)
         logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
-        wide = 12 * FLOAT * chunk * config.n_embd  # residual, taps, and a draft's features
+        # Residual, taps, and a draft's features.
+        wide = 12 * FLOAT * plan.most_rows(chunk, n_ctx) * config.n_embd
         arch = "" if self.portable else launch.arch(self.device.index)
-        long = sum(prefill.workspace(config, chunk, n_ctx, arch))
+        long = sum(plan.workspace(config, chunk, n_ctx, arch))
         return int(logits + wide + long + PACKING + FIXED)
 
     def available(self) -> int:

@@ -10,7 +10,8 @@ from collections import Counter
 from g4spec import models
 from g4spec.convert import dialects
 from g4spec.gguf import T
-from g4spec.validate.header import MAX_NAME
+from g4spec.gguf.reader import MAX_ALIGNMENT
+from g4spec.validate.header import MAX_NAME, Header
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
@@ -55,7 +56,7 @@ def unique_keys(s: Subject) -> Findings:
 @rule("G4-GGUF-005", ERROR, "tensor names are unique and fit 63 bytes", needs=HEADER)
 def unique_tensors(s: Subject) -> Findings:
     """A second tensor of the same name hides the first one."""
-    for name, n in Counter(t.name for t in s.header.tensors).items():
+    for name, n in Counter(t.name for h in s.headers for t in h.tensors).items():
         if n > 1 or not 0 < len(name.encode()) < MAX_NAME:
             yield Finding(f"{name!r:.80}", "one short name a tensor", n, "write the file again")
 
@@ -64,7 +65,7 @@ def unique_tensors(s: Subject) -> Findings:
 def known_types(s: Subject) -> Findings:
     """Type numbers from 41 on mean different things in TurboQuant forks: 42 is Q2_0 upstream,
     TQ3_0 in one fork, TURBO3_0 in another; the wrong guess decodes to noise."""
-    for t in s.header.tensors:
+    for t in s.entries.values():
         if t.format is None:
             yield Finding(t.name, "a type of ggml", f"type {t.type}",
                           "convert from the original checkpoint")  # fmt: skip
@@ -73,7 +74,7 @@ def known_types(s: Subject) -> Findings:
 @rule("G4-GGUF-007", ERROR, "shapes are possible and rows divide into blocks", needs=HEADER)
 def rows_divide(s: Subject) -> Findings:
     """A row that does not divide shifts every following block by part of a row."""
-    for t in s.header.tensors:
+    for t in s.entries.values():
         if not t.shape or min(t.shape) <= 0:
             yield Finding(t.name, "positive dimensions", t.shape, AGAIN)
         elif t.format is not None and t.nbytes is None:
@@ -85,39 +86,43 @@ def rows_divide(s: Subject) -> Findings:
 def alignment(s: Subject) -> Findings:
     """Everything after the header is placed by it; 0 divides by zero."""
     n = s.header.alignment
-    if n <= 0 or n & (n - 1):
-        yield Finding("general.alignment", "a power of two", n, "write the file again")
+    if not 0 < n <= MAX_ALIGNMENT or n & (n - 1):
+        expected = f"a power of two up to {MAX_ALIGNMENT}"
+        yield Finding("general.alignment", expected, n, "write the file again")
 
 
 @rule("G4-GGUF-009", ERROR, "tensors lie one after the other", needs=HEADER)
 def running_sum(s: Subject) -> Findings:
     """A tool that dropped or swapped tensors and kept the old offsets makes a file that its own
     reader accepts and ggml refuses; reading it without the check gives weights of other layers."""
-    expected = 0
-    for t in s.header.tensors:
-        if t.offset != expected:
-            yield Finding(t.name, f"offset {expected}", t.offset, "write the file again")
-            return
-        if t.nbytes is None:
-            return
-        expected += s.header.pad(t.nbytes)
+    for header in s.headers:
+        expected = 0
+        for t in header.tensors:
+            if t.offset != expected:
+                yield Finding(t.name, f"offset {expected}", t.offset, "write the file again")
+                return
+            if t.nbytes is None:
+                return
+            expected += header.pad(t.nbytes)
 
 
 @rule("G4-GGUF-010", ERROR, "all tensor data is inside the file", needs=HEADER)
 def complete(s: Subject) -> Findings:
     """A truncated download opens, and reads beyond its end, or as zeros on sparse disks."""
-    end = _data_end(s)
-    if end > s.header.size:
-        yield Finding("end of file", f"{end} bytes", f"{s.header.size} bytes", AGAIN)
+    for header in s.headers:
+        end = _data_end(header)
+        if end > header.size:
+            yield Finding("end of file", f"{end} bytes", f"{header.size} bytes", AGAIN)
 
 
 @rule("G4-GGUF-011", WARNING, "nothing follows the last tensor", needs=HEADER)
 def trailing(s: Subject) -> Findings:
     """Loaders ignore what follows, so a file written over a longer one looks healthy."""
-    end = s.header.pad(_data_end(s))
-    if s.header.broken is None and s.header.tensors and s.header.size > end:
-        yield Finding("end of file", f"{end} bytes", f"{s.header.size} bytes",
-                      "write the file again if you did not append to it")  # fmt: skip
+    for header in s.headers:
+        end = header.pad(_data_end(header))
+        if header.broken is None and header.tensors and header.size > end:
+            yield Finding("end of file", f"{end} bytes", f"{header.size} bytes",
+                          "write the file again if you did not append to it")  # fmt: skip
 
 
 @rule("G4-GGUF-012", ERROR, "there are tensors and metadata", needs=HEADER)
@@ -125,17 +130,18 @@ def not_empty(s: Subject) -> Findings:
     """Converters that matched no tensor name wrote a valid file with nothing in it and said
     that they succeeded."""
     h = s.header
-    if h.broken is None and not (h.tensors and h.keys):
+    if h.broken is None and not (s.entries and h.keys):
         yield Finding("header", "tensors and metadata",
-                      f"{len(h.tensors)} tensors, {len(h.keys)} keys", AGAIN)  # fmt: skip
+                      f"{len(s.entries)} tensors, {len(h.keys)} keys", AGAIN)  # fmt: skip
 
 
-@rule("G4-GGUF-013", ERROR, "the file is not one part of several", needs=HEADER)
+@rule("G4-GGUF-013", ERROR, "all parts of a split model are there", needs=HEADER)
 def split(s: Subject) -> Findings:
-    """One part of a split model opens, and lacks most layers."""
-    parts = s.integer("split.count") or 1
-    if parts > 1:
-        yield Finding("split.count", 1, parts, "merge the parts with llama-gguf-split --merge")
+    """Parts find each other by their names: one that was renamed, or whose download failed, leaves
+    a model that lacks layers."""
+    if s.split_refusal:
+        yield Finding("split.count", "all parts, named as they were published", s.split_refusal,
+                      "download all parts into one folder")  # fmt: skip
 
 
 @rule("G4-GGUF-014", ERROR, "the reader opens the file", needs=HEADER, fallback=True)
@@ -166,7 +172,7 @@ def utf8(s: Subject) -> Findings:
             yield Finding(key.name, "UTF-8", "bytes that are not", AGAIN)
 
 
-def _data_end(s: Subject) -> int:
+def _data_end(header: Header) -> int:
     """First byte after the last tensor, as far as offsets and sizes make sense."""
-    ends = [t.offset + t.nbytes for t in s.header.tensors if t.nbytes is not None]
-    return s.header.data_start + max(ends, default=0)
+    ends = [t.offset + t.nbytes for t in header.tensors if t.nbytes is not None]
+    return header.data_start + max(ends, default=0)

@@ -182,9 +182,9 @@ def rotation(s: Subject) -> Findings:
 def file_type(s: Subject) -> Findings:
     """A requantized file that kept the old number is listed, and chosen, as what it is not."""
     number = s.integer("general.file_type")
-    said = next((m for m in map(policy.asked, policy.names()) if m.file_type == number), None)
+    said = policy.of_file_type(number) if number is not None else None
     sizes: dict[str, int] = {}
-    for t in s.header.tensors:
+    for t in s.entries.values():
         # Token tables and outputs have another type than the rest in most quantized files.
         if len(t.shape) > 1 and t.name not in (*policy.TABLES, policy.OUTPUT):
             sizes[t.type_name] = sizes.get(t.type_name, 0) + (t.nbytes or 0)

@@ -11,7 +11,7 @@ from g4spec import quant
 from g4spec.models.assistant import CENTROIDS, ORDERING
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ASSISTANT, TAPPED, WARNING, Finding, Findings, rule
-from g4spec.validate.scan import FLOATS, SCALES
+from g4spec.validate.scan import BLOCKS, FLOATS
 from g4spec.validate.subject import Subject
 
 TARGET, FILE = Needs.TARGET, Needs.FILE
@@ -108,7 +108,7 @@ def _both(s: Subject) -> tuple[Rows, Rows] | None:
 def rows(s: Subject, picked: NDArray[np.integer]) -> Rows | None:
     """Some rows of the token table, or None if it cannot be read or is not finite."""
     shape, name = s.shape(TABLE), s.type_name(TABLE) or ""
-    if shape is None or len(shape) != 2 or name not in {**FLOATS, **SCALES}:
+    if shape is None or len(shape) != 2 or name not in {**FLOATS, **BLOCKS}:
         return None
     raw = s.open_file.raw(TABLE).reshape(shape[0], -1)
     found = quant.get(name).dequantize(raw[picked]).astype(np.float32)

@@ -86,3 +86,14 @@ def empty_success(s: Subject) -> Findings:
         yield Finding(s.name(".block_count"), f"tensors for {n} layers",
                       f"none for {len(lacking)} of them, blk.{lacking[0]} the first",
                       RECONVERT)  # fmt: skip
+
+
+@rule("G4-TNS-007", ERROR, "tensor types are ones that can be read", needs=Needs.FILE)
+def readable(s: Subject) -> Findings:
+    """Ternary and 1-bit types, and those that llama.cpp only computes with, have no code here: the
+    file cannot run, and nothing was said about the numbers in such a tensor."""
+    for name, info in s.open_file.tensors.items():
+        form = info.format
+        if form.decode is None and form.stored is None:
+            yield Finding(name, "a type that can be dequantized", form.name.upper(),
+                          "use a file of another type, or convert the checkpoint")  # fmt: skip

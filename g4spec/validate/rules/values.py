@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, GEMMA, WARNING, Finding, Findings, rule
-from g4spec.validate.scan import FLOATS, SCALES
+from g4spec.validate.scan import BLOCKS, FLOATS
 from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
@@ -35,7 +35,7 @@ def finite_scales(s: Subject) -> Findings:
     """Weights above 8.3 million overflow the fp16 scale of a Q8_0 block; only a loader run with
     its check option says so."""
     for name, stats in s.stats.items():
-        if stats.first_bad is not None and s.type_name(name) in SCALES:
+        if stats.first_bad is not None and s.type_name(name) in BLOCKS:
             yield Finding(name, "finite scales", f"a bad scale in block {stats.first_bad}",
                           "store this tensor as BF16")  # fmt: skip
 

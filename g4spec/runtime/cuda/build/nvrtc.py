@@ -2,7 +2,8 @@
 
 Done on the user's machine by NVRTC, which needs neither a GPU nor nvcc nor any header. A kernel
 stands beside its `.py` and includes only files of `cuda/include/` and `quant/formats/`, by their
-bare names; they are given to the compiler in memory, so that what a cubin was made from is known exactly (`closure`).
+bare names; they are given to the compiler in memory, so that what a cubin was made from is known
+exactly (`closure`).
 """
 
 from __future__ import annotations

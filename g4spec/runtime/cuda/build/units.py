@@ -66,10 +66,12 @@ def registered() -> dict[str, list[Unit]]:
     import g4spec.runtime.cuda as package
 
     found = {}
-    for info in pkgutil.iter_modules(package.__path__):
-        units = getattr(importlib.import_module(f"{package.__name__}.{info.name}"), "UNITS", None)
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        units = getattr(importlib.import_module(info.name), "UNITS", None)
         if units is not None:
-            found[info.name] = list(units)
+            name = info.name.rpartition(".")[2]
+            assert name not in found, name
+            found[name] = list(units)
     return found
 
 

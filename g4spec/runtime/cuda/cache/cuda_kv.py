@@ -1,20 +1,22 @@
-"""Keys and values of one layer on the GPU, addressed by absolute position.
+"""Keys and values of one layer on the GPU, addressed by slot and absolute position.
 
-As in `g4spec.ops.kv`: the row of position p stands in slot p mod capacity, appending does not
-commit, and the rows of rejected tokens are overwritten by the next step. Planes are
-[n_kv, capacity, head_dim], so that the 128 positions of an aligned tile are consecutive in memory;
-capacity is a multiple of 128 for that reason.
+As in `g4spec.ops.kv`: layers with a window keep a ring for each slot, others share pages of 128
+positions (`Space.table`); appending does not commit, and the rows of rejected tokens are
+overwritten by the next step. Planes are [units, n_kv, capacity, columns]. A unit is the ring of a
+slot, in which position p stands in row p mod capacity, or a page, whose capacity is 128. So the 128
+positions of an aligned tile are consecutive in memory; the capacity of a ring is a multiple of 128
+for that reason.
 
 Two ways to store a row: `f16`, and `q8_0` (blocks of 32 values of a row: one byte a value and one
 half-precision scale a block, the numbers that `g4spec.quant.formats.q8_0` would store). Bytes are
 kept in one plane and scales in another, and a byte is q + 128, without sign, because that is the
 cheaper form to turn into half precision.
 
-Where keys are the values times a weight for each column, and then turned in few columns, the plane
-of keys holds only the columns that turn. In the others the queries take over the weight and meet
-the values.
+Where keys are the values times a weight for each column, and then rotated in few columns
+(`CacheShape.rotary_pairs`), the plane of keys holds only the columns that are rotated. In the
+others the queries take over the weight and meet the values.
 
-Slots that were never written are NaN (`q8_0`: their scales are): whatever reads one shows it.
+Rows that were never written are NaN (`q8_0`: their scales are): whatever reads one shows it.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from typing import Literal
 
 import torch
 
+from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
+from g4spec.ops.kv import Space, pages_of
+
 Kind = Literal["f16", "q8_0"]
 
-TILE = 128
+TILE = PAGE
 """Positions of an aligned tile, consecutive in memory."""
 
 BLOCK = 32
@@ -36,7 +41,7 @@ TURNING = 64
 """Pairs of a head that may turn where keys are kept as what differs from the values: columns 0 ..
 63 of both its halves."""
 
-MIN_SLACK = 16
+MIN_SLACK = MAX_STEP_ROWS
 """Rows a ring holds beyond its window: a step's rows never overwrite one that is still visible."""
 
 _HALF = 0.49999997
@@ -47,83 +52,136 @@ class CudaKV:
     """One layer's keys and values.
 
     Args:
-        n_kv, head_dim: shape of a row, [n_kv, head_dim] for keys and for values.
-        n_ctx: positions the sequence may have.
-        window: sliding window, or None to keep all positions.
-        slack: most rows appended in one call (a step or a prefill chunk).
-        turning: see `CacheShape`.
+        shape: of the layer's rows.
+        space: slots and pages. There is a ring for each row of its table.
+        slack: most rows of one sequence that are appended in one call (a step or a chunk).
 
     Attributes:
+        capacity: positions of a unit.
+        positions: most positions of a sequence that it can hold at once.
         turning: pairs whose columns the keys have, or 0: keys have all columns.
-        keys, values: [n_kv, capacity, columns], float16 or uint8 (q + 128).
-        key_scales, value_scales: [n_kv, capacity, columns / 32] float16; `f16`: no elements.
-        positions: of the rows that asked last, [T] int64; those before the first are settled.
+        keys, values: [units, n_kv, capacity, columns], float16 or uint8 (q + 128).
+        key_scales, value_scales: [units, n_kv, capacity, columns / 32] float16; `f16`: no elements.
         weight: [head_dim] of the norm of keys, which queries take over in the columns that keys
             have not. Set by whoever writes rows; None: 1.
     """
 
     def __init__(
-        self,
-        n_kv: int,
-        head_dim: int,
-        n_ctx: int,
-        window: int | None,
-        slack: int,
-        device: torch.device | str = "cuda",
-        kind: Kind = "f16",
-        turning: int = 0,
+        self, shape: CacheShape, space: Space, slack: int = MIN_SLACK, kind: Kind = "f16"
     ) -> None:
-        assert head_dim % BLOCK == 0, head_dim
-        self.n_kv, self.head_dim, self.window, self.kind = n_kv, head_dim, window, kind
-        self.capacity = capacity(n_ctx, window, slack)
-        self.turning = TURNING if shares(head_dim, turning) else 0
-        self.positions: torch.Tensor | None = None
+        assert shape.head_dim % BLOCK == 0, shape
+        self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
+        self.space, self.kind = space, kind
+        slots, width = space.table.shape
+        self.capacity, units, self.positions = PAGE, space.n_pages + 1, width * PAGE
+        if shape.window is not None:
+            self.capacity = self.positions = capacity(space.n_ctx, shape.window, slack)
+            units = slots
+        self.turning = TURNING if shares(shape.head_dim, shape.rotary_pairs) else 0
         self.weight: torch.Tensor | None = None
-        columns = _key_columns(head_dim, turning)
-        self.keys, self.key_scales = _plane(n_kv, self.capacity, columns, kind, device)
-        self.values, self.value_scales = _plane(n_kv, self.capacity, head_dim, kind, device)
+        rows, device = (units, shape.n_kv, self.capacity), space.table.device
+        self.keys, self.key_scales = _plane(rows, _key_columns(shape), kind, device)
+        self.values, self.value_scales = _plane(rows, shape.head_dim, kind, device)
         # A divisor in device memory: torch divides by a Python number through its reciprocal.
         self._levels = torch.full((), 127.0, device=device)
 
-    def append(self, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write rows [T, n_kv, head_dim] (float32 or float16) at `positions` [T] int64.
+    @property
+    def paged(self) -> bool:
+        """True if rows are in pages of the pool, False if each slot has a ring."""
+        return self.window is None
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """int32 [slots, pages of a context] of layers with pages; None for rings."""
+        return self.space.table if self.paged else None
+
+    @property
+    def planes(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values, and the scales of both."""
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+    def places(
+        self, slots: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Unit and row in it for each of `positions`, in the slot beside it; both [...] int64.
+        Positions before 0 and those without a page are in the spare page."""
+        if not self.paged:
+            return slots, positions % self.capacity
+        pages = self.space.table[slots, positions.clamp(min=0) // PAGE].to(torch.int64)
+        return pages.masked_fill(positions < 0, 0), positions % PAGE
+
+    def append(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Write rows [T, n_kv, head_dim] (float32 or float16) at `positions` [T] of `slots` [T].
 
         Nothing depends on values on the host, so that a CUDA graph may capture it.
         """
-        assert len(positions) <= self.capacity, (len(positions), self.capacity)
-        slots = positions % self.capacity
+        units, at = self.places(slots, positions)
         if self.turning:
             keys = self._turned(keys).flatten(-2)
         planes = ((self.keys, self.key_scales, keys), (self.values, self.value_scales, values))
         for plane, scales, rows in planes:
             if self.kind == "f16":
-                plane.index_copy_(1, slots, rows.transpose(0, 1).to(torch.float16))
+                plane[units, :, at] = rows.to(torch.float16)
             else:
-                codes, steps = quantize(rows.transpose(0, 1), self._levels)
-                plane.index_copy_(1, slots, codes)
-                scales.index_copy_(1, slots, steps)
+                codes, steps = quantize(rows, self._levels)
+                plane[units, :, at] = codes
+                scales[units, :, at] = steps
 
-    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, slot: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions first .. last as stored, float32 [n, n_kv, head_dim]."""
-        assert 0 <= first <= last < first + self.capacity, (first, last, self.capacity)
-        slots = (torch.arange(last - first + 1, device=self.keys.device) + first) % self.capacity
-        keys, values = self.numbers(slots)
+        assert 0 <= first <= last < first + self.positions, (first, last, self.positions)
+        positions = torch.arange(first, last + 1, device=self.keys.device)
+        keys, values = self._numbers(*self.places(torch.full_like(positions, slot), positions))
         if self.turning and self.weight is not None:
             keys = keys * self.taken_over(self.weight)
-        return keys.transpose(0, 1), values.transpose(0, 1)
+        return keys, values
 
-    def numbers(self, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in `slots`, float32 [n_kv, n, head_dim]; keys without the weight that
-        queries take over."""
+    def whole(self, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All that `slot`, int64 [], holds, float32 [positions, n_kv, head_dim]: row i is of a
+        position that is i mod `positions`. Keys are without the weight that queries take over."""
+        at = torch.arange(self.positions, device=self.keys.device)
+        return self._numbers(*self.places(slot.expand_as(at), at))
+
+    def _numbers(
+        self, units: torch.Tensor, at: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of rows `at` [n] of `units` [n], float32 [n, n_kv, head_dim]."""
         out = []
         for plane, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
-            rows = plane[:, slots]
-            out.append(rows.float() if self.kind == "f16" else dequantize(rows, scales[:, slots]))
+            rows = plane[units, :, at]
+            f16 = self.kind == "f16"
+            out.append(rows.float() if f16 else dequantize(rows, scales[units, :, at]))
         keys, values = out
         if self.turning:
             turned, keys = keys, values.clone()
             self._turned(keys).copy_(turned.view(*turned.shape[:-1], 2, self.turning))
         return keys, values
+
+    def snapshot(self, slot: int, end: int) -> list[torch.Tensor]:
+        """Copy what a ring holds of positions before `end` to host memory, for `restore`: rows
+        [n, n_kv, ...] of each plane, bit by bit."""
+        assert not self.paged
+        units, at = self._visible(slot, end)
+        return [plane[units, :, at].cpu() for plane in self.planes if plane.numel()]
+
+    def restore(self, slot: int, end: int, rows: list[torch.Tensor]) -> None:
+        """Put back what `snapshot` returned, into any slot."""
+        units, at = self._visible(slot, end)
+        planes = [plane for plane in self.planes if plane.numel()]
+        for plane, kept in zip(planes, rows, strict=True):
+            plane[units, :, at] = kept.to(plane.device)
+
+    def _visible(self, slot: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places of the positions before `end` that a row at `end` may see in a ring."""
+        first = max(0, end - min(self.window or 0, self.capacity))
+        positions = torch.arange(first, end, device=self.keys.device)
+        return self.places(torch.full_like(positions, slot), positions)
 
     def taken_over(self, weight: torch.Tensor) -> torch.Tensor:
         """`weight` [head_dim] in the columns where queries take it over, 1 in the others."""
@@ -157,32 +215,44 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (blocks * scales.float().unsqueeze(-1)).view(codes.shape)
 
 
-def capacity(n_ctx: int, window: int | None, slack: int) -> int:
-    """Rows a layer's cache holds; what memory estimates count."""
-    rows = n_ctx if window is None else min(n_ctx, window + max(slack, MIN_SLACK))
-    return -(-rows // TILE) * TILE
+def capacity(n_ctx: int, window: int, slack: int) -> int:
+    """Rows of a ring: whole tiles, and no more than a sequence has positions."""
+    rows = -(-(window + max(slack, MIN_SLACK)) // TILE) * TILE
+    return min(rows, pages_of(n_ctx + 2 * MAX_STEP_ROWS) * PAGE)
 
 
-def row_bytes(n_kv: int, head_dim: int, kind: Kind, turning: int = 0) -> int:
+def page_bytes(shape: CacheShape, kind: Kind) -> int:
+    """Bytes of a page of the pool in one layer; none in layers with a window."""
+    return PAGE * row_bytes(shape, kind) if shape.window is None else 0
+
+
+def slot_bytes(shape: CacheShape, n_ctx: int, slack: int, kind: Kind) -> int:
+    """Bytes of the ring of a slot in one layer; none in layers without a window."""
+    if shape.window is None:
+        return 0
+    return capacity(n_ctx, shape.window, slack) * row_bytes(shape, kind)
+
+
+def row_bytes(shape: CacheShape, kind: Kind) -> int:
     """Bytes of one position, keys and values."""
-    columns = n_kv * (_key_columns(head_dim, turning) + head_dim)
+    columns = shape.n_kv * (_key_columns(shape) + shape.head_dim)
     return columns * 2 if kind == "f16" else columns + columns // BLOCK * 2
 
 
-def shares(head_dim: int, turning: int) -> bool:
-    """Whether keys are kept as what differs from the values. `turning`: see `CacheShape`."""
-    return head_dim == 512 and 0 < turning <= TURNING
+def shares(head_dim: int, rotary_pairs: int) -> bool:
+    """True if keys are kept as what differs from the values; see `CacheShape`."""
+    return head_dim == 512 and 0 < rotary_pairs <= TURNING
 
 
-def _key_columns(head_dim: int, turning: int) -> int:
-    return 2 * TURNING if shares(head_dim, turning) else head_dim
+def _key_columns(shape: CacheShape) -> int:
+    return 2 * TURNING if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim
 
 
 def _plane(
-    n_kv: int, capacity: int, columns: int, kind: Kind, device: torch.device | str
+    rows: tuple[int, int, int], columns: int, kind: Kind, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that were never written, and their scales."""
-    rows, half = (n_kv, capacity), torch.float16
+    """Rows [units, n_kv, capacity] that were never written, and their scales."""
+    half = torch.float16
     if kind == "f16":
         plane = torch.full((*rows, columns), math.nan, dtype=half, device=device)
         return plane, torch.empty(0, dtype=half, device=device)

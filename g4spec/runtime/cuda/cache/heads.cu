@@ -2,10 +2,11 @@
 // by position, storage in half precision and in the cache.
 // A warp holds one head of one token; the angles of a token are shared by its block.
 #include "head.cuh"
+#include "units.cuh"
 
 constexpr int HEADS = 4;  // a block
 
-struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., columns / 32]
+struct Plane {  // of keys or of values, scales [.., columns / 32]
   void* rows;
   u16* scales;
 
@@ -23,15 +24,16 @@ struct Plane {  // of keys or of values: [n_kv, capacity, columns], scales [.., 
 struct Layer {
   const float* k_norm;
   Plane keys, values;
-  i64 capacity;
+  const int* table;
+  i64 width, capacity;  // see `Units`
 };
 
 // A warp finishes a head of row blockIdx.y; y [SLICES][rows][n_read heads][D], of which the layer's
 // begin at `first`.
 template <int D, int PAIRS, int SLICES, int Q8, int TURN>
 DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, const float* freqs,
-                   const i64* positions, u16* q, int rows, int n_q, int n_kv, int n_read,
-                   int first, int flags, float eps) {
+                   const i64* positions, const i64* slots, u16* q, int rows, int n_q, int n_kv,
+                   int n_read, int first, int flags, float eps) {
   using H = Head<D, PAIRS>;
   constexpr int ANGLES = (D / 2 + 32 * HEADS - 1) / (32 * HEADS);  // a thread
   __shared__ float2 angles[D / 2];
@@ -50,6 +52,8 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
   if (norm) weight.load(norm);
   if (TURN && is_q) taken.load(layer.k_norm);
   const i64 position = __ldcg(positions + row);
+  const Units units = {layer.table, (int)layer.width, (int)__ldcg(slots + row)};
+  const int unit = n_kv ? units.of((int)position) : 0;
 #pragma unroll
   for (int i = 0; i < ANGLES; ++i) {
     const int at = i * 32 * HEADS + threadIdx.x;
@@ -65,8 +69,8 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
     x.template store<0>(q + ((i64)row * n_q + head) * D);
     return;
   }
-  const i64 slot = (u32)position % (u32)layer.capacity;
-  const i64 at = (i64)((head - n_q) % n_kv) * layer.capacity + slot;
+  const i64 at = (i64)(unit * n_kv + (head - n_q) % n_kv) * layer.capacity +
+                 (u32)position % (u32)layer.capacity;
   if (is_v) layer.values.template append<Q8, 0>(x, at);
   else layer.keys.template append<Q8, TURN>(x, at);
 }
@@ -74,27 +78,28 @@ DEVICE void finish(const float* y, const float* q_norm, const Layer& layer, cons
 // y [SLICES][rows][n_q + n_kv + n_kv heads][D], without values if V_FROM_K. A head without a norm's
 // weight is not normed, but for `flags`. q [rows, n_q, D] half. TURN: columns of each half of a head
 // that the plane of keys holds; in the others queries take over the weight of the keys' norm. 0: it
-// holds all. `positions` were written by a kernel before the one directly in front.
+// holds all. `positions` and `slots` were written by a kernel before the one directly in front.
 template <int D, int PAIRS, int SLICES, int Q8, int TURN>
 __global__ __launch_bounds__(32 * HEADS, 4) void finish_heads(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
-    const i64* positions, u16* q, void* keys, void* values, u16* key_scales, u16* value_scales,
-    int rows, int n_q, int n_kv, int flags, int capacity, float eps) {
+    const i64* positions, const i64* slots, u16* q, void* keys, void* values, u16* key_scales,
+    u16* value_scales, const int* table, int rows, int n_q, int n_kv, int flags, int width,
+    int capacity, float eps) {
   grid_launch();
-  const Layer layer = {k_norm, {keys, key_scales}, {values, value_scales}, capacity};
+  const Layer layer = {k_norm, {keys, key_scales}, {values, value_scales}, table, width, capacity};
   const int n_read = n_q + (flags & V_FROM_K ? n_kv : 2 * n_kv);
-  finish<D, PAIRS, SLICES, Q8, TURN>(y, q_norm, layer, freqs, positions, q, rows, n_q, n_kv, n_read,
-                                     0, flags, eps);
+  finish<D, PAIRS, SLICES, Q8, TURN>(y, q_norm, layer, freqs, positions, slots, q, rows, n_q, n_kv,
+                                     n_read, 0, flags, eps);
 }
 
 // Keys and values of several layers: y [rows][layers][n_kv + n_kv heads][D]. Grid: the third
 // dimension is the layer.
 template <int D, int Q8>
 __global__ __launch_bounds__(32 * HEADS, 4) void append_layers(
-    const float* y, const Layer* layers, const float* freqs, const i64* positions, int rows,
-    int n_kv, int flags, float eps) {
+    const float* y, const Layer* layers, const float* freqs, const i64* positions,
+    const i64* slots, int rows, int n_kv, int flags, float eps) {
   grid_launch();
   const Layer layer = layers[blockIdx.z];
-  finish<D, 0, 1, Q8, 0>(y, nullptr, layer, freqs, positions, nullptr, rows, 0, n_kv,
+  finish<D, 0, 1, Q8, 0>(y, nullptr, layer, freqs, positions, slots, nullptr, rows, 0, n_kv,
                          gridDim.z * 2 * n_kv, blockIdx.z * 2 * n_kv, flags, eps);
 }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from g4spec.core import Batch
 from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
@@ -62,13 +63,14 @@ class Heads:
     def head_dim(self) -> int:
         return 2 * len(self.freqs)
 
-    def __call__(self, y: torch.Tensor, positions: torch.Tensor, kv: CudaKV | None) -> torch.Tensor:
+    def __call__(self, y: torch.Tensor, batch: Batch, kv: CudaKV | None) -> torch.Tensor:
         """Norm, rotate, append to `kv`.
 
         Args:
             y: float32 [T, (n_q + 2 n_kv) * head_dim] (n_kv if `v_from_k`): queries, keys, values;
                 or partial sums [S, T, ...], added in order. Any T.
-            positions: int64 [T], written by a kernel before the one directly before (see rows.py).
+            batch: the rows; positions and slots were written by a kernel before the one directly
+                before (see packed_rows.py).
             kv: where rows are appended, or else what the queries will meet.
 
         Returns:
@@ -78,22 +80,23 @@ class Heads:
         slices, (count, width) = y.shape[0] if y.dim() == 3 else 1, y.shape[-2:]
         given = heads - self.n_kv if self.v_from_k else heads
         assert width == given * dim and dim in HEAD_DIMS, (y.shape, given, dim)
-        assert positions.shape == (count,) and positions.dtype is torch.int64, positions.shape
+        assert len(batch) == count and batch.positions.dtype is torch.int64, (len(batch), count)
         q = torch.empty(count, self.n_q, dim, dtype=torch.float16, device=y.device)
         planes: tuple[torch.Tensor | None, ...] = (None,) * 4
-        capacity, q8, turning, k_norm = 1, False, 0, self.k_norm
+        table, width, capacity, q8, turning, k_norm = None, 0, 1, False, 0, self.k_norm
         if kv is not None and kv.turning:
             turning, k_norm = kv.turning, self._weight(kv)
         if self.n_kv:
             assert kv is not None and (kv.n_kv, kv.head_dim) == (self.n_kv, dim), kv
-            capacity, q8 = kv.capacity, kv.kind == "q8_0"
-            planes = kv.keys, kv.values, kv.key_scales, kv.value_scales
+            assert kv.paged or max(batch.sizes) <= kv.capacity, (batch.sizes, kv.capacity)
+            table, width, capacity = kv.table, kv.space.table.shape[1], kv.capacity
+            q8, planes = kv.kind == "q8_0", kv.planes
         name = instance(dim, slices, pairs=self.pairs, q8=q8, turning=turning)
         launch.kernel("heads.cu", name)(
             (-(-heads // HEADS), count), 32 * HEADS,
-            y, self.q_norm, k_norm, self.freqs, positions, q, *planes,
-            np.int32(count), np.int32(self.n_q), np.int32(self.n_kv),
-            np.int32(NORM_V * self.v_norm + V_FROM_K * self.v_from_k), np.int32(capacity),
+            y, self.q_norm, k_norm, self.freqs, batch.positions, batch.slots, q, *planes, table,
+            *map(np.int32, (count, self.n_q, self.n_kv,
+                            NORM_V * self.v_norm + V_FROM_K * self.v_from_k, width, capacity)),
             np.float32(self.eps),
         )  # fmt: skip
         return q

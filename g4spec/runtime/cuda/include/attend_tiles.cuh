@@ -36,7 +36,7 @@ struct Shape {
   static constexpr int SEES_AT = SUM_AT + PW * ROWS * 4, SHARED = SEES_AT + ROWS * 8;
 };
 
-struct Planes {  // of keys or of values: [n_kv, capacity, columns], scales [.., columns / 32]
+struct Planes {  // of keys or of values: [units, n_kv, capacity, columns], scales [.., columns / 32]
   const char* rows;
   const char* scales;
 };
@@ -77,24 +77,29 @@ DEVICE void copy_rows(u32 to, Source source, int thread) {
 // Which part of which tile comes next, over all items of this block.
 template <class S, int PARTS>
 struct Cursor {
-  int round = 0, part = 0, head, tile, end;
-  int slot;  // of the tile's first key
+  int round = 0, part = 0, tile, end;
+  int strip;  // see `Work`; -1: no tile is left
+  int row;    // of the tile's first key, in its strip
 
   DEVICE Cursor(const Work<S::KEYS>& work) { open(work); }
   DEVICE void open(const Work<S::KEYS>& work) {
-    head = -1;
+    strip = -1;
     if (round == work.count) return;
     const Item item = work.items[round];
-    head = item.head, tile = item.tile, end = item.end;
-    slot = (u32)(tile * S::KEYS) % (u32)work.capacity;
+    tile = item.tile, end = item.end;
+    row = (u32)(tile * S::KEYS) % (u32)work.capacity;
+    strip = work.strip(tile * S::KEYS, item.head);
   }
-  DEVICE bool valid() const { return head >= 0; }
+  DEVICE bool valid() const { return strip >= 0; }
   DEVICE void next(const Work<S::KEYS>& work) {
     if (++part < PARTS) return;
     part = 0;
     if (++tile < end) {
-      slot += S::KEYS;
-      if (slot >= work.capacity) slot -= work.capacity;
+      row += S::KEYS;
+      if (row >= work.capacity) {
+        row -= work.capacity;
+        strip = work.strip(tile * S::KEYS, work.items[round].head);  // of the next page
+      }
       return;
     }
     ++round;
@@ -114,12 +119,12 @@ DEVICE Rows keys_from(const char* keys, const char* values, i64 row, int part, i
   return {values + row * ALL, at, ALL};
 }
 
-// A tile is consecutive in memory: capacity is a multiple of 128, tiles are aligned.
+// A tile is consecutive in memory: the capacity of a unit is a multiple of 128, tiles are aligned.
 template <class S>
 DEVICE void load_keys(u32 stage, const Planes& k, const Planes& v, const Cursor<S, S::KS>& at,
                       int capacity, int thread) {
   constexpr int BYTES = S::BYTES * 32, SCALES = 2, MOST = S::TURN ? 4 : 16;  // of 32 columns
-  const i64 row = (i64)at.head * capacity + at.slot;
+  const i64 row = (i64)at.strip * capacity + at.row;
   copy_rows<S::KEYS, S::DK / 32 * BYTES, 16, S::K_ROW, S::Q8 ? NONE : OF_KEYS, 32 * S::QW>(
       stage, [&](int i) { return keys_from<S, BYTES>(k.rows, v.rows, row, at.part, i); }, thread);
   if constexpr (S::Q8)
@@ -132,7 +137,7 @@ template <class S>
 DEVICE void load_values(u32 stage, const Planes& v, const Cursor<S, S::VS>& at, int capacity,
                         int thread) {
   constexpr int BYTES = S::D * S::BYTES, SCALES = S::D / 16;
-  const i64 row = (i64)at.head * capacity + at.slot + at.part * S::VKEYS;
+  const i64 row = (i64)at.strip * capacity + at.row + at.part * S::VKEYS;
   copy_rows<S::VKEYS, BYTES, 16, S::V_ROW, S::Q8 ? NONE : OF_VALUES, 32 * S::PW>(
       stage, [&](int i) { return Rows{v.rows + row * BYTES, i, BYTES}; }, thread);
   if constexpr (S::Q8)

@@ -2,6 +2,7 @@
 // gets depends neither on the rows beside it nor on the length of the sequence.
 #pragma once
 #include "ptx.cuh"
+#include "units.cuh"
 
 #define NEVER __int_as_float(0xff800000)  // -infinity
 
@@ -63,18 +64,20 @@ template <int KEYS>  // of a tile
 struct Work {
   static constexpr int COST = 4;  // of a tile, where that of a chunk by itself is 1
   Item items[ITEMS];
-  int count, all_from, all_to, capacity;
+  Units units;
+  int count, all_from, all_to, capacity, n_kv;
 
   // By one warp, whose lanes stand for blocks. Where there are more, 32 or fewer of them have every
   // second (third ..) chunk.
-  DEVICE void set(const Chunks& chunks, const Span& span, int n_kv, int row_blocks, int ring) {
+  DEVICE void set(const Chunks& chunks, const Span& span, const Units& where, int rows_of_unit,
+                  int heads, int row_blocks) {
     const int lane = threadIdx.x % 32, low = chunks.of(span.lo), high = chunks.of(span.hi);
-    const u32 each = gridDim.x / (u32)(n_kv * row_blocks), turns = (each + 31) / 32;
+    const u32 each = gridDim.x / (u32)(heads * row_blocks), turns = (each + 31) / 32;
     const u32 blocks = each / turns, place = blockIdx.x / blocks, own = blockIdx.x - place * blocks;
     const u32 pair = place / turns, head = pair / (u32)row_blocks, rows = pair - head * row_blocks;
     Item item;
     auto open = [&](int chunk) {  // what it costs; nothing if there is none
-      if (chunk < low || head >= n_kv) return 0;
+      if (chunk < low || head >= heads) return 0;
       const int begin = most(chunks.start(chunk), span.lo) / KEYS;
       const int end = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS + 1;
       item = {(u16)begin, (u16)end, (u16)(chunk - low), (u8)head, (u8)rows};
@@ -96,9 +99,12 @@ struct Work {
       }
       chunk -= 32 * turns;
     }
-    if (lane == 0)
-      count = found, all_from = span.all_from, all_to = span.all_to, capacity = ring;
+    if (lane) return;
+    count = found, all_from = span.all_from, all_to = span.all_to;
+    units = where, capacity = rows_of_unit, n_kv = heads;
   }
+  // Which [capacity] rows of a plane hold a position, for a head: those of its unit.
+  DEVICE int strip(int position, int head) const { return units.of(position) * n_kv + head; }
   DEVICE bool whole(int tile) const {  // does every row see all of it?
     return tile * KEYS >= all_from && tile * KEYS + KEYS - 1 <= all_to;
   }

@@ -13,11 +13,17 @@ enum {
 
 struct Logits {
   const float* z;          // [rows, columns], raw
-  const i64* positions;    // [rows], of the rows; a choice goes `ahead` positions further
+  const i64* positions;    // of the rows, see `place`; a choice goes `ahead` positions further
   const u32* suppressed;   // bit per column, or null
   int columns, ahead;
   float cap;               // a logit is cap tanh(z / cap), or z without
+  int each = 1, pitch = 1;  // rows of a sequence, and their distance in arrays of more
   float third = 1.0f / (3.0f * cap * cap);
+
+  DEVICE int sequence(int row) const { return row / each; }
+  // Index of a row in `positions` and `bad`, which have `pitch` numbers for each sequence.
+  DEVICE int place(int row) const { return row / each * pitch + row % each; }
+  DEVICE u64 position(int row) const { return (u64)(positions[place(row)] + ahead); }
 
   DEVICE float value(float x) const {
     if (x == lowest()) return x;
@@ -86,9 +92,10 @@ DEVICE u64 highest_of_warp(u64 key) {
   return key;
 }
 
-#define LOGITS                                                                                \
-  const float *z, const i64 *positions, const u32 *suppressed, int columns, int ahead, float cap
-#define LOGITS_GIVEN {z, positions, suppressed, columns, ahead, cap}
+#define LOGITS                                                                                 \
+  const float *z, const i64 *positions, const u32 *suppressed, int columns, int ahead, float cap, \
+      int each, int pitch
+#define LOGITS_GIVEN {z, positions, suppressed, columns, ahead, cap, each, pitch}
 
 // The largest bound that at least k threads reach: 0 if fewer than k have a key. Keys are unique, so
 // just k threads reach it then.

@@ -12,6 +12,22 @@ constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
 
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
+// More than 16 rows come in groups of 16, [blocks of 64 columns] each, one behind the other. Row m of
+// `count` is row `row` of its group, which has so many rows, in so many tiles of 8.
+struct RowGroup {
+  int index, row, count, tiles;
+
+  DEVICE RowGroup(int m, int rows) {
+    index = m / 16, row = m % 16;
+    count = rows - index * 16 < 16 ? rows - index * 16 : 16;
+    tiles = tiles_of(count);
+  }
+  // Where block `i` of the group begins; `blocks` of them are a row. Groups in front have two tiles.
+  DEVICE u8* block(u8* rows, int blocks, int i) const {
+    return rows + ((i64)index * blocks * 2 + i * tiles) * ACT_BYTES;
+  }
+};
+
 DEVICE float sum4(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 DEVICE float4 mul4(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
 DEVICE float4 mul4(float4 a, float4 b) { return {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}; }

@@ -1,11 +1,12 @@
 // The first phase of attention without tensor cores or asynchronous copies, for sm_70 and sm_75.
 // Same results in the same places as attention.cu: for each chunk of keys and row the largest
-// score, the sum of weights and the weighted sum of values. All arithmetic is float32.
+// score, the sum of weights and the weighted sum of values. All arithmetic is float32. The second
+// dimension of the grid is the sequence.
 #include "chunks.cuh"
 
 constexpr int THREADS = 128, ROWS = 8, KEYS = 64;  // of a block; of a tile
 
-struct Plane {  // of keys or of values: [n_kv, capacity, D], scales [n_kv, capacity, D / 32]
+struct Plane {  // of keys or of values: [units, n_kv, capacity, D], scales [.., D / 32]
   const char* rows;
   const u16* scales;
 
@@ -32,12 +33,13 @@ struct Shared {
 
 // Scores of four rows with one key: thread -> key thread % 64, rows thread / 64 * 4 ...
 template <int D, int Q8, int TURN>
-DEVICE void score(Shared& s, const u16* q, const Plane& k, const Plane& v, i64 slot, int position,
+DEVICE void score(Shared& s, const u16* q, const Plane& k, const Plane& v, i64 at, int position,
                   float scale) {
   const int key = threadIdx.x % KEYS, row = threadIdx.x / KEYS * 4;
   float dot[4] = {0, 0, 0, 0};
+#pragma unroll 4
   for (int d = 0; d < D; ++d) {
-    const float x = key_at<D, Q8, TURN>(k, v, slot + key, d);
+    const float x = key_at<D, Q8, TURN>(k, v, at + key, d);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (s.offset[row + i] >= 0) dot[i] = fmaf(x, from_half(q[s.offset[row + i] + d]), dot[i]);
@@ -70,12 +72,12 @@ DEVICE void weigh(Shared& s) {
   }
 }
 
-// Rows of an item: which there are, what they see, nothing found yet.
+// Rows of an item: which there are, what they see, nothing found yet. `start`: of the sequence.
 template <int D>
-DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int begin, int head, int tokens,
-                      int n_kv, int group) {
+DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int start, int begin, int head,
+                      int tokens, int n_kv, int group) {
   if (threadIdx.x >= ROWS) return;
-  const int r = threadIdx.x, row = begin + r, token = row / group;
+  const int r = threadIdx.x, row = begin + r, token = start + row / group;
   const bool real = row < tokens * group;
   s.offset[r] = real ? (token * n_kv * group + head * group + row % group) * D : -1;
   s.first[r] = real ? (int)__ldcg(first + token) : 0;
@@ -86,29 +88,33 @@ DEVICE void open_rows(Shared& s, const i64* first, const i64* last, int begin, i
 template <int D, int Q8, int TURN>
 __global__ __launch_bounds__(THREADS, 4) void attend_plain(
     const u16* q, const char* keys, const char* values, const u16* key_scales,
-    const u16* value_scales, const i64* first, const i64* last, float* sums, float2* tops,
-    int tokens, int n_kv, int group, int capacity, int shift, int growing, float scale) {
+    const u16* value_scales, const int* table, const i64* first, const i64* last, const i64* slots,
+    float* sums, float2* tops, int tokens, int n_kv, int group, int width, int capacity, int room,
+    int shift, int growing, float scale) {
   grid_launch();
   grid_wait();
   __shared__ Shared s;
   constexpr int OWN = (D + THREADS - 1) / THREADS;  // values of d of a thread
   const Plane k = {keys, key_scales}, v = {values, value_scales};
   const Chunks chunks = {shift, growing};
-  const Span span = span_of(first, last, tokens);
-  const int rows = tokens * group, row_blocks = (rows + ROWS - 1) / ROWS;
+  const int start = blockIdx.y * tokens, rows = tokens * group;
+  const Units units = {table, width, (int)__ldcg(slots + start)};
+  const Span span = span_of(first + start, last + start, tokens);
+  const int row_blocks = (rows + ROWS - 1) / ROWS;
   const int low = chunks.of(span.lo), high = chunks.of(span.hi);
   for (int i = blockIdx.x; i < (high - low + 1) * n_kv * row_blocks; i += gridDim.x) {
     const int begin = i % row_blocks * ROWS, head = i / row_blocks % n_kv;
     const int chunk = high - i / row_blocks / n_kv;
-    const i64 place = (i64)((chunk - low) * n_kv + head) * rows + begin;
-    open_rows<D>(s, first, last, begin, head, tokens, n_kv, group);
+    const i64 place = (((i64)blockIdx.y * room + chunk - low) * n_kv + head) * rows + begin;
+    open_rows<D>(s, first, last, start, begin, head, tokens, n_kv, group);
     __syncthreads();
     float out[ROWS][OWN] = {};
     const int from = most(chunks.start(chunk), span.lo) / KEYS;
     const int to = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS;
     for (int tile = from; tile <= to; ++tile) {
-      const i64 slot = (i64)head * capacity + tile * KEYS % capacity;
-      score<D, Q8, TURN>(s, q, k, v, slot, tile * KEYS, scale * 1.44269504f);
+      const i64 strip = (i64)units.of(tile * KEYS) * n_kv + head;
+      const i64 at = strip * capacity + tile * KEYS % capacity;
+      score<D, Q8, TURN>(s, q, k, v, at, tile * KEYS, scale * 1.44269504f);
       __syncthreads();
       weigh(s);
       __syncthreads();
@@ -119,7 +125,7 @@ __global__ __launch_bounds__(THREADS, 4) void attend_plain(
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) out[r][j] *= s.fade[r];
         for (int key = 0; key < KEYS; ++key) {
-          const float x = v.at<D, Q8>(slot + key, d);
+          const float x = v.at<D, Q8>(at + key, d);
 #pragma unroll
           for (int r = 0; r < ROWS; ++r) {  // what a row does not see may be NaN
             const float weight = s.scores[r][key];

@@ -1,7 +1,6 @@
 """Products of rows with weights in torch, where there is no kernel.
 
-A row's bits do not depend on the rows beside it: torch always multiplies 16 rows, or as many as a
-chunk of a prompt has.
+A row's bits do not depend on the rows beside it: torch always multiplies 16 rows.
 """
 
 from __future__ import annotations
@@ -11,30 +10,30 @@ import torch.nn.functional as F
 
 from g4spec.ops.simple import pad_rows
 from g4spec.runtime.cuda.step import packed_rows as rows_of
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, RowTiles
 from g4spec.runtime.cuda.weights.dequant import Weight, plain
 
 LARGEST = 512.0
 """Rows in half precision are divided by a power of two that brings their values below this."""
 
 
-def numbers(x: torch.Tensor | Rows) -> torch.Tensor:
+def numbers(x: torch.Tensor | Rows | RowTiles) -> torch.Tensor:
     """Rows as float32 [T, K]."""
     if isinstance(x, torch.Tensor):
         return x
+    if isinstance(x, RowTiles):
+        return torch.cat([numbers(part) for part in x.parts])
     y = rows_of.unpack(x)[0][: len(x)].float()
     return y if x.scale is None else y * x.scale[: len(x), None]
 
 
 def dense(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x float32 [T, K] times a float32 matrix [N, K] -> [T, N]."""
-    if len(x) > MOST:
-        return F.linear(x, weight)
+    """x float32 [T, K], T <= 16, times a float32 matrix [N, K] -> [T, N]."""
     return F.linear(pad_rows(x), weight)[: len(x)]
 
 
 def product(x: torch.Tensor | Rows, weight: Weight, split: bool = True) -> torch.Tensor:
-    """x [T, K] times a weight [N, K] -> float32 [T, N], in torch.
+    """x [T, K], T <= 16, times a weight [N, K] -> float32 [T, N], in torch.
 
     Args:
         split: multiply bfloat16 as it is, in two parts. GPUs before sm_80 have no such product;
@@ -51,13 +50,13 @@ def product(x: torch.Tensor | Rows, weight: Weight, split: bool = True) -> torch
 
 
 def _halves(x: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows as float16 [16 or T, K], and what each row of the product is multiplied with."""
+    """Rows as float16 [16, K], and what each row of the product is multiplied with."""
     if isinstance(x, Rows):
         half = rows_of.unpack(x)[0]
         if len(half) < MOST:
             half = torch.cat([half, half.new_zeros(MOST - len(half), half.shape[1])])
         return half, None if x.scale is None else x.scale[:, None]
-    x = x if len(x) > MOST else pad_rows(x)
+    x = pad_rows(x)
     exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True) / LARGEST).exponent.clamp(min=0)
     scale = torch.ldexp(torch.ones_like(x[:, :1]), exponent)
     return (x / scale).to(torch.float16), scale
@@ -65,7 +64,7 @@ def _halves(x: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 def _split(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """Each value of x float32 as the sum of two bfloat16, both multiplied in one pass."""
-    n, x = len(x), x if len(x) > MOST else pad_rows(x)
+    n, x = len(x), pad_rows(x)
     high = x.to(torch.bfloat16)
     low = (x - high.float()).to(torch.bfloat16)
     y = torch.mm(torch.cat([high, low]), matrix.t(), out_dtype=torch.float32)

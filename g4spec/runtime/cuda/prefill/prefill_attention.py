@@ -1,17 +1,25 @@
 """Attention of a chunk of rows to itself and to what the cache holds of earlier rows.
 
 Keys and values that the chunk may see are gathered once a layer: those of the cache from the first
-visible position on (a multiple of 64), then the chunk's own. A sliding layer's ring may therefore
-be smaller than a chunk: it takes the chunk's last rows when everything is gathered.
+visible position on (a multiple of 64), then the chunk's own, as the cache stores them. A sliding
+layer's ring may therefore be smaller than a chunk: it takes the chunk's last rows when everything
+is gathered.
+
+A chunk is whole blocks of PROMPT_BLOCK rows and begins at a multiple of it. What is computed
+together and in which order then depends on absolute positions alone: blocks of queries never span
+two prompt blocks, and tiles of keys are aligned. A key that a row does not see has a weight of
+exactly zero, whatever else is in its tile.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from g4spec.core import PROMPT_BLOCK, Batch
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
@@ -22,8 +30,7 @@ EVERYTHING = 1 << 30
 """The window of a layer without one."""
 
 TILE = 64
-"""Rows of keys and values that belong together; see cuda/include/keys.cuh. Values are zero to
-the end of the last one."""
+"""Rows of keys and values that belong together; see cuda/include/keys.cuh."""
 
 KEYS = 2048
 """Keys whose scores are computed at a time."""
@@ -48,11 +55,37 @@ _CACHES = {"f16": "HalfCache", "q8_0": "ByteCache"}
 
 
 @dataclass(frozen=True, slots=True)
+class Chunk(Batch):
+    """Consecutive rows of one sequence's prompt, whole blocks of PROMPT_BLOCK.
+
+    Attributes:
+        slot, start: on the host: its slot, and the first position, a multiple of PROMPT_BLOCK.
+        count: rows of the prompt; those behind them are padding, which is computed and not kept.
+    """
+
+    slot: int
+    start: int
+    count: int
+
+    def __post_init__(self) -> None:
+        assert len(self) % PROMPT_BLOCK == self.start % PROMPT_BLOCK == 0, (self.start, len(self))
+        assert 0 < self.count <= len(self), (self.count, len(self))
+
+
+@dataclass(frozen=True, slots=True)
 class HeadWeights:
-    """Norms of a layer's heads, float32 [head_dim]; `k_norm` is None without keys of its own."""
+    """Norms of a layer's heads, float32 [head_dim].
+
+    Attributes:
+        k_norm: None where the layer reads the keys and values of another.
+        own_values: whether values are projected; else keys before their norm are the values too.
+        eps: of the norms, for projections as they are scaled here.
+    """
 
     q_norm: torch.Tensor
     k_norm: torch.Tensor | None
+    own_values: bool
+    eps: float
 
 
 class Attention:
@@ -84,12 +117,14 @@ class Attention:
         for name, buffer in ({"values": buffers["keys"]} | buffers).items():
             setattr(self, name, buffer)
         self.rows = self.keys.shape[1]
+        self._gathered: tuple[CudaKV, Chunk] | None = None
 
     @classmethod
     def buffers(cls, spec: LayerSpec, chunk: int, n_ctx: int) -> Shapes:
         """What it keeps. Without `values`, they are part of the keys."""
+        chunk = padded(chunk, PROMPT_BLOCK)
         before = n_ctx if spec.window is None else spec.window - 1 + TILE
-        rows = padded(min(n_ctx, before + chunk))
+        rows = padded(min(padded(n_ctx, PROMPT_BLOCK), before + chunk))
         queries = padded(chunk * (spec.n_head // spec.n_kv), FLASH)
         half, dim = torch.float16, spec.head_dim
         found = {"queries": ((spec.n_kv, queries, dim), half),
@@ -98,48 +133,60 @@ class Attention:
 
     def first(self, start: int) -> int:
         """Position of row 0 of `keys` for a chunk at `start`."""
-        return max(0, start - self.window + 1) // TILE * TILE
+        return self._visible(start) // TILE * TILE
+
+    def _visible(self, start: int) -> int:
+        """First position that the row at `start` sees."""
+        return max(0, start - self.window + 1)
 
     def prepare(
-        self,
-        qkv: torch.Tensor,
-        weights: HeadWeights,
-        turns: torch.Tensor,
-        start: int,
-        cache: CudaKV,
-        own_values: bool,
-        eps: float,
+        self, qkv: torch.Tensor, w: HeadWeights, turns: torch.Tensor, cache: CudaKV, chunk: Chunk
     ) -> None:
-        """Queries, and all keys and values they see; the chunk's own are appended to the cache.
+        """Lay out the queries, and all keys and values they see; append the chunk's own to the
+        cache. A layer without keys must follow the one whose keys it reads, with no other of its
+        kind that has keys in between: a ring no longer holds what the chunk's first rows see.
 
         Args:
-            qkv: projections [T, heads * D] float16: queries, then (unless they are another
-                layer's, which then must be the last ones gathered here) keys and `own_values`.
+            qkv: projections [T, heads * D] float16: queries, then keys and values, if any.
             turns: [T, pairs, 2] cosines and sines of the pairs that turn.
-            eps: of the norms, for projections as they are scaled here.
         """
         count, n = len(qkv), qkv.shape[1] // self.dim
-        first, kind = self.first(start), (*self.layouts, _CACHES[cache.kind], cache.turning)
-        fold = weights.k_norm if self.fold else None
-        cache.weight = weights.k_norm
-        planes = (cache.keys, cache.values, cache.key_scales, cache.value_scales)
-        if start > first and n > self.n_head:
-            launch.kernel("prefill_heads.cu", earlier(self.dim, *kind))(
-                (start - first, -(-self.n_kv // 8)), 256, *planes, _INT(cache.capacity),
-                _INT(first), self.keys, self.values, _INT(self.rows), _INT(self.n_kv),
-                weights.k_norm, pdl=False,
-            )  # fmt: skip
+        first, kind = self.first(chunk.start), (*self.layouts, _CACHES[cache.kind], cache.turning)
+        if w.k_norm is not None:
+            cache.weight, self._gathered = w.k_norm, (cache, chunk)
+            self._gather(cache, chunk, kind)
+        held, of = self._gathered or (None, None)
+        assert held is cache and of is chunk, "the keys of another layer or chunk were gathered"
         launch.kernel("prefill_heads.cu", heads(self.dim, *kind))(
             (count, 1 if n <= 32 else 2), 256, qkv, _INT(qkv.shape[1]), _INT(self.n_head),
-            _INT(self.n_kv), _INT(own_values), weights.q_norm, weights.k_norm, fold, turns,
-            _INT(turns.shape[1]), self.queries, _INT(self.queries.shape[1]), self.keys,
-            self.values, _INT(self.rows), _INT(start - first), *planes, _INT(cache.capacity),
-            _INT(start), np.float32(eps), pdl=False,
+            _INT(self.n_kv), _INT(w.own_values), w.q_norm, w.k_norm,
+            cache.weight if self.fold else None, turns, _INT(turns.shape[1]), self.queries,
+            _INT(self.queries.shape[1]), self.keys, self.values, _INT(self.rows),
+            _INT(chunk.start - first), *_planes(cache, chunk.slot), _INT(chunk.start),
+            _INT(chunk.count), np.float32(w.eps), pdl=False,
+        )  # fmt: skip
+
+    def _gather(self, cache: CudaKV, chunk: Chunk, kind: tuple[Any, ...]) -> None:
+        """Lay out what the cache holds of positions before the chunk."""
+        first = self.first(chunk.start)
+        if chunk.start == first:
+            return
+        launch.kernel("prefill_heads.cu", earlier(self.dim, *kind))(
+            (chunk.start - first, -(-self.n_kv // 8)), 256, *_planes(cache, chunk.slot),
+            _INT(first), _INT(self._visible(chunk.start)), self.keys, self.values,
+            _INT(self.rows), _INT(self.n_kv), cache.weight, pdl=False,
         )  # fmt: skip
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         """Attention of the prepared rows -> `out` [T, n_head * D] float16."""
         raise NotImplementedError
+
+
+def _planes(cache: CudaKV, slot: int) -> tuple[Any, ...]:
+    """Planes of a cache and where the slot's rows lie in them, as kernels take it."""
+    pages = cache.space.table[slot] if cache.paged else None
+    return (cache.keys, cache.values, cache.key_scales, cache.value_scales, pages, _INT(slot),
+            _INT(cache.capacity))  # fmt: skip
 
 
 class Flash(Attention):
@@ -184,19 +231,18 @@ class Scores(Attention):
 
     @classmethod
     def buffers(cls, spec: LayerSpec, chunk: int, n_ctx: int) -> Shapes:
-        rows, whole = spec.n_head * cls.block(spec, chunk), torch.float32
+        rows, whole = spec.n_head * cls.block(spec.n_head), torch.float32
         return {**super().buffers(spec, chunk, n_ctx), "scores": ((rows * KEYS,), whole),
                 "weights": ((rows * KEYS,), torch.float16), "sums": ((rows, spec.head_dim), whole),
                 "state": ((2, rows), whole)}  # fmt: skip
 
     @staticmethod
-    def block(spec: LayerSpec, chunk: int) -> int:
-        """Tokens computed at a time."""
-        return min(chunk, max(1, ROWS // spec.n_head))
+    def block(n_head: int) -> int:
+        """Tokens computed at a time, a divisor of PROMPT_BLOCK."""
+        return min(PROMPT_BLOCK, 1 << (ROWS // n_head).bit_length() - 1)
 
     def attend(self, out: torch.Tensor, start: int) -> None:
-        count, offset = len(out), start - self.first(start)
-        step = self.state.shape[1] // self.n_head
+        count, offset, step = len(out), start - self.first(start), self.block(self.n_head)
         for begin in range(0, count, step):
             self._block(out[begin : begin + step], begin, offset + begin)
 
@@ -227,11 +273,11 @@ class Scores(Attention):
         )
 
 
-def kind(spec: LayerSpec, pairs: int, arch: str) -> type[Attention]:
-    """The fastest way for this layer; `pairs`: of a head that turn."""
-    if arch == "sm_90a" and spec.head_dim == 256:
+def kind(head_dim: int, turning: int, arch: str) -> type[Attention]:
+    """The fastest way for a layer whose cache keeps keys with `turning` pairs, or (0) whole."""
+    if arch == "sm_90a" and head_dim == 256:
         return Flash
-    if arch == "sm_90a" and spec.v_from_k and shares(spec.head_dim, pairs):
+    if arch == "sm_90a" and shares(head_dim, turning):
         return Wide
     return Scores
 

@@ -1,18 +1,24 @@
 // Queries, keys and values of a chunk: normed, rotated, appended to the cache (see
 // g4spec/runtime/cuda/cache/cuda_kv.py), and laid out for prefill's attention together with what the cache
-// still holds of earlier rows. A warp takes a row of one head.
+// holds of earlier rows. Keys and values are as the cache stores them, so that they are the same
+// whether a row's own chunk or an earlier one has made them. A warp takes a row of one head.
 #include "keys.cuh"
 
 // A row of a plane of the cache: halves, or bytes q + 128 with a half for each 32. TURN: of each half
 // of a head the plane holds that many columns, the others of `x` are not touched; 0: it holds all.
+// Writing leaves in `x` what reading would give; a negative row is rounded and not written.
 template <int D>
 struct HalfCache {
   template <int TURN>
-  static DEVICE void write(u8* plane, u16*, i64 row, const HeadRow<D>& x) {
+  static DEVICE void write(u8* plane, u16*, i64 row, HeadRow<D>& x) {
     u16* to = (u16*)plane + row * (TURN ? 2 * TURN : D);
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (x.template stored<TURN>()) pack_row(to + x.template column<TURN>(h), x.x[h]);
+    for (int h = 0; h < 2; ++h) {
+      if (!x.template stored<TURN>()) continue;
+      if (row >= 0) pack_row(to + x.template column<TURN>(h), x.x[h]);
+#pragma unroll
+      for (int e = 0; e < x.V; ++e) x.x[h][e] = from_half(to_half(x.x[h][e]));
+    }
   }
   template <int TURN>
   static DEVICE void read(HeadRow<D>& x, const u8* plane, const u16*, i64 row) {
@@ -40,9 +46,9 @@ template <int D>
 struct ByteCache {
   static constexpr int V = HeadRow<D>::V;
 
-  // Rounds as `quantize` in kv.py does, to the bit.
+  // Rounds as `quantize` in cuda_kv.py does, to the bit.
   template <int TURN>
-  static DEVICE void write(u8* plane, u16* scales, i64 row, const HeadRow<D>& x) {
+  static DEVICE void write(u8* plane, u16* scales, i64 row, HeadRow<D>& x) {
     float most[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -61,14 +67,18 @@ struct ByteCache {
       const int at = x.template column<TURN>(h);
       const float step = __fdiv_rn(most[h], 127.0f), inverse = __frcp_rn(step);
       const float by = inverse - inverse == 0.0f ? inverse : 0.0f;  // 0 if infinite or NaN
+      const u16 scale = to_half(step);
       u8 bytes[V];
 #pragma unroll
       for (int e = 0; e < V; ++e) {
         const float v = x.x[h][e] * by;
-        bytes[e] = (u8)((int)truncf(v + copysignf(0.49999997f, v)) + 128);
+        const int code = (int)truncf(v + copysignf(0.49999997f, v));
+        bytes[e] = (u8)(code + 128);
+        x.x[h][e] = code * from_half(scale);
       }
+      if (row < 0) continue;
       store<V>(plane + row * WIDTH + at, bytes);
-      if (at % 32 == 0) scales[row * (WIDTH / 32) + at / 32] = to_half(step);
+      if (at % 32 == 0) scales[row * (WIDTH / 32) + at / 32] = scale;
     }
   }
   template <int TURN>
@@ -99,21 +109,42 @@ DEVICE void keep_value(u16* values, int head, i64 capacity, int row, const HeadR
     if (x.active()) pack_row(values + Layout::value(head, capacity, row, x.at(h)), x.x[h]);
 }
 
+// Where a sequence's rows lie in the planes of a cache: in pages of PAGE positions (`pages`: of each
+// PAGE positions), or in the ring of a slot.
+constexpr int PAGE = 128;
+struct Stored {
+  const i32* pages;
+  int slot, n_kv, capacity;
+
+  DEVICE i64 at(int kv, int position) const {
+    if (pages) return ((i64)pages[position / PAGE] * n_kv + kv) * PAGE + position % PAGE;
+    return ((i64)slot * n_kv + kv) * capacity + position % capacity;
+  }
+};
+
+// A key as queries meet it, from what the cache holds of it and of its value: columns that it does
+// not hold are those of the value, times the weight of the keys' norm.
+template <int TURN, int D>
+DEVICE void complete(HeadRow<D>& key, const HeadRow<D>& value, const float* k_norm) {
+  if (!TURN || key.template stored<TURN>()) return;
+  key = value.times(1.0f, k_norm);
+}
+
 // Rows [T, columns]: heads of queries, of keys, of values (`own_values`; else the keys before their
 // norm are the values too). Grid: (T, y); a block's warps share the heads of its row.
 //
 // queries: [KV head][row * group + head of the group], of `query_rows` rows. `fold`: weights that
 // queries take over where the layout keeps no keys, or null. keys, values: `rows` rows a head, this
-// chunk from row `first` on; values are zero from there to the end of the tile, for products read
-// them with weights of zero. `turns`: [T, rotated]. The cache takes the last `capacity` rows,
-// of keys the columns of TURN.
+// chunk from row `first` on, as the cache stores them. `turns`: [T, rotated]. The cache takes the
+// rows that come before `count` and that a ring has room for, of keys the columns of TURN.
 template <int D, class Q, class KV, template <int> class CacheKind, int TURN>
 __global__ void __launch_bounds__(256)
 heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const float* q_norm,
       const float* k_norm, const float* fold, const float2* turns, int rotated, u16* queries,
       int query_rows, u16* keys, u16* values, int rows, int first, u8* cache_keys,
-      u8* cache_values, u16* key_scales, u16* value_scales, int capacity, int start, float eps) {
-  const int t = blockIdx.x, tokens = gridDim.x, group = n_head / n_kv;
+      u8* cache_values, u16* key_scales, u16* value_scales, const i32* pages, int slot,
+      int capacity, int start, int count, float eps) {
+  const int t = blockIdx.x, group = n_head / n_kv;
   const int total = n_head + (columns / D - n_head) / (own_values ? 2 : 1);
   turns += (i64)t * rotated;
   for (int head = blockIdx.y * 8 + threadIdx.x / 32; head < total; head += gridDim.y * 8) {
@@ -133,35 +164,37 @@ heads(const u16* qkv, int columns, int n_head, int n_kv, int own_values, const f
       continue;
     }
     const int kv = head - n_head;
+    const bool stays = t < count && (pages || t >= count - capacity);
+    const i64 row = stays ? Stored{pages, slot, n_kv, capacity}.at(kv, start + t) : -1;
     auto k = x.times(x.inverse(eps), k_norm);
     k.rotate(turns, rotated);
-    keep_key<KV>(keys, kv, rows, first + t, k);
     if (own_values) x.load(qkv + (i64)t * columns + (head + n_kv) * D);
-    const auto v = x.times(x.inverse(eps), nullptr);
+    auto v = x.times(x.inverse(eps), nullptr);
+    CacheKind<D>::template write<0>(cache_values, value_scales, row, v);
+    CacheKind<D>::template write<TURN>(cache_keys, key_scales, row, k);
+    complete<TURN>(k, v, k_norm);
+    keep_key<KV>(keys, kv, rows, first + t, k);
     keep_value<KV>(values, kv, rows, first + t, v);
-    for (int row = first + tokens + t; row < (first + tokens + 63) / 64 * 64; row += tokens)
-      keep_value<KV>(values, kv, rows, row, HeadRow<D>{});
-    if (t < tokens - capacity) continue;
-    const i64 slot = (i64)kv * capacity + (start + t) % capacity;
-    CacheKind<D>::template write<TURN>(cache_keys, key_scales, slot, k);
-    CacheKind<D>::template write<0>(cache_values, value_scales, slot, v);
   }
 }
 
-// Rows of the cache from position `from` on become rows 0 ... of `keys` and `values`. Grid: (rows,
-// y); a block's warps share the KV heads. `k_norm`: weights of the norm of keys.
+// Rows of the cache from position `from` on become rows 0 ... of `keys` and `values`; those before
+// position `visible`, which nobody sees, become zeros. Grid: (rows, y); a block's warps share the KV
+// heads. `k_norm`: weights of the norm of keys.
 template <int D, class KV, template <int> class CacheKind, int TURN>
 __global__ void __launch_bounds__(256)
 earlier(const u8* cache_keys, const u8* cache_values, const u16* key_scales,
-        const u16* value_scales, int capacity, int from, u16* keys, u16* values, int rows,
-        int n_kv, const float* k_norm) {
+        const u16* value_scales, const i32* pages, int slot, int capacity, int from, int visible,
+        u16* keys, u16* values, int rows, int n_kv, const float* k_norm) {
   const int row = blockIdx.x;
   for (int kv = blockIdx.y * 8 + threadIdx.x / 32; kv < n_kv; kv += gridDim.y * 8) {
-    const i64 slot = (i64)kv * capacity + (from + row) % capacity;
-    HeadRow<D> k, v;
-    CacheKind<D>::template read<0>(v, cache_values, value_scales, slot);
-    if (TURN) k = v.times(1.0f, k_norm);
-    CacheKind<D>::template read<TURN>(k, cache_keys, key_scales, slot);
+    HeadRow<D> k{}, v{};
+    if (from + row >= visible) {
+      const i64 at = Stored{pages, slot, n_kv, capacity}.at(kv, from + row);
+      CacheKind<D>::template read<0>(v, cache_values, value_scales, at);
+      CacheKind<D>::template read<TURN>(k, cache_keys, key_scales, at);
+      complete<TURN>(k, v, k_norm);
+    }
     keep_key<KV>(keys, kv, rows, row, k);
     keep_value<KV>(values, kv, rows, row, v);
   }

@@ -5,15 +5,15 @@
 // Some warps compute scores and weights (`score`), the others sum values (`gather`), one tile
 // behind: all meet when a tile has its weights, and the tile before has been summed. Each side brings
 // its own operand to shared memory. A row of the 8-wide operand is a (token, head) pair: row r is
-// token r / group, head r % group of the KV head.
+// token r / group, head r % group of the KV head. The second dimension of the grid is the sequence.
 #include "attend_tiles.cuh"
 
 #if ARCH >= 800
 enum Barrier { SCORE = 1, GATHER, WEIGHED };
 
-struct Args {
+struct Args {    // of a sequence
   const u16* q;  // [tokens, n_kv * group, D]
-  const i64 *first, *last, *settled;
+  const i64 *first, *last;
   float* sums;  // [chunks, n_kv, rows, D]
   float* tops;  // [chunks, n_kv, rows, 2]: largest score in units of log 2, sum of weights
   Planes k, v;
@@ -24,12 +24,11 @@ struct Args {
 // Fills the ring. Tiles that were complete before this step may be read before the kernel in front
 // of this one has ended; `between` runs when it has, its copies belong to the first part.
 template <int PARTS, int RING, class S, class Load, class Between>
-DEVICE Cursor<S, PARTS> fill(const Work<S::KEYS>& work, const Args& args, int settled, Load load,
-                             Between between) {
+DEVICE Cursor<S, PARTS> fill(const Work<S::KEYS>& work, int settled, Load load, Between between) {
 #pragma unroll 1
-  for (int late = args.settled == nullptr;; ++late) {
+  for (int late = 0;; ++late) {
     if (late) {
-      if (args.settled) grid_wait();
+      grid_wait();
       between();
     }
     Cursor<S, PARTS> at(work);
@@ -170,7 +169,7 @@ DEVICE void score(char* shared, const Work<S::KEYS>& work, const Args& args, int
     load_keys<S>(stages + stage * S::K_STAGE, args.k, args.v, at, args.capacity, thread);
   };
   const int row = work.count ? find_row<S>(shared, args, work.items[0], warp) : -1;
-  auto ahead = fill<S::KS, S::KR, S>(work, args, settled, load, [&] {
+  auto ahead = fill<S::KS, S::KR, S>(work, settled, load, [&] {
     if (work.count) load_rows<S>(shared, args, row, warp);
   });
   float* last = (float*)(shared + S::LAST_AT) + warp * S::ROWS;  // each warp has its own
@@ -267,7 +266,7 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
   auto load = [&](int stage, const Cursor<S, S::VS>& at) {
     load_values<S>(stages + stage * S::V_STAGE, args.v, at, args.capacity, thread);
   };
-  auto ahead = fill<S::VS, S::VR, S>(work, args, settled, load, [] {});
+  auto ahead = fill<S::VS, S::VR, S>(work, settled, load, [] {});
   int tile = 0;  // so far, over all items
 #pragma unroll 1
   for (int round = 0; round < work.count; ++round) {
@@ -294,28 +293,33 @@ DEVICE void gather(char* shared, const Work<S::KEYS>& work, const Args& args, in
 }
 #endif
 
-// `settled`: null, or the first position whose keys and values this step writes; then first, last,
-// settled and everything before it were written before the kernel in front of this one started.
+// Sequences of `tokens` rows each. Planes are [units, n_kv, capacity, columns], see units.cuh; `width`:
+// of the table. `room`: chunks that partial results of a sequence have room for. Keys and values from
+// the first position of a sequence on are written by this step. first, last, positions, slots and what
+// earlier steps have written were there before the kernel in front of this one started.
 template <int D, int Q8, int NT, int QW, int PW, int KS, int VS, int KR, int VR, int TURN>
 __global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
     const u16* q, const char* keys, const char* values, const char* key_scales,
-    const char* value_scales, const i64* first, const i64* last, const i64* settled, float* sums,
-    float* tops, int tokens, int n_kv, int group, int capacity, int shift, int growing,
-    float scale) {
+    const char* value_scales, const int* table, const i64* first, const i64* last,
+    const i64* positions, const i64* slots, float* sums, float* tops, int tokens, int n_kv, int group,
+    int width, int capacity, int room, int shift, int growing, float scale) {
 #if ARCH >= 800
   using S = Shape<D, Q8, NT, QW, PW, KS, VS, KR, VR, TURN>;
   extern __shared__ __align__(128) char shared[];
   __shared__ Work<S::KEYS> work;
   grid_launch();
-  if (!settled) grid_wait();
-  const int from = settled ? (int)__ldcg(settled) : 0;
+  const int row = blockIdx.y * tokens, rows = tokens * group;
+  const i64 partial = (i64)blockIdx.y * room * n_kv * rows;
+  const int settled = (int)__ldcg(positions + row);
   if (threadIdx.x < 32)
-    work.set({shift, growing}, span_of(first, last, tokens), n_kv,
-             (tokens * group + S::ROWS - 1) / S::ROWS, capacity);
+    work.set({shift, growing}, span_of(first + row, last + row, tokens),
+             {table, width, (int)__ldcg(slots + row)}, capacity, n_kv,
+             (rows + S::ROWS - 1) / S::ROWS);
   __syncthreads();
-  const Args args = {q, first, last, settled, sums, tops, {keys, key_scales},
-                     {values, value_scales}, tokens, n_kv, group, capacity, scale * 1.44269504f};
-  if (threadIdx.x < 32 * QW) score<S>(shared, work, args, from);
-  else gather<S>(shared, work, args, from);
+  const Args args = {q + (i64)row * n_kv * group * D, first + row, last + row, sums + partial * D,
+                     tops + partial * 2, {keys, key_scales}, {values, value_scales}, tokens, n_kv,
+                     group, capacity, scale * 1.44269504f};
+  if (threadIdx.x < 32 * QW) score<S>(shared, work, args, settled);
+  else gather<S>(shared, work, args, settled);
 #endif
 }

@@ -1,8 +1,9 @@
-"""Attention of up to 16 rows over a cache, in two kernels: chunks of keys, then their sum.
+"""Attention of the rows of a step over a cache, in two kernels: chunks of keys, then their sum.
 
 Chunks are ranges of absolute positions and each is summed by itself, in order, so that a row's
-result depends neither on the rows beside it nor on how long the sequence is. Which rows share a
-block, how tiles come to shared memory and how many blocks run changes nothing about the numbers.
+result depends neither on the rows and sequences beside it, nor on its slot and pages, nor on how
+long its sequence is. Which rows share a block, how tiles come to shared memory and how many blocks
+run changes nothing about the numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
-from g4spec.runtime.cuda.step.packed_rows import BLOCK_BYTES
+from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles, empty_tiles
 
 MAX_ROWS = 16
-"""Tokens of a step."""
+"""Tokens of a sequence in a step."""
 
 TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 """Architectures with the products and copies of `attention.cu`; others take the plain kernel."""
@@ -136,7 +138,7 @@ class Chunks:
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
             chunks = cls(_log2(max(tile, 32 * kv.n_kv)), True)
-            fits = chunks.most(kv.capacity, kv.capacity) <= _CHUNKS
+            fits = chunks.most(kv.positions, kv.positions) <= _CHUNKS
             return chunks if fits else cls(chunks.shift + 1, True)
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
         return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
@@ -149,10 +151,10 @@ class Chunks:
         inside = (position - (4096 << octave)) >> (self.shift + octave + 1)
         return ((2 + octave) << (11 - self.shift)) + inside
 
-    def most(self, span: int, capacity: int) -> int:
-        """Most chunks that `span` consecutive positions touch."""
+    def most(self, span: int, positions: int) -> int:
+        """Most chunks that `span` consecutive ones of `positions` touch."""
         if self.growing:
-            return self.index(capacity - 1) + 1
+            return self.index(positions - 1) + 1
         return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
 
 
@@ -163,77 +165,87 @@ def _log2(n: int) -> int:
 
 @dataclass(frozen=True)
 class Attended:
-    """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it,
-    bytes [n_head * D / 64, BLOCK_BYTES * token tiles]."""
+    """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it."""
 
     values: torch.Tensor
-    rows: torch.Tensor
+    rows: Rows | RowTiles
 
 
 def attend(
     q: torch.Tensor,
     kv: CudaKV,
+    batch: Batch,
     first: torch.Tensor,
     last: torch.Tensor,
     scale: float,
-    settled: torch.Tensor | None = None,
+    *,
     plain: bool | None = None,
 ) -> Attended:
-    """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t].
+    """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t] in the slot of
+    each row.
+
+    Keys of positions before the first row of a sequence are fetched before the kernel in front of
+    this one has ended: they, `first`, `last` and the batch's positions and slots must have been
+    written by kernels that had ended before that kernel started. The table of pages is written
+    before a step begins.
 
     Args:
-        q: [T, n_head, D] float16, T at most 16; head h reads KV head h // (n_head / n_kv). They
-            have taken over `kv.weight`.
-        first, last: [T] int64, both ends included, first <= last; at most `kv.capacity`
-            positions from the smallest `first` to the largest `last`.
-        settled: int64, its first element: positions from there on are written in this step. With
-            it, keys of earlier ones are fetched before the kernel in front of this one has ended.
-            Only right if they, `first`, `last` and `settled` were written by kernels that had
-            ended before that kernel started.
+        q: [T, n_head, D] float16; head h reads KV head h // (n_head / n_kv). They have taken over
+            `kv.weight`.
+        batch: at most 16 rows of each sequence, as many of each.
+        first, last: [T] int64, both ends included, first <= last; in a sequence at most
+            `kv.positions` positions from the smallest `first` to the largest `last`.
         plain: whether to do without tensor cores; by default where the device has not the right
             ones (before sm_80).
     """
-    tokens, n_head, head_dim = q.shape
-    assert q.dtype == torch.float16 and head_dim == kv.head_dim and tokens <= MAX_ROWS
-    assert n_head % kv.n_kv == 0 and head_dim in HEAD_DIMS
+    _, n_head, head_dim = q.shape
+    sequences, tokens = len(batch.sizes), batch.uniform
+    assert q.dtype == torch.float16 and head_dim == kv.head_dim and head_dim in HEAD_DIMS
+    assert 1 <= tokens <= MAX_ROWS and len(q) == len(batch), batch.sizes
+    assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
     group, chunks = n_head // kv.n_kv, Chunks.of(kv)
-    count = chunks.most(kv.capacity, kv.capacity)
-    assert count <= _CHUNKS, (count, kv.capacity)
-    sums = torch.empty(count, kv.n_kv, tokens * group, head_dim, device=q.device)
-    tops = torch.empty(count, kv.n_kv, tokens * group, 2, device=q.device)
+    room = chunks.most(kv.positions, kv.positions)
+    assert room <= _CHUNKS, (room, kv.positions)
+    sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)
+    tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
     if plain is None:
         plain = launch.arch(q.device.index) not in TENSOR_ARCHS
-    cache = (kv.keys, kv.values, kv.key_scales, kv.value_scales)
-    sizes = (tokens, kv.n_kv, group, kv.capacity, chunks.shift, chunks.growing)
+    width = kv.space.table.shape[1]
+    sizes = (tokens, kv.n_kv, group, width, kv.capacity, room, chunks.shift, chunks.growing)
     numbers = (*map(np.int32, sizes), np.float32(scale))
+    cache, places = (*kv.planes, kv.table), (batch.positions, batch.slots)
     if plain:
         name = plain_instance(head_dim, kv.kind, kv.turning)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
-        grid = min(count * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
-        kernel(grid, 128, q, *cache, first, last, sums, tops, *numbers)
+        grid = min(room * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
+        kernel((grid, sequences), 128, q, *cache, first, last, batch.slots, sums, tops, *numbers)
     else:
         arch = launch.arch(q.device.index)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
-            _grid(kernel, shape, kv, chunks, blocks, tokens), 32 * sum(shape.warps),
-            q, *cache, first, last, settled, sums, tops, *numbers, shared=shape.shared,
+            (_grid(kernel, shape, kv, chunks, blocks, batch), sequences), 32 * sum(shape.warps),
+            q, *cache, first, last, *places, sums, tops, *numbers, shared=shape.shared,
         )  # fmt: skip
-    return _combine(sums, tops, first, last, settled, chunks)
+    return _combine(sums, tops, first, last, tokens, chunks)
 
 
 def _grid(
-    kernel: launch.Kernel, shape: Shape, kv: CudaKV, chunks: Chunks, blocks: int, tokens: int
+    kernel: launch.Kernel, shape: Shape, kv: CudaKV, chunks: Chunks, blocks: int, batch: Batch
 ) -> int:
-    """Blocks of `attend_chunks`: as many as run at once, or as there is work at most."""
-    span = kv.capacity if kv.window is None else min(kv.window + tokens - 1, kv.capacity)
-    work = chunks.most(span, kv.capacity) * kv.n_kv * blocks  # (chunk, head, rows)
+    """Blocks of `attend_chunks` for each sequence: as many as run at once, or as there is work at
+    most."""
+    span = kv.positions
+    if kv.window is not None:
+        span = min(kv.window + batch.uniform - 1, kv.positions)
+    work = chunks.most(span, kv.positions) * kv.n_kv * blocks  # (chunk, head, rows)
     threads = 32 * sum(shape.warps)
     limit = nvrtc.SHARED_LIMIT[launch.arch(kernel.device)] + 1024
     registers = -(-kernel.resources.registers // 8) * 8 * threads
     each = min(limit // (shape.shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
     pairs = kv.n_kv * blocks  # no block needs a longer list than all chunks of one pair
-    return min(work, max(pairs, _processors(kernel) * max(1, each)))
+    at_once = _processors(kernel) * max(1, each) // len(batch.sizes)
+    return min(work, max(pairs, at_once))
 
 
 def _processors(kernel: launch.Kernel) -> int:
@@ -245,22 +257,22 @@ def _combine(
     tops: torch.Tensor,
     first: torch.Tensor,
     last: torch.Tensor,
-    settled: torch.Tensor | None,
+    tokens: int,
     chunks: Chunks,
 ) -> Attended:
-    """The second phase: sums [chunks, n_kv, rows, D], tops [chunks, n_kv, rows, 2]."""
-    _, n_kv, rows, head_dim = sums.shape
-    tokens = len(first)
-    tiles, width = (1 if tokens <= 8 else 2), n_kv * rows // tokens * head_dim // 64
-    out = torch.empty(tokens, width * 64, device=sums.device)
-    packed = torch.empty(width, BLOCK_BYTES * tiles, dtype=torch.uint8, device=sums.device)
-    warps = 8 if chunks.growing and tokens <= 4 else 1
-    kernel = launch.kernel(
-        "attention_combine.cu", f"combine_chunks<{head_dim}, {tiles}, {warps}>", sums.device.index
-    )
+    """The second phase: sums [S, chunks, n_kv, rows, D], tops [S, chunks, n_kv, rows, 2]."""
+    _, room, n_kv, rows, head_dim = sums.shape
+    count, group = len(first), rows // tokens
+    width = n_kv * group * head_dim
+    out = torch.empty(count, width, device=sums.device)
+    data, packed = empty_tiles(count, width, sums.device)
+    warps = 8 if chunks.growing and count <= 4 else 1
+    kernel = launch.kernel("attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>",
+                           sums.device.index)  # fmt: skip
+    sizes = (count, tokens, n_kv, group, room, chunks.shift, chunks.growing)
     kernel(
-        -(-width * tokens * warps // 8), 256, sums, tops, first, last, settled, out, packed,
-        *(np.int32(n) for n in (tokens, n_kv, rows // tokens, chunks.shift, chunks.growing)),
+        -(-width // 64 * count * warps // 8), 256, sums, tops, first, last, out, data,
+        *map(np.int32, sizes),
     )  # fmt: skip
     return Attended(out, packed)
 
@@ -272,8 +284,7 @@ def plain_instance(head_dim: int, kind: Kind, turning: int) -> str:
 def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
     kinds: tuple[Kind, ...] = ("f16", "q8_0")
-    combine = tuple(f"combine_chunks<{d}, {t}, {w}>"
-                    for d in HEAD_DIMS for t in (1, 2) for w in (1, 8))  # fmt: skip
+    combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, 8))
     ways = [(d, t) for d in HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
     plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in kinds)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]

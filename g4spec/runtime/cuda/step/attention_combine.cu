@@ -2,26 +2,24 @@
 #include "chunks.cuh"
 #include "rows.cuh"
 
-// Where value k of 64 of a token stands among the halves that a product reads.
-template <int TILES>
-DEVICE int place_in_rows(int token, int k) {
-  const int k16 = k / 16, lane = token % 8 * 4 + k % 16 / 4;
-  return TILES == 1 ? (k16 / 2 * 32 + lane) * 8 + k16 % 2 * 4 + k % 4
-                    : (k16 * 32 + lane) * 8 + token / 8 * 4 + k % 4;
+// Where value k of 64 of a row stands among the halves that a product reads.
+DEVICE int place_in_rows(int tiles, int row, int k) {
+  const int k16 = k / 16, lane = row % 8 * 4 + k % 16 / 4;
+  return tiles == 1 ? (k16 / 2 * 32 + lane) * 8 + k16 % 2 * 4 + k % 4
+                    : (k16 * 32 + lane) * 8 + row / 8 * 4 + k % 4;
 }
 
 // A lane's values 2 lane, 2 lane + 1 of 64, rounded, and the sums that go with them.
-template <int TILES>
-DEVICE void store_rows(u8* block, int token, float x, float y) {
+DEVICE void store_rows(u8* block, int tiles, int row, float x, float y) {
   const int lane = threadIdx.x % 32;
   const u32 halves = pack_halves(x, y);
-  *(u32*)(block + place_in_rows<TILES>(token, lane * 2) * 2) = halves;
+  *(u32*)(block + place_in_rows(tiles, row, lane * 2) * 2) = halves;
   float sum = from_half((u16)halves) + from_half((u16)(halves >> 16));
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL, sum, step);
   const float next16 = __shfl_xor_sync(FULL, sum, 8), sum32 = sum + next16;
   const float next32 = __shfl_xor_sync(FULL, sum32, 16);
-  const SumPlace place(TILES, token, lane / 16);
+  const SumPlace place(tiles, row, lane / 16);
   if (lane % 16 == 0) place.store32(block, sum, next16);
   if (lane == 0) place.store64(block, sum32, next32);
 }
@@ -115,39 +113,42 @@ struct Row {
   }
 };
 
-// Blocks of 64 values of a token, and zeros behind the last token. WARPS: for each block.
-template <int D, int TILES, int WARPS>
+// Blocks of 64 values of all rows of sequences of `tokens` rows, and zeros behind the last row. `rows`
+// come in groups of 16 (`RowGroup`). WARPS: for each block. `room`: as in attention.cu.
+template <int D, int WARPS>
 __global__ __launch_bounds__(256) void combine_chunks(
-    const float* sums, const float* tops, const i64* first, const i64* last, const i64* settled,
-    float* out, u8* rows, int tokens, int n_kv, int group, int shift, int growing) {
+    const float* sums, const float* tops, const i64* first, const i64* last, float* out, u8* rows,
+    int count, int tokens, int n_kv, int group, int room, int shift, int growing) {
   grid_launch();
-  if (!settled) grid_wait();
   __shared__ float weights[8][32 * SEGMENTS];
   __shared__ float2 shares[8 * 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int width = n_kv * group * D / 64;  // blocks of 64 of a token
+  const int width = n_kv * group * D / 64;  // blocks of 64 of a row
   const int index = blockIdx.x * (8 / WARPS) + warp / WARPS;
-  const int token = (u32)index / (u32)width, block = index - token * width;
-  const int t = least(token, tokens - 1);
-  const int first_seen = (int)__ldcg(first + t), last_seen = (int)__ldcg(last + t);
+  const int row = (u32)index / (u32)width, block = index - row * width;
+  const int sequence = (u32)least(row, count - 1) / (u32)tokens, start = sequence * tokens;
+  const int token = least(row, count - 1) - start;
+  const int first_seen = (int)__ldcg(first + start + token);
+  const int last_seen = (int)__ldcg(last + start + token);
   const Chunks chunks = {shift, growing};
-  const int low = chunks.of(span_of(first, last, tokens).lo);
+  const int low = chunks.of(span_of(first + start, last + start, tokens).lo);
   const int from = chunks.of(first_seen), to = chunks.of(last_seen);
-  if (settled) grid_wait();
-  if (token >= tokens) return;
-  const int head = block * 64 / D;
-  const i64 stride = (i64)n_kv * tokens * group;
-  const i64 place = (from - low) * stride + (i64)(head / group) * tokens * group + token * group +
-                    head % group;
-  const Row<D, WARPS> row = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
-                             warp};
+  grid_wait();
+  if (row >= count) return;
+  const int head = block * 64 / D, pairs = tokens * group;
+  const i64 stride = (i64)n_kv * pairs;
+  const i64 place = ((i64)sequence * room + from - low) * stride + (i64)(head / group) * pairs +
+                    token * group + head % group;
+  const Row<D, WARPS> parts = {tops + place * 2, sums + place * D + block * 64 % D, stride, from, to,
+                               warp};
   float total;
-  float2 x = row.run(weights[warp], shares, total);
+  float2 x = parts.run(weights[warp], shares, total);
   if (warp % WARPS) return;
   x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
-  *(float2*)(out + ((i64)token * width + block) * 64 + lane * 2) = x;
-  u8* to_rows = rows + (i64)block * ACT_BYTES * TILES;
-  store_rows<TILES>(to_rows, token, x.x, x.y);
-  for (int behind = token + tokens; behind < 8 * TILES; behind += tokens)
-    store_rows<TILES>(to_rows, behind, 0, 0);
+  *(float2*)(out + ((i64)row * width + block) * 64 + lane * 2) = x;
+  const RowGroup own(row, count);
+  u8* to_rows = own.block(rows, width, block);
+  store_rows(to_rows, own.tiles, own.row, x.x, x.y);
+  for (int behind = own.row + own.count; behind < 8 * own.tiles; behind += own.count)
+    store_rows(to_rows, own.tiles, behind, 0, 0);
 }

@@ -1,8 +1,8 @@
 // Attention of a layer with a window in one launch, from the product of queries, keys and values to
 // the input of the next product: heads of 256, two of queries for each of keys, Q8_0 caches.
 //
-// A block has one head, four or eight tokens, and some of the chunks (CHUNK absolute positions) that
-// they see, the newest first. What was settled before this step comes to shared memory, of the first
+// A block has one head, four or eight tokens of a sequence, and some of the chunks (CHUNK absolute
+// positions) that they see, the newest first. What was settled before this step comes to shared memory, of the first
 // chunk before the kernel in front has ended; then each warp finishes heads (head.cuh): queries go to
 // shared memory, and the step's keys and values, which the block with their token also takes to the
 // cache. If the tokens see several chunks, the last of their blocks to arrive adds them, in their order.
@@ -26,19 +26,21 @@ struct Window : Shape<D, 1, FOURS_, 8, 8, 1, 1, TILES, TILES, 0> {
   static_assert(Window::ROWS * PITCH * 4 <= Window::K_STAGE, "sums take the place of keys");
 };
 
-struct Args {
+struct Args {  // of a sequence
   const float* y;
-  char *keys, *values, *key_scales, *value_scales;
+  char *keys, *values, *key_scales, *value_scales;  // its rings
   float *sums, *tops;  // [chunks][groups][n_kv][rows][D], [..][2]: largest score, sum of weights
   u32* arrived;        // [groups][n_kv], zero before and after
-  u8* rows;
+  u8* rows;            // of all sequences
   int tokens, n_kv, capacity;
+  int row, count;  // its first row, and those of all sequences
   int normed;  // a bit for each kind of vector: see `finish`
   float eps, scale;
 };
 
 // What a block works on.
 struct Part {
+  int own, blocks;               // which of the blocks that share out the tokens of the sequence
   int head, from, count, fours;  // its tokens; of how many fours
   int turn, turns;               // of the blocks with these tokens, which have chunks in turn
   int slot, chunks;              // chunk number `slot` of those that the tokens see
@@ -49,19 +51,20 @@ struct Part {
   // By whole warps: what token `lane` sees. Where blocks of four tokens would have several chunks
   // each, two of them share eight tokens.
   template <class W>
-  DEVICE void set(int first, int last, int tokens) {
+  DEVICE void set(int first, int last, int tokens, int place) {
     auto of = [](int x, int lane) { return __shfl_sync(FULL, x, lane); };
     const int most = of(last, tokens - 1) / W::CHUNK - of(first, 0) / W::CHUNK + 1;
     fours = W::FOURS > 1 && most > gridDim.z ? 2 : 1;
-    head = blockIdx.x, from = group() * 4 * fours, count = least(tokens - from, 4 * fours);
-    const int sharing = least(fours, (int)gridDim.y - group() * fours), end = from + count - 1;
-    turn = blockIdx.z * sharing + blockIdx.y % fours, turns = gridDim.z * sharing;
+    head = blockIdx.x, blocks = (tokens + 3) / 4, own = place;
+    from = group() * 4 * fours, count = least(tokens - from, 4 * fours);
+    const int sharing = least(fours, blocks - group() * fours), end = from + count - 1;
+    turn = blockIdx.z * sharing + place % fours, turns = gridDim.z * sharing;
     span = {of(first, from), of(last, end), of(first, end), of(last, from)};
     chunks = span.hi / W::CHUNK - span.lo / W::CHUNK + 1;
   }
   // Of tokens: which, and how many there are.
-  DEVICE int group() const { return blockIdx.y >> fours - 1; }
-  DEVICE int groups() const { return gridDim.y + fours - 1 >> fours - 1; }
+  DEVICE int group() const { return own >> fours - 1; }
+  DEVICE int groups() const { return blocks + fours - 1 >> fours - 1; }
   DEVICE int block() const { return group() * gridDim.x + head; }
   DEVICE int rows() const { return 8 * fours; }
 
@@ -183,7 +186,7 @@ struct Own {
       const int head = v.y < 2 ? 2 * p.head + v.y : v.y * a.n_kv + p.head;
       from[i] = now(v.x < 0 ? -1 : (v.x * 4 * a.n_kv + head) * D);
     }
-    const int apart = SLICES > 1 ? now(a.tokens * 4 * a.n_kv * D) : 0;
+    const int apart = SLICES > 1 ? now(a.count * 4 * a.n_kv * D) : 0;
     grid_wait();
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
@@ -313,10 +316,12 @@ DEVICE bool last_to_arrive(const Args& a, const Part& p) {
 template <class W, int TILES>
 DEVICE void write(char* shared, const Args& a, const Part& p) {
   const Columns c;
-  const int tiles = tiles_of(a.tokens), column = (p.head * 2 + c.row % 2) * (D / 4) + c.quad;
+  const int column = (p.head * 2 + c.row % 2) * (D / 4) + c.quad, blocks = a.n_kv * 2 * D / 64;
+  const RowGroup last(a.count - 1, a.count);  // the last sequence writes the zeros behind it
+  const int end = a.row + a.tokens < a.count ? a.tokens : last.index * 16 + 8 * last.tiles - a.row;
 #pragma unroll 1
   for (int row = c.row; row < p.rows(); row += 8)
-    for (int token = p.from + row / 2; token < 8 * tiles; token += p.groups() * p.rows() / 2) {
+    for (int token = p.from + row / 2; token < end; token += p.groups() * p.rows() / 2) {
       float4 v = {0, 0, 0, 0};
       if (token < a.tokens) {
         float total;
@@ -324,7 +329,8 @@ DEVICE void write(char* shared, const Args& a, const Part& p) {
         else v = values_of<W, TILES>(shared, p, row, c.quad), total = weight_of<W>(shared, row);
         v = mul4(v, reciprocal(total));
       }
-      RowPlace(tiles, token, column).store(a.rows, v, true);
+      const RowGroup own(a.row + token, a.count);
+      RowPlace(own.tiles, own.row, column).store(own.block(a.rows, blocks, 0), v, true);
     }
 }
 
@@ -369,31 +375,38 @@ DEVICE void attend(char* shared, const Args& a, const Part& p) {
 }
 #endif
 
-// y [SLICES][tokens][4 n_kv heads][256]: two heads of queries for each of keys, keys, values. What
-// rows see, `first` .. `last`, both rising, and their consecutive `positions` were written by kernels
-// that had ended before the one in front started. Grid: [n_kv, tokens / 4, any], which changes nothing
-// about the result, nor does FOURS, 2 if there are more than four tokens.
+// Sequences of `tokens` rows each. y [SLICES][rows][4 n_kv heads][256]: two heads of queries for each
+// of keys, keys, values. What rows see, `first` .. `last`, both rising, their consecutive `positions`
+// and `slots` were written by kernels that had ended before the one in front started. Grid: [n_kv,
+// sequences * blocks of four tokens, any], which changes nothing about the result, nor does FOURS, 2
+// if there are more than four tokens. `room`: rows of partial results of a sequence, over all chunks.
 template <int TILES, int SLICES, int FOURS>
 __global__ __launch_bounds__(512, 1) void attend_window(
     const float* y, const float* q_norm, const float* k_norm, const float* freqs,
-    const i64* positions, const i64* first, const i64* last, char* keys, char* values,
-    char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived, u8* rows,
-    int tokens, int flags, int capacity, float eps, float scale) {
+    const i64* positions, const i64* slots, const i64* first, const i64* last, char* keys,
+    char* values, char* key_scales, char* value_scales, float* sums, float* tops, u32* arrived,
+    u8* rows, int tokens, int room, int flags, int capacity, float eps, float scale) {
 #if ARCH >= 800
   using W = Window<TILES, FOURS>;
   extern __shared__ __align__(128) char shared[];
   grid_launch();
-  const int n_kv = gridDim.x;
+  const int n_kv = gridDim.x, blocks = (tokens + 3) / 4;
+  const int sequence = blockIdx.y / (u32)blocks, sequences = gridDim.y / (u32)blocks;
+  const int row = sequence * tokens;
+  first += row, last += row, positions += row;
+  const i64 ring = __ldcg(slots + row) * n_kv * capacity, partial = (i64)sequence * room;
   const int normed = (q_norm ? 3 : 0) | (k_norm ? 4 : 0) | (flags & NORM_V ? 8 : 0);
-  const Args a = {y, keys, values, key_scales, value_scales, sums, tops, arrived, rows, tokens, n_kv,
-                  capacity, normed, eps, scale * 1.44269504f};
+  const Args a = {y + (i64)row * 4 * n_kv * D, keys + ring * D, values + ring * D,
+                  key_scales + ring * (D / 16), value_scales + ring * (D / 16), sums + partial * D,
+                  tops + partial * 2, arrived + sequence * blocks * n_kv, rows, tokens, n_kv, capacity,
+                  row, sequences * tokens, normed, eps, scale * 1.44269504f};
   // What was there before is all asked for at once.
   const int lane = threadIdx.x % 32, own_token = least(lane, tokens - 1);
   const int from = (int)__ldcg(first + own_token), to = (int)__ldcg(last + own_token);
   Part p;
   p.settled = (int)__ldcg(positions), p.ring = (u32)p.settled % (u32)capacity;
   const Own<W, SLICES> own(q_norm, k_norm, freqs);
-  p.set<W>(from, to, tokens);
+  p.set<W>(from, to, tokens, blockIdx.y - sequence * blocks);
   const int token = p.from + lane / 2 % p.count;
   int2 sees = {__shfl_sync(FULL, from, token), __shfl_sync(FULL, to, token)};
   if (p.turn >= p.chunks) return;

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import TILE, CudaKV
 from g4spec.runtime.cuda.cache.heads import NORM_V, Heads
 from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, Chunks, Shape
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, empty
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, RowTiles, empty_tiles
 
 HEAD_DIM, GROUP = 256, 2
 TOKENS, FOURS = 4, (1, 2)
@@ -33,12 +34,15 @@ class Unfinished:
 
     Attributes:
         heads: what is done with them.
-        y: as in `Heads.__call__`. positions: int64 [T], consecutive, written like those.
+        y: as in `Heads.__call__`.
     """
 
     heads: Heads
     y: torch.Tensor
-    positions: torch.Tensor
+
+    def rows(self, first: int, last: int) -> Unfinished:
+        """Rows first .. last - 1."""
+        return Unfinished(self.heads, self.y[..., first:last, :].contiguous())
 
 
 def takes(heads: Heads, kv: CudaKV | None) -> bool:
@@ -56,36 +60,42 @@ def takes(heads: Heads, kv: CudaKV | None) -> bool:
 def attend(
     q: Unfinished,
     kv: CudaKV,
+    batch: Batch,
     first: torch.Tensor,
     last: torch.Tensor,
     scale: float,
     arrived: torch.Tensor,
     at_once: int,
-) -> Rows:
-    """softmax(scale * q k) v of T <= 16 rows over positions first[t] .. last[t], after the rows'
-    own keys and values have gone to `kv`.
+) -> Rows | RowTiles:
+    """softmax(scale * q k) v over positions first[t] .. last[t] in the slot of each row, after the
+    rows' own keys and values have gone to `kv`.
 
     Args:
-        first, last: int64 [T], rising, both ends included, last[t] neither before the row's own
-            position nor beyond the step's last one; written like `q.positions`.
-        arrived: int32 counters [4 n_kv or more], zero; they are zero again afterwards.
+        batch: at most 16 rows of each sequence, as many of each; positions and slots as in
+            `attention.attend`.
+        first, last: int64 [T], rising in a sequence, both ends included, last[t] neither before the
+            row's own position nor beyond the last one of its sequence; written like positions.
+        arrived: int32 counters, 4 n_kv or more for each sequence, zero; they are zero again
+            afterwards.
         at_once: blocks that may run at once; it changes nothing about the result.
     """
-    h, count = q.heads, len(q.positions)
+    h, count, tokens, sequences = q.heads, len(batch), batch.uniform, len(batch.sizes)
     slices = q.y.shape[0] if q.y.dim() == 3 else 1
-    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM) and count <= MOST
-    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-count // TOKENS)
-    assert len(arrived) >= blocks * h.n_kv
-    y = empty(count, h.n_q * HEAD_DIM, q.y.device)
+    assert q.y.shape[-2:] == (count, (h.n_q + 2 * h.n_kv) * HEAD_DIM), (q.y.shape, count)
+    assert 1 <= tokens <= MOST and not kv.paged, batch.sizes
+    tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // TOKENS)
+    assert len(arrived) >= sequences * blocks * h.n_kv
+    data, y = empty_tiles(count, h.n_q * HEAD_DIM, q.y.device)
     fours = min(blocks, max(FOURS))
-    rows = -(-blocks // fours) * fours * h.n_kv * GROUP * TOKENS
-    sums = torch.empty(chunks, rows, HEAD_DIM, device=q.y.device)
-    tops = torch.empty(chunks, rows, 2, device=q.y.device)
+    room = chunks * -(-blocks // fours) * fours * h.n_kv * GROUP * TOKENS
+    sums = torch.empty(sequences, room, HEAD_DIM, device=q.y.device)
+    tops = torch.empty(sequences, room, 2, device=q.y.device)
+    turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
     launch.kernel("attention_window.cu", instance(tiles, slices, fours), q.y.device.index)(
-        (h.n_kv, blocks, max(1, min(chunks, at_once // (h.n_kv * blocks)))), 512,
-        q.y, h.q_norm, h.k_norm, h.freqs, q.positions, first, last,
-        kv.keys, kv.values, kv.key_scales, kv.value_scales, sums, tops, arrived, y.data,
-        *map(np.int32, (count, NORM_V * h.v_norm, kv.capacity)),
+        (h.n_kv, blocks * sequences, turns), 512,
+        q.y, h.q_norm, h.k_norm, h.freqs, batch.positions, batch.slots, first, last,
+        *kv.planes, sums, tops, arrived, data,
+        *map(np.int32, (tokens, room, NORM_V * h.v_norm, kv.capacity)),
         np.float32(h.eps), np.float32(scale), shared=_shared(tiles, fours),
     )  # fmt: skip
     return y
@@ -105,7 +115,7 @@ def _chunks(kv: CudaKV) -> int:
     """Most chunks that the rows of a step see: at most the window in front of the first row, and as
     many positions as there are rows."""
     assert kv.window is not None
-    return Chunks.of(kv).most(min(kv.window + MOST, kv.capacity), kv.capacity)
+    return Chunks.of(kv).most(min(kv.window + MOST, kv.positions), kv.positions)
 
 
 def _shared(tiles: int, fours: int) -> int:

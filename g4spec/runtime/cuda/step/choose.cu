@@ -1,4 +1,8 @@
 // From logits [T, V] to tokens, as `g4spec.ops.sampling` defines it.
+//
+// Rows of several sequences are chosen in one launch, each as its own sequence's sampler says. There
+// are kernels for each mode of a sampler: a batch with several modes launches all of theirs, and each
+// leaves out the rows of the others. Then nothing is written of those rows.
 #include "logits.cuh"
 #include "random.cuh"
 #include "reduce.cuh"
@@ -8,11 +12,19 @@ enum {
   PER = 16,    // keys of each
 };
 
-struct Sampling {  // in device memory
+enum Mode { GREEDY, SAMPLED, TOP };
+
+struct Sampling {  // of a sequence, in device memory
   u64 seed;
   float temperature, top_p, min_p;
-  int top_k;
+  int top_k, mode, unused;
 };
+static_assert(sizeof(Sampling) == 32, "as choose.py packs it");
+
+// True if another kernel chooses in this row. `all`: samplers [S], or null: every row is of `mode`.
+DEVICE bool others(const Sampling* all, const Logits& logits, int row, Mode mode) {
+  return all && all[logits.sequence(row)].mode != mode;
+}
 
 DEVICE float noisy(float value, const Sampling& s, float noise) {
   return __fdiv_rn(value, s.temperature) + noise;
@@ -89,23 +101,25 @@ DEVICE u64 sampled(const Logits& logits, const float (&v)[QUADS][4], int row, in
 }
 
 // The best key of each span of columns, [rows, blocks].
-template <int SAMPLED>
-__global__ __launch_bounds__(THREADS, SAMPLED ? 4 : 8) void best(LOGITS, const Sampling* sampling,
-                                                                u64* keys) {
+template <int MODE>
+__global__ __launch_bounds__(THREADS, MODE == SAMPLED ? 4 : 8) void best(LOGITS,
+                                                                        const Sampling* sampling,
+                                                                        u64* keys) {
   grid_launch();
   __shared__ u64 slots[THREADS / 32];
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
   grid_wait();
+  if (others(sampling, logits, row, (Mode)MODE)) return;
   float v[QUADS][4];
   logits.load(v, row, start);
   const Glance seen(v);
   u64 key;
-  if constexpr (SAMPLED)
-    key = sampled(logits, v, row, start, seen, *sampling, (u64)(positions[row] + ahead));
+  if constexpr (MODE == SAMPLED)
+    key = sampled(logits, v, row, start, seen, sampling[logits.sequence(row)], logits.position(row));
   else
     key = greedy(logits, v, start, seen);
-  if (seen.nan || (SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
+  if (seen.nan || (MODE == SAMPLED && isinf(logits.value(seen.most)) && seen.most > 0.0f))
     key = key_of(__int_as_float(0x7fc00000), 0);  // the CPU refuses the row
   key = highest_of_warp(key);
   if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = key;
@@ -120,7 +134,7 @@ __global__ __launch_bounds__(THREADS, SAMPLED ? 4 : 8) void best(LOGITS, const S
 struct Chosen {
   i64* ids;     // [rows]
   float* values;  // [rows], the logit of each choice
-  int* bad;     // [rows], 1: there is no largest logit
+  int* bad;     // at `Logits::place` of each row, 1: there is no largest logit
 
   DEVICE void write(const Logits& logits, int row, u64 key, bool sampled) const {
     const bool good = finite(key);
@@ -128,23 +142,24 @@ struct Chosen {
     ids[row] = column;
     values[row] = sampled && good ? logits.value(logits.z[(i64)row * logits.columns + column])
                                   : value_of(key);
-    bad[row] = !good;
+    bad[logits.place(row)] = !good;
   }
 };
 
 // The best of a row's `blocks` keys; one warp a row.
-template <int SAMPLED>
-__global__ void best_end(LOGITS, const u64* keys, int blocks, int rows, i64* ids, float* values,
-                         int* bad) {
+template <int MODE>
+__global__ void best_end(LOGITS, const Sampling* sampling, const u64* keys, int blocks, int rows,
+                         i64* ids, float* values, int* bad) {
   grid_launch();
   grid_wait();
+  const Logits logits = LOGITS_GIVEN;
   const int row = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
-  if (row >= rows) return;
+  if (row >= rows || others(sampling, logits, row, (Mode)MODE)) return;
   u64 key = 0;
   for (int i = threadIdx.x % 32; i < blocks; i += 32)
     key = Highest()(key, __ldcg(keys + (i64)row * blocks + i));
   key = highest_of_warp(key);
-  if (threadIdx.x % 32 == 0) Chosen{ids, values, bad}.write(LOGITS_GIVEN, row, key, SAMPLED);
+  if (threadIdx.x % 32 == 0) Chosen{ids, values, bad}.write(logits, row, key, MODE == SAMPLED);
 }
 
 // The top-k keys of each span of columns, and maybe some more, [rows, blocks, K]; 0 behind the last.
@@ -157,9 +172,10 @@ __global__ __launch_bounds__(THREADS) void top(LOGITS, const Sampling* sampling,
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.y, start = blockIdx.x * SPAN + threadIdx.x * 4;
   grid_wait();
+  if (others(sampling, logits, row, TOP)) return;
   float v[QUADS][4];
   logits.load(v, row, start);
-  const int k = sampling ? sampling->top_k : K;
+  const int k = sampling ? sampling[logits.sequence(row)].top_k : K;
   u64 mine[QUADS * 4];
 #pragma unroll
   for (int i = 0; i < QUADS * 4; ++i) {
@@ -216,8 +232,9 @@ __global__ __launch_bounds__(LAST) void top_end(LOGITS, const Sampling* sampling
   const Logits logits = LOGITS_GIVEN;
   const int row = blockIdx.x, me = threadIdx.x;
   grid_wait();
-  const Sampling s = *sampling;
-  const u64 position = (u64)(positions[row] + ahead);
+  if (others(sampling, logits, row, TOP)) return;
+  const Sampling s = sampling[logits.sequence(row)];
+  const u64 position = logits.position(row);
   u64 mine[PER];
 #pragma unroll
   for (int i = 0; i < PER; ++i) {

@@ -1,8 +1,8 @@
-"""From logits to tokens as `g4spec.ops.sampling` defines it, and what a cycle commits.
+"""From logits to tokens as `g4spec.ops.sampling` defines it, for rows of several sequences at once.
 
-Numbers of the sampler lie in device memory, so that a CUDA graph serves every seed, temperature,
-top-k (up to 128 candidates), top-p and min-p. Which kernels run depends on `Choice.mode`: a graph
-that was recorded in one mode is not valid in another.
+Numbers of the samplers lie in device memory, one for each sequence, so that a CUDA graph serves
+every seed, temperature, top-k (up to 128 candidates), top-p and min-p. Which kernels run depends on
+`Choice.modes`: a graph that was recorded with one set of modes is not valid with another.
 
 The noise is the CPU's (`Sampler`), but for the rounding of two logarithms in float32.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,6 +30,29 @@ MOST = 128
 LAST = 512
 """Threads that choose among the candidates of a row, 16 each."""
 
+Mode = Literal["greedy", "sampled", "top", "sorted"]
+
+CODES: dict[Mode, int] = {"greedy": 0, "sampled": 1, "top": 2, "sorted": 1}
+"""`Mode` in choose.cu. What is sorted is filtered by torch and then sampled."""
+
+
+def mode_of(sampler: Sampler, columns: int) -> Mode:
+    """How tokens are chosen from logits of so many columns. "sorted" sorts every row with torch, by
+    numbers on the host: a graph cannot serve other ones, so it is not recorded."""
+    s = sampler
+    if s.temperature == 0:
+        return "greedy"
+    if not s.top_k and s.top_p == 1 and not s.min_p:
+        return "sampled"
+    if 1 <= s.top_k <= MOST and blocks(columns) * MOST <= 16 * LAST:
+        return "top"
+    return "sorted"
+
+
+def blocks(columns: int) -> int:
+    """Spans of columns in a row of logits."""
+    return -(-columns // SPAN)
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
@@ -36,7 +60,8 @@ class Chosen:
 
     Attributes:
         ids: int64 [T]. `values`: the logit of each, float32 [T].
-        bad: int32 [T], 1 where there is no largest logit: NaN, or nothing but -inf.
+        bad: int32 [T], 1 where there is no largest logit: NaN, or nothing but -inf. With a pitch
+            (see `Choice.__call__`) [S, pitch].
     """
 
     ids: torch.Tensor
@@ -45,11 +70,16 @@ class Chosen:
 
 
 class Choice:
-    """Chooses tokens from raw logits.
+    """Chooses tokens from raw logits, for each sequence by its own sampler.
 
     Args:
         columns: of the logits.
         suppress: tokens that are never chosen.
+        room: most sequences.
+
+    Attributes:
+        samplers: of the sequences, as `set`. Those behind the last one are like the first.
+        modes: those that occur, what a recorded graph is valid for.
     """
 
     def __init__(
@@ -58,33 +88,28 @@ class Choice:
         device: torch.device | str,
         *,
         suppress: tuple[int, ...] = (),
+        room: int = 1,
     ) -> None:
-        self.columns = columns
+        self.columns, self.suppress, self.room = columns, suppress, room
         self._suppressed = _mask(columns, suppress, device)
-        self._sampling = torch.zeros(24, dtype=torch.uint8, device=device)
-        self.sampler = Sampler()
+        self._sampling = torch.zeros(room, 32, dtype=torch.uint8, device=device)
+        self.samplers: tuple[Sampler, ...] = (Sampler(),)
+        self.modes: tuple[Mode, ...] = ("greedy",)
 
-    def set(self, sampler: Sampler) -> None:
-        """Take the numbers of another sampler, all but its suppressed tokens."""
-        s = self.sampler = sampler
-        data = struct.pack("<Qfffi", s.seed, s.temperature, s.top_p, s.min_p, s.top_k)
-        self._sampling.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-    @property
-    def mode(self) -> tuple[str, ...]:
-        """What a recorded graph is valid for."""
-        s = self.sampler
-        if s.temperature == 0:
-            return ("greedy",)
-        if not s.top_k and s.top_p == 1 and not s.min_p:
-            return ("sampled",)
-        if 1 <= s.top_k <= MOST and self._blocks * MOST <= 16 * LAST:
-            return ("top",)
-        return ("sorted", *map(str, (s.top_k, s.top_p, s.min_p)))
-
-    @property
-    def _blocks(self) -> int:
-        return -(-self.columns // SPAN)
+    def set(self, *samplers: Sampler) -> None:
+        """Take the numbers of other samplers, all but their suppressed tokens."""
+        if samplers == self.samplers:
+            return
+        assert 1 <= len(samplers) <= self.room, (len(samplers), self.room)
+        self.samplers = samplers
+        self.modes = tuple(sorted({mode_of(s, self.columns) for s in samplers}))
+        data = b"".join(
+            struct.pack("<Qfffiii", s.seed, s.temperature, s.top_p, s.min_p, s.top_k,
+                        CODES[mode_of(s, self.columns)], 0)
+            for s in (*samplers, *samplers[:1] * (self.room - len(samplers)))
+        )  # fmt: skip
+        packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).view_as(self._sampling)
+        self._sampling.copy_(packed.pin_memory(), non_blocking=True)
 
     def __call__(
         self,
@@ -93,33 +118,47 @@ class Choice:
         ahead: int = 1,
         into: Chosen | None = None,
         cap: float = 0.0,
+        sequences: int = 1,
+        pitch: int = 0,
     ) -> Chosen:
         """A token for each row.
 
         Args:
-            logits: float32 [T, columns], raw.
+            logits: float32 [T, columns], raw; the rows of each sequence are consecutive.
             positions: int64 [T]; the token of row t stands at positions[t] + ahead.
             into: where the answer goes, and what is returned.
             cap: a logit is cap * tanh(raw / cap); 0: raw.
+            sequences: S, all of which have T / S rows.
+            pitch: if given, `positions` and `into.bad` have so many numbers for each sequence, of
+                which the first T / S count; what is missing at the end of the last may be left out.
         """
-        assert logits.shape == (len(positions), self.columns), (logits.shape, self.columns)
-        mode = self.mode[0]
-        if mode == "sorted":
-            return self._sorted(logits, positions, ahead, into, cap)
-        return self._launch(mode, self._given(logits, positions, ahead, cap), len(logits), into)
+        rows = RowLayout(len(logits), sequences, pitch)
+        assert logits.shape[1] == self.columns, (logits.shape, self.columns)
+        assert len(positions) >= rows.reach and sequences <= self.room, (len(positions), rows)
+        if "sorted" in self.modes:
+            return self._sorted(logits, positions, ahead, into, cap, rows)
+        given = self._given(logits, positions, ahead, cap, rows)
+        chosen = into or self._new(rows)
+        for mode in self.modes:
+            self._launch(mode, given, rows, chosen)
+        return chosen
 
     def top(self, logits: torch.Tensor, k: int) -> torch.Tensor:
         """Keys (see logits.cuh) of the `k` largest raw logits of each span of columns, int64
         [T, spans * k]."""
-        keys = torch.empty(len(logits), self._blocks * k, dtype=torch.int64, device=logits.device)
+        count = blocks(self.columns)
+        keys = torch.empty(len(logits), count * k, dtype=torch.int64, device=logits.device)
         launch.kernel("choose.cu", f"top<{k}>")(
-            (self._blocks, len(logits)), THREADS, *self._given(logits), None, keys
+            (count, len(logits)), THREADS, *self._given(logits), None, keys
         )
         return keys
 
-    def end(self, keys: torch.Tensor, into: Chosen) -> Chosen:
-        """`into`: the column of each row's largest key; `keys` int64 [T, n]."""
-        return self._end(0, self._given(), keys, len(keys), into)
+    def end(self, keys: torch.Tensor, into: Chosen, sequences: int = 1, pitch: int = 0) -> Chosen:
+        """`into`: the column of each row's largest key; `keys` int64 [T, n]. `sequences` and
+        `pitch` as of `__call__`."""
+        rows = RowLayout(len(keys), sequences, pitch)
+        self._end("greedy", self._given(rows=rows), None, keys, rows, into)
+        return into
 
     def _given(
         self,
@@ -127,43 +166,58 @@ class Choice:
         positions: torch.Tensor | None = None,
         ahead: int = 1,
         cap: float = 0.0,
+        rows: RowLayout | None = None,
     ) -> tuple[object, ...]:
         """What all kernels are given first."""
+        each, pitch = (rows.each, rows.distance) if rows else (1, 1)
         return (
             logits, positions, self._suppressed, np.int32(self.columns), np.int32(ahead),
-            np.float32(cap),
+            np.float32(cap), np.int32(each), np.int32(pitch),
         )  # fmt: skip
 
-    def _launch(
-        self, mode: str, given: tuple[object, ...], rows: int, into: Chosen | None
-    ) -> Chosen:
-        device, blocks = self._sampling.device, self._blocks
-        chosen = into or Chosen(
-            torch.empty(rows, dtype=torch.int64, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.int32, device=device),
+    def _new(self, rows: RowLayout) -> Chosen:
+        device = self._sampling.device
+        return Chosen(
+            torch.empty(rows.count, dtype=torch.int64, device=device),
+            torch.empty(rows.count, dtype=torch.float32, device=device),
+            torch.empty(rows.reach, dtype=torch.int32, device=device),
         )
-        grid, room = (blocks, rows), MOST if mode == "top" else 1
-        keys = torch.empty(rows * blocks * room, dtype=torch.int64, device=device)
+
+    def _launch(
+        self, mode: Mode, given: tuple[object, ...], rows: RowLayout, chosen: Chosen
+    ) -> None:
+        """Choose in the rows of one mode."""
+        assert len(chosen.ids) == rows.count and len(chosen.bad) >= rows.reach, rows
+        spans = blocks(self.columns)
+        grid, room = (spans, rows.count), MOST if mode == "top" else 1
+        keys = torch.empty(rows.count * spans * room, dtype=torch.int64, device=chosen.ids.device)
         if mode == "top":
             launch.kernel("choose.cu", f"top<{MOST}>")(grid, THREADS, *given, self._sampling, keys)
             launch.kernel("choose.cu", f"top_end<{MOST}>")(
-                rows, LAST, *given, self._sampling, keys, np.int32(blocks),
+                rows.count, LAST, *given, self._sampling, keys, np.int32(spans),
                 chosen.ids, chosen.values, chosen.bad,
             )  # fmt: skip
-            return chosen
-        sampled = int(mode == "sampled")
-        launch.kernel("choose.cu", f"best<{sampled}>")(grid, THREADS, *given, self._sampling, keys)
-        return self._end(sampled, given, keys, rows, chosen)
+            return
+        # Where all rows are greedy, no sampler is looked at.
+        sampling = None if self.modes == ("greedy",) else self._sampling
+        best = f"best<{CODES[mode]}>"
+        launch.kernel("choose.cu", best)(grid, THREADS, *given, sampling, keys)
+        self._end(mode, given, sampling, keys, rows, chosen)
 
     def _end(
-        self, sampled: int, given: tuple[object, ...], keys: torch.Tensor, rows: int, into: Chosen
-    ) -> Chosen:
-        launch.kernel("choose.cu", f"best_end<{sampled}>")(
-            -(-rows // 8), 256, *given, keys, np.int32(keys.numel() // rows), np.int32(rows),
-            into.ids, into.values, into.bad,
+        self,
+        mode: Mode,
+        given: tuple[object, ...],
+        sampling: torch.Tensor | None,
+        keys: torch.Tensor,
+        rows: RowLayout,
+        into: Chosen,
+    ) -> None:
+        count = rows.count
+        launch.kernel("choose.cu", f"best_end<{CODES[mode]}>")(
+            -(-count // 8), 256, *given, sampling, keys, np.int32(keys.numel() // count),
+            np.int32(count), into.ids, into.values, into.bad,
         )  # fmt: skip
-        return into
 
     def _sorted(
         self,
@@ -172,30 +226,64 @@ class Choice:
         ahead: int,
         into: Chosen | None,
         cap: float,
+        rows: RowLayout,
     ) -> Chosen:
         """Other filters: torch sorts each row by itself, so that no row depends on another."""
+        assert self.modes == ("sorted",), self.modes
         z = cap * torch.tanh(logits / cap) if cap else logits
         if self._suppressed is not None:
             bits = torch.arange(32, device=z.device, dtype=torch.int32)
             out = (self._suppressed[:, None] >> bits & 1).flatten()[: self.columns]
             z = z.masked_fill(out.bool(), -math.inf)
-        z = torch.stack([self._filtered(row) for row in z])
-        common = z, positions, None, np.int32(self.columns), np.int32(ahead), np.float32(0.0)
-        return self._launch("sampled", common, len(z), into)
+        z = torch.stack([
+            _filtered(row, self.samplers[t // rows.each]) for t, row in enumerate(z)
+        ])  # fmt: skip
+        given = z, positions, None, *self._given(ahead=ahead, rows=rows)[3:]
+        chosen = into or self._new(rows)
+        self._launch("sorted", given, rows, chosen)
+        return chosen
 
-    def _filtered(self, z: torch.Tensor) -> torch.Tensor:
-        """`Sampler._filtered` without a look at values on the host. NaN stays the largest."""
-        s = self.sampler
-        values, ids = z.sort(descending=True, stable=True)
-        rank = torch.arange(len(z), device=z.device)
-        keep = rank < (s.top_k or len(z))
-        if s.top_p < 1:
-            mass = values.masked_fill(~keep, -math.inf).softmax(0).cumsum(0)
-            keep &= rank <= (mass < s.top_p).sum()
-        if s.min_p:
-            keep &= values >= values[0] + math.log(s.min_p)
-        keep |= values.isnan()
-        return torch.full_like(z, -math.inf).scatter(0, ids, values.masked_fill(~keep, -math.inf))
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Rows of logits, `count`, of some sequences; see `Choice.__call__`."""
+
+    count: int
+    sequences: int
+    pitch: int
+
+    def __post_init__(self) -> None:
+        assert self.count % self.sequences == 0, self
+        assert not self.pitch or self.pitch >= self.each, self
+
+    @property
+    def each(self) -> int:
+        """Rows of a sequence."""
+        return self.count // self.sequences
+
+    @property
+    def distance(self) -> int:
+        """From one sequence to the next in arrays with a pitch."""
+        return self.pitch or self.each
+
+    @property
+    def reach(self) -> int:
+        """Numbers of such an array up to the last row."""
+        return (self.sequences - 1) * self.distance + self.each
+
+
+def _filtered(z: torch.Tensor, s: Sampler) -> torch.Tensor:
+    """`Sampler._filtered` without a look at values on the host. NaN stays the largest."""
+    values, ids = z.sort(descending=True, stable=True)
+    rank = torch.arange(len(z), device=z.device)
+    keep = rank < (s.top_k or len(z))
+    if s.top_p < 1:
+        mass = values.masked_fill(~keep, -math.inf).softmax(0).cumsum(0)
+        keep &= rank <= (mass < s.top_p).sum()
+    if s.min_p:
+        keep &= values >= values[0] + math.log(s.min_p)
+    keep |= values.isnan()
+    return torch.full_like(z, -math.inf).scatter(0, ids, values.masked_fill(~keep, -math.inf))
 
 
 def _mask(
@@ -207,58 +295,6 @@ def _mask(
         return None
     bits = np.packbits(np.pad(out.numpy(), (0, -columns % 32)), bitorder="little")
     return torch.from_numpy(bits.view(np.int32)).to(device)
-
-
-class CycleState:
-    """Where a sequence stands, in device memory, so that cycles follow each other unseen.
-
-    Attributes:
-        values: int64 [SIZE or more]: position of the next step's row 0; the token of that row, the
-            anchor; how many drafted tokens held in the last cycle; rows of the step that count;
-            which row of `seen` is next (see `accept`); and whatever else is to be seen there.
-    """
-
-    SIZE = 5
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    def set(self, position: int, anchor: int, rows: int) -> None:
-        """Begin at `position` with token `anchor`, steps of `rows` rows."""
-        self.values[:4].copy_(torch.tensor([position, anchor, 0, rows]))
-
-    def place(self, ids: torch.Tensor, positions: torch.Tensor, mask: int = 0) -> None:
-        """`ids` become the anchor and then masks; `positions` (as many, 32 at most) position,
-        position + 1 ... . Whatever follows this kernel may read them early."""
-        assert len(ids) == len(positions) <= 32, (len(ids), len(positions))
-        launch.kernel("accept.cu", "place")(
-            1, 32, self.values, ids, positions, np.int32(len(ids)), np.int64(mask), pdl=False
-        )
-
-    def accept(
-        self,
-        chosen: torch.Tensor,
-        ids: torch.Tensor,
-        *,
-        forced: torch.Tensor | None = None,
-        seen: torch.Tensor | None = None,
-    ) -> None:
-        """Commit the choices of a step up to the first one that was not drafted, included.
-
-        Args:
-            chosen: int64 [T], T <= 16: choices of the step's rows.
-            ids: int64 [T]: what the step read, the anchor and drafted tokens.
-            forced: int64 [1] or None: accept so many drafts, whatever they are.
-            seen: int64 [turns, n], pinned memory of the host, or None: the first n of `values` go
-                to its rows in turn.
-        """
-        assert len(chosen) == len(ids) <= 16, (len(chosen), len(ids))
-        turns, size = (0, 0) if seen is None else seen.shape
-        assert size <= len(self.values), (size, len(self.values))
-        launch.kernel("accept.cu", "accept")(
-            1, 32, chosen, ids, self.values, forced,
-            np.int32(len(chosen)), seen, np.int32(turns), np.int32(size),
-        )  # fmt: skip
 
 
 UNITS = [
@@ -274,5 +310,4 @@ UNITS = [
         ),
         max_registers=80,
     ),
-    Unit("accept.cu", ("accept", "place"), max_registers=40),
 ]

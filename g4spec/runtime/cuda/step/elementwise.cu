@@ -77,16 +77,18 @@ __global__ void softcap(float* x, i64 n, float cap, float scale) {
 }
 
 // First and last position that rows see: out [kinds][2][rows]. Of kind k, `back` positions (-1: all)
-// in front of a row's own or, with bit 2 k of `flags`, of the first row's, up to its own or, with bit
-// 2 k + 1, the last row's. Its successor waits for its end: what follows reads these numbers early.
-__global__ void spans(const i64* positions, i64* out, int rows, int a, int b, int c, int d,
-                      int flags) {
+// in front of a row's own or, with bit 2 k of `flags`, of the first row's of its sequence, up to its
+// own or, with bit 2 k + 1, the last row's. Sequences have `tokens` rows each. Its successor waits for
+// its end: what follows reads these numbers early.
+__global__ void spans(const i64* positions, i64* out, int rows, int tokens, int a, int b, int c,
+                      int d, int flags) {
   const int row = blockIdx.x * blockDim.x + threadIdx.x, kind = blockIdx.y;
   if (row >= rows) return;
+  const int start = row / tokens * tokens;
   const int back = kind == 0 ? a : kind == 1 ? b : kind == 2 ? c : d;
   flags >>= 2 * kind;
-  const i64 first = positions[flags & 1 ? 0 : row] - back;
+  const i64 first = positions[flags & 1 ? start : row] - back;
   out += (i64)kind * 2 * rows + row;
   out[0] = back < 0 || first < 0 ? 0 : first;
-  out[rows] = positions[flags & 2 ? rows - 1 : row];
+  out[rows] = positions[flags & 2 ? start + tokens - 1 : row];
 }

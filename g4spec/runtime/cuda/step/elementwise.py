@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from g4spec.core import Reach
+from g4spec.core import Batch, Reach
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
@@ -99,18 +99,19 @@ def softcap(x: torch.Tensor, cap: float, scale: float = 1.0) -> torch.Tensor:
     return x
 
 
-def spans(positions: torch.Tensor, reaches: Sequence[Reach]) -> Spans:
-    """See `Ops.spans`."""
+def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
+    """See `Ops.spans`, of sequences with as many rows each."""
     if len(reaches) > MOST_REACHES:
-        more = spans(positions, reaches[MOST_REACHES:])
-        return more | spans(positions, reaches[:MOST_REACHES])
+        return spans(batch, reaches[MOST_REACHES:]) | spans(batch, reaches[:MOST_REACHES])
+    positions = batch.positions
+    assert batch.uniform and positions.is_contiguous(), batch.sizes
     out = torch.empty(len(reaches), 2, len(positions), dtype=torch.int64, device=positions.device)
     back = [-1 if r.back is None else r.back for r in reaches]
     back += [0] * (MOST_REACHES - len(reaches))
     flags = sum((r.from_first + 2 * r.to_last) << 2 * i for i, r in enumerate(reaches))
     launch.kernel("elementwise.cu", "spans")(
         (-(-len(positions) // THREADS), len(reaches)), THREADS, positions, out,
-        *map(np.int32, (len(positions), *back, flags)), pdl=False,
+        *map(np.int32, (len(positions), batch.uniform, *back, flags)), pdl=False,
     )  # fmt: skip
     return {reach: (first, last) for reach, (first, last) in zip(reaches, out, strict=True)}
 

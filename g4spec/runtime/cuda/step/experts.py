@@ -124,8 +124,8 @@ class Experts:
         device: torch.device,
     ) -> Experts | None:
         """The kernels' view of a layer, if they take its shape. `buffers`: of all layers."""
-        matrices = (e.gate, e.up, e.down, e.gate_exps, e.down_exps)
-        if not all(isinstance(m, Matrix) for m in matrices):
+        matrices = (e.gate, e.up, e.down, e.gate_exps, e.up_exps, e.down_exps)
+        if not all(isinstance(m, Matrix) for m in matrices if m is not None):
             return None
         dense, up = pairs(e.gate, e.up), in_turns(e.gate_exps, e.up_exps)
         down = e.down_exps.alone

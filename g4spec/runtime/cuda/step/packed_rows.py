@@ -15,6 +15,9 @@ K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
 Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
 a power of two that the product multiplies its result with.
 
+More than 16 rows of several sequences come in groups of 16 (`RowTiles`), in the order of the batch.
+A row has the same bits in any place of any group.
+
 Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
 that add partial sums also prefetch the residual: such sums come from `linear.cu`, which calls
 `grid_launch` after its own `grid_wait`, so whatever was written before it is there.
@@ -65,6 +68,16 @@ class Rows:
         return tiles(self.count)
 
 
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """More than 16 rows: `parts` of 16, and what is left."""
+
+    parts: tuple[Rows, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+
 def tiles(count: int) -> int:
     """Tiles of 8 rows that hold `count` rows."""
     return 1 if count <= 8 else 2
@@ -78,13 +91,37 @@ def empty(count: int, width: int, device: torch.device, *, scaled: bool = False)
     return Rows(data, count, width, scale)
 
 
-def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is stored, padding included and unscaled.
+def empty_tiles(
+    count: int, width: int, device: torch.device
+) -> tuple[torch.Tensor, Rows | RowTiles]:
+    """Rows [count, width] that are yet to be written, any number of them: all bytes in one piece
+    (`RowGroup` in rows.cuh), and the rows that lie there."""
+    if count <= MOST:
+        one = empty(count, width, device)
+        return one.data, one
+    blocks, sizes = width // BLOCK, [min(MOST, count - at) for at in range(0, count, MOST)]
+    bytes_ = [blocks * BLOCK_BYTES * tiles(size) for size in sizes]
+    data = torch.empty(sum(bytes_), dtype=torch.uint8, device=device)
+    parts = [Rows(piece.view(blocks, -1), size, width)
+             for piece, size in zip(torch.split(data, bytes_), sizes, strict=True)]  # fmt: skip
+    return data, RowTiles(tuple(parts))
 
-    Returns:
-        Half [8 * tiles, K]; float32 [8 * tiles, K / 16] and [8 * tiles, K / 32]: sums of 16 and of
-        32 in two halves each, added; float32 [8 * tiles, K / 32]: -1024 times the sums of 32.
-    """
+
+def regrouped(parts: Sequence[Rows]) -> Rows | RowTiles:
+    """Rows without scale, of several sequences, below each other; each keeps its bits."""
+    assert all(part.scale is None for part in parts)
+    if len(parts) == 1:
+        return parts[0]
+    raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
+    fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
+    out = [_packed([x[at : at + MOST] for x in fields], parts[0].width)
+           for at in range(0, count, MOST)]  # fmt: skip
+    return out[0] if len(out) == 1 else RowTiles(tuple(out))
+
+
+def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is stored, row by row: half [8 * tiles, B, 64] for B blocks; half [.., B, 2, 2, 2] and
+    [.., B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32 [.., B, 2]."""
     n, blocks = rows.tiles, rows.width // BLOCK
 
     def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,15 +132,40 @@ def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
         halves = halves.view(blocks, 2, 8, 4, 2, 4).permute(2, 0, 1, 4, 3, 5)
     else:  # k16, row % 8, t, row / 8, e
         halves = halves.view(blocks, 4, 8, 4, 2, 4).permute(4, 2, 0, 1, 3, 5)
-    of16 = part(1024, 1152, torch.float16).view(blocks, 2, 8 * n, 2, 2).float().sum(3)
-    of32 = part(1216, 1280, torch.float16).view(blocks, 8 * n, 2, 2).float().sum(2)
-    floats = part(1152, 1216, torch.float32).view(blocks, 2, 8 * n).permute(2, 0, 1)
     return (
-        halves.reshape(8 * n, rows.width),
-        of16.permute(2, 0, 1, 3).reshape(8 * n, -1),
-        of32.permute(1, 0, 2).reshape(8 * n, -1),
-        floats.reshape(8 * n, -1),
+        halves.reshape(8 * n, blocks, BLOCK),
+        part(1024, 1152, torch.float16).view(blocks, 2, 8 * n, 2, 2).permute(2, 0, 1, 3, 4),
+        part(1216, 1280, torch.float16).view(blocks, 8 * n, 2, 2).permute(1, 0, 2, 3),
+        part(1152, 1216, torch.float32).view(blocks, 2, 8 * n).permute(2, 0, 1),
     )
+
+
+def _packed(fields: Sequence[torch.Tensor], width: int) -> Rows:
+    """The rows of which these are the `_fields`, without padding."""
+    count, blocks = len(fields[0]), width // BLOCK
+    n = tiles(count)
+    halves, of16, of32, floats = (
+        torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
+    )
+    if n == 1:
+        halves = halves.view(8, blocks, 2, 2, 4, 4).permute(1, 2, 0, 4, 3, 5)
+    else:
+        halves = halves.view(2, 8, blocks, 4, 4, 4).permute(2, 3, 1, 4, 0, 5)
+    parts = (halves, of16.permute(1, 2, 0, 3, 4), floats.permute(1, 2, 0), of32.permute(1, 0, 2, 3))
+    data = [x.reshape(blocks, -1).view(torch.uint8) for x in parts]
+    return Rows(torch.cat(data, dim=1), count, width)
+
+
+def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is stored, padding included and unscaled.
+
+    Returns:
+        Half [8 * tiles, K]; float32 [8 * tiles, K / 16] and [8 * tiles, K / 32]: sums of 16 and of
+        32 in two halves each, added; float32 [8 * tiles, K / 32]: -1024 times the sums of 32.
+    """
+    halves, of16, of32, floats = _fields(rows)
+    sums = of16.float().sum(3), of32.float().sum(2), floats
+    return (halves.reshape(len(halves), -1), *(x.reshape(len(x), -1) for x in sums))  # type: ignore[return-value]
 
 
 def shape(width: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import torch
 
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step import linear, packed_rows
 from g4spec.runtime.cuda.step.choose import SPAN, THREADS, Choice, Chosen
 from g4spec.runtime.cuda.step.linear import UPPER_ROWS, Exchange
 from g4spec.runtime.cuda.step.packed_rows import Rows, tiles
@@ -64,24 +64,37 @@ def best(
     by: Exchange,
     cap: float,
     into: Chosen,
+    sequences: int = 1,
+    pitch: int = 0,
 ) -> Chosen:
-    """Where each of the logits of x float32 [T, H], capped if `cap`, has its largest; T <= 16.
+    """Where each of the logits of x float32 [T, H], capped if `cap`, has its largest.
 
     Args:
         weight: the table [V, H], V as `choice` has columns.
         choice: a greedy one.
         into: where the answer goes, and what is returned.
+        sequences, pitch: as of `Choice.__call__`.
     """
-    assert choice.mode == ("greedy",) and weight.rows == choice.columns, (choice.mode, weight)
+    assert choice.modes == ("greedy",) and weight.rows == choice.columns, (choice.modes, weight)
+    full = torch.empty(len(x), CANDIDATES, dtype=torch.int64, device=x.device)
+    for first in range(0, len(x), packed_rows.MOST):
+        rows = slice(first, first + packed_rows.MOST)
+        _tile(x[rows], weight, choice, by, cap, full[rows])
+    return choice.end(full, into, sequences, pitch)
+
+
+def _tile(
+    x: torch.Tensor, weight: Weight, choice: Choice, by: Exchange, cap: float, full: torch.Tensor
+) -> None:
+    """Keys `full` [T, CANDIDATES] of at most 16 rows x: their candidates, by logits in full."""
     count, size = len(x), weight.data.shape[2]
     found = choice.top(linear.linear_upper(byte_rows(x), weight, by), OF_SPAN)
-    keys, full = found.new_empty(2, count, CANDIDATES)
+    keys = torch.empty_like(full)
     launch.kernel("screen.cu", LARGEST)(count, THREADS, found, np.int32(found.shape[1]), keys)
     launch.kernel("screen.cu", IN_FULL)(
         (CANDIDATES, count), THREADS, keys, weight.data, x,
         *map(np.int32, (weight.columns, size)), np.float32(cap), full,
     )  # fmt: skip
-    return choice.end(full, into)
 
 
 UNITS = [Unit("screen.cu", ("byte_rows", LARGEST, IN_FULL), linear.ARCHS, max_registers=112)]

@@ -8,7 +8,7 @@ and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,18 +90,33 @@ def plain(weight: Weight) -> torch.Tensor:
     return out
 
 
+RUNS = (8, 4, 2, 1)
+"""Blocks that may be multiplied at once."""
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], None]
+"""(rows [n, K], where their products [n, N] go)"""
+
+
 class Products:
-    """x W^T for many rows, through scratch for one dequantized matrix at a time.
+    """x W^T for the rows of prompts, through scratch for one dequantized matrix at a time.
+
+    A row has the bits that it has in a product of one block of rows, whatever comes with it: torch
+    may take another kernel for another number of rows. Several blocks are multiplied at once where
+    that was seen to change no bit: a run of so many blocks times a matrix of this shape is compared
+    with the blocks one by one when it comes first, on this GPU and its data. A kernel that sums in
+    another order differs in nearly every value.
 
     A second scratch, filled on another stream while the product before runs, was tried: it gains
     nothing, because the products are held back by the GPU's power, not by its memory.
 
     Args:
         scratch: float16, as long as the largest matrix or stack of them.
+        block: rows multiplied at a time, a divisor of those that come.
     """
 
-    def __init__(self, scratch: torch.Tensor) -> None:
-        self._scratch = scratch
+    def __init__(self, scratch: torch.Tensor, block: int) -> None:
+        self._scratch, self.block = scratch, block
+        self._same: dict[tuple[object, ...], bool] = {}
 
     def matrix(self, weights: Sequence[Weight], dtype: torch.dtype = torch.float16) -> torch.Tensor:
         """Matrices with the same columns below each other, [rows, columns] of a 16-bit type; it
@@ -118,11 +133,58 @@ class Products:
         self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor, factor: float
     ) -> None:
         """out [T, N] float16 = factor * x [T, K] float16 times the matrices transposed."""
-        torch.addmm(out, x, self.matrix(weights).t(), beta=0, alpha=factor, out=out)
+        matrix = self.matrix(weights).t()
+
+        def multiply(rows: torch.Tensor, to: torch.Tensor) -> None:
+            torch.addmm(to, rows, matrix, beta=0, alpha=factor, out=to)
+
+        self.in_runs(("halves", matrix.shape), x, out, multiply)
 
     def floats(self, x: torch.Tensor, weights: Sequence[Weight], out: torch.Tensor) -> None:
         """The same as float32, without a factor."""
-        torch.mm(x, self.matrix(weights).t(), out_dtype=torch.float32, out=out)
+        matrix = self.matrix(weights).t()
+
+        def multiply(rows: torch.Tensor, to: torch.Tensor) -> None:
+            torch.mm(rows, matrix, out_dtype=torch.float32, out=to)
+
+        self.in_runs(("floats", matrix.shape), x, out, multiply)
+
+    def plain(self, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor) -> None:
+        """The same for x and a matrix [N, K] in float32."""
+
+        def multiply(rows: torch.Tensor, to: torch.Tensor) -> None:
+            torch.mm(rows, matrix.t(), out=to)
+
+        self.in_runs(("plain", matrix.shape), x, out, multiply)
+
+    def in_runs(self, what: tuple[object, ...], x: torch.Tensor, out: torch.Tensor,
+                multiply: Multiply) -> None:  # fmt: skip
+        """Multiply x into out in as few runs of blocks as change no bit. `what`: the kind of
+        product and its shape."""
+        size = min(self.block, len(x))
+        assert len(x) % size == 0 and len(out) == len(x), (len(x), len(out), size)
+        at = 0
+        while at < len(x):
+            for blocks in RUNS:
+                rows = slice(at, at + blocks * size)
+                if rows.stop > len(x):
+                    continue
+                key = (*what, size, blocks)
+                if blocks > 1 and key not in self._same:
+                    self._same[key] = _same_bits(x[rows], out[rows], size, multiply)
+                if blocks == 1 or self._same[key]:
+                    multiply(x[rows], out[rows])
+                    at = rows.stop
+                    break
+
+
+def _same_bits(x: torch.Tensor, out: torch.Tensor, size: int, multiply: Multiply) -> bool:
+    """Whether all rows of x at once give the bits of blocks of `size`, which are left in `out`."""
+    for at in range(0, len(x), size):
+        multiply(x[at : at + size], out[at : at + size])
+    other = torch.empty_like(out)
+    multiply(x, other)
+    return torch.equal(other.view(torch.uint8), out.contiguous().view(torch.uint8))
 
 
 UNITS = [

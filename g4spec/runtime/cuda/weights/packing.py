@@ -174,6 +174,14 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
 """Blocks as they lie in the file, and the parts of a unit in order."""
 
 
+def unpackable(name: str, columns: int, portable: bool) -> str:
+    """Name of the matrices of a quantized type that no kernel takes, for people; empty where one
+    does. Portable kernels read any number of columns."""
+    if name not in PARTS:
+        return f"{name} matrices"
+    return "" if portable or columns % 64 == 0 else f"{name} matrices of {columns} columns"
+
+
 def unit_of(name: str, columns: int) -> int:
     """Columns of a unit for a matrix of `columns`. Unsupported if they do not divide into units,
     or if this type is not packed."""

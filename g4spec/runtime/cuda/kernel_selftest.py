@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import torch
 
 from g4spec import quant
-from g4spec.core import CacheShape, MAX_STEP_ROWS
-from g4spec.runtime.cuda.weights import packing
-from g4spec.runtime.cuda.portable import products
-from g4spec.runtime.cuda.cache.cuda_kv import TURNING
-from g4spec.runtime.cuda.weights.matrix import Matrix
-from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
+from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
+from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.portable import products
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.matrix import Matrix
 
 COLUMNS, ROWS = 512, 768
 POSITIONS = 640
@@ -53,29 +54,37 @@ def _product(ops: CudaOps, type: str, seed: torch.Generator) -> tuple[bool, floa
 def _attention(
     ops: CudaOps, head_dim: int, window: int | None, seed: torch.Generator
 ) -> tuple[bool, float]:
-    turning = 0 if window else TURNING  # as in the models: global layers' keys are their values
-    shape = CacheShape(2, head_dim, window, turning)
-    ours, reference = ops.cache(shape, POSITIONS, 16), Ops().cache(shape, POSITIONS, 64)
+    pairs = 0 if window else TURNING  # as in the models: global layers' keys are their values
+    shape = CacheShape(2, head_dim, window, pairs)
+    ours = CudaKV(shape, Space.single(POSITIONS, ops.device))
+    reference = LayerKV(shape, Space.single(POSITIONS), 16)
     for start in range(0, POSITIONS, 16):
-        at = torch.arange(start, start + 16)
+        here = _batch(start, torch.device("cpu"))
         rows = torch.randn(2, 16, 2, head_dim, generator=seed).half().float()
-        if turning:
+        if pairs:
             halves = rows.view(2, 16, 2, 2, -1)
-            halves[0, ..., turning:] = halves[1, ..., turning:]
-        ours.append(at.to(ops.device), *rows.to(ops.device))
-        reference.append(at, *rows)
+            halves[0, ..., pairs:] = halves[1, ..., pairs:]
+        reference.append(here.slots, here.positions, *rows)
+        there = _batch(start, ops.device)
+        ours.append(there.slots, there.positions, *rows.to(ops.device))
     q = (torch.randn(16, 4, head_dim, generator=seed) * head_dim**-0.5).half()
-    last = torch.arange(POSITIONS - 16, POSITIONS)
+    last = here.positions
     first = (last - (window or POSITIONS) + 1).clamp(min=0)
-    want = Ops().attend(q.float(), reference, first, last, 1.0)
+    want = Ops().attend(q.float(), reference, here, first, last, 1.0)
 
     def run(n: int) -> torch.Tensor:
-        found = ops.attend(q[:n].to(ops.device), ours, first[:n].to(ops.device),
-                           last[:n].to(ops.device), 1.0)  # fmt: skip
+        found = ops.attend(q[:n].to(ops.device), ours, there.columns(0, n),
+                           first[:n].to(ops.device), last[:n].to(ops.device), 1.0)  # fmt: skip
         return products.numbers(found)
 
     whole = run(16).clone()
     return all(torch.equal(run(n), whole[:n]) for n in range(1, 16)), _error(whole, want)
+
+
+def _batch(start: int, device: torch.device) -> Batch:
+    """16 rows of one sequence; their tokens do not matter."""
+    at = torch.arange(start, start + 16, device=device)
+    return Batch(at, at, torch.zeros_like(at), (16,))
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,0 +1,70 @@
+"""Conversions of draft folders that are kept, so that a draft is converted once.
+
+An entry proves what it is: its name holds a digest of both sources with their sizes and times, and
+the file beside it the sha256 of its content. One that does not match is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from g4spec import __version__
+from g4spec.convert import provenance, sources
+from g4spec.convert.run import convert
+from g4spec.convert.unchanged import stamps
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF
+from g4spec.gguf.replacing import replacing
+from g4spec.gguf.writer import Progress
+
+
+def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
+           progress: Progress | None = None) -> tuple[Path, str]:  # fmt: skip
+    """The GGUF of a draft folder, and what to tell the user: it was in the folder, converted now,
+    or found in `cache_dir`.
+
+    A changed checkpoint is converted again: its key holds size and time of change of each file
+    beside `provenance.digest`, which reads samples only.
+    """
+    with sources.detect(source) as found:
+        if isinstance(found.source, GGUF) and found.dialect is None:
+            return found.path, f"{source} holds a GGUF: took {found.path.name}"
+        parts = [__version__, type, provenance.digest(found.source)]
+    with sources.detect(target, weights=False) as pair:
+        parts.append(provenance.digest(pair.source))
+    parts += [f"{path.name} {size} {time}" for path, (_, size, time) in stamps(source).items()]
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
+    there = out.exists()
+    if there and _whole(out):
+        return out, f"{source}: using its conversion {out}"
+    out.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    convert(source, out, target=target, type=type, progress=progress)
+    digest = _sha256(out).encode()
+    with replacing(_beside(out), len(digest)) as f:
+        f.write(digest)
+    again = "damaged in the cache, " if there else ""
+    return out, f"{source}: {again}converted into {out}"
+
+
+def _beside(out: Path) -> Path:
+    return out.with_name(out.name + ".sha256")
+
+
+def _whole(out: Path) -> bool:
+    """True if an entry opens and has the content that was written."""
+    try:
+        expected = _beside(out).read_bytes()
+        with GGUF(out):
+            return _sha256(out).encode() == expected
+    except (OSError, InputError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    sha = hashlib.sha256()
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 22):
+            sha.update(chunk)
+    return sha.hexdigest()

@@ -1,0 +1,113 @@
+"""Split models: a file in several parts, `NAME-00001-of-00003.gguf` and on, opened as one.
+
+All metadata is in the first part. Each part has a header of its own and says which one it is.
+Source: llama.cpp `tools/gguf-split`, `src/llama-model-loader.cpp`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from g4spec.errors import InputError
+
+NO, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
+KEYS = (NO, COUNT, TENSORS)
+MAX_PARTS = 0xFFFF
+_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def inside(folder: Path) -> str | None:
+    """What to tell who names a folder where its GGUF file is wanted; None if it has none."""
+    found = sorted(folder.glob("*.gguf"))
+    return f"name the file in it: {found[0]}" if found else None
+
+
+def name(stem: str, no: int, count: int) -> str:
+    """Name of part `no` (the first is 0) of `count`."""
+    return f"{stem}-{no + 1:05d}-of-{count:05d}.gguf"
+
+
+def whole(path: Path) -> Path | None:
+    """The path that a model is named after of which this is a part, by its name."""
+    found = _NAME.fullmatch(path.name)
+    return path.with_name(f"{found[1]}.gguf") if found else None
+
+
+def siblings(path: Path) -> list[Path]:
+    """The other parts of the model that a file is a part of, by its name, as far as they exist."""
+    found = _NAME.fullmatch(path.name)
+    names = [name(found[1], no, int(found[3])) for no in range(int(found[3]))] if found else []
+    others = [path.with_name(n) for n in names if n != path.name]
+    return [p for p in others if p.exists()]
+
+
+def firsts(paths: list[Path]) -> list[Path]:
+    """The paths without those that are, by their name, a later part of one of them."""
+    there = set(paths)
+    out = []
+    for path in paths:
+        found = _NAME.fullmatch(path.name)
+        if not found or path.with_name(name(found[1], 0, int(found[3]))) not in there - {path}:
+            out.append(path)
+    return out
+
+
+def paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
+    """All parts of the model whose first part is `path`, with metadata `keys`.
+
+    Raises InputError, naming the file, for a part other than the first, for a name that does not
+    fit and for a part that is missing.
+    """
+    count, no = (_number(path, keys, key) for key in (COUNT, NO))
+    if not 1 <= count <= MAX_PARTS:
+        raise InputError(f"{path}: {COUNT}", expected=f"1 to {MAX_PARTS}", found=count)
+    found = _NAME.fullmatch(path.name)
+    if not found or (int(found[2]), int(found[3])) != (no + 1, count):
+        raise InputError(f"{path}: the name of part {no + 1} of {count} of a split model",
+                         expected=name("NAME", no, count), found=path.name,
+                         fix="give the parts the names they were published with")  # fmt: skip
+    out = [path.with_name(name(found[1], i, count)) for i in range(count)]
+    missing = [p.name for p in out if not p.exists()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(f"{path}: part {missing[0]}{more} of this split model is missing",
+                         expected=f"{count} parts in one folder", found=count - len(missing),
+                         fix="download all parts")  # fmt: skip
+    if no:
+        raise InputError(f"{path}: part {no + 1} of {count} of a split model",
+                         fix=f"name the first part, {out[0]}")  # fmt: skip
+    return out
+
+
+def join(first: Any) -> None:
+    """Open the other parts of a split model; their tensors become tensors of `first`."""
+    if COUNT not in first or first[COUNT] in (0, 1):
+        return
+    for no, path in enumerate(paths(first.path, first)):
+        if not no:
+            continue
+        part = type(first)(path, joined=False)
+        first.parts.append(part)
+        for key, expected in ((NO, no), (COUNT, first[COUNT])):
+            if _number(path, part, key) != expected:
+                raise InputError(f"{path}: {key}", expected=expected, found=part[key],
+                                 fix="download the part again")  # fmt: skip
+        for tensor, info in part.tensors.items():
+            if tensor in first.tensors:
+                raise InputError(f"{path}: tensor {tensor!r} is in an earlier part too")
+            first.tensors[tensor] = replace(info, part=no)
+    expected = _number(first.path, first, TENSORS)
+    if len(first.tensors) != expected:
+        raise InputError(f"{first.path}: tensors of all parts", expected=expected,
+                         found=len(first.tensors), fix="download all parts again")  # fmt: skip
+
+
+def _number(path: Path, keys: Mapping[str, Any], key: str) -> int:
+    value = keys.get(key)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{path}: {key} of a split model", expected="a number", found=value)
+    return value

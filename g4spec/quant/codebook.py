@@ -1,0 +1,92 @@
+"""Codebooks of the IQ types: entries of 4 or 8 values, packed in `grids.bin`, and signs.
+
+`grids.bin` holds the entries of each row of `GRIDS`, one after the other; of each value its number
+in `values`, in 2 bits (4 where there are more than 4 values), the first in the lowest bits.
+Source: the tables `iq2xxs_grid` to `iq1s_grid` of ggml `ggml-common.h`, taken from gguf-py.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec.quant.format import Bytes, Floats
+
+GRIDS: dict[str, tuple[int, int, tuple[int, ...]]] = {
+    "iq2_xxs": (256, 8, (8, 25, 43)),
+    "iq2_xs": (512, 8, (8, 25, 43)),
+    "iq2_s": (1024, 8, (8, 25, 43)),
+    "iq3_xxs": (256, 4, (4, 12, 20, 28, 36, 44, 52, 62)),
+    "iq3_s": (512, 4, (1, 3, 5, 7, 9, 11, 13, 15)),
+    "iq1": (2048, 8, (-1, 0, 1)),
+}
+"""Name -> entries, values of an entry, and the values there are."""
+FILE = Path(__file__).with_name("grids.bin")
+LINEAR_4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
+                    np.float32)  # fmt: skip
+"""Values of the 4-bit codes of IQ4_NL and IQ4_XS. Source: ggml `kvalues_iq4nl`."""
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+"""Twice the values of the 4-bit floats of MXFP4 and NVFP4. Source: ggml `kvalues_mxfp4`."""
+DELTA = np.float32(0.125)
+"""Added to the values of IQ1 types, or taken from them."""
+
+
+@cache
+def _grids() -> dict[str, Floats]:
+    raw, found, at = np.fromfile(FILE, np.uint8), {}, 0
+    for name, (entries, size, values) in GRIDS.items():
+        bits = 2 if len(values) <= 4 else 4
+        n = entries * size * bits // 8
+        codes = raw[at : at + n, None] >> np.arange(0, 8, bits, dtype=np.uint8) & (1 << bits) - 1
+        found[name] = np.array(values, np.float32)[codes].reshape(entries, size)
+        at += n
+    assert at == len(raw), f"{FILE}: {len(raw)} bytes, not {at}"
+    return found
+
+
+def grid(name: str) -> Floats:
+    """Entries of a row of `GRIDS`, [entries, values of an entry]."""
+    return _grids()[name]
+
+
+@cache
+def _signs() -> Floats:
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    out: Floats = np.where(bits == 1, np.float32(-1), np.float32(1))
+    return out
+
+
+def signs(byte: Bytes) -> Floats:
+    """Factors 1 and -1 of the bits of each byte, [..., 8]; a bit that is set is a minus."""
+    out: Floats = _signs()[byte]
+    return out
+
+
+def even_signs(index: NDArray[np.integer]) -> Floats:
+    """Factors of 7-bit indices [..., 8]: the eighth sign makes the number of minuses even.
+
+    Source: ggml `ksigns_iq2xs`.
+    """
+    byte = index.astype(np.uint8)
+    odd = byte ^ byte >> 4
+    odd ^= odd >> 2
+    odd ^= odd >> 1
+    byte |= (odd & np.uint8(1)) << np.uint8(7)
+    return signs(byte)
+
+
+def nibbles(q: Bytes) -> Bytes:
+    """Both halves of bytes [..., m] as codes [..., 2 * m]: first all lower ones."""
+    return np.concatenate((q & 15, q >> 4), axis=-1)
+
+
+def spread(scale: Floats, values: Floats, factors: Floats | None = None) -> Floats:
+    """scale [n, ...] times values [n, ..., more], times `factors`, flat."""
+    out = values
+    out *= scale.reshape(*scale.shape, *[1] * (values.ndim - scale.ndim))
+    if factors is not None:
+        out *= factors
+    return out.reshape(-1)

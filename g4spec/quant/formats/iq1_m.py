@@ -1,0 +1,45 @@
+"""IQ1_M: 256 values in 16 groups of 16, each with a 3-bit scale; 1.75 bits a value.
+
+Layout: 32 bytes, the lower 8 bits of indices of codebook entries of 8 values; 16 bytes, two indices
+each: their upper 3 bits and the sign of DELTA; four words of 16 bits: four scales each, and on top
+4 bits of the half-precision d, the lowest first. A value is d * (1 + 2 * scale) * (entry +- DELTA).
+Source: ggml `block_iq1_m`.
+"""
+
+import numpy as np
+
+from g4spec.quant import codebook
+from g4spec.quant.format import Bytes, Factors, Floats, Format
+
+BLOCK = 256
+DTYPE = np.dtype([("q", "u1", (8, 4)), ("high", "u1", (8, 2)), ("scales", "<u2", 4)])
+_QUARTERS = np.arange(0, 16, 4, dtype=np.uint16)
+_PLACES = np.arange(0, 12, 3, dtype=np.uint16)
+F = np.float32
+
+
+def factor(words: np.ndarray[tuple[int, ...], np.dtype[np.uint16]]) -> Floats:
+    """d of blocks [n] from the upper 4 bits of their words [n, 4]."""
+    bits = np.bitwise_or.reduce(words >> 12 << _QUARTERS, axis=1)
+    out: Floats = bits.astype("<u2").view("<f2").astype(F)
+    return out
+
+
+def decode(raw: Bytes) -> Floats:
+    blocks = raw.view(DTYPE)
+    words = blocks["scales"]
+    high = np.stack((blocks["high"] & 15, blocks["high"] >> 4), axis=3).reshape(-1, 8, 4)
+    index = blocks["q"] | (high & 7).astype(np.uint16) << 8
+    scale = (2 * (words[..., None] >> _PLACES & 7) + 1).reshape(-1, 8, 2)
+    values = codebook.grid("iq1")[index]
+    values += np.where(high & 8, -codebook.DELTA, codebook.DELTA)[..., None]
+    return codebook.spread(factor(words)[:, None, None] * scale.astype(F),
+                           values.reshape(-1, 8, 2, 16))  # fmt: skip
+
+
+def _factors(blocks: Bytes) -> Floats:
+    return factor(np.ascontiguousarray(blocks).view(DTYPE)["scales"].reshape(-1, 4))[None]
+
+
+FORMAT = Format("iq1_m", 29, BLOCK, DTYPE.itemsize, 31, decode=decode, fallback="iq4_nl",
+                factors=Factors(_factors, 15 * 1.125))  # fmt: skip

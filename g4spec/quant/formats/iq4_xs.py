@@ -1,0 +1,50 @@
+"""IQ4_XS: 256 values in 8 groups of 32, each with a signed 6-bit scale; codes of a table, 4 bits.
+
+Layout: half-precision d, 16 bits with the upper two bits of each scale, 4 bytes with their lower
+four bits, two groups a byte, 16 bytes of codes a group as in IQ4_NL. A value is
+d * (scale - 32) * LINEAR_4[code].
+Source: ggml `block_iq4_xs`; how scales are found: `g4spec.quant.scaled`.
+"""
+
+import numpy as np
+
+from g4spec.quant import codebook, scaled
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant.formats import iq4_nl
+
+BLOCK, GROUPS, SIZE = 256, 8, 32
+DTYPE = np.dtype([("d", "<f2"), ("high", "<u2"), ("low", "u1", 4), ("q", "u1", (GROUPS, 16))])
+CODES = scaled.Codes(GROUPS, SIZE, iq4_nl.ENDS, -127, -32, 31, iq4_nl.CODES.round)
+_GROUP = np.arange(GROUPS, dtype=np.uint16)
+
+
+def encode(x: Floats) -> Bytes:
+    return in_batches(x, BLOCK * scaled.BATCH, _encode)
+
+
+def _encode(x: Floats) -> Bytes:
+    d, scale, value = scaled.fit(x, CODES)
+    whole = scaled.unpacked(scale, -32).T  # [n, groups]
+    out = np.empty(len(d), DTYPE)
+    out["d"] = d
+    out["low"] = whole[:, 0::2] & 15 | (whole[:, 1::2] & 15) << 4
+    out["high"] = np.bitwise_or.reduce((whole >> 4).astype(np.uint16) << 2 * _GROUP, axis=1)
+    out["q"] = iq4_nl.packed(value.transpose(2, 1, 0))
+    return out.view(np.uint8)
+
+
+def decode(raw: Bytes) -> Floats:
+    blocks = raw.view(DTYPE)
+    low = np.stack((blocks["low"] & 15, blocks["low"] >> 4), axis=2).reshape(-1, GROUPS)
+    scale = (blocks["high"][:, None] >> 2 * _GROUP & 3) << 4 | low
+    factor = blocks["d"].astype(np.float32)[:, None] * (scale.astype(np.float32) - np.float32(32))
+    return codebook.spread(factor, codebook.LINEAR_4[codebook.nibbles(blocks["q"])])
+
+
+def bound(x: Floats) -> Floats:
+    out: Floats = scaled.bound(x, CODES) * iq4_nl.WIDEST
+    return out
+
+
+FORMAT = Format("iq4_xs", 23, BLOCK, DTYPE.itemsize, 30, encode, decode, bound=bound,
+                fallback="iq4_nl", factors=Factors(halves(0), 32 * 127))  # fmt: skip

@@ -1,0 +1,44 @@
+"""NVFP4 as llama.cpp writes it: 64 4-bit floats (E2M1) in 4 groups of 16, each with an unsigned
+8-bit float (E4M3) as its scale.
+
+Layout: 4 bytes of scales, 8 bytes of codes a group: value j in the lower half of byte j, value
+j + 8 in the upper. A value is scale / 2 * E2M1[code], E2M1 holding twice the floats; the scale that
+would be NaN counts as 0. The scale of a whole tensor that other programs multiply by is not in it.
+Source: ggml `block_nvfp4`, `ggml_ue4m3_to_fp32`.
+"""
+
+import numpy as np
+
+from g4spec.quant import codebook
+from g4spec.quant.format import Bytes, Factors, Floats, Format
+
+BLOCK = 64
+DTYPE = np.dtype([("scale", "u1", 4), ("q", "u1", (4, 8))])
+
+
+def _halved() -> Floats:
+    """Half of each scale, by its byte: the sign bit does not count, but for the byte 127."""
+    code = np.arange(256)
+    exponent, fraction = code >> 3 & 15, code & 7
+    value = np.where(exponent == 0, fraction * 2.0**-9,
+                     (1 + fraction / 8) * 2.0 ** (exponent - 7.0))  # fmt: skip
+    value[127] = 0
+    return (value / 2).astype(np.float32)
+
+
+HALVED = _halved()
+
+
+def decode(raw: Bytes) -> Floats:
+    blocks = raw.view(DTYPE)
+    values = codebook.E2M1[codebook.nibbles(blocks["q"])]
+    return codebook.spread(HALVED[blocks["scale"]], values)
+
+
+def _factors(blocks: Bytes) -> Floats:
+    factors: Floats = HALVED[blocks[:, :4].T]
+    return factors
+
+
+FORMAT = Format("nvfp4", 40, BLOCK, DTYPE.itemsize, 39, decode=decode,
+                factors=Factors(_factors, 12))  # fmt: skip

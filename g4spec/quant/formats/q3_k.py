@@ -1,0 +1,69 @@
+"""Q3_K: 256 values in 16 groups of 16, each with a signed 6-bit scale; 3 bits a value.
+
+Layout: 32 bytes, bit g of byte l the upper bit of value l + 32 g; 64 bytes of lower two bits: of
+each half of 128 values, value l + 32 k in bits 2 k and 2 k + 1 of byte l; 12 bytes of scales;
+half-precision d. A value is d * (scale - 32) * (code - 4). Of the scales, byte l of the first 8 has
+the lower four bits of scale l and, above them, of scale l + 8; byte l of the last 4 the upper two
+bits of scales l, l + 4, l + 8 and l + 12.
+Source: ggml `block_q3_K`; how scales are found: `g4spec.quant.scaled`.
+"""
+
+import numpy as np
+
+from g4spec.quant import scaled
+from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+
+BLOCK, GROUPS, SIZE = 256, 16, 16
+ENDS = (-2.6, -2.9, -3.2, -3.5, -3.8, -4.1, -4.4, -4.7, -5.0)
+CODES = scaled.Codes(GROUPS, SIZE, ENDS, -4, -32, 31, scaled.linear(-4, 3))
+F = np.float32
+DTYPE = np.dtype([("high", "u1", 32), ("low", "u1", (2, 32)), ("scales", "u1", 12), ("d", "<f2")])
+_GROUP = np.arange(8, dtype=np.uint8)[:, None]
+_PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+
+
+def encode(x: Floats) -> Bytes:
+    return in_batches(x, BLOCK * scaled.BATCH, _encode)
+
+
+def _encode(x: Floats) -> Bytes:
+    d, scale, value = scaled.fit(x, CODES)
+    code = scaled.unpacked(value, -4).transpose(2, 1, 0).reshape(-1, 2, 4, 32)
+    out = np.empty(len(d), DTYPE)
+    out["d"], out["scales"] = d, pack_scales(scaled.unpacked(scale, -32).T)
+    out["low"] = np.bitwise_or.reduce((code & 3) << _PLACES, axis=2)
+    out["high"] = np.bitwise_or.reduce((code >> 2).reshape(-1, 8, 32) << _GROUP, axis=1)
+    return out.view(np.uint8)
+
+
+def pack_scales(scale: Bytes) -> Bytes:
+    """Scales [n, 16], below 64 -> bytes [n, 12]."""
+    high = np.bitwise_or.reduce((scale >> 4).reshape(-1, 4, 4) << _PLACES, axis=1)
+    return np.concatenate((scale[:, :8] & 15 | (scale[:, 8:] & 15) << 4, high), axis=1)
+
+
+def unpack_scales(packed: Bytes) -> Bytes:
+    """Bytes [n, 12] -> scales [n, 16], below 64."""
+    low, high = packed[:, :8], packed[:, 8:, None].transpose(0, 2, 1) >> _PLACES & 3
+    out: Bytes = np.concatenate((low & 15, low >> 4), axis=1) | high.reshape(-1, GROUPS) << 4
+    return out
+
+
+def decode(raw: Bytes) -> Floats:
+    """In the order of operations of ggml's `dequantize_row_q3_K`."""
+    blocks = raw.view(DTYPE)
+    code = blocks["low"][:, :, None] >> _PLACES & 3  # [n, 2, 4, 32]
+    code |= (blocks["high"][:, None] >> _GROUP & 1).reshape(code.shape) << 2
+    out = code.reshape(-1, GROUPS, SIZE).astype(F)
+    out -= F(4)
+    scale = unpack_scales(blocks["scales"]).astype(F) - F(32)
+    out *= (blocks["d"].astype(F)[:, None] * scale)[:, :, None]
+    return out.reshape(-1)
+
+
+def bound(x: Floats) -> Floats:
+    return scaled.bound(x, CODES)
+
+
+FORMAT = Format("q3_k", 11, BLOCK, DTYPE.itemsize, 11, encode, decode, bound=bound, fallback="q4_0",
+                factors=Factors(halves(108), 32 * 4))  # fmt: skip

@@ -1,0 +1,126 @@
+"""An NVIDIA GPU: what loads, allocates and runs. What computes is `cuda.ops`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from g4spec.core import MAX_STEP_ROWS, CacheShape
+from g4spec.ops.kv import Space
+from g4spec.runtime.cuda import gpu_memory
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.prefill.reader import Reader
+from g4spec.runtime.cuda.step.sampler import CudaSampler
+from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights.loading import Uploader
+from g4spec.runtime.cuda.weights.matrix import Matrix
+
+if TYPE_CHECKING:
+    from g4spec.core import Draft, Runner, StepRows
+    from g4spec.gguf import GGUF
+    from g4spec.ops.sampling import Sampler
+    from g4spec.runtime.target import Target
+
+ALONE = 2
+"""Slots up to which batches are never filled up: recorded steps have 1, 2, 4, ... sequences."""
+
+
+def spare_slots(n_slots: int) -> int:
+    """Slots behind the sequences' own: one for whatever fills a recorded batch up."""
+    return 1 if n_slots > ALONE else 0
+
+
+class CudaBackend:
+    """A GPU (`g4spec.core.Backend`).
+
+    Args:
+        device: number of the GPU, or its name.
+        cache_type: how keys and values are stored.
+        portable: do with the kernels for GPUs before sm_80.
+    """
+
+    name = "cuda"
+    padded = True
+
+    def __init__(
+        self, device: int | str = 0, cache_type: Kind = "f16", portable: bool = False
+    ) -> None:
+        number = isinstance(device, int)
+        self.device = torch.device("cuda", int(device)) if number else torch.device(device)
+        self.cache_type = cache_type
+        self.enter()
+        gpu_memory.join_free(self.device.index or 0)
+        self.ops = CudaOps(str(self.device), portable)
+        self.title = self.ops.title
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        self.chunk = gpu_memory.chunk(total)
+        self._upload: Uploader | None = None
+        self._reader: Reader | None = None
+
+    @property
+    def budget(self) -> gpu_memory.Card:
+        """Bytes on the GPU."""
+        return gpu_memory.Card(self.device, self.cache_type, self.ops.portable)
+
+    def enter(self) -> None:
+        """Make the GPU the current one of the calling thread: kernels, graphs and events are of
+        the current one."""
+        torch.cuda.set_device(self.device)
+
+    def load(self, file: GGUF, name: str) -> Any:
+        """Vectors, F32 and index tensors as numbers; other matrices as `Matrix`."""
+        info, ops = file.tensors[name], self.ops
+        form = info.format
+        if len(info.shape) < 2 or form.integer or form.name in ("f32", "f64"):
+            return ops.array(file.array(name))
+        plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
+        columns, rows_ = info.shape[-1], info.shape[-2]
+        if plain is None and (why := packing.unpackable(form.name, columns, ops.portable)):
+            ops.without_kernel.add(why)
+            return ops.array(file.array(name))
+        self._upload = self._upload or Uploader(self.device)
+        width = columns * 2 if plain else form.row_bytes(columns)
+        raw = self._upload(file.raw(name)).view(-1, width)
+        return Matrix("" if plain else form.name, raw.view(plain) if plain else raw, rows_, columns,
+                      len(raw) // rows_, keeps=ops.portable)  # fmt: skip
+
+    def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:
+        """Slots and pages. Behind the table's rows of the slots is that of a spare slot, where
+        recorded batches may be filled up: all its positions are in the spare page."""
+        space = Space(n_slots, n_ctx, n_pages, self.device)
+        spare = space.table.new_zeros(spare_slots(n_slots), space.table.shape[1])
+        space.table = torch.cat([space.table, spare])
+        return space
+
+    def slack(self, chunk: int) -> int:
+        """Rows of a step and of a draft's block behind it; prompts go around the rings."""
+        return 2 * MAX_STEP_ROWS
+
+    def cache(self, shape: CacheShape, space: Space, slack: int) -> CudaKV:
+        """An empty cache of one layer."""
+        return CudaKV(shape, space, slack, self.cache_type)
+
+    def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
+        """Run prompt tokens; see `g4spec.core.Backend`."""
+        if self._reader is None or self._reader.target is not target:
+            self._reader = Reader(self, target)
+        return self._reader.read(slot, ids, start)
+
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft the rows that `read` returned."""
+        assert self._reader is not None
+        self._reader.commit(draft, rows)
+
+    def sampler(self, sampler: Sampler) -> CudaSampler:
+        """What chooses tokens from raw logits [V] on the GPU."""
+        return CudaSampler(sampler, self.device)
+
+    def runners(self, target: Target, draft: Draft | None) -> Sequence[Runner]:
+        """Recorded cycles, and cycles in parts for what cannot be recorded."""
+        from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+        from g4spec.runtime.runner import EagerRunner
+
+        return [GraphRunner(target, draft), EagerRunner(target, draft)]

@@ -1,0 +1,140 @@
+"""The op vocabulary for what drafts make of prompts: rows of one prompt block.
+
+Whatever has a shape computes PROMPT_BLOCK rows, the missing ones zero, so that a row's bits depend
+on no other row. Rows between ops are float32 numbers; matrices are dequantized for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from g4spec.core import PROMPT_BLOCK, Batch
+from g4spec.ops.reference import Ops
+from g4spec.ops.weights import Attention
+from g4spec.runtime.cuda.cache.heads import Heads
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.portable.products import numbers
+from g4spec.runtime.cuda.step import packed_rows
+from g4spec.runtime.cuda.step.packed_rows import MOST
+from g4spec.runtime.cuda.weights.dequant import plain
+from g4spec.runtime.cuda.weights.matrix import Matrix, join
+
+LARGEST = 512.0
+"""Rows in half precision are divided by a power of two that brings their values below this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Products y [T, heads * D] of queries, keys and values, whose heads are yet to be normed and
+    rotated."""
+
+    heads: Heads
+    y: torch.Tensor
+
+
+class DraftOps(CudaOps):
+    """`Ops` for at most PROMPT_BLOCK rows of one sequence. `ops`: of steps, with the same
+    weights."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        vars(self).update(vars(ops))
+
+    def linear(self, x: torch.Tensor, weight: Any, *, parts: bool = False) -> torch.Tensor:
+        matrix, n = plain(weight.alone) if isinstance(weight, Matrix) else weight, len(x)
+        x = _block(x)
+        if matrix.dtype is torch.float32:
+            return torch.mm(x, matrix.t())[:n]
+        if matrix.dtype is torch.bfloat16:
+            matrix = matrix.to(torch.float16)
+        exponent = torch.frexp(x.abs().amax(dim=1, keepdim=True) / LARGEST).exponent.clamp(min=0)
+        scale = torch.ldexp(torch.ones_like(x[:, :1]), exponent)
+        y = torch.mm((x / scale).to(torch.float16), matrix.t(), out_dtype=torch.float32)
+        return y.mul_(scale)[:n]
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        if x.shape[-1] % 4 or x.dim() != 2:
+            return Ops.rms_norm(self, x, weight, eps)
+        return packed_rows.rms_norm(_block(x), weight, eps)[: len(x)]
+
+    def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
+        return self.rms_norm(x, weight, eps)
+
+    def norm_residual_norm(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        following: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+        *,
+        numbers: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        return Ops.norm_residual_norm(self, h, x, weight, eps, following, scale)
+
+    def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
+        """See `Ops.qkv`; with queries nothing is appended before `attend`, which goes tile by
+        tile, so that a ring needs no more room than for steps."""
+        weights = [w for w in (a.q, a.k, a.v) if w is not None]
+        if all(isinstance(w, Matrix) for w in weights):
+            join(weights)  # as steps read them
+        weights = weights if queries else weights[1:]
+        y = torch.cat([self.linear(h, w) for w in weights], dim=1)
+        if queries:
+            return Unfinished(Heads.of(a), y)
+        rows = slice(0 if kv.paged else max(0, len(batch) - kv.capacity), len(batch))
+        return Heads.of(a, queries=False)(y[rows], _part(batch, rows), kv)
+
+    def keys_values(
+        self, h: Any, layers: Sequence[Attention], batch: Batch, kvs: Sequence[Any]
+    ) -> None:
+        self._context(layers, kvs)
+        Ops.keys_values(self, h, layers, batch, kvs)
+
+    def attend(
+        self,
+        q: Any,
+        kv: Any,
+        batch: Batch,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """See `Ops.attend`: 16 rows at a time, as in a step."""
+        assert isinstance(q, Unfinished)
+        out = []
+        for at in range(0, len(batch), MOST):
+            rows = slice(at, at + MOST)
+            tile = _part(batch, rows)
+            turned = q.heads(q.y[rows], tile, kv)
+            out.append(numbers(super().attend(turned, kv, tile, first[rows], last[rows], scale)))
+        return torch.cat(out)
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        gate: Any,
+        up: Any,
+        down: Any,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        parts: bool = False,
+    ) -> torch.Tensor:
+        return Ops.gated(self, x, gate, up, down, activation, parts=parts)
+
+
+def _part(batch: Batch, rows: slice) -> Batch:
+    """These rows of one sequence."""
+    ids = batch.ids[rows]
+    return Batch(ids, batch.positions[rows], batch.slots[rows], (len(ids),))
+
+
+def _block(x: torch.Tensor) -> torch.Tensor:
+    """Rows x [T, N] and zeros up to a whole block."""
+    assert len(x) <= PROMPT_BLOCK, len(x)
+    missing = PROMPT_BLOCK - len(x)
+    return torch.cat([x, x.new_zeros(missing, x.shape[1])]) if missing else x

@@ -1,0 +1,365 @@
+"""The op vocabulary for prompts: chunks of whole prompt blocks, of one sequence.
+
+The same forward pass is computed as in steps, in half precision with float32 sums, on matrices
+that are dequantized when their turn comes; nothing here has to give the bits of a step. The
+residual and what norms read stay float32. What could leave half precision's range is divided by a
+power of two, which loses nothing: projections by 16 (norms and gelu take it back), the
+feed-forward's inner values by 64, and residuals that are multiplied as they are (per-layer
+embeddings) by one of each row.
+
+The bits of a row depend on nothing but the tokens up to the end of its block (design decision 9):
+matrices are dequantized once a chunk, but multiplied with one block after another (`Products`),
+attention goes by absolute position (`prefill_attention`), and experts give a row what they would
+give it in any company (`prefill_experts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4spec.core import PROMPT_BLOCK, Batch, Reach
+from g4spec.models.gemma4_config import Config
+from g4spec.ops import weights as op
+from g4spec.ops.reference import Spans
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.ops import CudaOps
+from g4spec.runtime.cuda.prefill import prefill_attention
+from g4spec.runtime.cuda.prefill.buffers import allocate
+from g4spec.runtime.cuda.prefill.plan import kind_of, most_rows, shared, ways
+from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
+from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
+from g4spec.runtime.cuda.step import packed_rows
+from g4spec.runtime.cuda.weights.dequant import Products, Weight
+from g4spec.runtime.cuda.weights.matrix import Matrix, below, in_turns, join
+
+PROJECTED = 2.0**-4
+"""What projections are multiplied with, to fit half precision."""
+
+HIDDEN = 2.0**-6
+"""What gelu(gate) * up is multiplied with, for the same reason."""
+
+STILL = 1e-20
+"""Radians a position up to which a pair does not turn."""
+
+_INT, _FLOAT = np.int32, np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Rows [T, N] between two ops, in a buffer that a later op writes again.
+
+    Attributes:
+        values: float16, what a product reads; or float32, what it gave.
+        factor: `values` are the numbers that are meant, times this.
+    """
+
+    values: torch.Tensor
+    factor: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """Queries that were laid out for attention, `heads` of them a row."""
+
+    on: prefill_attention.Attention
+    heads: int
+
+
+class LongOps(CudaOps):
+    """`Ops` for chunks (`Chunk`) of a Gemma 4 target.
+
+    The residual is updated in place; `keep` copies it. Ops that Gemma's targets do not use are
+    those of steps.
+
+    Args:
+        ops: of steps; weights are packed once, for both.
+        config: of the target.
+        chunk: most rows of a call, a multiple of PROMPT_BLOCK.
+        n_ctx: positions a sequence may have.
+    """
+
+    _normed: torch.Tensor  # [T, H] float16: what the next product reads
+    _sums: torch.Tensor  # [T, H] float32: what a sublayer gives
+    _wide: torch.Tensor  # float16: queries, keys and values; or gates and ups
+    _inner: torch.Tensor  # float16: attention; or the feed-forward's inner values
+    _scratch: torch.Tensor  # float16: a matrix
+
+    def __init__(self, ops: CudaOps, config: Config, chunk: int, n_ctx: int) -> None:
+        vars(self).update(vars(ops))
+        self._config, most = config, most_rows(chunk, n_ctx)
+        self._arch = "" if ops.portable else launch.arch(self.device.index)
+        self._ways = {kind: way(spec, most, n_ctx, self.device)
+                      for kind, (spec, way) in ways(config, self._arch).items()}  # fmt: skip
+        self._experts, first = None, config.layers[0]
+        if first.n_expert:
+            self._experts = Experts(first, config.n_embd, most, self.device, self._arch)
+            if not self._experts.grouped:
+                self.without_kernel.add("experts of prompts, one by one")
+        for name, buffer in allocate(shared(config, most), self.device).items():
+            setattr(self, name, buffer)
+        self.products = Products(self._scratch, PROMPT_BLOCK)
+        self._freqs: dict[tuple[float, int, torch.Tensor | None], torch.Tensor] = {}
+        self._turning: dict[torch.Tensor, torch.Tensor] = {}
+        self._turned: tuple[Chunk, dict[torch.Tensor, torch.Tensor]] | None = None
+
+    # ---- around layers
+
+    def rope_freqs(
+        self, base: float, head_dim: int, divisors: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Ops.rope_freqs`; layers alike share one tensor, by which `_turns` knows them."""
+        key = base, head_dim, divisors
+        if key not in self._freqs:
+            self._freqs[key] = super().rope_freqs(*key)
+        return self._freqs[key]
+
+    def spans(self, batch: Batch, reaches: Iterable[Reach]) -> Spans:
+        """See `Ops.spans`. Attention goes by the window of each layer's cache."""
+        own, out = batch.positions, {}
+        for reach in reaches:
+            assert not (reach.from_first or reach.to_last), reach
+            first = own * 0 if reach.back is None else (own - reach.back).clamp(min=0)
+            out[reach] = first, own
+        return out
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    def linear(self, x: Any, weight: Any, *, parts: bool = False) -> Any:
+        """See `Ops.linear`: of `Scaled` rows -> `Scaled`, which the next call overwrites; of the
+        residual [T, H] -> float32 [T, N]."""
+        if isinstance(x, Scaled):
+            assert parts, "only norm_residual_norm reads scaled rows"
+            return self._down(x, weight)
+        rows, powers = self._halves(x)
+        out = torch.empty(len(x), weight.shape[0], device=self.device)
+        self.products.floats(rows, [_weight(weight)], out)
+        return out.mul_(powers[:, None])
+
+    # ---- sublayers
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return packed_rows.rms_norm(x, weight, eps)
+
+    def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Scaled:
+        self._kernel("norm", len(x), x, weight, self._normed, _FLOAT(eps))
+        return Scaled(self._normed[: len(x)])
+
+    def norm_residual_norm(
+        self,
+        h: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        following: torch.Tensor | None,
+        scale: torch.Tensor | None = None,
+        *,
+        numbers: bool = False,
+    ) -> tuple[torch.Tensor, Any]:
+        assert isinstance(h, Scaled) and weight is not None, type(h)
+        rows = None if following is None or numbers else self._normed
+        self._kernel("add_norm", len(x), h.values, x, weight, scale,
+                     None if rows is None else following, rows, _FLOAT(1 / h.factor),
+                     _FLOAT(eps))  # fmt: skip
+        if rows is not None:
+            return x, Scaled(rows[: len(x)])
+        return x, None if following is None else self.rms_norm(x, following, eps)
+
+    def qkv(
+        self, h: Any, a: op.Attention, batch: Batch, kv: Any, *, queries: bool = True
+    ) -> Any:
+        assert isinstance(h, Scaled) and isinstance(batch, Chunk) and queries
+        assert a.q_norm is not None and a.v_norm and not a.pairs, a
+        n_head = a.q.shape[0] // a.head_dim
+        on = self._ways[kind_of(kv.window, n_head, kv.n_kv, kv.head_dim, kv.turning)]
+        weights = _below([w for w in (a.q, a.k, a.v) if w is not None])
+        x = self._view(self._wide, len(h), sum(w.rows for w in weights))
+        self.products.halves(h.values, weights, x, PROJECTED)
+        norms = HeadWeights(a.q_norm, a.k_norm if a.k is not None else None, a.v is not None,
+                            a.eps * PROJECTED**2)  # fmt: skip
+        on.prepare(x, norms, self._turns(a.freqs, batch), kv, batch)
+        return Queries(on, n_head)
+
+    def attend(
+        self,
+        q: Any,
+        kv: Any,
+        batch: Batch,
+        first: torch.Tensor,
+        last: torch.Tensor,
+        scale: float,
+    ) -> Any:
+        assert isinstance(q, Queries) and isinstance(batch, Chunk) and scale == 1.0, scale
+        out = self._view(self._inner, len(batch), q.heads * kv.head_dim)
+        q.on.attend(out, batch.start)
+        return Scaled(out)
+
+    def gated(
+        self,
+        x: Any,
+        gate: Any,
+        up: Any,
+        down: Any,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        parts: bool = False,
+    ) -> Any:
+        assert isinstance(x, Scaled) and parts and activation == self.gelu_tanh
+        n, width = len(x), gate.shape[0]
+        pair, both = self._pair(gate, up), self._view(self._wide, n, 2 * width)
+        self.products.halves(x.values, pair, both, PROJECTED)
+        inner = self._view(self._inner, n, width)
+        halves = "false" if len(pair) == 1 else "true"
+        launch.kernel("prefill.cu", f"gated<Half, {halves}>")(
+            (n, -(-width // 2048)), 256, both, inner, _INT(width), _FLOAT(1 / PROJECTED),
+            _FLOAT(HIDDEN), pdl=False,
+        )  # fmt: skip
+        return self._down(Scaled(inner, HIDDEN), down)
+
+    def modulated(
+        self,
+        x: Any,
+        gate: Any,
+        by: torch.Tensor,
+        down: Any,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Any:
+        assert activation == self.gelu_tanh
+        rows, powers = self._halves(x)
+        n, width = len(x), gate.shape[0]
+        gates = x.new_empty(n, width)
+        self.products.floats(rows, [_weight(gate)], gates)
+        told = self._view(self._inner, n, width)
+        launch.kernel("prefill.cu", "modulated")(
+            (n, -(-width // 256)), 256, gates, powers, launch.Strided(by),
+            np.int64(by.stride(0)), told, _INT(width), pdl=False,
+        )  # fmt: skip
+        return self._down(Scaled(told), down)
+
+    def expert_layer(
+        self,
+        h: Any,
+        x: torch.Tensor,
+        e: op.ExpertLayer,
+        following: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Any]:
+        on, n, eps = self._experts, len(x), _FLOAT(e.eps)
+        assert on is not None and isinstance(h, Scaled) and h.factor == 1.0
+        self._kernel("add_norm_experts", n, h.values, x, e.post_attention, e.ffn_norm, self._normed,
+                     e.expert_norm, on.rows, e.router_norm, on.routed,
+                     _FLOAT(x.shape[1] ** -0.5), eps)  # fmt: skip
+        dense = self.gated(Scaled(self._normed[:n]), e.gate, e.up, e.down, self.gelu_tanh,
+                           parts=True)  # fmt: skip
+        y = on(_stacks(e), e.router, e.gains, self.products, n)
+        rows = None if following is None else self._normed
+        self._kernel("add_experts", n, dense.values, y, on.places, on.weights, _INT(e.n_used), x,
+                     e.post_dense, e.post_experts, e.post, scale, following, rows,
+                     _FLOAT(1 / dense.factor), eps)  # fmt: skip
+        return x, None if rows is None else Scaled(rows[:n])
+
+    # ---- inside
+
+    def _down(self, x: Scaled, weight: Any) -> Scaled:
+        """Rows times a matrix [H, N], as what a sublayer gives."""
+        out = self._sums[: len(x)]
+        self.products.floats(x.values, [_weight(weight)], out)
+        return Scaled(out, x.factor)
+
+    def _halves(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual [T, H] as a product reads it, and what each row of the product is to be
+        multiplied with, [T]."""
+        powers = x.new_empty(len(x))
+        self._kernel("convert", len(x), x, self._normed, powers)
+        return self._normed[: len(x)], powers
+
+    def _pair(self, gate: Any, up: Any) -> Sequence[Weight]:
+        """Gates and ups as one matrix in turns of 16 rows, or as two."""
+        if isinstance(gate, Matrix) and isinstance(up, Matrix):
+            return self.pairs(gate, up)
+        return [_weight(gate), _weight(up)]
+
+    def _turns(self, freqs: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        """Cosines and sines [T, pairs, 2] of the pairs that turn."""
+        if self._turned is None or self._turned[0] is not chunk:
+            self._turned = chunk, {}
+        made = self._turned[1]
+        if freqs not in made:
+            if freqs not in self._turning:
+                self._turning[freqs] = turning(freqs)
+            angle = chunk.positions.to(torch.float32)[:, None] * self._turning[freqs]
+            made[freqs] = torch.stack((angle.cos(), angle.sin()), dim=-1)
+        return made[freqs]
+
+    def _kernel(self, name: str, count: int, *args: Any) -> None:
+        """One of prefill.cu that takes a row a block."""
+        instance, threads = row_kernel(name, self._config.n_embd)
+        launch.kernel("prefill.cu", instance)(count, threads, *args, pdl=False)
+
+    @staticmethod
+    def _view(buffer: torch.Tensor, count: int, width: int) -> torch.Tensor:
+        return buffer[: count * width].view(count, width)
+
+
+def _weight(x: Any) -> Weight:
+    """A matrix, or a stack of them, as it lies in memory."""
+    if isinstance(x, Matrix):
+        return x.alone
+    return Weight("", x, x.shape[-2], x.shape[-1], x.shape[0] if x.dim() == 3 else 1)
+
+
+def _below(matrices: Sequence[Any]) -> list[Weight]:
+    """Matrices below each other, as few as how they lie allows."""
+    if not all(isinstance(m, Matrix) for m in matrices):
+        return [_weight(m) for m in matrices]
+    join(matrices)
+    return below(matrices)
+
+
+def _stacks(e: op.ExpertLayer) -> Stacks:
+    """The experts' matrices, packed for both vocabularies when they are first asked for."""
+    stacks = [w for w in (e.gate_exps, e.up_exps) if w is not None]
+    turned = None
+    if all(isinstance(stack, Matrix) for stack in stacks):
+        turned = in_turns(e.gate_exps, e.up_exps)
+    parts = [_weight(stack) for stack in stacks] if turned is None else [turned]
+    return Stacks(parts, _weight(e.down_exps), interleaved=turned is not None)
+
+
+def row_kernel(name: str, width: int) -> tuple[str, int]:
+    """Instance and threads of a kernel of prefill.cu that takes a row of `width` a block: the
+    shape that wastes least, with about six warps."""
+    quads = width // 4
+    assert width % 4 == 0, width
+    shapes = [(warps, -(-quads // (32 * warps))) for warps in range(1, 33)]
+    warps, _ = min((s for s in shapes if s[1] <= 8),
+                   key=lambda s: (s[0] * s[1] * 32 - quads, abs(s[0] - 6)))  # fmt: skip
+    return f"{name}<{width}, {warps}>", 32 * warps
+
+
+def turning(freqs: torch.Tensor) -> torch.Tensor:
+    """The leading pairs that turn."""
+    count = int((freqs > STILL).sum())
+    assert bool((freqs[:count] > STILL).all()), "pairs that turn come first"
+    return freqs[:count].contiguous()
+
+
+# What the targets launch: hidden size, and experts with how many a token visits.
+UNITS = [
+    Unit("prefill.cu", (
+        "modulated",
+        *(f"gated<{t}, {turns}>" for t in ("Half", "Bfloat") for turns in ("false", "true")),
+        *(row_kernel(name, width)[0] for width in (5376, 3840, 2816, 2560, 1536)
+          for name in ("norm", "add_norm", "convert", "add_norm_experts", "add_experts")),
+    ), max_registers=96),
+    Unit("prefill_experts.cu", ("order", "route<128, 8>", "gather<2816>"), max_registers=64),
+]  # fmt: skip

@@ -1,0 +1,67 @@
+"""What reading prompts takes of a GPU's memory, known before anything is made."""
+
+from __future__ import annotations
+
+import torch
+
+from g4spec.core import PROMPT_BLOCK
+from g4spec.models.gemma4_config import Config
+from g4spec.models.spec import LayerSpec
+from g4spec.runtime.cuda.cache.cuda_kv import TURNING, shares
+from g4spec.runtime.cuda.prefill import prefill_attention
+from g4spec.runtime.cuda.prefill.buffers import Shapes, nbytes
+from g4spec.runtime.cuda.prefill.prefill_attention import padded
+from g4spec.runtime.cuda.prefill.prefill_experts import Experts
+
+Kind = tuple[int, ...]
+
+
+def kind_of(window: int | None, n_head: int, n_kv: int, head_dim: int, turning: int) -> Kind:
+    """Layers alike in this share their buffers of queries, keys and values."""
+    return window or 0, n_head, n_kv, head_dim, turning
+
+
+def ways(
+    config: Config, arch: str
+) -> dict[Kind, tuple[LayerSpec, type[prefill_attention.Attention]]]:
+    """A layer of each kind that has keys, and how it attends on `arch` ("": on any)."""
+    out = {}
+    for s in config.layers:
+        if s.kv_from is None:
+            turning = TURNING if s.v_from_k and shares(s.head_dim, s.rotary_pairs) else 0
+            way = prefill_attention.kind(s.head_dim, turning, arch)
+            out[kind_of(s.window, s.n_head, s.n_kv, s.head_dim, turning)] = s, way
+    return out
+
+
+def most_rows(chunk: int, n_ctx: int) -> int:
+    """Rows of the longest chunk of a context, padding included."""
+    return padded(min(chunk, n_ctx), PROMPT_BLOCK)
+
+
+def shared(config: Config, rows: int) -> Shapes:
+    """What all layers use in turn."""
+    h, layers, half = config.n_embd, config.layers, torch.float16
+    wide = max(max(s.n_ff * 2, (s.n_head + 2 * s.n_kv) * s.head_dim) for s in layers)
+    inner = max(max(s.n_ff, s.n_head * s.head_dim, s.n_ple) for s in layers)
+    largest = max(wide, len(layers) * config.n_ple,
+                  *(max(s.n_expert * s.n_ff_expert * 2, s.n_ple) for s in layers)) * h
+    return {"_normed": ((rows, h), half), "_sums": ((rows, h), torch.float32),
+            "_wide": ((rows * wide,), half), "_inner": ((rows * inner,), half),
+            "_scratch": ((largest,), half)}  # fmt: skip
+
+
+def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, int]:
+    """Bytes that `LongOps` keeps beside weights and caches, and bytes that a pass takes for
+    a moment beside residual and taps (cuBLAS's own workspace not counted)."""
+    first, rows = config.layers[0], most_rows(chunk, n_ctx)
+    kept = nbytes(shared(config, rows)) + sum(
+        nbytes(way.buffers(spec, rows, n_ctx)) for spec, way in ways(config, arch).values()
+    )
+    pairs = {s.window is None: s.rotary_pairs for s in config.layers}
+    passing = rows * 4 * (first.n_ple + sum(2 * count for count in pairs.values()))
+    passing += nbytes({"wide": shared(config, rows)["_wide"]})  # see Products.in_runs
+    if first.n_expert:
+        kept += nbytes(Experts.buffers(first, config.n_embd, rows, arch))
+        passing += Experts.passing(first, config.n_embd, rows, arch)
+    return kept, passing

@@ -1,0 +1,135 @@
+"""How prompts are read: in chunks of whole blocks, where kernels take the model's shape."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Batch, Draft, StepRows
+from g4spec.errors import InputError
+from g4spec.models.drafter import WeightedDrafter
+from g4spec.models.gemma4 import Model
+from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
+from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
+from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps
+from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
+from g4spec.runtime.cuda.weights.matrix import Matrix
+
+if TYPE_CHECKING:
+    from g4spec.core import Backend
+    from g4spec.runtime.cuda.ops import CudaOps
+    from g4spec.runtime.target import Target
+
+LONG_HEADS = (256, 512)
+"""Head sizes of targets that are read in chunks."""
+
+PADDING = 0
+"""Token of the rows behind a prompt's last."""
+
+
+class Reader:
+    """Reads prompts of a target. The buffers of long chunks are made when the first one comes.
+
+    Args:
+        backend: its `ops` compute steps.
+        target: read with its `model`, `caches` and `taps`, at most `chunk` rows a call.
+    """
+
+    def __init__(self, backend: Backend, target: Target) -> None:
+        self._ops: CudaOps = backend.ops
+        self.target = target
+        self._long: Model | None = None
+        self._draft: tuple[Draft, Draft, int] | None = None
+        model, caches = target.model, target.caches
+        self._fits = all(s.head_dim in LONG_HEADS for s in model.config.layers)
+        for spec, freqs in zip(model.config.layers, model.freqs, strict=True):
+            if spec.kv_from is None and caches[spec.index].turning:
+                _check_turning(spec.index, freqs, caches[spec.index].turning)
+
+    def read(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
+        """Run prompt tokens at positions start, start + 1, ..., appending to the slot's caches.
+
+        Args:
+            ids: at most `chunk` of them. start: a multiple of PROMPT_BLOCK.
+        """
+        assert 0 < len(ids) <= self.target.chunk and start % PROMPT_BLOCK == 0, (len(ids), start)
+        if not self._fits:
+            return self._in_steps(slot, ids, start)
+        self._long = self._long or self._made()
+        count, rows = len(ids), padded(len(ids), PROMPT_BLOCK)
+        padding = [PADDING] * (rows - count)
+        batch = self._batch(slot, [*ids, *padding], start)
+        chunk = Chunk(batch.ids, batch.positions, batch.slots, batch.sizes, slot, start, count)
+        read = self._forward(self._long, chunk)
+        return read if rows == count else read.rows(0, count, (count,))
+
+    def commit(self, draft: Draft, rows: StepRows) -> None:
+        """Give a draft what `read` returned: block by block, or as in steps where kernels do not
+        take its heads."""
+        if self._draft is None or self._draft[0] is not draft:
+            self._draft = draft, *_for_prompts(draft, self._ops)
+        _, long, size = self._draft
+        count = len(rows.batch)
+        for at in range(0, count, size):
+            n = min(size, count - at)
+            long.commit(rows.rows(at, at + n, (n,)), self._ops.ids([n - 1]))
+
+    def _made(self) -> Model:
+        """The target's forward pass in the vocabulary of chunks."""
+        target = self.target
+        if isinstance(target.model.table, Matrix):
+            _ = target.model.table.alone  # packed before buffers take the room for it
+        long = LongOps(self._ops, target.config, target.chunk, target.n_ctx)
+        return Model(target.config, target.model.w, long)
+
+    def _in_steps(self, slot: int, ids: Sequence[int], start: int) -> StepRows:
+        """16 rows at a time, as a step is computed."""
+        self._ops.without_kernel.add("prompts in long chunks")
+        parts = [
+            self._forward(self.target.model,
+                          self._batch(slot, ids[at : at + MAX_STEP_ROWS], start + at))
+            for at in range(0, len(ids), MAX_STEP_ROWS)
+        ]  # fmt: skip
+        return StepRows(
+            self._batch(slot, ids, start),
+            torch.cat([part.hidden for part in parts]),
+            torch.cat([part.taps for part in parts]),
+        )
+
+    def _forward(self, model: Model, batch: Batch) -> StepRows:
+        hidden, tapped = model.forward(batch, self.target.caches, self.target.taps)
+        taps = [tapped[i] for i in self.target.taps]
+        beside = torch.cat(taps, dim=1) if taps else hidden.new_empty(len(hidden), 0)
+        return StepRows(batch, hidden, beside)
+
+    def _batch(self, slot: int, ids: Sequence[int], start: int) -> Batch:
+        tokens = self._ops.ids(list(ids))
+        positions = self._ops.positions(start, len(ids))
+        return Batch(tokens, positions, torch.full_like(positions, slot), (len(ids),))
+
+
+def _for_prompts(draft: Draft, ops: CudaOps) -> tuple[Draft, int]:
+    """The same draft, state and caches included, with ops for prompts; and how many rows it takes
+    at a time."""
+    if not isinstance(draft, WeightedDrafter):
+        return draft, PROMPT_BLOCK
+    if not all(kv.head_dim in HEAD_DIMS for kv in draft.caches):
+        return draft, MAX_STEP_ROWS
+    long = copy.copy(draft)
+    long.ops = DraftOps(ops)
+    return long, PROMPT_BLOCK
+
+
+def _check_turning(layer: int, freqs: torch.Tensor, most: int) -> None:
+    """Raise where more of a head turns than the layer's cache was made for."""
+    beyond = int((freqs[most:] > STILL).sum())
+    if beyond:
+        raise InputError(
+            f"rope_freqs.weight, layer {layer}",
+            expected=f"at most the first {most} pairs of a head turn",
+            found=f"{beyond} pairs behind them",
+            fix="convert the file again (g4spec convert)",
+        )

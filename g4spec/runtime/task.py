@@ -1,0 +1,52 @@
+"""A request as the scheduler sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from g4spec.core import Chooser, Sequence
+from g4spec.runtime.length import TextState
+from g4spec.runtime.request import Request
+
+
+@dataclass(slots=True)
+class Task:
+    """A request with its state: waiting, reading its prompt, or running.
+
+    Attributes:
+        number: order of arrival.
+        ids: prompt and chosen tokens.
+        drafting: whether a draft is kept up to date for it.
+        sequence: what it holds while it is live, or None while it waits.
+        stops: block boundaries of the prompt at which a snapshot is taken, in order.
+    """
+
+    number: int
+    request: Request
+    ids: list[int]
+    chooser: Chooser
+    text: TextState
+    drafting: bool
+    submitted: float
+    sequence: Sequence | None = None
+    stops: list[int] = field(default_factory=list)
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def left(self) -> int:
+        """Tokens that it may still choose."""
+        return self.request.options.n_predict - (len(self.ids) - self.n_prompt)
+
+    @property
+    def live(self) -> Sequence:
+        """Its sequence; it is live."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
+    def reading(self) -> bool:
+        """Whether tokens before the newest one are yet to be read."""
+        return self.live.n_read < max(self.n_prompt, len(self.ids) - 1)

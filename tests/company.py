@@ -1,0 +1,237 @@
+"""Answers in company against the same alone: drawn requests, a crowded engine, and the comparison.
+
+`tests/cpu/test_company.py` runs some, `benchmarks/cpu_company.py` thousands.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from g4spec.core import Cycle
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
+from tests import memory_engine
+from tests import memory_models as mm
+from tests.memory_engine import DRAFTS
+
+N_CTX = 1536
+PREFIX_BYTES = 1 << 22
+PARALLEL = (1, 3, 8, 32)
+
+KINDS: tuple[str | None, ...] = (None, *DRAFTS)
+"""Every kind of draft, and none."""
+
+
+class Alternating:
+    """A mask that depends on the text so far: tokens of every residue but one, which its length and
+    newest token choose."""
+
+    def __init__(self, modulus: int) -> None:
+        self.modulus = modulus
+
+    def __call__(self, output: Sequence[int]) -> torch.Tensor | None:
+        if len(output) % 5 == 4:
+            return None
+        refused = (len(output) + (output[-1] if output else 0)) % self.modulus
+        return torch.arange(mm.V) % self.modulus != refused
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request that is made.
+
+    Attributes:
+        wait: steps of the engine between the request before it and this one.
+        patience: steps after which it is cancelled, or None.
+    """
+
+    prompt: list[int]
+    options: Options
+    wait: int
+    patience: int | None
+
+
+@dataclass
+class Answer:
+    """What came of a request. `proposals`: the drafted tokens of each cycle."""
+
+    ids: list[int] = field(default_factory=list)
+    logits: list[float] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    proposals: list[list[int]] = field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+
+    @classmethod
+    def of(cls, request: Request, cycles: Sequence[Cycle]) -> Answer:
+        """Of a request that is done."""
+        made = cls(text=request.text, reason=request.stats.stop_reason)
+        for cycle in cycles:
+            made.ids += cycle.tokens
+            made.logits += cycle.logits
+            made.logprobs += cycle.logprobs
+            made.proposals.append(cycle.drafted)
+        assert made.ids == request.ids
+        return made
+
+
+def draw(rng: random.Random, count: int, longest: int = 200) -> list[Ask]:
+    """`count` requests of at most `longest` tokens each. Some prompts share 512 tokens or more."""
+    bases = [tokens(rng, 1100) for _ in range(2)]
+    return [
+        Ask(
+            prompt=_prompt(rng, bases),
+            options=_options(rng, longest),
+            wait=rng.choice((0, 0, 0, 1, 5, 30)),
+            patience=rng.choice((0, 2, 9, 40)) if rng.random() < 0.15 else None,
+        )
+        for _ in range(count)
+    ]
+
+
+def _log_uniform(rng: random.Random, most: int) -> int:
+    return int(math.exp(rng.uniform(0, math.log(most + 1))))
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    """Random tokens in which short runs come again."""
+    runs = [[rng.randrange(5, mm.V) for _ in range(rng.randint(2, 9))] for _ in range(8)]
+    out: list[int] = []
+    while len(out) < count:
+        out += rng.choice(runs) if rng.random() < 0.7 else [rng.randrange(5, mm.V)]
+    return out[:count]
+
+
+def _prompt(rng: random.Random, bases: list[list[int]]) -> list[int]:
+    if rng.random() < 0.35:
+        shared = rng.choice((512, 513, 600, 1024, 1030))
+        return [2, *rng.choice(bases)[: shared - 1], *tokens(rng, rng.randint(1, 40))]
+    return [2, *tokens(rng, _log_uniform(rng, 600) - 1)]
+
+
+def _options(rng: random.Random, longest: int) -> Options:
+    sampler = Sampler(seed=rng.randrange(2**40))
+    if rng.random() < 0.7:
+        sampler = replace(sampler, temperature=rng.choice((0.5, 1.0, 1.5)),
+                          top_k=rng.choice((0, 0, 20)), top_p=rng.choice((1.0, 0.9)),
+                          min_p=rng.choice((0.0, 0.05)))  # fmt: skip
+    if rng.random() < 0.25:
+        sampler = replace(sampler, repetition_penalty=rng.choice((1.0, 1.3)),
+                          presence_penalty=rng.choice((0.0, 0.8)),
+                          frequency_penalty=rng.choice((0.0, 0.4)))  # fmt: skip
+    if rng.random() < 0.2:
+        biased = rng.sample(range(mm.V), 3)
+        values = (-math.inf, rng.uniform(-9, 9), 4.0)
+        sampler = replace(sampler, logit_bias=tuple(zip(biased, values, strict=True)))
+    letters = [chr(32 + i) for i in range(90)]
+    return Options(
+        n_predict=_log_uniform(rng, longest),
+        sampler=sampler,
+        draft_max=rng.choice((0, 1, 2, 3, 5, 8, 15, "auto")),
+        stop=tuple(rng.sample(letters, 2)) if rng.random() < 0.2 else (),
+        ignore_eos=rng.random() < 0.7,
+        logprobs=rng.choice((None, None, 0, 3, mm.V + 5)),
+        n=rng.choice((1, 1, 1, 1, 2)),
+        mask=Alternating(rng.randint(2, 7)) if rng.random() < 0.15 else None,
+    )
+
+
+@dataclass
+class Crowd:
+    """What happened in an engine.
+
+    Attributes:
+        answers: of each request, and of each of its `Options.n` texts.
+        most_live: texts that were live at once.
+    """
+
+    answers: list[list[Answer]]
+    requests: list[Request]
+    most_live: int
+
+    @property
+    def preempted(self) -> int:
+        return sum(r.stats.preempted for request in self.requests for r in request.choices)
+
+    @property
+    def cached(self) -> int:
+        """Prompts that began with a prefix hit."""
+        return sum(r.stats.cached_tokens > 0 for request in self.requests for r in request.choices)
+
+    @property
+    def cancelled(self) -> int:
+        return sum(a.reason == "cancelled" for answers in self.answers for a in answers)
+
+
+def together(engine: Engine, asks: Sequence[Ask]) -> Crowd:
+    """Make requests while others run, and cancel some; ends when nothing is left to do."""
+    requests: list[Request] = []
+    doomed: list[tuple[int, Request]] = []
+    step = due = most = 0
+    waiting = list(asks)
+    while True:
+        while waiting and step >= due:
+            ask = waiting.pop(0)
+            requests.append(engine.submit(ask.prompt, ask.options))
+            if ask.patience is not None:
+                doomed.append((step + ask.patience, requests[-1]))
+            due = step + (waiting[0].wait if waiting else 0)
+        for _, request in (d for d in doomed if d[0] <= step):
+            for choice in request.choices:
+                choice.cancel()
+        if not engine.step() and not waiting:
+            break
+        most = max(most, len(engine.scheduler.live))
+        step += 1
+    answers = [[Answer.of(r, list(r)) for r in request.choices] for request in requests]
+    return Crowd(answers, requests, most)
+
+
+class Alone:
+    """The same requests one at a time, each as if the engine were new: nothing is reused."""
+
+    def __init__(self, kind: str | None = None) -> None:
+        self._engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=N_CTX)
+
+    def __call__(self, ask: Ask, choice: int = 0) -> Answer:
+        seed = ask.options.sampler.seed + choice
+        options = replace(ask.options, n=1, sampler=replace(ask.options.sampler, seed=seed))
+        request = self._engine.generate(ask.prompt, options)
+        return Answer.of(request, list(request))
+
+
+def crowded(kind: str | None, parallel: int, *, tight: bool = False) -> Engine:
+    """An engine with a prefix cache; `tight`: its pool is too small for all that may be live."""
+    pool = N_CTX if tight else N_CTX * min(parallel, 6)
+    make = DRAFTS[kind] if kind else None
+    return memory_engine.engine(make, n_ctx=N_CTX, parallel=parallel, pool=pool,
+                                prefix_bytes=PREFIX_BYTES)  # fmt: skip
+
+
+def difference(got: Answer, want: Answer) -> str | None:
+    """How an answer in company differs from the same alone, or None. One that was cancelled is a
+    beginning of it."""
+    if got.reason == "cancelled":
+        n = len(got.ids)
+        whole = (got.ids, got.logits, got.logprobs)
+        part = (want.ids[:n], want.logits[:n], want.logprobs[: len(got.logprobs)])
+        return None if whole == part else f"cancelled: {whole} is not the beginning {part}"
+    for name in ("ids", "logits", "logprobs", "text", "reason"):
+        a, b = getattr(got, name), getattr(want, name)
+        if a != b:
+            return f"{name}: {a} in company, {b} alone"
+    return None
+
+
+def proposals_differ(got: Answer, want: Answer) -> str | None:
+    """How proposals in company differ from those alone, or None."""
+    a, b = got.proposals, want.proposals[: len(got.proposals)]
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+    return None if at is None else f"proposal {at}: {a[at]} in company, {b[at]} alone"

@@ -1,0 +1,181 @@
+"""Whatever stands in a file, a model or a path: no control character of it reaches a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from g4spec import cli
+from g4spec.cli import render
+from g4spec.convert import convert
+from g4spec.gguf import T, array, string, u32
+from tests import tiny, tokens
+from tests.cpu import gguf_fixtures as fixtures
+
+BAD = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\r\nFORGED: 124 rules, 0 errors\u202e\x1b]52;c;UFdO\x07"
+"""A title, hidden text, C1, DEL, a line of its own, text backwards, and the clipboard."""
+OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+"""Colours, and what rich's progress bars move the cursor with; BAD hides text by one of these."""
+FAST = settings(max_examples=30, deadline=None,
+                suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a command writes to a terminal, stdout and stderr."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def run(*argv: object) -> str:
+        terminal = Terminal()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", terminal)
+            patch.setattr(sys, "stderr", terminal)
+            code = cli.run([str(a) for a in argv])
+        assert code in (0, 1, 2, 3, 4)
+        return terminal.getvalue()
+
+    return run
+
+
+def check(text: str, lines: bool = False) -> None:
+    """`lines`: a text or a script was asked for, which may have lines of its own."""
+    assert text, "a command that says nothing tests nothing"
+    assert "\x1b[8m" not in text
+    rest = OWN.sub("", text).replace("\r", "")  # of a progress bar; see the property below
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", rest), repr(rest[-2000:])
+    assert lines or not re.search("^FORGED", rest, re.MULTILINE), rest[-2000:]
+
+
+def hostile(folder: Path) -> dict[str, Path]:
+    """Files with BAD wherever a text may stand."""
+    name = folder / f"{BAD.replace('/', '')}.gguf"
+    arch, tensor, key = fixtures.zlab(), fixtures.zlab(), fixtures.zlab()
+    arch.kv["general.architecture"] = string(BAD)
+    short = BAD[:30] + "\nFORGED: 0"
+    tensor.tensors[short] = tensor.tensors["output_norm.weight"]
+    key.kv[BAD] = string(BAD)
+    key.kv["general.name"] = array(T.STRING, [BAD] * 9)
+    key.kv["dflash.block_size"] = string(BAD)
+    target = tiny.target(folder / "t")
+    convert(target, folder / "t.gguf")
+    shutil.copy(folder / "t.gguf", name)
+    config = json.loads((target / "config.json").read_text())
+    bad = Path(shutil.copytree(target, folder / f"f{BAD}"))
+    (bad / "config.json").write_text(json.dumps(config | {"architectures": [BAD], BAD: BAD}))
+    return {"arch": arch.write(folder / "arch.gguf"), "tensor": tensor.write(folder / "x.gguf"),
+            "key": key.write(folder / "key.gguf"), "path": name, "folder": bad,
+            "target": folder / "t.gguf"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return hostile(tmp_path_factory.mktemp("hostile"))
+
+
+COMMANDS: dict[str, list[str]] = {
+    "inspect": ["inspect", "{}"],
+    "inspect json": ["inspect", "{}", "--json"],
+    "validate": ["validate", "{}"],
+    "validate json": ["validate", "{}", "--json"],
+    "validate against": ["validate", "{target}", "--against", "{}"],
+    "convert": ["convert", "{}", "--target", "{target}", "-o", "{out}"],
+    "convert target": ["convert", "{}", "-o", "{out}"],
+    "quantize": ["quantize", "{}", "{out}", "--type", "q8_0", "--dry-run"],
+    "generate": ["generate", "-m", "{}", "-p", "a", "-n", "2", "-c", "64"],
+    "generate draft": ["generate", "-m", "{target}", "-md", "{}", "-p", "a", "-n", "2", "-c", "64"],
+    "tokenize": ["tokenize", "-m", "{}", "a"],
+    "doctor": ["doctor", "-m", "{}", "--assume", "H200"],
+    "recipe": ["recipe", "llama.cpp", "-m", "{}", "--assume", "H200"],
+    "bench compare": ["bench", "compare", "{}", "{}"],
+    "not there": ["inspect", "{}" + BAD],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ["arch", "tensor", "key", "path", "folder"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_shows_no_control_character(
+    command: str, file: str, files: dict[str, Path], shown: Callable[..., str], tmp_path: Path
+) -> None:
+    given = {"{}": str(files[file]), "{target}": str(files["target"]),
+             "{out}": str(tmp_path / f"{BAD}.gguf")}  # fmt: skip
+    argv = []
+    for word in COMMANDS[command]:
+        for name, value in given.items():
+            word = word.replace(name, value)  # noqa: PLW2901
+        argv.append(word)
+    text = shown(*argv)
+    check(text, lines=command == "recipe")
+
+
+def test_tokens_show_no_control_character(shown: Callable[..., str], tmp_path: Path) -> None:
+    """A vocabulary entry wrote the clipboard; byte tokens do that for any injected prompt."""
+    texts, kinds, _ = tokens.vocabulary()
+    texts, kinds = [*texts, BAD], [*kinds, 4]
+    at = len(texts) - 1
+    path = tokens.vocabulary_file(
+        tmp_path / "v.gguf", tokens=array(T.STRING, texts), token_type=array(T.I32, kinds),
+        merges=array(T.STRING, ["d e"]),
+    )  # fmt: skip
+    text = shown("tokenize", "-m", path, "--ids-to-text", str(at))
+    assert "PWN" in text
+    check(text, lines=True)
+    check(shown("tokenize", "-m", path, "--ids-to-text", str(at), "--json"))
+
+
+def test_a_pipe_gets_a_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    render.Output().stream(BAD)
+    assert capsys.readouterr().out == BAD
+
+
+@pytest.mark.parametrize("show", [
+    lambda o, t: o.line(t, "bad"), lambda o, t: o.note(t), lambda o, t: o.stream(t, "good"),
+    lambda o, t: o.mark(t, "struck"), lambda o, t: o.table(t, [t], [[t]]),
+    lambda o, t: render.error(t, 3), lambda o, t: render.error(t, 3, json=True),
+    lambda o, t: render.Output(json=True).result({t: t}), lambda o, t: o.legend([(t, "good")]),
+])  # fmt: skip
+@FAST
+@given(text=st.text(st.characters(max_codepoint=0xA0) | st.sampled_from("\x1b\x9b\x7f\r\n[]m;0"),
+                    min_size=1, max_size=12))  # fmt: skip
+@example(text=BAD)
+@example(text="\x1b[31m\x1b]")
+def test_nothing_that_is_printed_has_one(
+    show: Callable[[render.Output, str], Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        render.Output.printed = False
+        show(render.Output(), text)
+    rest = re.sub(r"\x1b\[(0|1|2|3|31|32|9;31)m", "", terminal.getvalue())
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", rest), repr(rest)
+
+
+@FAST
+@given(text=st.text(st.characters(max_codepoint=0x2100), max_size=12))
+@example(text="\nFORGED")
+def test_a_line_is_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    render.Output().line(text + ".")
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    render.Output(json=True).result({"a": BAD, "b": u32(1).data})
+    assert json.loads(capsys.readouterr().out) == {"a": BAD, "b": 1}

@@ -1,0 +1,134 @@
+"""Recorded cycles of every kind of draft, under the engine, do what eager ones do.
+
+Models compute with the reference's ops; places, choices and acceptance are the kernels'. A
+recording is played by doing the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec import convert
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cuda.step import graphs
+from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
+from tests import tiny, tiny_drafts
+from tests.emulator import kernels
+from tests.gpu.device import EMULATED
+from tests.oracle import build
+
+pytestmark = pytest.mark.skipif(not EMULATED, reason="the emulator replaces a missing GPU")
+
+SLOTS, VOCAB, WINDOW, CTX = 3, 512, 8, 160
+SHAPE: dict[str, Any] = {"vocab": VOCAB, "layers": 2, "period": 2, "window": WINDOW}
+MAKE: dict[str, Any] = {
+    "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, taps=(1,)),
+    "assistant": lambda at, on: tiny.assistant(at, on, layers=2),
+    "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", taps=(1,)),
+    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, taps=(1,)),
+    "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, taps=(1, 2)),
+    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=6, taps=(1, 2), before_fc=True),
+}
+SAMPLERS = [Sampler(), Sampler(temperature=1.0, seed=3), Sampler(temperature=0.8, top_k=20, seed=4)]
+
+
+class Again:
+    """`graphs.Capture` for ops that look at values."""
+
+    def __init__(self, run: Any, pool: Any) -> None:
+        self._run, self.outputs = run, ()
+
+    def replay(self) -> None:
+        self.outputs = self._run()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("runner")
+    on = tiny.target(at / "target", **SHAPE)
+    convert.convert(build.lively(on, 5.0), at / "target.gguf", type="f32")
+    for name, make in MAKE.items():
+        make(at / name, on)
+        convert.convert(at / name, at / f"{name}.gguf", target=on, type="f32")
+    return at
+
+
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with kernels.installed("sm_90a"):
+        monkeypatch.setattr(graphs, "Capture", Again)
+        yield
+
+
+def load(folder: Path, draft: str) -> Engine:
+    """An engine with a slot that no text gets."""
+    path = folder / f"{draft}.gguf"
+    engine = Engine.load(folder / "target.gguf", path, n_ctx=CTX, parallel=SLOTS + 1)
+    engine.target.space.n_slots = SLOTS
+    engine.pool.free_slots.remove(SLOTS)
+    return engine
+
+
+Did = tuple[list[int], list[tuple[list[int], int]], list[float]]
+"""Of a text: its tokens, what each cycle drafted and how many held, and logits."""
+
+
+def texts(engine: Engine, counts: tuple[int, ...]) -> list[Did]:
+    """More texts than there are slots, with samplers and drafted tokens of their own."""
+    requests = [
+        engine.submit(build.prompt(5 + 9 * i, VOCAB, i),
+                      Options(7 + 2 * i, SAMPLERS[i % 3], count, ignore_eos=True))
+        for i, count in enumerate(counts)
+    ]  # fmt: skip
+    out = []
+    for request in requests:
+        cycles = list(request)
+        did = [(c.drafted, c.accepted) for c in cycles]
+        out.append((request.ids, did, [x for c in cycles for x in c.logits]))
+    return out
+
+
+def help_out(draft: Any, plain: list[Did]) -> None:
+    """Proposals begin with some of the right tokens, where these are known by position and
+    anchor."""
+    known = {}
+    for i, (ids, _, _) in enumerate(plain):
+        for at in range(len(ids)):
+            known[5 + 9 * i + at, ids[at]] = ids[at + 1 :]
+    propose = draft.propose
+
+    def helped(batch: Any, count: int, pick: Any) -> torch.Tensor:
+        own: torch.Tensor = propose(batch, count, pick)
+        for row, first in zip(own, batch.starts, strict=True):
+            position = int(batch.positions[first])
+            right = known.get((position, int(batch.ids[first])), [])[: position % 4]
+            n = min(len(right), count)
+            row[:n] = torch.tensor(right[:n])
+        return own
+
+    draft.propose = helped
+
+
+@pytest.mark.parametrize("draft", MAKE)
+def test_every_kind_under_the_engine(folder: Path, draft: str) -> None:
+    """Texts that come and go, one of which never drafts."""
+    plain, found = texts(load(folder, draft), (0,) * 4), []
+    for recorded in (False, True):
+        engine = load(folder, draft)
+        help_out(engine.draft, plain)
+        if recorded:
+            engine.scheduler.runners = [GraphRunner(engine.target, engine.draft)]
+        found.append(texts(engine, (3, 0, 5, 2)))
+    for eager, graph, (ids, _, _) in zip(*found, plain, strict=True):
+        assert graph[:2] == eager[:2] and graph[0] == ids
+        assert torch.allclose(torch.tensor(graph[2]), torch.tensor(eager[2]), atol=1e-4)
+    assert all(len(set(ids)) > 3 for ids, _, _ in plain[1:3])
+    accepted, drafted = zip(*((a, len(d)) for _, did, _ in found[1] for d, a in did), strict=True)
+    assert 5 < sum(accepted) < sum(drafted)

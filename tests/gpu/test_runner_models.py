@@ -1,0 +1,309 @@
+"""Recorded cycles of models are the eager runner's cycles, of every kind of draft."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec import convert
+from g4spec.core import PROMPT_BLOCK, Batch, Cycle, Pick, Sequence, Work
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.choosing import RequestChooser
+from g4spec.runtime.cuda.step import graph_runner, screen
+from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.pending import flush
+from g4spec.runtime.request import Options, Request
+from tests import tiny, tiny_drafts
+from tests.emulator import unseen
+from tests.gpu.device import DEVICE, EMULATED
+from tests.oracle import build
+
+pytestmark = pytest.mark.gpu
+
+long = pytest.mark.skipif(
+    EMULATED and os.environ.get("G4SPEC_EMULATE") != "all",
+    reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)",
+)
+
+WINDOW, VOCAB, CTX = 16, 512, 384
+SHAPE: dict[str, Any] = {
+    "hidden": 128, "inter": 128, "heads": 2, "kv": 1, "global_kv": 1, "head_dim": 64,
+    "global_head_dim": 128, "window": WINDOW, "vocab": VOCAB, "layers": 2, "period": 2,
+}  # fmt: skip
+DRAFT: dict[str, Any] = {"heads": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1,)}
+CHAIN: dict[str, Any] = {"heads_": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1, 2)}
+MAKE: dict[str, Any] = {
+    "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=1, **DRAFT),
+    "speculators": lambda at, on: tiny.speculators_dflash(at, on, block=8, window=WINDOW, **DRAFT),
+    "assistant": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64),
+    "centroids": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64,
+                                               centroids=16),
+    "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
+    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
+    "eagle3-two": lambda at, on: tiny_drafts.eagle3(
+        at, on, layers=2, window=WINDOW, draft_vocab=None, before_residual=False, norm_output=True,
+        qwen=True, **CHAIN),
+    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=6, window=WINDOW, before_fc=True,
+                                                 **CHAIN),
+    "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, **CHAIN),
+}  # fmt: skip
+GREEDY, HOT = Sampler(), Sampler(temperature=1.0, seed=3)
+NARROW = Sampler(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, seed=4)
+PROMPT = build.prompt(118, VOCAB, 7)
+SLOTS = 3
+Did = list[tuple[list[int], list[float], list[int], int]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    at = tmp_path_factory.mktemp("cycles")
+    on = tiny.target(at / "target", **SHAPE)
+    convert.convert(build.lively(on, 5.0), at / "target.gguf", type="q8_0")
+    for name, make in MAKE.items():
+        make(at / name, on)
+        convert.convert(at / name, at / f"{name}.gguf", target=on, type="q8_0")
+    return at
+
+
+@pytest.fixture(autouse=True)
+def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    if EMULATED:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 32, 1 << 32))
+
+
+def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
+    path = folder / f"{draft}.gguf" if draft in MAKE else draft
+    given: dict[str, Any] = {"n_ctx": CTX, "device": "cuda", "parallel": SLOTS,
+                             "chunk": PROMPT_BLOCK} | settings  # fmt: skip
+    return Engine.load(folder / "target.gguf", path, **given)
+
+
+def what(cycle: Cycle) -> tuple[list[int], list[float], list[int], int]:
+    return cycle.tokens, cycle.logits, cycle.drafted, cycle.accepted
+
+
+def cycles(
+    engine: Engine, options: Options, *, eager: bool = False, prompt: list[int] = PROMPT
+) -> tuple[Request, Did]:
+    """A finished request, and what its cycles did after the first token."""
+    runners = engine.scheduler.runners
+    engine.scheduler.runners = [r for r in runners if not (eager and isinstance(r, GraphRunner))]
+    request = engine.submit(prompt, options)
+    did = [what(cycle) for cycle in request]
+    engine.scheduler.runners = runners
+    return request, did[1:]
+
+
+def options(count: Any, n: int = 24, sampler: Sampler = GREEDY, **more: Any) -> Options:
+    return Options(n, sampler, count, **{"ignore_eos": True, **more})
+
+
+def help_out(engine: Engine, truth: list[int], every: int = 7) -> None:
+    """Proposals begin with some of the `truth`: position * `every` % 16 of its tokens."""
+    draft: Any = engine.draft
+    propose = draft.propose
+    text = torch.tensor(truth + [0] * 64, device=DEVICE)
+    index = torch.arange(16, device=DEVICE)
+
+    def helped(batch: Batch, count: int, pick: Pick) -> torch.Tensor:
+        own = propose(batch, count, pick)
+        at = batch.positions[:: batch.uniform][:, None]
+        places = (at + 1 + index[:count]).clamp(max=len(text) - 1)
+        return torch.where(index[:count] < at * every % 16, text[places], own)
+
+    draft.propose = helped
+
+
+class Party:
+    """Some texts with their samplers, whose prompts have been read."""
+
+    def __init__(self, engine: Engine, samplers: list[Sampler]) -> None:
+        self.engine, self.sequences, self.choosers = engine, list[Sequence](), list[Any]()
+        target, draft = engine.target, engine.draft
+        for i, sampler in enumerate(samplers):
+            prompt = PROMPT[: len(PROMPT) - 50 * i]
+            s = Sequence(SLOTS - 1 - i, [*prompt, 7 + i], len(prompt), len(prompt), drafting=True)
+            engine.pool.grow(s, CTX)
+            rows = engine.backend.read(target, s.slot, prompt, 0)
+            assert draft is not None
+            draft.begin(s.slot)
+            engine.backend.commit(draft, rows)
+            self.sequences.append(s)
+            chooser = RequestChooser(Options(sampler=sampler), prompt, VOCAB, engine.backend)
+            self.choosers.append(chooser)
+
+    def run(self, runner: Any, turns: list[list[int]]) -> list[Did]:
+        """Cycles of each text, by turn, as far ahead as the runner goes."""
+        out: list[Did] = [[] for _ in self.sequences]
+        started = 0
+        for i, counts in enumerate(turns):
+            while started < min(i + runner.depth, len(turns)) and turns[started] == counts:
+                work = zip(self.sequences, turns[started], self.choosers, strict=True)
+                runner.start([Work(*of) for of in work])
+                started += 1
+            for s, did, cycle in zip(self.sequences, out, runner.result(), strict=True):
+                s.ids += cycle.tokens
+                s.n_read += len(cycle.tokens)
+                did.append(what(cycle))
+        return out
+
+    def kept(self) -> list[float]:
+        """What the draft keeps of each text."""
+        draft, out = self.engine.draft, list[float]()
+        assert draft is not None
+        flush(draft, self.sequences)
+        for s in self.sequences:
+            last = s.position - 2  # the newest row that a chain has read
+            for kv in draft.caches:
+                rows = kv.read(s.slot, last + 1 - (kv.window or last + 1), last)
+                out += [x for part in rows for x in part.flatten().tolist()]
+            out += [x for state in draft.state for x in state[s.slot].flatten().tolist()]
+        return out
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("name", MAKE)
+def test_every_kind_does_what_the_eager_runner_does(folder: Path, name: str, n: int) -> None:
+    """Cycles, and what the draft keeps, when proposals and plain steps take turns."""
+    turns = [[3, 1, 0], [3, 1, 0], [0] * 3, [0] * 3, [5, 0, 2], [2] * 3]
+    found, begin = [], [*PROMPT, 7]
+    plain, _ = cycles(load(folder, name), options(0, 30, HOT), prompt=begin)
+    for recorded in (False, True):
+        engine = load(folder, name, pool=SLOTS * CTX)
+        help_out(engine, begin + plain.ids, 3)
+        party = Party(engine, [HOT, NARROW, GREEDY][:n])
+        runner = next(r for r in engine.scheduler.runners if isinstance(r, GraphRunner) == recorded)
+        most = engine.draft.max_tokens if engine.draft else 0
+        did = party.run(runner, [[min(c, most) for c in counts[:n]] for counts in turns])
+        found.append((did, party.kept()))
+    assert found[0] == found[1]
+    tokens = [token for c in found[0][0][0] for token in c[0]]
+    assert tokens == plain.ids[: len(tokens)] and len(set(tokens)) > 3
+    assert 0 < sum(c[3] for c in found[0][0][0]) < sum(counts[0] for counts in turns)
+
+
+@pytest.mark.parametrize("sampler,counts", [
+    (GREEDY, tuple(range(1, 16))), (HOT, (4, 15)), (NARROW, (7,)),
+], ids=["greedy", "hot", "narrow"])  # fmt: skip
+def test_every_length_does_what_the_eager_runner_does(
+    folder: Path, sampler: Sampler, counts: tuple[int, ...]
+) -> None:
+    """Texts, logits, proposals and acceptance, over the ends of all rings and a page."""
+    engine = load(folder)
+    plain, _ = cycles(engine, options(0, 16, sampler))
+    assert len(set(plain.ids)) > 3 and len(PROMPT) < 128 < len(PROMPT) + len(plain.ids)
+    help_out(engine, PROMPT + plain.ids)
+    for count in counts[:: 7 if EMULATED else 1]:
+        request, did = cycles(engine, options(count, 16, sampler))
+        assert request.ids == plain.ids, count
+    assert did == cycles(engine, options(count, 16, sampler), eager=True)[1]
+    assert request.stats.accepted > 5
+
+
+@long
+def test_a_large_table_is_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proposed by the upper bits of a table is what all of it proposes, but for some tokens
+    of a random model, whose logits are close; with noise all of it is read."""
+    on = tiny.target(tmp_path / "target", **SHAPE | {"hidden": 256})
+    convert.convert(build.lively(on, 5.0), tmp_path / "target.gguf", type="q6_k")
+    MAKE["zlab"](tmp_path / "zlab", on)
+    draft = build.lively(tmp_path / "zlab", 40.0, "o_proj|down_proj")
+    convert.convert(draft, tmp_path / "zlab.gguf", target=on, type="q8_0")
+    done, best = list[int](), screen.best
+
+    def noted(*args: Any) -> Any:
+        done.append(1)
+        return best(*args)
+
+    monkeypatch.setattr(screen, "LEAST", VOCAB)
+    monkeypatch.setattr(screen, "best", noted)
+    engine = load(tmp_path)
+    for sampler in (HOT, GREEDY):
+        assert not done
+        did, by_eager = (
+            cycles(engine, options(15, 6, sampler), eager=eager, prompt=PROMPT[:24])[1]
+            for eager in (False, True)
+        )
+        assert [c[:2] for c in did] == [c[:2] for c in by_eager]
+        drafted = [[token for c in found for token in c[2]] for found in (did, by_eager)]
+        others = sum(a != b for a, b in zip(*drafted, strict=True))
+        assert len(set(drafted[0])) > 1 and others <= (0.05 * len(drafted[0]) if done else 0)
+    assert done
+
+
+@long
+def test_a_stop_is_found_late_and_leaves_nothing_behind(folder: Path) -> None:
+    engine = load(folder)
+    plain, _ = cycles(engine, options(0))
+    help_out(engine, PROMPT + plain.ids)
+    for at in (6, 13):
+        engine.tokenizer.stop_ids = frozenset({plain.ids[at]})
+        first = plain.ids.index(plain.ids[at])
+        request, did = cycles(engine, options(5, ignore_eos=False))
+        assert request.ids == plain.ids[:first]
+        assert request.stats.stop_reason.startswith("stop token")
+        assert did == cycles(engine, options(5, ignore_eos=False), eager=True)[1]
+        engine.tokenizer.stop_ids = frozenset()
+        request, _ = cycles(engine, options(5), prompt=PROMPT[:9])
+        assert request.ids == cycles(load(folder), options(0), prompt=PROMPT[:9])[0].ids
+
+
+@long
+def test_the_end_of_the_context(folder: Path) -> None:
+    plain, _ = cycles(load(folder), options(0))
+    for room in (1, 6, 17):
+        engine = load(folder, n_ctx=len(PROMPT) + room)
+        help_out(engine, PROMPT + plain.ids)
+        for count in (2, 15):
+            request, _ = cycles(engine, options(count, 999))
+            assert request.ids == plain.ids[: room + 1]
+            assert request.stats.stop_reason == "context"
+
+
+def test_a_draft_that_is_no_use_is_left_out(folder: Path) -> None:
+    engine = load(folder)
+    plain, _ = cycles(engine, options(0, 12))
+    draft: Any = engine.draft
+    draft.w["output_norm.weight"].fill_(torch.nan)
+    request, _ = cycles(engine, options(4, 12))
+    assert request.ids == plain.ids and "cannot be used" in request.notes[0]
+
+
+@long
+def test_what_cannot_be_recorded_runs_eagerly(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = list[int]()
+    start = graph_runner.GraphRunner.start
+
+    def noted(self: Any, work: Any) -> None:
+        started.append(max(w.count for w in work))
+        start(self, work)
+
+    monkeypatch.setattr(GraphRunner, "start", noted)
+    engine = load(folder)
+    for asked in (options(3, 4, Sampler(temperature=1.0, top_p=0.9)), options(3, 4, logprobs=1)):
+        cycles(engine, asked)
+        assert not started
+    cycles(load(folder, "ngram"), options(3, 4))
+    assert not any(started)  # its plain steps are recorded
+    cycles(engine, options(3, 4))
+    assert any(started)
+
+
+@pytest.mark.parametrize("read", [
+    lambda x: x[0].item(), lambda x: int(x[1]), lambda x: bool(x[0] > 1), lambda x: x.tolist(),
+    lambda x: x.cpu(), lambda x: x[x > 1], lambda x: x.nonzero(), lambda x: torch.tensor([1.0]),
+    lambda x: x.index_put_((x > 1,), x[:1]),
+])  # fmt: skip
+def test_a_recording_that_looks_at_values_fails(read: Any) -> None:
+    x = torch.arange(4, device=DEVICE)
+    with pytest.raises(unseen.NotCapturable), unseen.capturing():
+        read(x)
+    with unseen.capturing():
+        torch.where(x > 1, x[x], x * 2).masked_fill(x > 2, 0)
