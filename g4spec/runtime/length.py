@@ -298,12 +298,21 @@ class Choice:
         equal = self._costs.padded or len(self._auto) == 1
         plans = self._attainable(self._equal() if equal else self._ranked(help_losers=False))
         top = max([plain, *plans], key=_rate)
+        top = top if equal else self._fewer(top)
         if top.needed <= saved:
             return top.counts
         if self._losers(top) and not equal:
             plans += self._attainable(self._ranked(help_losers=True))
         fair = (p for p in plans if p.needed <= saved and p.rate > plain.rate)
         return max((p for p in fair if not self._losers(p)), key=_rate, default=plain).counts
+
+    def _fewer(self, plan: Plan) -> Plan:
+        """Return the plan without texts that slow it down: the first token of a text may cost more
+        than further ones."""
+        for i in self._auto:
+            counts = [n * (j != i) for j, n in enumerate(plan.counts)]
+            plan = max(plan, self.plan(counts), key=_rate)
+        return plan
 
     def _attainable(self, plans: Iterable[Plan]) -> list[Plan]:
         """Return those that full accounts can afford."""

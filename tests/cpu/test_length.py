@@ -53,7 +53,7 @@ def chance(accept: list[float], seed: int) -> Adversary:
 @pytest.mark.parametrize("accept", [0.0, 0.1, 0.3, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_never_costs_more_than_the_margin(name: str, accept: float, ahead: bool) -> None:
-    for seed in range(5):
+    for seed in range(3):
         costs = Costs(MACHINES[name])
         play(Auto(MACHINES[name]), costs, chance([accept] * 15, seed), 15, 600, ahead)
 
@@ -136,7 +136,7 @@ def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
 def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
     """Each begins with the prompt's own token, which is no cycle, and ends inside a proposal."""
     costs = Costs(table)
-    for seed in range(10):
+    for seed in range(5):
         auto, bill, rng = Auto(table), Bill(costs[0]), random.Random(seed)
         for _ in range(300):
             auto.begin()

@@ -194,7 +194,7 @@ def test_a_text_whose_draft_never_holds_loses_no_more_than_the_margin(
 
 @BACKENDS
 @RUNS
-@pytest.mark.parametrize("good", [3, 20, 100])
+@pytest.mark.parametrize("good", [3, 30])
 def test_no_text_loses_more_when_drafts_turn_bad_in_turns(
     good: int, padded: bool, ahead: bool
 ) -> None:
@@ -267,7 +267,7 @@ def test_texts_with_a_fixed_length_wait_no_longer_than_the_margin(
     assert fixed.drafted == asked * cycles and auto.drafted
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     growth=st.floats(0.0, 1.0),
     one=st.floats(0.9, 3.0),
@@ -347,7 +347,7 @@ def test_the_plan_is_the_best_of_all_by_what_is_known(padded: bool) -> None:
         rates = {tuple(v): sum(t[n] for t, n in zip(tokens, v, strict=True)) / costs(v)
                  for v in vectors(4, most)}  # fmt: skip
         shares.append(rates[tuple(counts)] / max(rates.values()))
-    assert min(shares) > (0.999 if padded else 0.95), min(shares)
+    assert min(shares) > (0.999 if padded else 0.97), min(shares)
     assert sum(shares) / len(shares) > 0.995
 
 
