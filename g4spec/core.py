@@ -340,6 +340,9 @@ class Budget(Protocol):
     def slot(self, shapes: Seq[CacheShape], n_ctx: int, slack: int) -> int:
         """Of the rings of one slot."""
 
+    def slots(self, sequences: int) -> int:
+        """Slots for so many sequences, with a spare one where the device keeps one."""
+
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int: ...
     def available(self) -> int: ...
 

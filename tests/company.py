@@ -60,12 +60,13 @@ class Ask:
 
 @dataclass
 class Answer:
-    """What came of a request. `proposals`: the drafted tokens of each cycle."""
+    """What came of a request. `proposals`, `sizes`: drafted and chosen tokens of each cycle."""
 
     ids: list[int] = field(default_factory=list)
     logits: list[float] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     proposals: list[list[int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
     text: str = ""
     reason: str = ""
 
@@ -78,6 +79,7 @@ class Answer:
             made.logits += cycle.logits
             made.logprobs += cycle.logprobs
             made.proposals.append(cycle.drafted)
+            made.sizes.append(len(cycle.tokens))
         assert made.ids == request.ids
         return made
 

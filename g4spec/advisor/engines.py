@@ -22,9 +22,11 @@ from g4spec.advisor.schema import Engine, Problem, Size
 from g4spec.advisor.subjects import Option, Target
 from g4spec.advisor.versions import holds
 from g4spec.advisor.when import Situation, matches
+from g4spec.core import PROMPT_BLOCK
 from g4spec.errors import InputError, Unsupported
 from g4spec.models import gemma4
 from g4spec.models.spec import Checkpoint
+from g4spec.ops.kv_size import capacity, pool_positions
 
 VOCABULARY = 262144
 OWN_WORK = 512 << 20
@@ -299,8 +301,9 @@ def _own_bytes(q: Question, size: Size | None, context: int) -> int:
     if size is not None:
         counts = [math.prod(spec.shape) for spec in gemma4.tensors(_config(size))]
         numbers = sum(counts) + 2 * max(counts)
-    cache = token_bytes(q.target.caches, "f32") * context
-    cache += slot_bytes(q.target.caches, "f32") * min(context, window_of(q.target.caches) + 512)
+    caches = q.target.caches
+    rows = capacity(context, window_of(caches), PROMPT_BLOCK)
+    cache = token_bytes(caches, "f32") * pool_positions(context) + slot_bytes(caches, "f32") * rows
     draft = 0
     if q.draft is not None:  # a file is mostly Q8_0, a checkpoint in 16 bits
         draft = (4 if q.draft.is_gguf else 2) * q.draft.nbytes

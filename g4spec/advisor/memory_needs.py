@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.figures import Fixed
 from g4spec.advisor.machine import GIB, Machine
 from g4spec.advisor.subjects import DraftModel, Option, Target
 from g4spec.core import CacheShape
+from g4spec.ops.kv_size import pool_positions
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, TURNING, capacity, row_columns
 
 BITS = {
     "f32": 32.0,
@@ -45,8 +47,6 @@ FITTED = "fitted to published readings"
 OWN_SIZES = ("26b", "31b", "12b", "e4b", "e2b")  # the first takes most
 LARGE = 36 << 30
 """Bytes of a card from which our runtime reads prompts in chunks of more than 1,024."""
-TURNING = 128
-"""Columns of a global layer's head that turn."""
 UBATCH = 512
 """llama.cpp's default micro-batch."""
 
@@ -97,12 +97,9 @@ def own_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
     those of sliding layers are the ones whose values are their keys (`attention_k_eq_v`); there it
     keeps of the keys only what turns."""
     others = {c.n_kv for c in caches if c.window is not None}
-    columns = sum(
-        c.n_kv * (c.head_dim + (c.head_dim if c.n_kv in others else TURNING))
-        for c in caches
-        if c.window is None
-    )
-    return columns * BITS[kv] / 8
+    pairs = [replace(c, rotary_pairs=0 if c.n_kv in others else TURNING)
+             for c in caches if c.window is None]  # fmt: skip
+    return sum(map(row_columns, pairs)) * BITS[kv] / 8
 
 
 def slot_bytes(caches: Sequence[CacheShape], kv: str, kv_v: str | None = None) -> float:
@@ -123,7 +120,7 @@ def llamacpp_slots(caches: Sequence[CacheShape], context: int, sequences: int = 
 
 def own_slots(caches: Sequence[CacheShape], context: int) -> int:
     """Positions that our runtime keeps there on a GPU: prompts go around the rings."""
-    return -(-(min(context, window_of(caches)) + 16) // 128) * 128
+    return capacity(context, window_of(caches), SLACK)
 
 
 def vllm_slots(window: int, batched: int, context: int, batches: int = 2) -> int:
@@ -263,6 +260,7 @@ class Calculator:
         n, caches = self.gpus, self.target.caches
         own = engine == "g4spec"
         slots = own_slots(caches, context) if own else llamacpp_slots(caches, context)
+        tokens = pool_positions(context) if own else context
         share = f" / {n} cards" if n > 1 else ""
         per_token = (own_token_bytes if own else token_bytes)(caches, kv)
         per_slot = slot_bytes(caches, kv)
@@ -274,8 +272,8 @@ class Calculator:
             ),
             Step(
                 "global cache",
-                int(per_token * context) // n,
-                _how(per_token, "token", context, "tokens") + share,
+                int(per_token * tokens) // n,
+                _how(per_token, "token", tokens, "tokens") + share,
             ),
             Step(
                 "sliding cache",

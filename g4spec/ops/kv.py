@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
+from g4spec.core import PAGE, CacheShape
+from g4spec.ops.kv_size import BEHIND, capacity, pages_of
 
 
 class Space:
@@ -35,14 +36,13 @@ class Space:
         self, n_slots: int, n_ctx: int, n_pages: int, device: torch.device | str = "cpu"
     ) -> None:
         self.n_slots, self.n_ctx, self.n_pages = n_slots, n_ctx, n_pages
-        # Padding rows of a step, and a draft's block, may stand behind the last position.
-        width = pages_of(n_ctx + 2 * MAX_STEP_ROWS)
+        width = pages_of(n_ctx + BEHIND)
         self.table = torch.zeros(n_slots, width, dtype=torch.int32, device=device)
 
     @classmethod
     def single(cls, n_ctx: int, device: torch.device | str = "cpu") -> Space:
         """Space for one sequence, all of whose pages are its own."""
-        space = cls(1, n_ctx, pages_of(n_ctx + 2 * MAX_STEP_ROWS), device)
+        space = cls(1, n_ctx, pages_of(n_ctx + BEHIND), device)
         space.assign(0, range(1, space.n_pages + 1))
         return space
 
@@ -143,13 +143,3 @@ class LayerKV:
     def _visible(self) -> int:
         """Positions before a row that it may see."""
         return min(self.window or 0, self.capacity)
-
-
-def pages_of(positions: int) -> int:
-    """Pages that so many positions take."""
-    return -(-positions // PAGE)
-
-
-def capacity(n_ctx: int, window: int | None, slack: int) -> int:
-    """Positions of a sequence that a layer's cache holds."""
-    return n_ctx if window is None else min(n_ctx, window + slack)

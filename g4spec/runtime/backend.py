@@ -8,7 +8,8 @@ from typing import Any
 from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, CacheShape, Draft, Runner, StepRows
 from g4spec.gguf import GGUF
 from g4spec.gguf.reader import TensorInfo
-from g4spec.ops.kv import LayerKV, Space, capacity
+from g4spec.ops.kv import LayerKV, Space
+from g4spec.ops.kv_size import capacity
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime import memory
@@ -31,6 +32,10 @@ class HostBudget:
         """The rings of one slot."""
         return sum(_row_bytes(s) * capacity(n_ctx, s.window, slack)
                    for s in shapes if s.window is not None)  # fmt: skip
+
+    def slots(self, sequences: int) -> int:
+        """One for each sequence."""
+        return sequences
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         """An upper bound of what a step or a chunk holds at once."""

@@ -129,15 +129,15 @@ class TextState:
 class Lengths:
     """Plan the drafts of all texts of an engine; what it learns and earns lives as long.
 
-    The plan is the one with the most expected tokens per second among those that could be wasted as
-    a whole. All texts wait for the drafts of each, so what a cycle costs beyond one in which no
-    `auto` text drafts (its *base*) must be covered by the account of the engine and by that of
-    every text in the batch (by `RISK` of it, for more than one token a text). An account begins at
-    0, earns `MARGIN` of all time without such drafts and all time that drafts win, and pays for
-    what they lose; a text's begins with what the engine has. So at the end of every cycle decoding
-    has taken at most 1 + `MARGIN` times what it would have without `auto`: for the engine, and,
-    beyond what a text began with, for every text, whatever the drafts do, as far as costs are known
-    before a cycle; one that took longer is made up for before the next draft is asked for. An
+    The plan is the one with the most expected tokens per second (`Choice.best`) among those that
+    could be wasted as a whole. All texts wait for the drafts of each, so what a cycle costs beyond
+    one in which no `auto` text drafts (its *base*) must be covered by the account of the engine and
+    by that of every text in the batch (by `RISK` of it, for more than one token a text). An account
+    begins at 0, earns `MARGIN` of all time without such drafts and all time that drafts win, and
+    pays for what they lose; a text's begins with what the engine has. So at the end of every cycle
+    decoding has taken at most 1 + `MARGIN` times what it would have without `auto`: for the engine,
+    and, beyond what a text began with, for every text, whatever the drafts do, as far as costs are
+    known before a cycle; one that took longer is made up for before the next draft is asked for. An
     account never exceeds `CREDIT` steps, so any stretch of text costs at most `MARGIN` and that
     much.
 

@@ -12,7 +12,7 @@ from g4spec.core import MAX_STEP_ROWS, Backend, CacheShape
 from g4spec.errors import EnvironmentProblem
 from g4spec.gguf.reader import TensorInfo
 from g4spec.models.spec import LayerSpec
-from g4spec.ops.kv import pages_of
+from g4spec.ops.kv_size import BEHIND, pages_of
 
 FLOAT = 4
 """Bytes of every weight and cache entry of the reference runtime (float32)."""
@@ -33,7 +33,7 @@ class Size:
     @classmethod
     def of(cls, n_ctx: int, slots: int = 1, pool: int | None = None) -> Size:
         """For texts of `n_ctx` positions, with a pool of at least so many."""
-        return cls(n_ctx, slots, pages_of(max(pool or 0, n_ctx)))
+        return cls(n_ctx, slots, pages_of(max(pool or 0, n_ctx) + BEHIND))
 
     def smaller(self, n_ctx: int) -> Size:
         """The same for a shorter context."""
@@ -75,7 +75,7 @@ def plan(
     budget = backend.budget
 
     def kept(shapes: Sequence[CacheShape], slack: int) -> int:
-        rings = size.slots * budget.slot(shapes, size.n_ctx, slack)
+        rings = budget.slots(size.slots) * budget.slot(shapes, size.n_ctx, slack)
         return (size.pages + 1) * budget.page(shapes) + rings
 
     return MemoryPlan(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from g4spec.core import Sequence
-from g4spec.ops.kv import pages_of
+from g4spec.ops.kv_size import pages_of
 
 
 class Pool:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from g4spec.core import PAGE, PROMPT_BLOCK, Draft, Sequence
-from g4spec.ops.kv import pages_of
+from g4spec.ops.kv_size import pages_of
 from g4spec.runtime.pool import Pool
 
 KNOWN = 1 << 16

@@ -134,7 +134,7 @@ class Scheduler:
                 self.pool.leave(sequence)
                 self.pool.free_slots.remove(sequence.slot)
                 sequence.n_read = 0
-        positions = min(self.target.n_ctx, len(task.ids) + MAX_STEP_ROWS)
+        positions = len(task.ids) + MAX_STEP_ROWS
         spare = len(self.live)  # each may need a page before long
         while self.pool.free < self.pool.missing(sequence, positions) + spare:
             if not self.prefix.evict():
@@ -164,7 +164,7 @@ class Scheduler:
     def _grow(self, task: Task) -> bool:
         """Give a text the pages of the next cycles, if the pool has them."""
         rows = MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
-        positions = min(self.target.n_ctx, task.live.position + rows)
+        positions = task.live.position + rows
         if self.pool.missing(task.live, positions) > self.pool.free:
             return False
         self.pool.grow(task.live, positions)

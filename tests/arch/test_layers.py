@@ -74,7 +74,9 @@ def test_no_blanket_except(file: Path) -> None:
             assert cleanup or not blanket, f"line {node.lineno}"
 
 
-@pytest.mark.parametrize("package", ["convert", "gguf", "quant", "models", "errors", "cli"])
+@pytest.mark.parametrize(
+    "package", ["convert", "gguf", "quant", "models", "errors", "cli", "core", "advisor"]
+)
 def test_light_packages_do_not_import_torch(package: str) -> None:
     python(
         "import importlib, pkgutil, sys, g4spec\n"

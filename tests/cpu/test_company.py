@@ -4,6 +4,7 @@ bit, whatever arrives, ends, is cancelled, preempted or begins with a prefix hit
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -34,3 +35,27 @@ def test_texts_that_share_pages_draft_as_alone(kind: str) -> None:
         want = alone(ask)
         assert not company.difference(got, want)
         assert not company.proposals_differ(got, want)
+
+
+@pytest.mark.parametrize("n_ctx", [20, 128])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_proposals_at_the_end_of_the_context(kind: str, n_ctx: int) -> None:
+    """The rows of a draft's block stand behind the last position, where they are in nobody's way:
+    the proposal is that with more room."""
+    rng = random.Random(5)
+    todo = asks([[2, *company.tokens(rng, n_ctx - 18 + i)] for i in range(3)], n_predict=99)
+    crowd = company.together(
+        memory_engine.engine(DRAFTS[kind], n_ctx=n_ctx, parallel=3, pool=1000), todo
+    )
+    roomy = Alone(kind)
+    assert crowd.most_live == 3
+    for ask, (got,) in zip(todo, crowd.answers, strict=True):
+        assert got.reason == "context" and len(got.ids) == n_ctx - len(ask.prompt) + 1
+        want = roomy(replace(ask, options=replace(ask.options, n_predict=len(got.ids) + 6)))
+        assert (got.ids, got.logits) == (want.ids[: len(got.ids)], want.logits[: len(got.ids)])
+        place = len(ask.prompt)  # of the anchor
+        for drafted, more, size in zip(got.proposals[1:], want.proposals[1:], got.sizes[1:],
+                                       strict=False):  # fmt: skip
+            assert drafted == more[: n_ctx - 1 - place], place
+            place += size
+        assert place == n_ctx

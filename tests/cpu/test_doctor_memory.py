@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
+import torch
 
+from g4spec.advisor import engines, speed
 from g4spec.advisor import memory_needs as memory
-from g4spec.advisor import speed
+from g4spec.advisor.choice import Question
 from g4spec.advisor.facts import facts
 from g4spec.advisor.figures import CacheTable, Fit, Reading
 from g4spec.advisor.machine import GIB, Gpu, Machine, assume
@@ -21,6 +24,13 @@ from g4spec.advisor.subjects import (
     from_row,
     named_target,
 )
+from g4spec.core import MAX_STEP_ROWS
+from g4spec.measure import synthetic
+from g4spec.models import gemma4
+from g4spec.models.spec import Checkpoint
+from g4spec.runtime import memory as runtime_memory
+from g4spec.runtime.backend import TorchBackend
+from g4spec.runtime.cuda.gpu_memory import Card as CardMemory
 
 FACTS = facts()
 
@@ -144,6 +154,41 @@ def test_largest_contexts(row: Fit) -> None:
             expected = t.context / 1024 if listed == -1 else listed
             got = calc.plan("llama.cpp", option, kv, 1024).largest / 1024
             assert abs(got - expected) <= max(1.01, 0.05 * expected), (gib, kv, got, expected)
+
+
+@dataclass
+class Device:
+    """A backend as far as `runtime.memory.plan` asks it."""
+
+    budget: Any
+    ring: int
+
+    def slack(self, chunk: int) -> int:
+        return self.ring
+
+
+@pytest.mark.parametrize("size", synthetic.TARGETS)
+@pytest.mark.parametrize("context", [300, 512, 4096, 32_768])
+def test_our_caches_are_those_that_the_engine_plans(size: str, context: int) -> None:
+    """To the byte, on a GPU with either cache type and on a CPU: pages, the spare one, rings."""
+    config = gemma4.parse_hf(Checkpoint(synthetic.TARGETS[size], {}))
+    known = target(size.partition("-")[0])
+
+    def planned(device: Device, chunk: int) -> int:
+        asked = runtime_memory.Size.of(context)
+        return runtime_memory.plan(device, asked, chunk, config, [], gemma4.caches(config)).cache
+
+    for kv in ("f16", "q8_0"):
+        card = Device(CardMemory(torch.device("cpu"), kv, portable=True), 2 * MAX_STEP_ROWS)
+        plan = Calculator(FACTS, machine(80), known, None, 1).plan(
+            "g4spec", known.options[0], kv, context
+        )
+        told = sum(s.nbytes for s in plan.steps if s.name in ("global cache", "sliding cache"))
+        assert told == planned(card, 4096)
+    cpu = TorchBackend()
+    told = engines._own_bytes(Question(known), None, context)
+    numbers = int(4 * known.options[0].nbytes / 0.56) + engines.OWN_WORK
+    assert abs(told - numbers - planned(cpu, cpu.chunk)) <= 4
 
 
 def test_steps_add_up_and_name_everything() -> None:

@@ -6,15 +6,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from g4spec.convert import convert
 from g4spec.core import CacheShape
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.models import gemma4
+from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.runtime import memory
 from g4spec.runtime.backend import TorchBackend
+from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, slot_bytes
+from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from tests import tiny, tokens
@@ -25,9 +33,32 @@ def test_cache_bytes_are_those_of_the_caches() -> None:
     budget, size = TorchBackend().budget, memory.Size.of(300, slots=3, pool=700)
     assert (size.slots, size.pages) == (3, 6)
     caches = [LayerKV(s, Space(3, 300, size.pages), 64) for s in shapes]
-    planned = (size.pages + 1) * budget.page(shapes) + 3 * budget.slot(shapes, 300, 64)
+    rings = budget.slots(3) * budget.slot(shapes, 300, 64)
+    planned = (size.pages + 1) * budget.page(shapes) + rings
     got = sum(c._rows.nbytes for c in caches)
     assert planned == got == 4 * 2 * (3 * (24 + 64) * 32 + 7 * 128 * 32)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("parallel", [1, 2, 3, 8])
+def test_a_plan_for_a_gpu_counts_the_spare_slot_and_the_spare_page(
+    kind: Kind, parallel: int
+) -> None:
+    """Caches as `CudaBackend` makes them, on the CPU, against the plan."""
+    shapes = [CacheShape(2, 64, 200), CacheShape(4, 512, None, 64), CacheShape(1, 32, None)]
+    size = memory.Size.of(700, parallel, 1500)
+    made = SimpleNamespace(device=torch.device("cpu"), cache_type=kind)
+    space = CudaBackend.space(made, size.slots, size.n_ctx, size.pages)  # type: ignore[arg-type]
+    slack = CudaBackend.slack(made, 512)  # type: ignore[arg-type]
+    caches = [CudaBackend.cache(made, s, space, slack) for s in shapes]  # type: ignore[arg-type]
+    got = sum(plane.nbytes for cache in caches for plane in cache.planes)
+    card = Card(made.device, kind, portable=True)
+    layers = (LayerSpec(0, None, 2, 1, 32, 32, 1e6),)
+    config = gemma4.Config(160, 64, 4096, 1e-6, 30.0, layers)
+    backend: Any = SimpleNamespace(budget=card, slack=lambda chunk: slack)
+    assert memory.plan(backend, size, 512, config, [], shapes).cache == got
+    rings = sum(slot_bytes(s, 700, slack, kind) for s in shapes)
+    assert got - parallel * rings == 13 * card.page(shapes) + (parallel > 2) * rings
 
 
 def test_a_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
@@ -35,7 +66,7 @@ def test_a_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
     for parallel, pool in ((1, None), (3, None), (3, 2000)):
         engine = Engine.load(target, draft, n_ctx=600, parallel=parallel, pool=pool)
         assert engine.draft is not None
-        pages = -(-(pool or 600) // 128)
+        pages = -(-((pool or 600) + 32) // 128)
         assert engine.pool.n_pages == pages and len(engine.pool.free_slots) == parallel
         assert engine.memory.cache == sum(kv._rows.nbytes for kv in engine.target.caches)
         assert engine.memory.draft_cache == sum(kv._rows.nbytes for kv in engine.draft.caches)
@@ -83,6 +114,9 @@ def test_the_plan_covers_what_the_process_takes(tmp_path: Path) -> None:
     code = f"""
 import re, torch
 from pathlib import Path
+from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, slot_bytes
+from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 torch.nn.functional.linear(torch.zeros(16, 64), torch.zeros(64, 64))

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, CacheShape
+from g4spec.core import CacheShape
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda import gpu_memory
-from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv_size import SLACK, Kind, spare_slots
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.step.sampler import CudaSampler
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
     from g4spec.gguf import GGUF
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.target import Target
-
-ALONE = 2
-"""Slots up to which batches are never filled up: recorded steps have 1, 2, 4, ... sequences."""
-
-
-def spare_slots(n_slots: int) -> int:
-    """Slots behind the sequences' own: one for whatever fills a recorded batch up."""
-    return 1 if n_slots > ALONE else 0
-
 
 class CudaBackend:
     """A GPU (`g4spec.core.Backend`).
@@ -97,7 +89,7 @@ class CudaBackend:
 
     def slack(self, chunk: int) -> int:
         """Rows of a step and of a draft's block behind it; prompts go around the rings."""
-        return 2 * MAX_STEP_ROWS
+        return SLACK
 
     def cache(self, shape: CacheShape, space: Space, slack: int) -> CudaKV:
         """An empty cache of one layer."""

@@ -12,7 +12,7 @@ import torch
 from g4spec.core import MAX_STEP_ROWS, CacheShape
 from g4spec.gguf.reader import TensorInfo
 from g4spec.runtime.cuda.build import launch
-from g4spec.runtime.cuda.cache.cuda_kv import Kind, page_bytes, slot_bytes
+from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.weights import packing
 
@@ -78,6 +78,10 @@ class Card:
     def slot(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
         """The rings of one slot, in all layers with a window."""
         return sum(slot_bytes(s, n_ctx, slack, self.cache_type) for s in shapes)
+
+    def slots(self, sequences: int) -> int:
+        """One for each sequence, and a spare one where recorded batches may be filled up."""
+        return sequences + spare_slots(sequences)
 
     def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
         """Logits of the largest steps, what reading a chunk takes, and what is fixed."""

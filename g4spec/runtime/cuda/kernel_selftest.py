@@ -11,7 +11,8 @@ from g4spec import quant
 from g4spec.core import MAX_STEP_ROWS, Batch, CacheShape
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
-from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.portable import products
 from g4spec.runtime.cuda.weights import packing

@@ -22,27 +22,20 @@ Rows that were never written are NaN (`q8_0`: their scales are): whatever reads 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
-from g4spec.ops.kv import Space, pages_of
-
-Kind = Literal["f16", "q8_0"]
-
-TILE = PAGE
-"""Positions of an aligned tile, consecutive in memory."""
-
-BLOCK = 32
-"""Values that share a scale."""
-
-TURNING = 64
-"""Pairs of a head that may turn where keys are kept as what differs from the values: columns 0 ..
-63 of both its halves."""
-
-MIN_SLACK = MAX_STEP_ROWS
-"""Rows a ring holds beyond its window: a step's rows never overwrite one that is still visible."""
+from g4spec.core import PAGE, CacheShape
+from g4spec.ops.kv import Space
+from g4spec.runtime.cuda.cache.cuda_kv_size import (
+    BLOCK,
+    MIN_SLACK,
+    TURNING,
+    Kind,
+    capacity,
+    key_columns,
+    shares,
+)
 
 _HALF = 0.49999997
 """The float32 below one half: adding it and truncating is C `roundf`, see `quant.formats.q8_0`."""
@@ -80,7 +73,7 @@ class CudaKV:
         self.turning = TURNING if shares(shape.head_dim, shape.rotary_pairs) else 0
         self.weight: torch.Tensor | None = None
         rows, device = (units, shape.n_kv, self.capacity), space.table.device
-        self.keys, self.key_scales = _plane(rows, _key_columns(shape), kind, device)
+        self.keys, self.key_scales = _plane(rows, key_columns(shape), kind, device)
         self.values, self.value_scales = _plane(rows, shape.head_dim, kind, device)
         # A divisor in device memory: torch divides by a Python number through its reciprocal.
         self._levels = torch.full((), 127.0, device=device)
@@ -213,39 +206,6 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Values of bytes q + 128 [..., D] and scales [..., D / 32], float32."""
     blocks = (codes.float() - 128.0).reshape(*codes.shape[:-1], -1, BLOCK)
     return (blocks * scales.float().unsqueeze(-1)).view(codes.shape)
-
-
-def capacity(n_ctx: int, window: int, slack: int) -> int:
-    """Rows of a ring: whole tiles, and no more than a sequence has positions."""
-    rows = -(-(window + max(slack, MIN_SLACK)) // TILE) * TILE
-    return min(rows, pages_of(n_ctx + 2 * MAX_STEP_ROWS) * PAGE)
-
-
-def page_bytes(shape: CacheShape, kind: Kind) -> int:
-    """Bytes of a page of the pool in one layer; none in layers with a window."""
-    return PAGE * row_bytes(shape, kind) if shape.window is None else 0
-
-
-def slot_bytes(shape: CacheShape, n_ctx: int, slack: int, kind: Kind) -> int:
-    """Bytes of the ring of a slot in one layer; none in layers without a window."""
-    if shape.window is None:
-        return 0
-    return capacity(n_ctx, shape.window, slack) * row_bytes(shape, kind)
-
-
-def row_bytes(shape: CacheShape, kind: Kind) -> int:
-    """Bytes of one position, keys and values."""
-    columns = shape.n_kv * (_key_columns(shape) + shape.head_dim)
-    return columns * 2 if kind == "f16" else columns + columns // BLOCK * 2
-
-
-def shares(head_dim: int, rotary_pairs: int) -> bool:
-    """True if keys are kept as what differs from the values; see `CacheShape`."""
-    return head_dim == 512 and 0 < rotary_pairs <= TURNING
-
-
-def _key_columns(shape: CacheShape) -> int:
-    return 2 * TURNING if shares(shape.head_dim, shape.rotary_pairs) else shape.head_dim
 
 
 def _plane(

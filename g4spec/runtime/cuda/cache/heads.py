@@ -11,7 +11,8 @@ from g4spec.core import Batch
 from g4spec.ops.weights import Attention
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING
 
 HEADS = 4
 """Heads of a block; a warp each."""

@@ -7,7 +7,7 @@ import torch
 from g4spec.core import PROMPT_BLOCK
 from g4spec.models.gemma4_config import Config
 from g4spec.models.spec import LayerSpec
-from g4spec.runtime.cuda.cache.cuda_kv import TURNING, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING, shares
 from g4spec.runtime.cuda.prefill import prefill_attention
 from g4spec.runtime.cuda.prefill.buffers import Shapes, nbytes
 from g4spec.runtime.cuda.prefill.prefill_attention import padded

@@ -23,7 +23,8 @@ from g4spec.core import PROMPT_BLOCK, Batch
 from g4spec.models.spec import LayerSpec
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV, shares
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING, shares
 from g4spec.runtime.cuda.prefill.buffers import Shapes, allocate
 
 EVERYTHING = 1 << 30

@@ -18,7 +18,8 @@ import torch
 from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.cache.cuda_kv import TURNING, CudaKV, Kind, shares
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles, empty_tiles
 

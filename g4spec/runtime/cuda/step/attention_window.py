@@ -14,7 +14,8 @@ import torch
 from g4spec.core import Batch
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.cache.cuda_kv import TILE, CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv_size import TILE
 from g4spec.runtime.cuda.cache.heads import NORM_V, Heads
 from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, Chunks, Shape
 from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, RowTiles, empty_tiles
