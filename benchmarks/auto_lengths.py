@@ -23,8 +23,9 @@ from watch import keep
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec.runtime import length
-from g4spec.runtime.length import MARGIN, Auto, Costs
+from g4spec.runtime.length import MARGIN
 from tests.acceptance import MACHINES, Bill, Recording, best_fixed, recordings, replay
+from tests.one_text import Auto, Costs
 
 CREDITS = (1, 2, 3, 4, 8, 16, 1000)
 

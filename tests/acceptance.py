@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.one_text import Auto, Costs, Fixed
+from tests.one_text import Costs, Fixed, Policy
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 """Fixed lengths that `auto` is compared with."""
@@ -64,24 +64,24 @@ class Bill:
 
 
 def replay(
-    length: Auto | Fixed, costs: Costs, held: str, most: int, bill: Bill, ahead: bool = False
+    policy: Policy, costs: Costs, held: str, most: int, bill: Bill, ahead: bool = False
 ) -> None:
     """Decode one recorded text, a hexadecimal digit a place; its end is not known before. `ahead`:
-    by a player that asks what comes next before it knows what a cycle has found."""
+    by a runner that asks what comes next before it knows what a cycle has found."""
+    policy.begin()
     at = 0
     while at < len(held):
-        count = length.next(most)
+        count = policy.next(most)
         if ahead:
-            length.again(count, most)
+            policy.again(count, most)
         accepted = min(count, int(held[at], 16))
-        length.observe(count, accepted, costs[count])
+        policy.observe(count, accepted, costs[count])
         bill.add(accepted + 1, costs[count])
         at += accepted + 1
 
 
 def best_fixed(costs: Costs, texts: list[str], most: int, delay: int = 0) -> float:
     """Tokens a second of the best fixed length; `delay`: tokens of each text without a draft."""
-
     rates = []
     for count in (n for n in LENGTHS if n <= most):
         bill = Bill(costs[0])

@@ -1,18 +1,24 @@
-"""The policy of draft lengths as one text sees it."""
+"""The policy of draft lengths as an engine uses it that runs one text at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from g4spec.runtime import length
+from g4spec.runtime import costs, length
+
+
+def lengths_of(table: Mapping[int, float]) -> length.Lengths:
+    """A policy whose cycles of one text take table[drafted tokens] seconds."""
+    lengths = length.Lengths()
+    lengths.measured({(1, n): seconds for n, seconds in table.items()})
+    return lengths
 
 
 class Costs:
-    """`length.Costs` of one text: costs[n] are the seconds of a cycle of n drafted tokens."""
+    """`costs.Costs` of one text: costs[n] are the seconds of a cycle of n drafted tokens."""
 
-    def __init__(self, table: Mapping[int, float] | length.Costs) -> None:
-        self.costs = table if isinstance(table, length.Costs) else length.Costs(
-            {(1, n): seconds for n, seconds in table.items()})  # fmt: skip
+    def __init__(self, table: Mapping[int, float]) -> None:
+        self.costs = costs.Costs({(1, n): seconds for n, seconds in table.items()})
 
     def __getitem__(self, count: int) -> float:
         return self.costs([count])
@@ -21,55 +27,54 @@ class Costs:
         self.costs.update([count], seconds)
 
 
-class Auto:
-    """`length.Lengths` with one text after the other; `end` begins the next one."""
+class Policy:
+    """`length.Lengths` with one text after the other: `begin` makes the next one."""
 
-    def __init__(self, table: Mapping[int, float]) -> None:
-        self.lengths = length.Lengths()
-        self.lengths.measured({(1, n): seconds for n, seconds in table.items()})
-        assert self.lengths.costs is not None
-        self.costs = Costs(self.lengths.costs)
-        self.end()
+    def __init__(self, lengths: length.Lengths, asked: int | None = None) -> None:
+        self.lengths, self.asked = lengths, asked
+        self.begin()
 
-    def end(self) -> None:
-        """The text is over."""
-        self.text = self.lengths.text("auto")
+    def begin(self) -> None:
         self._certain: int | None = None
+        self.text = self.lengths.text("auto" if self.asked is None else self.asked)
 
     def next(self, most: int) -> int:
         """Tokens to draft now."""
         if self._certain is not None:
-            count, self._certain = min(self._certain, most), None
+            count, self._certain = self._certain, None
+            assert count <= most
             return count
         return self.lengths.plan([self.text], [most])[0]
 
     def again(self, count: int, most: int) -> bool:
         """True if the next answer is certain to be `count`."""
-        if not self.lengths.again([self.text], [count], [most]):
-            return False
-        self._certain = count
-        return True
+        assert self._certain is None
+        certain = self.lengths.again([self.text], [count], [most])
+        self._certain = count if certain else None
+        return certain
 
     def observe(self, count: int, accepted: int, seconds: float) -> None:
-        """A cycle is over."""
         self.lengths.observe([self.text], [count], [accepted], seconds)
 
     def cut(self, tokens: int) -> None:
-        """The last tokens of the newest cycle lie behind the end of the text."""
         self.text.cut(tokens)
 
 
-class Fixed:
+class Auto(Policy):
+    """`auto` for an engine whose cycles take table[drafted tokens] seconds."""
+
+    def __init__(self, table: Mapping[int, float]) -> None:
+        super().__init__(lengths_of(table))
+
+    @property
+    def step(self) -> float:
+        """Seconds of a plain step, as the policy knows it now."""
+        assert self.lengths.costs is not None
+        return self.lengths.costs([0])
+
+
+class Fixed(Policy):
     """Always the same number."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-
-    def next(self, most: int) -> int:
-        return min(self.count, most)
-
-    def again(self, count: int, most: int) -> bool:
-        return count == min(self.count, most)
-
-    def observe(self, count: int, accepted: int, seconds: float) -> None:
-        """Nothing is learned."""
+        super().__init__(length.Lengths(), count)

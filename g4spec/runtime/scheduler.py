@@ -361,5 +361,4 @@ class Scheduler:
         """Forget cycles that nobody will ask for."""
         while self._started:
             self._started.popleft().runner.drop()
-        self.length.drop()
 

@@ -110,7 +110,7 @@ def nouns() -> set[str]:
     return found | {"ngram", "eagle", "dspark"}
 
 
-RUNTIME = ("scheduler", "runner", "length", "pending", "choosing", "pool", "prefix")
+RUNTIME = ("scheduler", "runner", "length", "costs", "pending", "choosing", "pool", "prefix")
 VERBS = ["ops/sampling.py", "ops/kv.py", *(f"runtime/{name}.py" for name in RUNTIME)]
 
 

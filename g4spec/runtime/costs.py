@@ -1,0 +1,89 @@
+"""Predict what a cycle takes, for the policy of draft lengths (`length.py`)."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+
+
+class Costs:
+    """Predict the seconds of a cycle: interpolate what was measured first, and follow how much
+    slower or faster cycles have become since.
+
+    Steps take longer as contexts grow. Cycles with a draft keep the shape of their table and share
+    one factor, plain steps have another. Where one has become faster since the other was last
+    measured, the other has too; what has become slower may have its own reasons.
+
+    Args:
+        measured: (texts, drafted tokens each) -> seconds; plain steps have 0 tokens.
+        padded: a step has as many rows for each text as for the one that drafts most (recorded
+            graphs). Otherwise it has no more than it needs.
+    """
+
+    def __init__(self, measured: Mapping[tuple[int, int], float], padded: bool = False) -> None:
+        self.padded = padded
+        self._tables: dict[int, dict[int, float]] = {}
+        for (texts, count), seconds in sorted(measured.items()):
+            self._tables.setdefault(texts, {})[count] = seconds
+        assert all(0 in t and len(t) > 1 for t in self._tables.values()), measured
+        self._texts = list(self._tables)
+        # 0 is plain decoding, without a draft: it never takes part in the interpolation.
+        self._counts = {texts: [n for n in table if n] for texts, table in self._tables.items()}
+        self._known: dict[tuple[int, float], float] = {}  # interpolated before
+        # Seconds over those measured first, and each when the other was last measured.
+        self._plain = self._drafted = self._plain_then = self._drafted_then = 1.0
+        self._factors = 1.0, 1.0  # of plain and drafted cycles now
+
+    def __call__(self, counts: Sequence[int]) -> float:
+        """Return the seconds of a cycle in which text i drafts counts[i] tokens."""
+        texts, total = len(counts), sum(counts)
+        if not total:
+            return self._measured(texts, 0) * self._factors[0]
+        drafting = texts - counts.count(0)
+        each = max(counts) if self.padded else total / drafting
+        seconds = self._measured(texts, each)
+        if drafting < texts and not self.padded:
+            # All texts are in the step, some are drafted for. The draft may cost as much for some
+            # as for all, and the step's rows may fill another tile: count the dearer of both.
+            plain = self._measured(texts, 0)
+            by_rows = (seconds - plain) * drafting / texts
+            by_texts = self._measured(drafting, each) - self._measured(drafting, 0)
+            seconds = plain + max(by_rows, by_texts)
+        return seconds * self._factors[1]
+
+    def update(self, counts: Sequence[int], seconds: float, weight: float = 0.2) -> None:
+        """Learn from a cycle that took `seconds`."""
+        change = 1 + weight * (seconds / self(counts) - 1)
+        if any(counts):
+            self._drafted = self._factors[1] * change
+            self._plain_then = self._plain * min(1.0, self._drafted / self._drafted_then)
+        else:
+            self._plain = self._factors[0] * change
+            self._drafted_then = self._drafted * min(1.0, self._plain / self._plain_then)
+        self._factors = (self._plain * min(1.0, self._drafted / self._drafted_then),
+                         self._drafted * min(1.0, self._plain / self._plain_then))  # fmt: skip
+
+    def _measured(self, texts: int, count: float) -> float:
+        """Return the seconds for `count` drafted tokens each, as measured first."""
+        if (texts, count) not in self._known:
+            self._known[texts, count] = self._interpolated(texts, count)
+        return self._known[texts, count]
+
+    def _interpolated(self, texts: int, count: float) -> float:
+        if texts not in self._tables:
+            return interpolated(texts, self._texts, lambda t: self._measured(t, count))
+        if count == 0:
+            return self._tables[texts][0]
+        return interpolated(count, self._counts[texts], self._tables[texts].__getitem__)
+
+
+def interpolated(x: float, known: Sequence[int], value: Callable[[int], float]) -> float:
+    """Return `value` at x by straight lines between the ascending `known` places. Before the first
+    one it is constant; after the last one the line goes on, if it rises."""
+    at = bisect_left(known, x)
+    if at == 0 or len(known) == 1:
+        return value(known[0])
+    at = min(at, len(known) - 1)
+    low, high = value(known[at - 1]), value(known[at])
+    along = (x - known[at - 1]) / (known[at] - known[at - 1])
+    return low + (high - low) * (along if high > low else min(along, 1.0))
