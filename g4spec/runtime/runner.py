@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from g4spec.core import Cycle, Draft, Work
+from g4spec.errors import InputError
 from g4spec.ops.sampling import NotFinite
 from g4spec.runtime.pending import flush
 from g4spec.runtime.target import Target, batch_of
@@ -115,7 +116,7 @@ def _chosen(work: Work, proposal: _Proposal, logits: torch.Tensor) -> Cycle:
     """The target's choice over what was drafted."""
     try:
         cycle = work.chooser.choose(logits, proposal.tokens, work.sequence.position + 1)
-    except NotFinite as error:
+    except InputError as error:  # logits that are not finite, or a mask that allows nothing
         cycle = Cycle([], [], proposal.tokens, error=error)
     cycle.draft_failed = proposal.failed
     return cycle

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Chooser, Draft, Runner, Sequence, Work
-from g4spec.ops.sampling import NotFinite
+from g4spec.errors import InputError
 from g4spec.runtime import pending
 from g4spec.runtime.length import Lengths, TextState
 from g4spec.runtime.measuring import costs
@@ -284,7 +284,7 @@ class Scheduler:
         logits = self.target.logits(self._tail)
         try:
             cycle = task.chooser.choose(logits, [], task.n_prompt)
-        except NotFinite as error:
+        except InputError as error:  # logits that are not finite, or a mask that allows nothing
             self._finish(task, "error", error)
             return
         task.ids += cycle.tokens
