@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -199,7 +199,7 @@ class Request:
         for cycle in self:
             yield from cycle.tokens
 
-    async def __aiter__(self) -> AsyncIterator[Cycle]:
+    async def __aiter__(self) -> AsyncGenerator[Cycle, None]:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def tell() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
+from tests.server.served import Served
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 
@@ -39,3 +40,19 @@ def engines(family: Path) -> Iterator[Callable[..., Engine]]:
     yield make
     for engine in made.values():
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def plain(engines: Callable[..., Engine]) -> Iterator[Served]:
+    """One text at a time, without a draft."""
+    served = Served(engines(None, n_ctx=2048))
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def busy(engines: Callable[..., Engine]) -> Iterator[Served]:
+    """Three texts at a time, with a draft and kept prefixes, and little memory."""
+    served = Served(engines("dflash.gguf", n_ctx=2048, parallel=3, prefix_cache=64 << 20))
+    yield served
+    served.stop()
