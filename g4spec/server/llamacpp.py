@@ -98,7 +98,9 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
         raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
     ids = await _prompt(service, body.prompt)
     asked = body.n_predict if body.n_predict is not None else body.max_tokens
-    limit = options.room(service, ids) if asked in (None, -1, 0) else int(asked or 0)
+    if asked == 0:
+        raise Refused(400, "n_predict: 0 asks for nothing; -1 sets no limit", param="n_predict")
+    limit = options.room(service, ids) if asked in (None, -1) else asked
     fields = body
     if penalty is not None and last != 0:
         fields = body.model_copy(update={"repetition_penalty": penalty})

@@ -9,13 +9,16 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
 from g4spec.errors import EnvironmentProblem
 from g4spec.server.access import JsonLines
+from g4spec.server.app import app
 from g4spec.server.service import Service
 
 HEADER_LIMIT = 64 << 10
@@ -28,8 +31,8 @@ class Place:
 
     host: str = "127.0.0.1"
     port: int = 8080
-    certificate: str | None = None
-    key: str | None = None
+    certificate: Path | None = None
+    key: Path | None = None
 
 
 class Server(uvicorn.Server):
@@ -49,6 +52,12 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`; the application is told of its end after a second signal, too."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`."""
@@ -70,10 +79,11 @@ def logs() -> None:
     """Write the server's log to stderr, a line of JSON each."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
-    log = logging.getLogger("g4spec.server")
-    log.handlers[:] = [handler]
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    for name, level in (("g4spec.server", logging.INFO), ("uvicorn", logging.ERROR)):
+        log = logging.getLogger(name)
+        log.handlers[:] = [handler]
+        log.setLevel(level)
+        log.propagate = False
 
 
 def listen(place: Place) -> socket.socket:
@@ -100,6 +110,19 @@ def server(
         http="h11", ws="none", lifespan="on", timeout_keep_alive=30,
     )  # fmt: skip
     return Server(config, service, ready)
+
+
+def serve(
+    service: Service, place: Place, at: socket.socket, ready: Callable[[], None], **more: Any
+) -> None:  # fmt: skip
+    """Serve until a signal.
+
+    Args:
+        at: where to listen. ready: see `server`. more: see `g4spec.server.app.app`.
+    """
+    logs()
+    service.warm_up()
+    server(app(service, **more), service, place, ready).run(sockets=[at])
 
 
 def exposed(place: Place) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import anyio
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -97,7 +98,9 @@ class EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         async def put(message: Message) -> None:
-            await asyncio.wait_for(send(message), self._settings.send_limit)
+            # Not asyncio.wait_for: until Python 3.12 it may swallow that the client has hung up.
+            with anyio.fail_after(self._settings.send_limit):
+                await send(message)
 
         async def text(piece: str) -> None:
             await put({"type": "http.response.body", "body": piece.encode(), "more_body": True})
@@ -107,7 +110,7 @@ class EventStream(Response):
             async with aclosing(self._events) as events:
                 await self._pump(events, text)
             await put({"type": "http.response.body", "body": b"", "more_body": False})
-        except (asyncio.TimeoutError, OSError):
+        except (TimeoutError, OSError):
             log.warning("a client does not read", extra={"id": self._generation.id})
 
     async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import anyio
+
 from g4spec.errors import InputError
 from g4spec.runtime import template as runtime_template
 
@@ -42,8 +44,9 @@ class Renderer:
         line = json.dumps(job).encode() + b"\n"
         async with self._lock:
             try:
-                answer = await asyncio.wait_for(self._ask(line), runtime_template.SECONDS)
-            except asyncio.TimeoutError:
+                with anyio.fail_after(runtime_template.SECONDS):
+                    answer = await self._ask(line)
+            except TimeoutError:
                 await self.close()
                 raise _failed(f"no end after {runtime_template.SECONDS} s") from None
             except asyncio.CancelledError:
