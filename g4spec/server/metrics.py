@@ -106,7 +106,10 @@ class Metrics:
 
     def value(self, counter: Counter, *more: str) -> float:
         """What a counter stands at."""
-        return float(counter.labels(*self._label, *more)._value.get())
+        wanted = [*self._label, *more]
+        samples = [s for metric in counter.collect() for s in metric.samples]
+        return sum(s.value for s in samples
+                   if s.name.endswith("_total") and list(s.labels.values()) == wanted)  # fmt: skip
 
     def text(self) -> bytes:
         """All figures, in Prometheus' format."""

@@ -128,22 +128,23 @@ class Service:
     def _submit(self, job: Job) -> list[Text]:
         """Runs in a thread: a step may be in the way, and grammars take their time."""
         texts: list[Text] = []
-        for i in range(job.n):
-            mask = self.vocabulary.mask(job.grammar) if job.grammar else None
-            sampler = replace(job.options.sampler, seed=(job.options.sampler.seed + i) % 2**64)
-            stream = None
-            if job.options.stop and job.chat:
-                stream = self._answers(job)
-            options = replace(job.options, sampler=sampler, mask=mask, stream=stream)
-            try:
-                request = self.engine.submit(job.prompt, options)
-            except G4Error:
-                for text in texts:
-                    text.request.cancel()
-                raise
-            assembler = Assembler(self._reader(job), options.stop, self._special)
-            texts.append(Text(i, request, assembler))
+        try:
+            for i in range(job.n):
+                texts.append(self._text(job, i))
+        except G4Error:
+            for text in texts:
+                text.request.cancel()
+            raise
         return texts
+
+    def _text(self, job: Job, i: int) -> Text:
+        options = job.options
+        sampler = replace(options.sampler, seed=(options.sampler.seed + i) % 2**64)
+        mask = self.vocabulary.mask(job.grammar) if job.grammar else None
+        stream = self._answers(job) if options.stop and job.chat else None
+        options = replace(options, sampler=sampler, mask=mask, stream=stream)
+        request = self.engine.submit(job.prompt, options)
+        return Text(i, request, Assembler(self._reader(job), options.stop, self._special))
 
     @cached_property
     def _special(self) -> frozenset[int]:

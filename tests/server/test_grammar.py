@@ -244,6 +244,25 @@ def test_user_grammars(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[
         vocabulary.mask(grammar.whole(MARKS, answer=grammar.json_answer(schema, strict=True)))
 
 
+def test_an_answer_or_calls(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]) -> None:
+    tools = [Function("f", parameters=SCHEMAS["text"])]
+    rule = grammar.json_answer({"type": "boolean"}, strict=True)
+    for wanted in (
+        grammar.whole(MARKS, answer=rule, calls=tools, most=1),
+        grammar.whole(MARKS, user='start: "true" | "false"', calls=tools, most=1),
+    ):
+        seen = set()
+        for seed in range(12):
+            ids = walk(vocabulary.mask(wanted), random.Random(seed), ends)
+            if ids[0] == MARKS.call:
+                [(name, value)] = arguments(tokenizer, ids)
+                jsonschema.validate(value, SCHEMAS["text"])
+                seen.add(name)
+            else:
+                seen.add(tokenizer.decode(ids))
+        assert "f" in seen and seen <= {"f", "true", "false"} and len(seen) > 1
+
+
 def test_an_open_thought_ends_before_the_answer(
     vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]
 ) -> None:
