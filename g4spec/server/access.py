@@ -1,4 +1,4 @@
-"""Who may come in, with how much, and what is written down of it. Plain ASGI."""
+"""ASGI middleware: API keys, the limit of bodies, the request log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPEN = ("/health", "/v1/health")
 
 
 def refusal(refused: Refused) -> JSONResponse:
-    """The response to a request that is refused."""
+    """Make the response to a refused request."""
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
@@ -140,7 +140,7 @@ class Log:
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line of JSON."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""

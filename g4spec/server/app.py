@@ -36,7 +36,7 @@ def app(
     origins: Sequence[str] = (),
     body_limit: int = BODY_LIMIT,
 ) -> Starlette:
-    """The ASGI application of a service.
+    """Make the ASGI application of a service.
 
     Args:
         keys: API keys, one of which a request has to carry; none: all are let in.
@@ -92,7 +92,7 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 
 
 class Endpoints:
-    """What answers at each path."""
+    """The handlers of all paths."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -100,7 +100,7 @@ class Endpoints:
     # ---- generation
 
     async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions."""
         body = fields.read(fields.ChatRequest, await request.body())
         usage = bool(body.stream_options and body.stream_options.include_usage)
         return await self._run(
@@ -109,7 +109,7 @@ class Endpoints:
         )  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
+        """Answer POST /v1/completions."""
         body = fields.read(fields.CompletionRequest, await request.body())
         usage = bool(body.stream_options and body.stream_options.include_usage)
         return await self._run(
@@ -118,7 +118,7 @@ class Endpoints:
         )  # fmt: skip
 
     async def completion(self, request: Request) -> Response:
-        """POST /completion, of llama.cpp."""
+        """Answer POST /completion, of llama.cpp."""
         value = _object(await request.body())
         body = fields.check(llamacpp.CompletionBody, llamacpp.without_neutral(value))
         return await self._run(
@@ -152,7 +152,7 @@ class Endpoints:
         return JSONResponse(await unless_gone(request, whole()))
 
     async def _noted(self, request: Request, generation: Generation, events: Events) -> Events:
-        """The events; in the end the log learns what they were."""
+        """Pass events on; in the end the log is told the figures."""
         try:
             async for each in events:
                 yield each
@@ -164,28 +164,28 @@ class Endpoints:
     # ---- texts and tokens
 
     async def tokenize(self, request: Request) -> Response:
-        """POST /tokenize."""
+        """Answer POST /tokenize."""
         body = fields.read(llamacpp.TokenizeBody, await request.body())
         return JSONResponse(llamacpp.tokenize(self._service, body))
 
     async def detokenize(self, request: Request) -> Response:
-        """POST /detokenize."""
+        """Answer POST /detokenize."""
         body = fields.read(llamacpp.DetokenizeBody, await request.body())
         return JSONResponse(llamacpp.detokenize(self._service, body))
 
     async def apply_template(self, request: Request) -> Response:
-        """POST /apply-template."""
+        """Answer POST /apply-template."""
         body = fields.read(fields.ChatRequest, await request.body())
         return JSONResponse(await llamacpp.apply_template(self._service, body))
 
     # ---- the server
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
+        """Answer GET /v1/models."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{id}."""
+        """Answer GET /v1/models/{id}."""
         self._service.check_model(request.path_params["id"])
         return JSONResponse(self._model())
 
@@ -198,22 +198,22 @@ class Endpoints:
                          "n_vocab": config.n_vocab, "n_embd": config.n_embd}}  # fmt: skip
 
     async def health(self, request: Request) -> Response:
-        """GET /health: 200 while steps make progress."""
+        """Answer GET /health: 200 while steps make progress."""
         if self._service.moving and not self._service.draining:
             return JSONResponse({"status": "ok"})
         why = "shutting down" if self._service.draining else "no step has ended for too long"
         return JSONResponse({"status": "error", **Refused(503, why).json()}, 503)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics."""
+        """Answer GET /metrics."""
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def props(self, request: Request) -> Response:
-        """GET /props."""
+        """Answer GET /props."""
         return JSONResponse(llamacpp.props(self._service))
 
     async def slots(self, request: Request) -> Response:
-        """GET /slots."""
+        """Answer GET /slots."""
         found = llamacpp.slots(self._service)
         if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
             raise Refused(503, "no slot is free")
@@ -247,7 +247,7 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 def _note(request: Request, generation: Generation) -> None:
-    """What the log says of a generation."""
+    """Tell the log the figures of a generation."""
     stats = [text.request.stats for text in generation.texts]
     request.scope["state"]["facts"] = {
         "prompt_tokens": len(generation.job.prompt),

@@ -21,7 +21,7 @@ _WORDS = {"true": "true", "false": "false", "null": "null", "": "null",
 
 
 class _At(Enum):
-    """What the next character belongs to."""
+    """States: where the next character belongs."""
 
     KEY = auto()
     KEY_TEXT = auto()
@@ -52,7 +52,7 @@ class Arguments:
 
     @property
     def ended(self) -> bool:
-        """Whether their last bracket is closed: what follows is not theirs."""
+        """True once their last bracket is closed: what follows is not theirs."""
         return self._at is _At.END
 
     def text(self, piece: str) -> str:
@@ -165,7 +165,7 @@ class Arguments:
     # ---- structure
 
     def _begin_member(self) -> None:
-        """A key and its colon have been read."""
+        """Begin a member, whose key and colon have been read."""
         if not self._first[-1]:
             self._out.append(",")
         self._first[-1] = False
@@ -179,7 +179,7 @@ class Arguments:
             self._first[-1] = False
 
     def _end_member(self) -> None:
-        """A comma or bracket: what is left of the value before it."""
+        """Write what is left of a value at the comma or bracket behind it."""
         if self._at is _At.BARE:
             self._out.append(_scalar(self._held.strip()))
         elif self._at is _At.VALUE and self._open[-1] == "{":
@@ -187,7 +187,7 @@ class Arguments:
         self._held = ""
 
     def _closes(self, c: str) -> bool:
-        """Whether a bracket closes something, and is no part of a bare word."""
+        """Return True if a bracket closes something, and is no part of a bare word."""
         if c == ")":
             return self._closer == ")" and len(self._open) == 1
         return {"}": "{", "]": "["}[c] in self._open
@@ -222,7 +222,7 @@ def _unquoted(raw: str) -> str:
 
 
 def _scalar(word: str) -> str:
-    """JSON of a value without delimiters: a number, a constant, or else a text."""
+    """Convert a value without delimiters: a number, a constant, or else a text."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):

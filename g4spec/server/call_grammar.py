@@ -1,4 +1,4 @@
-"""From a function's JSON schema to a grammar of Gemma 4's own call syntax.
+"""Make a grammar of Gemma 4's own call syntax from a function's JSON schema.
 
     call:NAME{city:<|"|>Paris<|"|>,days:3}
 
@@ -59,7 +59,7 @@ class Function:
 
 
 def calls(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
-    """Rules, of which `call` is what follows `<|tool_call>`, `<tool_call|>` included.
+    """Write rules, of which `call` is what follows `<|tool_call>`, `<tool_call|>` included.
 
     Args:
         call_end, delimiter: ids of `<tool_call|>` and `<|"|>`.
@@ -89,7 +89,7 @@ class _Rules:
         self._shared: dict[str, str] = {}  # rules of what a $ref points to
 
     def arguments(self, function: Function) -> str:
-        """The rule of a function's arguments."""
+        """Add the rule of a function's arguments; returns its name."""
         if function.parameters is None:
             return self.add('"{" "}"')
         schema = function.parameters
@@ -101,13 +101,13 @@ class _Rules:
         return self._value({**schema, "type": "object"})
 
     def add(self, body: str, kind: str = "v") -> str:
-        """A rule or terminal of its own for `body`; returns its name."""
+        """Add a rule or terminal for `body`; returns its name."""
         name = self._new(kind)
         self.lines.append(f"{name}: {body}")
         return name
 
     def marked(self, body: str) -> str:
-        """A text between its delimiters."""
+        """Put a text between its delimiters."""
         return f"{self._mark} {body} {self._mark}"
 
     def _new(self, kind: str) -> str:
@@ -119,7 +119,7 @@ class _Rules:
     # ---- values
 
     def _value(self, schema: Schema | bool) -> str:
-        """The rule of a value."""
+        """Add the rule of a value; returns its name."""
         if (pointer := self._resolver.pointer(schema)) is not None:
             return self._reference(pointer)
         if (branches := self._resolver.branches(schema)) is not None:
@@ -128,7 +128,7 @@ class _Rules:
         return self._either([rule for option in options for rule in self._option(option)])
 
     def _reference(self, pointer: str) -> str:
-        """The rule of what a $ref points to, which may be what it stands in."""
+        """Return the rule of what a $ref points to, which may be what it stands in."""
         if pointer not in self._shared:
             name = self._shared[pointer] = self._new("v")
             self.lines.append(f"{name}: {self._value(self._resolver.target(pointer))}")
@@ -141,7 +141,7 @@ class _Rules:
         return unique[0] if len(unique) == 1 else self.add(" | ".join(unique))
 
     def _option(self, schema: Schema) -> list[str]:
-        """Rules of a schema without `$ref`, `anyOf` and the like."""
+        """Add the rules of a plain schema, one a type or value."""
         types = types_of(schema)
         if "enum" in schema:
             values = [v for v in schema["enum"] if patterns.fits(v, types)]
@@ -159,7 +159,7 @@ class _Rules:
         return '"true" | "false"'
 
     def _literal(self, value: Any) -> str:
-        """The rule of one value."""
+        """Add the rule of one value."""
         if isinstance(value, str):
             return self.add(self.marked(_quoted(value)))
         if isinstance(value, list):
@@ -237,7 +237,7 @@ class _Rules:
     def _any_order(
         self, pairs: Sequence[str], required: int, extra: str, least: int, most: int | None
     ) -> str:
-        """Members in any order, each once; the first `required` ones have to be there."""
+        """Write members in any order, each once; the first `required` ones have to be there."""
         if not pairs and not extra:
             return '"{" "}"'
         first, more = self._new("m"), self._new("m")
@@ -258,7 +258,7 @@ class _Rules:
         return f'"{{" {first}::0x0 "}}"'
 
     def _ordered(self, pairs: Sequence[str], required: int, extra: str) -> str:
-        """Members in the order given: the `required` ones are the first."""
+        """Write members in the order given: the `required` ones are the first."""
         more = f'("," {extra})*' if extra else ""
         for pair in reversed(pairs[max(required, 1) :]):
             more = self.add(f'("," {pair})? {more}')
@@ -276,7 +276,7 @@ class _Rules:
         return " | ".join(begun)
 
     def _extra(self, others: Sequence[tuple[str | None, Any]], names: Sequence[str]) -> str:
-        """The rule of members that are not listed, "" if there may be none.
+        """Add the rule of members that are not listed; "" if there may be none.
 
         Args:
             others: patterns of keys, None for any, and the schemas of their values.
@@ -311,5 +311,5 @@ def _all(conditions: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A text as a Lark literal; nothing for an empty one."""
+    """Write a text as a Lark literal; nothing for an empty one."""
     return json.dumps(text) if text else ""

@@ -22,7 +22,7 @@ from g4spec.server.streams import Events, event
 
 
 async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
-    """The prompt of a request."""
+    """Render and tokenize the messages of a request."""
     messages = [m.model_dump(exclude_none=True) for m in request.messages]
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
     for tool in tools:  # templates take a description for granted
@@ -31,7 +31,7 @@ async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
 
 
 def thinks(request: ChatRequest) -> bool:
-    """Whether the model shall think first. Gemma 4 knows only whether, not how long."""
+    """Return True if the model shall think first; Gemma 4 knows thinking on and off only."""
     asked = request.chat_template_kwargs and request.chat_template_kwargs.enable_thinking
     effort = request.reasoning_effort
     if asked is not None and effort is not None and asked != (effort != "none"):
@@ -41,7 +41,7 @@ def thinks(request: ChatRequest) -> bool:
 
 
 async def job_of(service: Service, request: ChatRequest) -> Job:
-    """What a request asks for."""
+    """Build the job of a request."""
     service.check_model(request.model)
     n = options.count(service, request)
     choice = _choice(request)
@@ -79,7 +79,7 @@ def _choice(request: ChatRequest) -> str | NamedTool:
 
 
 def functions(request: ChatRequest) -> list[Function]:
-    """The functions of a request."""
+    """List the functions of a request."""
     found = [tool.function for tool in request.tools or []]
     return [Function(f.name, f.description or "", f.parameters, bool(f.strict)) for f in found]
 
@@ -106,7 +106,7 @@ def _grammar(
 
 
 def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
-    """The rule of answers, or the grammar that the user has written for them."""
+    """Return the rule of answers, or the grammar that the user has written for them."""
     form = request.response_format
     if form is None or form.type == "text":
         return None, grammar.written(request.grammar) if request.grammar is not None else None
@@ -146,7 +146,7 @@ class Answered:
                 self.calls[piece.index]["function"]["arguments"] += piece.json
 
     def json(self) -> dict[str, Any]:
-        """The message, as OpenAI's API has it."""
+        """Return the message as OpenAI's API has it."""
         content = None if self.calls and not self.content else self.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if self.reasoning:
@@ -165,7 +165,7 @@ def _head(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 async def answer(generation: Generation) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the whole response body."""
     messages = [Answered() for _ in generation.texts]
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
@@ -184,7 +184,7 @@ async def answer(generation: Generation) -> dict[str, Any]:
 
 
 async def chunks(generation: Generation, include_usage: bool) -> Events:
-    """The answer in pieces."""
+    """Yield the response as events."""
     writer = _Chunks(generation, include_usage)
     for text in generation.texts:
         yield writer.chunk(text, {"role": "assistant", "content": "", "refusal": None})
@@ -207,7 +207,7 @@ class _Chunks:
         self._told: list[list[Token]] = [[] for _ in generation.texts]
 
     def pieces(self, text: Text, delta: Delta) -> Sequence[str]:
-        """The chunks of a piece."""
+        """Write the chunks of a piece."""
         told = self._told[text.index]
         told += delta.tokens
         out = []
@@ -224,7 +224,7 @@ class _Chunks:
         self, text: Text, delta: dict[str, Any], tokens: Sequence[Token] = (),
         finish: str | None = None,
     ) -> str:  # fmt: skip
-        """One chunk, as an event."""
+        """Write one chunk, as an event."""
         told = None
         if tokens:
             found = shapes.tokens(self._generation.service.tokenizer, tokens)

@@ -18,7 +18,7 @@ DEFAULT_TOKENS = 16
 
 
 async def job_of(service: Service, request: CompletionRequest) -> Job:
-    """What a request asks for."""
+    """Build the job of a request."""
     service.check_model(request.model)
     n = options.count(service, request)
     if request.best_of not in (None, n):
@@ -37,7 +37,7 @@ async def job_of(service: Service, request: CompletionRequest) -> Job:
 
 
 async def prompt_ids(service: Service, prompt: str | list[Any]) -> list[int]:
-    """Tokens of a prompt: a text, its tokens, or a list with one of these."""
+    """Return the tokens of a prompt: a text, its tokens, or a list with one of these."""
     if isinstance(prompt, str):
         return await service.prompter.encode(prompt)
     if prompt and not isinstance(prompt[0], int):
@@ -66,7 +66,7 @@ def _echo(generation: Generation, request: CompletionRequest) -> str:
 
 
 async def answer(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the whole response body."""
     texts = [_echo(generation, request) for _ in generation.texts]
     tokens: list[list[Token]] = [[] for _ in texts]
     async with aclosing(generation.deltas()) as deltas:
@@ -87,7 +87,7 @@ async def answer(generation: Generation, request: CompletionRequest) -> dict[str
 async def chunks(
     generation: Generation, request: CompletionRequest, include_usage: bool
 ) -> Events:  # fmt: skip
-    """The answer in pieces."""
+    """Yield the response as events."""
     tokenizer = generation.service.tokenizer
     offsets = [0] * len(generation.texts)
 

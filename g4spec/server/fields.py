@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def read(model: type[Model], body: bytes) -> Model:
-    """A body as an object; Refused, naming the field, for one that is not as it must be."""
+    """Parse and validate a body; Refused, naming the field, for a wrong one."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -41,7 +41,7 @@ def read(model: type[Model], body: bytes) -> Model:
 
 
 def check(model: type[Model], value: Json) -> Model:
-    """The same for a value that has been read."""
+    """Validate a body that has been parsed."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -56,7 +56,7 @@ def check(model: type[Model], value: Json) -> Model:
 
 
 class Sampling(Body):
-    """How tokens are chosen; in all requests of OpenAI's kind.
+    """Sampling parameters, in all requests.
 
     Fields of other servers: top_k, min_p, repetition_penalty, ignore_eos (vLLM); our own:
     draft_max, most drafted tokens a step.
@@ -77,7 +77,7 @@ class Sampling(Body):
 
 
 class StreamOptions(Body):
-    """How a stream is written."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -97,7 +97,7 @@ class Hints(Body):
 
 
 class OpenAI(Sampling, Hints):
-    """What chat completions and completions have in common."""
+    """Fields that chat completions and completions share."""
 
     model: str | None = None
     n: int | None = Field(None, ge=1)
@@ -188,7 +188,7 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What answers have to be."""
+    """The format of answers."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None

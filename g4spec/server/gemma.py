@@ -73,14 +73,14 @@ class Marks:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Marks | None:
-        """Those of a vocabulary, or None if it lacks one."""
+        """Find those of a vocabulary; None if it lacks one."""
         names = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>",
                  "<|tool_response>", '<|"|>')  # fmt: skip
         ids = [tokenizer.encode(name, bos=False) for name in names]
         return cls(*(i[0] for i in ids)) if all(len(i) == 1 for i in ids) else None
 
     def thinking(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends inside a thought, which the model goes on with."""
+        """Return True if a prompt ends inside a thought, which the model goes on with."""
         for token in reversed(prompt):
             if token in (self.channel_end, self.turn, self.turn_end):
                 return False
@@ -90,7 +90,7 @@ class Marks:
 
 
 class _In(Enum):
-    """What the next token belongs to."""
+    """Parser states: where the next token belongs."""
 
     TEXT = auto()
     HEADER = auto()
@@ -124,17 +124,17 @@ class Parser:
 
     @property
     def answering(self) -> bool:
-        """Whether the next token belongs to the answer, and to no thought or call."""
+        """True if the next token belongs to the answer, and to no thought or call."""
         return self._in is _In.TEXT
 
     @property
     def thinking(self) -> bool:
-        """Whether the next token belongs to a thought."""
+        """True if the next token belongs to a thought."""
         return self._in in (_In.THOUGHT, _In.HEADER)
 
     @property
     def calling(self) -> bool:
-        """Whether a call has begun and not ended."""
+        """True if a call has begun and not ended."""
         return self._in in (_In.CALL_HEAD, _In.ARGUMENTS)
 
     def push(self, ids: Iterable[int]) -> list[Event]:
@@ -210,7 +210,7 @@ class Parser:
         self._in, self._held = _In.CALL_HEAD, ""
 
     def _end_call(self) -> None:
-        """Another mark inside a call ends it."""
+        """End an open call: another mark stands inside of it."""
         if self._in is _In.CALL_HEAD:
             self._head_ends(True)
         elif self._in is _In.ARGUMENTS:
@@ -239,7 +239,7 @@ class Parser:
             self._argument(self._arguments.text(text))
 
     def _think(self, text: str) -> None:
-        """Text of a thought, without white space around it."""
+        """Take in text of a thought, without white space around it."""
         text = self._held + text
         if not self._thought:
             text = text.lstrip()
@@ -263,7 +263,7 @@ class Parser:
         self._think(rest.lstrip() if again else rest)
 
     def _header_ends(self) -> None:
-        """What stood behind `<|channel>` is no header: it goes where it would have gone without."""
+        """Leave a header that is none: its text goes where it would have gone without."""
         held, self._held = self._held, ""
         self._in = self._before
         if held and held != "thought":
@@ -285,7 +285,7 @@ class Parser:
         self._characters(rest)
 
     def _head_ends(self, whole: bool) -> None:
-        """A call without arguments: one of none, if the model has ended it."""
+        """End a call without arguments: one of none, if the model has ended it."""
         name = _name(self._held)
         if name and whole:
             self._begin_call(name, "}")
@@ -321,17 +321,17 @@ class Parser:
 
 
 class Answer:
-    """The answer alone, as a stream of text (`g4spec.runtime.request.TextStream`)."""
+    """Streams the answer alone (`g4spec.runtime.request.TextStream`)."""
 
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
     def push(self, ids: Iterable[int]) -> str:
-        """The part of the answer that became certain with `ids`."""
+        """Return the part of the answer that became certain with `ids`."""
         return _answer(self._parser.push(ids))
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return what was held back."""
         return _answer(self._parser.finish())
 
 
@@ -340,7 +340,7 @@ def _answer(events: Iterable[Event]) -> str:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """Events with neighbours of a kind put together."""
+    """Merge neighbouring events of a kind."""
     out: list[Event] = []
     for event in events:
         last = out[-1] if out else None
@@ -357,6 +357,6 @@ def joined(events: Iterable[Event]) -> list[Event]:
 
 
 def _name(head: str) -> str:
-    """The function of `call:NAME`, `:NAME` or `NAME`; "" where there is none."""
+    """Extract the function of `call:NAME`, `:NAME` or `NAME`; "" where there is none."""
     found = _HEAD.fullmatch(head)
     return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""From an engine's cycles to the pieces of an answer."""
+"""Turn an engine's cycles into the pieces of an answer."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Plain:
         self._stream = tokenizer.stream()
 
     def push(self, ids: Iterable[int]) -> list[Event]:
-        """The text that became certain."""
+        """Decode tokens; returns the text that became certain."""
         text = self._stream.push(ids)
         return [Text(text)] if text else []
 
     def finish(self, *, whole: bool = True) -> list[Event]:
-        """What was held back."""
+        """Return what was held back."""
         text = self._stream.finish()
         return [Text(text)] if text else []
 
@@ -56,7 +56,7 @@ class Token:
 
 @dataclass(slots=True)
 class Delta:
-    """What has become certain of an answer.
+    """News of an answer.
 
     Attributes:
         events: in order. tokens: of the answer's text, where log-probabilities are asked for.
@@ -109,7 +109,7 @@ class Assembler:
         return self._released(self._certain())
 
     def finish(self, stats: Stats) -> Delta:
-        """The last piece, of a text that has ended in order."""
+        """Return the last piece of a text that has ended in order."""
         reason = stats.stop_reason
         if self._stop is None:
             ended = reason.startswith("stop")
@@ -125,7 +125,7 @@ class Assembler:
         return sum(len(e.text) for e, _ in self._held if isinstance(e, Text))
 
     def _certain(self) -> int:
-        """Characters of the held text that can be given out; finds the stop text."""
+        """Count the characters of the held text that can be given out; finds the stop text."""
         if not self._stops:
             return self._length()
         text = "".join(e.text for e, _ in self._held if isinstance(e, Text))
@@ -162,6 +162,6 @@ class Assembler:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `stop`."""
+    """Count the characters at the end of `text` that may be the beginning of `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

@@ -36,7 +36,7 @@ _MARK = re.compile(r"<[^\s<>]+>")
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text, or parts of it, have to match.
+    """A grammar that a text, or parts of it, have to match.
 
     Attributes:
         text: for llguidance.
@@ -67,7 +67,7 @@ class Vocabulary:
         self._lock = threading.Lock()
 
     def compile(self, text: str) -> llguidance.LLMatcher:
-        """A matcher at the beginning of a grammar; InputError if the grammar is wrong."""
+        """Return a matcher at the beginning of a grammar; InputError if the grammar is wrong."""
         with self._lock:
             if (kept := self._kept.get(text)) is not None:
                 self._kept.move_to_end(text)
@@ -86,7 +86,7 @@ class Vocabulary:
         return matcher.deep_copy()
 
     def mask(self, grammar: Grammar) -> Mask:
-        """The mask of one text; InputError if the grammar is wrong."""
+        """Make the mask of one text; InputError if the grammar is wrong."""
         return Mask(self, grammar)
 
 
@@ -133,7 +133,7 @@ class Mask:
             self._parts.append(_Part(0, self._first.deep_copy()))
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """bool [V] of tokens that may follow `tokens`, or None where all may."""
+        """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
         self._back(_shared(self._ids, tokens))
         for token in tokens[len(self._ids) :]:
             self._take(token)
@@ -206,7 +206,7 @@ class Mask:
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Tokens that both begin with. They differ near the end, if at all."""
+    """Count the tokens that both begin with. They differ near the end, if at all."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n
@@ -223,7 +223,7 @@ def _first(message: str) -> str:
 
 
 def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
-    """Lark rule `answer` of JSON that fits a schema, in compact form.
+    """Write the Lark rule `answer` of JSON that fits a schema, in compact form.
 
     Args:
         strict: refuse keywords that cannot be held, which are notes otherwise.
@@ -235,7 +235,7 @@ def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
 
 
 def written(grammar: str) -> str:
-    """The grammar that a user has written, as Lark: GBNF, or Lark behind `%llguidance`."""
+    """Convert a user's grammar to Lark: GBNF, or Lark that begins with `%llguidance`."""
     if grammar.lstrip().startswith("%llguidance"):
         return grammar
     try:
@@ -257,7 +257,7 @@ def whole(
     most: int | None = None,
     thinking: str = "no",
 ) -> Grammar:
-    """The grammar of a whole text: a thought, and then an answer or calls.
+    """Make the grammar of a whole text: a thought, and then an answer or calls.
 
     Args:
         answer: rule of that name. user: a grammar of its own, in its place.
@@ -289,7 +289,7 @@ def whole(
 
 
 def in_calls(marks: Marks, functions: Sequence[Function], *, parallel: bool) -> Grammar:
-    """The grammar of calls alone, in a text that is free otherwise.
+    """Make the grammar of calls alone, in a text that is free otherwise.
 
     Args:
         parallel: several calls may follow each other; else the text ends behind the first.

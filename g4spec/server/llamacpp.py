@@ -52,7 +52,7 @@ class CompletionBody(Sampling):
 
 
 def without_neutral(value: Json) -> Json:
-    """A body without the fields that ask for nothing; Refused for others among them."""
+    """Drop the fields that ask for nothing; Refused where one asks for something."""
     out = {}
     for key, found in value.items():
         if key in NEUTRAL:
@@ -80,7 +80,7 @@ class DetokenizeBody(Body):
 
 
 async def job_of(service: Service, body: CompletionBody) -> Job:
-    """What a request asks for."""
+    """Build the job of a request."""
     service.check_model(body.model)
     penalty, last = body.repeat_penalty, body.repeat_last_n
     if penalty not in (None, 1) and last not in (0, -1):
@@ -111,7 +111,7 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
 
 
 async def _prompt(service: Service, prompt: str | list[Any]) -> list[int]:
-    """Tokens of a text, of tokens, or of both in turns."""
+    """Tokenize a prompt: a text, tokens, or both in turns."""
     if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
         return await completions.prompt_ids(service, prompt)
     ids: list[int] = []
@@ -143,7 +143,7 @@ def _piece(
 
 
 def _last(generation: Generation, text: Text) -> dict[str, Any]:
-    """What the last piece says of the whole."""
+    """Return the fields that only the last piece has."""
     stats = text.request.stats
     reason = stats.stop_reason
     kinds = {"stop text": "word", "length": "limit", "context": "limit"}
@@ -162,7 +162,7 @@ def _last(generation: Generation, text: Text) -> dict[str, Any]:
 
 
 async def answer(generation: Generation, body: CompletionBody) -> dict[str, Any]:
-    """The whole answer."""
+    """Return the whole response body."""
     words, tokens = "", []
     async with aclosing(generation.deltas()) as deltas:
         async for _, delta in deltas:
@@ -175,7 +175,7 @@ async def answer(generation: Generation, body: CompletionBody) -> dict[str, Any]
 
 
 async def chunks(generation: Generation, body: CompletionBody) -> Events:
-    """The answer in pieces; without an event for the end, as llama.cpp has it."""
+    """Yield the response as events; without one for the end, as llama.cpp has it."""
     text, given = generation.texts[0], 0
     async with aclosing(generation.deltas()) as deltas:
         async for _, delta in deltas:
@@ -196,7 +196,7 @@ async def chunks(generation: Generation, body: CompletionBody) -> Events:
 
 
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
-    """/tokenize."""
+    """Answer /tokenize."""
     if not body.parse_special:
         raise Refused(400, "parse_special: marks in a text are always read as tokens here",
                       param="parse_special")  # fmt: skip
@@ -214,12 +214,12 @@ def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
 
 
 def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
-    """/detokenize."""
+    """Answer /detokenize."""
     return {"content": service.tokenizer.decode(body.tokens, special=True)}
 
 
 async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
-    """/apply-template."""
+    """Answer /apply-template."""
     return {"prompt": (await chat.prompt_of(service, body)).text}
 
 
@@ -227,7 +227,7 @@ async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
 
 
 def props(service: Service) -> dict[str, Any]:
-    """/props."""
+    """Describe the server, for /props."""
     tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
     return {
         "default_generation_settings": {
@@ -251,7 +251,7 @@ def props(service: Service) -> dict[str, Any]:
 
 
 def slots(service: Service) -> list[dict[str, Any]]:
-    """/slots: what each of them does, without any text."""
+    """Describe each slot, without any text, for /slots."""
     engine = service.engine
     live = {task.live.slot: task for task in list(engine.scheduler.live) if task.sequence}
     out = []

@@ -76,12 +76,12 @@ class Metrics:
             gauge.labels(*self._label).set_function(value)
 
     def tokens(self, count: int, seconds: float) -> None:
-        """`count` tokens came `seconds` after the ones before them."""
+        """Observe `count` tokens, `seconds` after the ones before them."""
         for _ in range(count):
             self.gap.labels(*self._label).observe(seconds / count)
 
     def finished(self, stats: Stats, seconds: float, reason: str) -> None:
-        """A text has ended."""
+        """Count a text that has ended."""
         label = self._label
         self.whole.labels(*label).observe(seconds)
         self.queued.labels(*label).observe(stats.queue_seconds)
@@ -97,22 +97,22 @@ class Metrics:
             self.accepted_at.labels(*label, str(i)).inc(count)
 
     def began(self, seconds: float) -> None:
-        """The first token of a text is there."""
+        """Observe the time to the first token of a text."""
         self.first.labels(*self._label).observe(seconds)
 
     def refuse(self, status: int) -> None:
-        """A request was refused."""
+        """Count a refused request."""
         self.refused.labels(*self._label, str(status)).inc()
 
     def value(self, counter: Counter, *more: str) -> float:
-        """What a counter stands at."""
+        """Return the value of a counter."""
         wanted = [*self._label, *more]
         samples = [s for metric in counter.collect() for s in metric.samples]
         return sum(s.value for s in samples
                    if s.name.endswith("_total") and list(s.labels.values()) == wanted)  # fmt: skip
 
     def text(self) -> bytes:
-        """All figures, in Prometheus' format."""
+        """Write all figures in Prometheus' format."""
         return generate_latest(self.registry)
 
 

@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's options."""
+"""Turn the fields of a request into the engine's options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_STOPS = 16
 def sampler(
     service: Service, fields: Sampling, *, banned: tuple[int, ...] = ()
 ) -> Sampler:  # fmt: skip
-    """The sampler of a request; what it does not name is as the server has it.
+    """Build the sampler of a request; what it does not name is the server's default.
 
     Args:
         banned: tokens that are never chosen.
@@ -56,7 +56,7 @@ def options(
     logprobs: int | None = None,
     banned: tuple[int, ...] = (),
 ) -> Options:
-    """The engine's options for a request.
+    """Build the engine's options for a request.
 
     Args:
         n_predict: most new tokens. logprobs: see `Options`.
@@ -71,7 +71,7 @@ def options(
 
 
 def count(service: Service, fields: OpenAI) -> int:
-    """Texts of a request."""
+    """Return how many texts a request asks for."""
     n = fields.n or 1
     if n > service.settings.most_texts:
         raise Refused(400, f"n: at most {service.settings.most_texts}", param="n")
@@ -79,7 +79,7 @@ def count(service: Service, fields: OpenAI) -> int:
 
 
 def room(service: Service, prompt: list[int]) -> int:
-    """Tokens that a text may have behind a prompt."""
+    """Count the tokens that a text may have behind a prompt."""
     return max(1, service.engine.n_ctx - len(prompt))
 
 

@@ -1,4 +1,4 @@
-"""What JSON Schema says of numbers and texts, as parts of a grammar."""
+"""Turn JSON Schema's keywords for numbers and texts into parts of a grammar."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMATS = {
 
 
 def fits(value: Any, types: Sequence[str]) -> bool:
-    """Whether a JSON value has one of the types."""
+    """Return True if a JSON value has one of the types."""
     if isinstance(value, bool):
         return "boolean" in types
     if isinstance(value, (int, float)):
@@ -38,7 +38,7 @@ def fits(value: Any, types: Sequence[str]) -> bool:
 
 
 def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a number's range, as of draft 6 on."""
+    """Collect the keywords of a number's range, in the form of draft 6."""
     names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
     found = {k: schema[k] for k in names if schema.get(k) is not None}
     for edge, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
@@ -48,7 +48,7 @@ def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """The terminal of a text's characters, None if all are fine; and keywords it leaves out."""
+    """Return the terminal of a text's characters (None: any), and the keywords it leaves out."""
     parts: list[str] = []
     unheld: list[str] = []
     if (pattern := schema.get("pattern")) is not None:
@@ -67,7 +67,7 @@ def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:
 
 
 def searched(pattern: Any) -> str | None:
-    """A terminal of the texts in which ECMA's `pattern` is found, or None if there is none: it has
+    """Make a terminal of the texts in which ECMA's `pattern` is found; None where it has
     look-around, back references, or anchors within."""
     if not isinstance(pattern, str):
         return None
@@ -86,7 +86,7 @@ def searched(pattern: Any) -> str | None:
 
 
 def alternatives(pattern: str) -> list[str]:
-    """The branches of a regular expression's outermost `|`."""
+    """Split a regular expression at its outermost `|`."""
     branches, depth, in_class, at = [""], 0, False, 0
     while at < len(pattern):
         c = pattern[at]

@@ -1,4 +1,4 @@
-"""From messages, as OpenAI's API has them, to the tokens of a prompt."""
+"""Turn messages in the form of OpenAI's API into the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Prompter:
             await self._renderer.close()
 
     async def abilities(self) -> Abilities:
-        """What the template can do."""
+        """Return what the template can do, found out once."""
         if self._abilities is None:
             self._abilities = await abilities(self._template())
         return self._abilities
@@ -70,7 +70,7 @@ class Prompter:
         *,
         thinking: bool = False,
     ) -> Prompt:
-        """The prompt of a conversation.
+        """Render and tokenize a conversation.
 
         Args:
             tools: as in OpenAI's API. thinking: let the model think first.
@@ -98,12 +98,12 @@ class Prompter:
         return Prompt(text, ids, state)
 
     async def encode(self, text: str) -> list[int]:
-        """Tokens of a text, beginning with BOS."""
+        """Tokenize a text; the tokens begin with BOS."""
         return await asyncio.to_thread(self._tokenizer.encode, text, n_ctx=self._n_ctx)
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
-    """A message as templates expect it: one text, arguments as objects."""
+    """Convert a message to what templates expect: one text, arguments as objects."""
     role = message["role"]
     plain = {**message, "role": "system" if role == "developer" else role,
              "content": _text(message.get("content"), f"messages[{index}].content")}  # fmt: skip
@@ -114,7 +114,7 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of a message: a text, or parts that are."""
+    """Join the text of a message."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -136,7 +136,7 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Results of functions as a field of the message that called them, and the answer that follows
+    """Move results of functions into the message that called them, and the answer that follows
     as its text: the form of Gemma 4's first templates."""
     out: list[dict[str, Any]] = []
     for message in messages:

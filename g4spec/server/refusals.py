@@ -1,4 +1,4 @@
-"""Why a request is not answered, in one sentence with a status."""
+"""Refusals: a status and one sentence."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Refused(Exception):
 
     @classmethod
     def of(cls, error: G4Error) -> Refused:
-        """What an error of ours means to a client."""
+        """Convert an error of the engine."""
         if isinstance(error, NotFinite):
             return cls(500, str(error), code="model_error")
         if isinstance(error, EnvironmentProblem):
@@ -44,7 +44,7 @@ class Refused(Exception):
         return cls(400, str(error), code=code)
 
     def json(self) -> dict[str, Any]:
-        """The body, as OpenAI's API has it."""
+        """Return the body as OpenAI's API has it."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param,
                           "code": self.code}}  # fmt: skip

@@ -27,7 +27,7 @@ HEADER_LIMIT = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the server listens. certificate, key: files for TLS, or None."""
+    """Address of the server. certificate, key: files for TLS, or None."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -87,7 +87,7 @@ def logs() -> None:
 
 
 def listen(place: Place) -> socket.socket:
-    """The socket of a place; EnvironmentProblem if it cannot be had."""
+    """Bind the socket of a place; EnvironmentProblem if it cannot be had."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
     try:
         return socket.create_server((place.host, place.port), family=family, backlog=2048)
@@ -99,7 +99,7 @@ def listen(place: Place) -> socket.socket:
 def server(
     application: Starlette, service: Service, place: Place, ready: Callable[[], None]
 ) -> Server:  # fmt: skip
-    """What serves, once it is run with a socket.
+    """Make the server; run it with a socket.
 
     Args:
         ready: called once requests are taken.
@@ -126,7 +126,7 @@ def serve(
 
 
 def exposed(place: Place) -> bool:
-    """Whether other machines can reach it."""
+    """Return True if other machines can reach it."""
     if place.host == "localhost":
         return False
     try:
@@ -136,7 +136,7 @@ def exposed(place: Place) -> bool:
 
 
 def address(place: Place, at: socket.socket) -> str:
-    """Its URL."""
+    """Return its URL."""
     host, port = at.getsockname()[:2]
     scheme = "https" if place.certificate else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -35,7 +35,7 @@ _NOTES = ("title", "description", "default", "examples", "example", "deprecated"
 
 
 def types_of(schema: Schema) -> list[str]:
-    """Types that values of a plain schema may have; those of which it says something, where it
+    """List the types that a plain schema allows; those of which it says something, where it
     names none."""
     named = schema.get("type")
     if named is not None:
@@ -60,7 +60,7 @@ class Resolver:
     # ---- errors
 
     def error(self, what: str, **more: Any) -> InputError:
-        """An error about this schema."""
+        """Make an error about this schema."""
         return InputError(f"schema of {self._where}: {what}", **more)
 
     def unsupported(self, keyword: str, schema: Schema) -> None:
@@ -79,11 +79,11 @@ class Resolver:
     # ---- alternatives
 
     def pointer(self, schema: Any) -> str | None:
-        """Where a schema points that is nothing but a `$ref`; None for others."""
+        """Return the pointer of a schema that is nothing but a `$ref`; None for others."""
         return self._pointer(schema) if _said(schema) == ["$ref"] else None
 
     def branches(self, schema: Any) -> list[Any] | None:
-        """The schemas, one of which a value has to fit, of one that says nothing else; None for
+        """Return the alternatives of a schema that says nothing else; None for
         others."""
         said = _said(schema)
         if said not in (["anyOf"], ["oneOf"]) and (said != ["allOf"] or len(schema["allOf"]) != 1):
@@ -101,7 +101,7 @@ class Resolver:
         return pointer
 
     def target(self, pointer: str) -> Schema | bool:
-        """What a `$ref` points to."""
+        """Return the schema that a `$ref` points to."""
         at: Any = self._root
         for part in pointer[1:].split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
@@ -114,7 +114,7 @@ class Resolver:
         return self._checked(at)
 
     def options(self, schema: Schema | bool, depth: int = 0) -> list[Schema]:
-        """Plain schemas, one of which a value has to fit."""
+        """Expand a schema into plain ones, one of which a value has to fit."""
         schema = self._checked(schema)
         if isinstance(schema, bool):
             return [{}] if schema else []
@@ -139,7 +139,7 @@ class Resolver:
         return options
 
     def plain(self, schema: Schema) -> Schema:
-        """The one plain schema of `schema`, or an empty one if there are several."""
+        """Return the one plain schema of `schema`, or an empty one if there are several."""
         options = self.options(schema)
         return options[0] if len(options) == 1 else {}
 
@@ -169,11 +169,11 @@ class Resolver:
     # ---- conjunctions
 
     def _both(self, left: list[Schema], right: list[Schema]) -> list[Schema]:
-        """Schemas of values that fit one of `left` and one of `right`."""
+        """Intersect alternatives: schemas of values that fit one of `left` and one of `right`."""
         return [both for a in left for b in right if (both := self._merged(a, b)) is not None]
 
     def _merged(self, a: Schema, b: Schema) -> Schema | None:
-        """A schema of the values that fit both, or None if none does."""
+        """Intersect two schemas; None if no value fits both."""
         if not a or not b:
             return a or b
         out: dict[str, Any] = {**b, **a}
@@ -206,7 +206,7 @@ class Resolver:
     # ---- parts
 
     def items(self, schema: Schema) -> tuple[list[Any], Any]:
-        """Schemas of an array's first values, one each, and of all others."""
+        """Return the schemas of an array's first values, one each, and of all others."""
         items = schema.get("items", True)
         if isinstance(items, list):  # until draft 7
             return items, schema.get("additionalItems", True)
@@ -228,7 +228,7 @@ class Resolver:
     def members(
         self, schema: Schema
     ) -> tuple[dict[str, Any], set[str], list[tuple[str | None, Any]]]:
-        """An object's listed keys with their schemas, the ones among them that have to be there,
+        """Return an object's listed keys with their schemas, the required ones among them,
         and patterns with schemas of other keys (None: any key)."""
         keys = schema.get("properties", {})
         required = schema.get("required", [])
@@ -249,7 +249,7 @@ class Resolver:
 
 
 def _said(schema: Any) -> list[str]:
-    """Keywords of a schema that are no notes."""
+    """List the keywords of a schema that are no annotations."""
     return [k for k in schema if k not in _NOTES] if isinstance(schema, Mapping) else []
 
 
@@ -258,7 +258,7 @@ def _has(types: list[str], t: str) -> bool:
 
 
 def _disjoint(branches: list[list[Schema]]) -> bool:
-    """Whether no value fits two of them, as far as types and listed values show."""
+    """Return True if types and listed values show that no value fits two of them."""
     tags = [{tag for option in branch for tag in _tags(option)} for branch in branches]
     return not any(_overlap(x, y) for a, b in combinations(tags, 2) for x in a for y in b)
 

@@ -25,7 +25,7 @@ from g4spec.server.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a server allows.
+    """Limits and defaults of a server.
 
     Attributes:
         model: name of the model. aliases: other names that requests may use for it.
@@ -51,7 +51,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be generated.
+    """A generation that was asked for.
 
     Attributes:
         options: of each text; the n-th has the seed + n. A mask is made for each from `grammar`.
@@ -82,7 +82,7 @@ class Service:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """For grammars; takes a moment the first time."""
+        """Make the grammars' vocabulary; takes a moment the first time."""
         return Vocabulary(self.tokenizer, self.engine.config.n_vocab)
 
     def warm_up(self) -> None:
@@ -93,7 +93,7 @@ class Service:
 
     @property
     def moving(self) -> bool:
-        """Whether steps make progress, or there is nothing to do."""
+        """True while steps make progress, or there is nothing to do."""
         engine = self.engine
         stalled = time.monotonic() - engine.stepped > self.settings.stall_limit
         return engine.failed is None and (engine.scheduler.idle or not stalled)
@@ -126,7 +126,7 @@ class Service:
         return Generation(self, job, texts)
 
     def _submit(self, job: Job) -> list[Text]:
-        """Runs in a thread: a step may be in the way, and grammars take their time."""
+        """Submit each text. Runs in a thread: a step may hold the lock, and grammars take time."""
         texts: list[Text] = []
         try:
             for i in range(job.n):
@@ -224,7 +224,7 @@ class Generation:
                     self.service.metrics.finished(text.request.stats, seconds, "abort")
 
     async def deltas(self) -> AsyncGenerator[tuple[Text, Delta], None]:
-        """Pieces of all texts; Refused where one cannot go on."""
+        """Yield the pieces of all texts; Refused where one cannot go on."""
         if len(self.texts) == 1:
             async with aclosing(self._run(self.texts[0])) as deltas:
                 async for delta in deltas:

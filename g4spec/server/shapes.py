@@ -12,7 +12,7 @@ from g4spec.server.service import Generation, Text
 
 
 def usage(generation: Generation) -> dict[str, Any]:
-    """OpenAI's `usage` of a generation that has ended. Drafts change nothing of it."""
+    """Write OpenAI's `usage` of a generation that has ended. Drafts change nothing of it."""
     texts = generation.texts
     prompt = len(generation.job.prompt)
     completion = sum(text.request.stats.tokens for text in texts)
@@ -28,7 +28,7 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 
 def timings(text: Text) -> dict[str, Any]:
-    """llama.cpp's `timings` of a text, with what was drafted and accepted."""
+    """Write llama.cpp's `timings` of a text, with what was drafted and accepted."""
     stats = text.request.stats
     read = stats.prompt_tokens - stats.cached_tokens
     per = {"prompt": (read, stats.prefill_seconds), "predicted": (stats.tokens, stats.seconds)}
@@ -48,14 +48,14 @@ def timings(text: Text) -> dict[str, Any]:
 
 
 def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
-    """A token as OpenAI's chat log-probabilities have it."""
+    """Write a token as OpenAI's chat log-probabilities have it."""
     piece = tokenizer.piece(id, special=True)
     return {"token": piece.decode(errors="replace"), "logprob": finite(logprob),
             "bytes": list(piece)}  # fmt: skip
 
 
 def tokens(tokenizer: Tokenizer, found: Iterable[Token]) -> list[dict[str, Any]]:
-    """OpenAI's `logprobs.content`."""
+    """Write OpenAI's `logprobs.content`."""
     return [
         {**token(tokenizer, t.id, t.logprob),
          "top_logprobs": [token(tokenizer, i, value) for i, value in t.top]}
@@ -64,12 +64,12 @@ def tokens(tokenizer: Tokenizer, found: Iterable[Token]) -> list[dict[str, Any]]
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity."""
+    """Replace -inf, which JSON has not."""
     return logprob if math.isfinite(logprob) else -9999.0
 
 
 def legacy(tokenizer: Tokenizer, found: Sequence[Token], offset: int) -> dict[str, Any]:
-    """`logprobs` of /v1/completions.
+    """Write the `logprobs` of /v1/completions.
 
     Args:
         offset: characters of the text before the first of the tokens.

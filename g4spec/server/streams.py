@@ -24,12 +24,12 @@ T = TypeVar("T")
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON."""
+    """Write compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def event(value: Any, name: str | None = None) -> str:
-    """One event: JSON, or a word as it is."""
+    """Write one event: JSON, or a word as it is."""
     data = value if isinstance(value, str) else dumps(value)
     return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
 
@@ -39,7 +39,7 @@ class Gone(Exception):
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises Gone when the client hangs up."""
+    """Wait for `work`; cancels it and raises Gone when the client hangs up."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_until_gone(request.receive))
     try:

@@ -39,7 +39,7 @@ class Renderer:
         self._lock = asyncio.Lock()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The text of a conversation; InputError where the template is wrong or refuses it."""
+        """Render a conversation; InputError where the template is wrong or refuses it."""
         job = {**self._fixed, "messages": [dict(m) for m in messages], **variables}
         line = json.dumps(job).encode() + b"\n"
         async with self._lock:
@@ -97,7 +97,7 @@ def _failed(why: str) -> InputError:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a template has a place for.
+    """Features of a template.
 
     Attributes:
         thinking: `enable_thinking` changes what it writes.
@@ -112,7 +112,7 @@ class Abilities:
 
 
 async def abilities(renderer: Renderer) -> Abilities:
-    """Find out by rendering."""
+    """Find out what a template can do, by rendering."""
     name = "g4spec_probe"
     user = {"role": "user", "content": "x"}
     function = {"name": name, "description": "x", "parameters": {"type": "object"}}

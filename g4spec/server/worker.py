@@ -1,4 +1,4 @@
-"""What the process of `templates.Renderer` runs."""
+"""Render chat templates in the process that `templates.Renderer` starts."""
 
 from __future__ import annotations
 
