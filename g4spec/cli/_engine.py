@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from g4spec.cli import _inputs
 from g4spec.cli.render import Output
@@ -54,11 +54,13 @@ def _target(model: Path, setup: Setup, out: Output) -> Path:
     return path
 
 
-def load(model: Path, draft: Path | str | None, setup: Setup, out: Output) -> Engine:
-    """See `Engine.load`."""
+def load(
+    model: Path, draft: Path | str | None, setup: Setup, out: Output, **more: Any
+) -> Engine:  # fmt: skip
+    """See `Engine.load`, which takes `more`, too."""
     from g4spec.runtime.engine import Engine
 
-    engine = Engine.load(model, draft, **asdict(setup))
+    engine = Engine.load(model, draft, **asdict(setup), **more)
     if engine.target.ops.device.type != "cpu":
         out.note(f"runs on {engine.backend.title}")
     elif setup.device == "auto":

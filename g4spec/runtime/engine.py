@@ -20,7 +20,7 @@ from typing import Any
 
 from g4spec import models
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram
 from g4spec.runtime import devices, loading, memory
@@ -47,6 +47,8 @@ class Engine:
         n_ctx: positions that a text may have.
         memory: what was computed before loading.
         notes: what should be said about every run.
+        stepped: `time.monotonic()` when the last step ended, or work came to an idle engine.
+        failed: what ended the engine's thread; nothing runs any more.
     """
 
     def __init__(
@@ -74,6 +76,8 @@ class Engine:
         self._thread: threading.Thread | None = None
         self._submitted = 0
         self._closed = False
+        self.stepped = time.monotonic()
+        self.failed: BaseException | None = None
 
     @classmethod
     def load(
@@ -153,6 +157,11 @@ class Engine:
         with self._changed:
             if self._closed:
                 raise UsageError("the engine is closed")
+            if self.failed is not None:
+                raise EnvironmentProblem("the engine has stopped", found=self.failed,
+                                         fix="start it again")  # fmt: skip
+            if self.scheduler.idle:
+                self.stepped = time.monotonic()
             for i in range(options.n):
                 seed = (options.sampler.seed + i) % 2**64
                 sampler = replace(options.sampler, seed=seed,
@@ -207,6 +216,7 @@ class Engine:
                 self.scheduler.abandon(error)
                 raise
             finally:
+                self.stepped = time.monotonic()
                 self._changed.notify_all()
 
     def advance(self, request: Request) -> None:
@@ -222,6 +232,8 @@ class Engine:
 
     def start(self) -> None:
         """Work in a thread of its own from now on, until `close`."""
+        if self._thread is not None:  # without the lock: nobody waits for a step here
+            return
         with self._changed:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._work, name="g4spec", daemon=True)
@@ -234,7 +246,11 @@ class Engine:
                     self._changed.wait()
                 if self._closed:
                     return
-                self.step()
+                try:
+                    self.step()
+                except BaseException as error:
+                    self.failed = error
+                    raise
 
     def close(self) -> None:
         """End all requests and free what the engine holds; what was generated stays readable."""

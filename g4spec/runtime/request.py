@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from g4spec.core import MAX_DRAFT, Cycle
 from g4spec.errors import UsageError
@@ -15,6 +15,18 @@ from g4spec.ops.sampling import Sampler
 
 if TYPE_CHECKING:
     from g4spec.runtime.tokenizer import Tokenizer
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they arrive."""
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that became certain with `ids`."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,8 @@ class Options:
         n: texts to generate; text i has the sampler's seed + i.
         mask: given the tokens of the text so far, the tokens that may follow (bool [V], or None for
             all): the hook for grammars.
+        stream: makes the decoder of the text, as `Tokenizer.stream` does, which is the default. It
+            may leave tokens out: `stop` is looked for in what it gives.
     """
 
     n_predict: int = 256
@@ -42,6 +56,7 @@ class Options:
     logprobs: int | None = None
     n: int = 1
     mask: Mask | None = None
+    stream: Callable[[], TextStream] | None = None
 
     def __post_init__(self) -> None:
         if self.n_predict < 1:
@@ -157,7 +172,7 @@ class Request:
         self.error: Exception | None = None
         self.cancelled = False
         self._driver, self._tokenizer = driver, tokenizer
-        self._stream: Any = tokenizer.stream()
+        self._stream: TextStream = (options.stream or tokenizer.stream)()
         self._cycles: deque[Cycle] = deque()
         self._listeners: list[Callable[[], None]] = []
 
@@ -184,7 +199,7 @@ class Request:
         for cycle in self:
             yield from cycle.tokens
 
-    async def __aiter__(self) -> AsyncIterator[Cycle]:
+    async def __aiter__(self) -> AsyncGenerator[Cycle, None]:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def tell() -> None:

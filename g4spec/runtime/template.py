@@ -7,6 +7,7 @@ about a tenth of a second.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -81,16 +82,23 @@ def work(job: dict[str, Any]) -> None:
     json.dump(answer, sys.stdout)
 
 
-def expand(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str) -> str:
-    """`render` without limits of time and memory."""
+def expand(
+    template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str, **more: Any
+) -> str:
+    """`render` without limits of time and memory.
+
+    Args:
+        more: other variables, as `tools`.
+    """
     variables = {
         "messages": list(messages), "add_generation_prompt": True, "bos_token": bos,
-        "eos_token": eos, "enable_thinking": False, "tools": None,
+        "eos_token": eos, "enable_thinking": False, "tools": None, **more,
     }  # fmt: skip
     parts: list[str] = []
-    size, limit = 0, SPARE_TEXT + 2 * len(json.dumps(variables["messages"], ensure_ascii=False))
+    given = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
+    size, limit = 0, SPARE_TEXT + 2 * len(given)
     try:
-        for part in _environment().from_string(template).generate(**variables):
+        for part in _compiled(template).generate(**variables):
             size += len(part)
             if size > limit:
                 _refuse(f"more than {limit} characters of output")
@@ -105,6 +113,11 @@ def expand(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eo
 def _failed(why: str) -> InputError:
     return InputError("the chat template failed", found=why[:500],
                       fix="give the whole prompt as text, with --no-chat")  # fmt: skip
+
+
+@functools.lru_cache(maxsize=2)
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

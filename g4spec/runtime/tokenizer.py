@@ -70,7 +70,7 @@ class Tokenizer:
         self.suppress_ids = tuple(sorted({i for i in suppress if 0 <= i < len(tokens)}))
         self._tokens = tokens
         kinds = np.asarray(types)
-        self._hidden = _where(kinds, CONTROL, UNKNOWN)
+        self._hidden = frozenset(_where(kinds, CONTROL, UNKNOWN))
         self._special = self._hidden | _where(kinds, USER_DEFINED)
         self._bytes = _where(kinds, BYTE)
         self._longest = max(map(len, tokens), default=0)
@@ -90,6 +90,16 @@ class Tokenizer:
             Unsupported: the file holds another kind of tokenizer.
         """
         return _read(file)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that are recognised as a whole in a text: control, unknown and user-defined ones."""
+        return self._special
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Special ids that are marks, no text: decoding leaves them out."""
+        return self._hidden
 
     @property
     def n_vocab(self) -> int:

@@ -1,0 +1,1 @@
+"""`g4spec serve`: the engine behind HTTP, in the dialects that clients already speak."""

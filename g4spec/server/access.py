@@ -1,0 +1,154 @@
+"""ASGI middleware: API keys, the limit of bodies, the request log."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from g4spec.server.refusals import Refused
+
+log = logging.getLogger("g4spec.server")
+
+OPEN = ("/health", "/v1/health")
+"""Paths that need no key."""
+
+
+def refusal(refused: Refused) -> JSONResponse:
+    """Make the response to a refused request."""
+    headers = {}
+    if refused.retry_after is not None:
+        headers["retry-after"] = str(refused.retry_after)
+    return JSONResponse(refused.json(), refused.status, headers)
+
+
+class Keys:
+    """Lets requests in that carry one of the keys; all, where there are none."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._known = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and self._known and scope["path"] not in OPEN:
+            given = _digest(_key(Headers(scope=scope)))
+            # All are compared, so that time tells nothing of where it differs, or from which.
+            known = [hmac.compare_digest(given, digest) for digest in self._known]
+            if not any(known):
+                refused = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
+                await refusal(refused)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["key"] = given.hex()[:8]
+        await self._app(scope, receive, send)
+
+
+def _key(headers: Headers) -> str:
+    kind, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class _TooLarge(Exception):
+    pass
+
+
+class BodyLimit:
+    """Refuses bodies of more than `limit` bytes, before they have come in."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        size, started = 0, False
+        length = Headers(scope=scope).get("content-length", "0")
+
+        async def limited() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._limit:
+                raise _TooLarge
+            return message
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            if length.isdecimal() and int(length[:20]) > self._limit:
+                raise _TooLarge
+            await self._app(scope, limited, watched)
+        except _TooLarge:
+            if started:
+                raise
+            refused = Refused(413, f"the body has more than {self._limit} bytes", code="too_large")
+            response = refusal(refused)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send)
+
+
+class Log:
+    """Writes a line for each request, as JSON and without any text of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+        number = uuid.uuid4().hex
+        state = scope.setdefault("state", {})
+        state["facts"] = {}
+
+        async def numbered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = number
+            await send(message)
+
+        try:
+            await self._app(scope, receive, numbered)
+        finally:
+            seconds = time.perf_counter() - began
+            log.info("request", extra={"facts": {
+                "id": number, "method": scope["method"], "path": scope["path"][:200],
+                "status": status, "seconds": round(seconds, 4), "key": state.get("key"),
+                **state["facts"],
+            }})  # fmt: skip
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(), "event": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }  # fmt: skip
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)

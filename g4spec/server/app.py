@@ -1,0 +1,258 @@
+"""The application: paths, and what happens to a request on its way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from g4spec.errors import G4Error
+from g4spec.server import chat, completions, fields, llamacpp
+from g4spec.server.access import BodyLimit, Keys, Log, refusal
+from g4spec.server.refusals import Refused
+from g4spec.server.service import Generation, Job, Service
+from g4spec.server.streams import Events, EventStream, Gone, event, unless_gone
+
+log = logging.getLogger("g4spec.server")
+
+BODY_LIMIT = 32 << 20
+"""Bytes of a body."""
+
+
+def app(
+    service: Service,
+    *,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+    body_limit: int = BODY_LIMIT,
+) -> Starlette:
+    """Make the ASGI application of a service.
+
+    Args:
+        keys: API keys, one of which a request has to carry; none: all are let in.
+        origins: of web pages that may ask from a browser.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        service.engine.start()
+        yield
+        service.draining = True
+        await service.close()
+
+    middleware = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
+    if origins:
+        middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins),
+                                     allow_methods=["*"], allow_headers=["*"]))  # fmt: skip
+    middleware.append(Middleware(Keys, keys=keys))
+    handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
+                                Gone: _gone, 500: _unexpected}  # fmt: skip
+    made = Starlette(routes=_routes(Endpoints(service)), middleware=middleware, lifespan=lifespan,
+                     exception_handlers=handlers)  # fmt: skip
+    made.state.service = service
+    return made
+
+
+async def _refused(request: Request, refused: Exception) -> Response:
+    assert isinstance(refused, Refused)
+    request.app.state.service.metrics.refuse(refused.status)
+    return refusal(refused)
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, G4Error)
+    return await _refused(request, Refused.of(error))
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = {404: f"there is nothing at {request.url.path}",
+            405: f"{request.method} is not possible here"}  # fmt: skip
+    return await _refused(request, Refused(error.status_code,
+                                           what.get(error.status_code, error.detail)))  # fmt: skip
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("a mistake of ours", exc_info=error)
+    return refusal(Refused(500, "an error inside the server, which its log describes"))
+
+
+class Endpoints:
+    """The handlers of all paths."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    # ---- generation
+
+    async def chat(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions."""
+        body = fields.read(fields.ChatRequest, await request.body())
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return await self._run(
+            request, lambda: chat.job_of(self._service, body), bool(body.stream),
+            chat.answer, lambda g: chat.chunks(g, usage),
+        )  # fmt: skip
+
+    async def completions(self, request: Request) -> Response:
+        """Answer POST /v1/completions."""
+        body = fields.read(fields.CompletionRequest, await request.body())
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        return await self._run(
+            request, lambda: completions.job_of(self._service, body), bool(body.stream),
+            lambda g: completions.answer(g, body), lambda g: completions.chunks(g, body, usage),
+        )  # fmt: skip
+
+    async def completion(self, request: Request) -> Response:
+        """Answer POST /completion, of llama.cpp."""
+        value = _object(await request.body())
+        body = fields.check(llamacpp.CompletionBody, llamacpp.without_neutral(value))
+        return await self._run(
+            request, lambda: llamacpp.job_of(self._service, body), bool(body.stream),
+            lambda g: llamacpp.answer(g, body), lambda g: llamacpp.chunks(g, body),
+        )  # fmt: skip
+
+    async def _run(
+        self,
+        request: Request,
+        job_of: Callable[[], Awaitable[Job]],
+        stream: bool,
+        answer: Callable[[Generation], Awaitable[dict[str, Any]]],
+        chunks: Callable[[Generation], Events],
+    ) -> Response:
+        """Generate what a request asks for, whole or in pieces."""
+        service = self._service
+        if stream:
+            generation = await service.submit(await job_of())
+            return EventStream(generation, self._noted(request, generation, chunks(generation)),
+                               lambda refused: event(refused.json()), service.settings)  # fmt: skip
+
+        async def whole() -> dict[str, Any]:
+            generation = await service.submit(await job_of())
+            try:
+                return await answer(generation)
+            finally:
+                generation.close()
+                _note(request, generation)
+
+        return JSONResponse(await unless_gone(request, whole()))
+
+    async def _noted(self, request: Request, generation: Generation, events: Events) -> Events:
+        """Pass events on; in the end the log is told the figures."""
+        try:
+            async for each in events:
+                yield each
+        finally:
+            await events.aclose()
+            generation.close()
+            _note(request, generation)
+
+    # ---- texts and tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer POST /tokenize."""
+        body = fields.read(llamacpp.TokenizeBody, await request.body())
+        return JSONResponse(llamacpp.tokenize(self._service, body))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer POST /detokenize."""
+        body = fields.read(llamacpp.DetokenizeBody, await request.body())
+        return JSONResponse(llamacpp.detokenize(self._service, body))
+
+    async def apply_template(self, request: Request) -> Response:
+        """Answer POST /apply-template."""
+        body = fields.read(fields.ChatRequest, await request.body())
+        return JSONResponse(await llamacpp.apply_template(self._service, body))
+
+    # ---- the server
+
+    async def models(self, request: Request) -> Response:
+        """Answer GET /v1/models."""
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """Answer GET /v1/models/{id}."""
+        self._service.check_model(request.path_params["id"])
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        service = self._service
+        config = service.engine.config
+        return {"id": service.settings.model, "object": "model", "created": service.started,
+                "owned_by": "g4spec",
+                "meta": {"n_ctx": service.engine.n_ctx, "n_ctx_train": config.n_ctx,
+                         "n_vocab": config.n_vocab, "n_embd": config.n_embd}}  # fmt: skip
+
+    async def health(self, request: Request) -> Response:
+        """Answer GET /health: 200 while steps make progress."""
+        if self._service.moving and not self._service.draining:
+            return JSONResponse({"status": "ok"})
+        why = "shutting down" if self._service.draining else "no step has ended for too long"
+        return JSONResponse({"status": "error", **Refused(503, why).json()}, 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Answer GET /metrics."""
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def props(self, request: Request) -> Response:
+        """Answer GET /props."""
+        return JSONResponse(llamacpp.props(self._service))
+
+    async def slots(self, request: Request) -> Response:
+        """Answer GET /slots."""
+        found = llamacpp.slots(self._service)
+        if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
+            raise Refused(503, "no slot is free")
+        return JSONResponse(found)
+
+
+def _routes(at: Endpoints) -> list[Route]:
+    posts = {
+        "/v1/chat/completions": at.chat, "/chat/completions": at.chat,
+        "/v1/completions": at.completions, "/completion": at.completion,
+        "/completions": at.completion, "/tokenize": at.tokenize, "/detokenize": at.detokenize,
+        "/apply-template": at.apply_template,
+    }  # fmt: skip
+    gets = {
+        "/v1/models": at.models, "/models": at.models, "/v1/models/{id:path}": at.model,
+        "/health": at.health, "/v1/health": at.health, "/metrics": at.metrics,
+        "/props": at.props, "/slots": at.slots,
+    }  # fmt: skip
+    return [*(Route(path, run, methods=["POST"]) for path, run in posts.items()),
+            *(Route(path, run, methods=["GET"]) for path, run in gets.items())]  # fmt: skip
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise Refused(400, "the body is no JSON object", code="invalid_json")
+    return value
+
+
+def _note(request: Request, generation: Generation) -> None:
+    """Tell the log the figures of a generation."""
+    stats = [text.request.stats for text in generation.texts]
+    request.scope["state"]["facts"] = {
+        "prompt_tokens": len(generation.job.prompt),
+        "completion_tokens": sum(s.tokens for s in stats),
+        "draft_n": sum(s.drafted for s in stats),
+        "draft_n_accepted": sum(s.accepted for s in stats),
+        "finish": [text.finish for text in generation.texts],
+    }

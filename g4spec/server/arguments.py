@@ -1,0 +1,232 @@
+"""Arguments of Gemma 4's native calls, turned into JSON as they arrive.
+
+    {city:<|"|>Paris<|"|>,days:3}    ->    {"city":"Paris","days":3}
+
+Keys are bare, texts stand between delimiter tokens and have no escapes, the rest is as in JSON.
+Whatever a model writes instead (quoted keys, JSON's own strings, words without delimiters, missing
+values, brackets that do not match), the output is JSON once `finish` has been called.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from enum import Enum, auto
+
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_NEARLY = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_WORDS = {"true": "true", "false": "false", "null": "null", "": "null",
+          "True": "true", "False": "false", "None": "null"}  # fmt: skip
+
+
+class _At(Enum):
+    """States: where the next character belongs."""
+
+    KEY = auto()
+    KEY_TEXT = auto()
+    KEY_QUOTED = auto()
+    COLON = auto()
+    VALUE = auto()
+    BARE = auto()
+    TEXT = auto()
+    QUOTED = auto()
+    NEXT = auto()
+    END = auto()
+
+
+class Arguments:
+    """The arguments of one call, from behind their opening bracket on.
+
+    Args:
+        closer: the bracket that ends them, `}` or `)`.
+    """
+
+    def __init__(self, closer: str = "}") -> None:
+        self._closer = closer
+        self._open = ["{"]
+        self._first = [True]
+        self._at = _At.KEY
+        self._held = ""
+        self._out = ["{"]
+
+    @property
+    def ended(self) -> bool:
+        """True once their last bracket is closed: what follows is not theirs."""
+        return self._at is _At.END
+
+    def text(self, piece: str) -> str:
+        """Take in characters; returns the JSON that became certain."""
+        at = 0
+        while at < len(piece) and not self.ended:
+            if self._at is _At.TEXT:
+                self._out.append(_escaped(piece[at:]))
+                break
+            self._character(piece[at])
+            at += 1
+        return self._taken()
+
+    def delimiter(self) -> str:
+        """Take in a delimiter token; returns the JSON that became certain."""
+        self._delimiter()
+        return self._taken()
+
+    def _delimiter(self) -> None:
+        if self._at is _At.KEY and not self._held.strip():
+            self._at, self._held = _At.KEY_TEXT, ""
+        elif self._at is _At.KEY_TEXT:
+            self._at = _At.COLON
+        elif self._at is _At.VALUE:
+            self._begin_value()
+            self._out.append('"')
+            self._at = _At.TEXT
+        elif self._at is _At.TEXT:
+            self._out.append('"')
+            self._at = _At.NEXT
+
+    def finish(self) -> str:
+        """Close what is open; returns the rest of the JSON."""
+        if not self.ended:
+            if self._at is _At.TEXT:
+                self._delimiter()
+            elif self._at is _At.QUOTED:
+                self._quoted_ends()
+            self._end_member()
+            while self._open:
+                self._pop()
+        return self._taken()
+
+    # ---- characters
+
+    def _character(self, c: str) -> None:
+        at = self._at
+        if at in (_At.QUOTED, _At.KEY_QUOTED):
+            self._in_quotes(c)
+        elif at is _At.KEY_TEXT:
+            self._held += c
+        elif c in "}])" and self._closes(c):
+            self._close(c)
+        elif at is _At.KEY:
+            self._in_key(c)
+        elif at is _At.COLON:
+            if c == ":":
+                self._begin_member()
+        elif at is _At.VALUE:
+            self._in_value(c)
+        elif at is _At.BARE and c != ",":
+            self._held += c
+        elif c == ",":
+            self._end_member()
+            self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
+
+    def _in_key(self, c: str) -> None:
+        if c == ":":
+            self._held = self._held.strip()
+            self._begin_member()
+        elif c == '"' and not self._held.strip():
+            self._at, self._held = _At.KEY_QUOTED, ""
+        elif c == "," and not self._held.strip():
+            self._held = ""
+        else:
+            self._held += c
+
+    def _in_value(self, c: str) -> None:
+        if c.isspace():
+            return
+        if c == ",":
+            self._end_member()
+            self._at = _At.KEY if self._open[-1] == "{" else _At.VALUE
+            return
+        self._begin_value()
+        if c in "{[":
+            self._out.append(c)
+            self._open.append(c)
+            self._first.append(True)
+            self._at = _At.KEY if c == "{" else _At.VALUE
+        elif c == '"':
+            self._at = _At.QUOTED
+        else:
+            self._at, self._held = _At.BARE, c
+
+    def _in_quotes(self, c: str) -> None:
+        escaped = (len(self._held) - len(self._held.rstrip("\\"))) % 2
+        if c != '"' or escaped:
+            self._held += c
+        elif self._at is _At.QUOTED:
+            self._quoted_ends()
+        else:
+            self._held = _unquoted(self._held)
+            self._at = _At.COLON
+
+    def _quoted_ends(self) -> None:
+        self._out.append(json.dumps(_unquoted(self._held), ensure_ascii=False))
+        self._at, self._held = _At.NEXT, ""
+
+    # ---- structure
+
+    def _begin_member(self) -> None:
+        """Begin a member, whose key and colon have been read."""
+        if not self._first[-1]:
+            self._out.append(",")
+        self._first[-1] = False
+        self._out.append(json.dumps(self._held, ensure_ascii=False) + ":")
+        self._at, self._held = _At.VALUE, ""
+
+    def _begin_value(self) -> None:
+        if self._open[-1] == "[":
+            if not self._first[-1]:
+                self._out.append(",")
+            self._first[-1] = False
+
+    def _end_member(self) -> None:
+        """Write what is left of a value at the comma or bracket behind it."""
+        if self._at is _At.BARE:
+            self._out.append(_scalar(self._held.strip()))
+        elif self._at is _At.VALUE and self._open[-1] == "{":
+            self._out.append("null")
+        self._held = ""
+
+    def _closes(self, c: str) -> bool:
+        """Return True if a bracket closes something, and is no part of a bare word."""
+        if c == ")":
+            return self._closer == ")" and len(self._open) == 1
+        return {"}": "{", "]": "["}[c] in self._open
+
+    def _close(self, c: str) -> None:
+        self._end_member()
+        opener = "[" if c == "]" else "{"
+        while self._open[-1] != opener:
+            self._pop()
+        self._pop()
+        self._at = _At.NEXT if self._open else _At.END
+
+    def _pop(self) -> None:
+        self._out.append("}" if self._open.pop() == "{" else "]")
+        self._first.pop()
+        self._at = _At.NEXT if self._open else _At.END
+
+    def _taken(self) -> str:
+        out, self._out = "".join(self._out), []
+        return out
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _unquoted(raw: str) -> str:
+    try:
+        return str(json.loads(f'"{raw}"', strict=False))
+    except ValueError:
+        return raw
+
+
+def _scalar(word: str) -> str:
+    """Convert a value without delimiters: a number, a constant, or else a text."""
+    if word in _WORDS:
+        return _WORDS[word]
+    if _NUMBER.fullmatch(word):
+        return word
+    if _NEARLY.fullmatch(word) and math.isfinite(float(word)):
+        return json.dumps(float(word) if set(word) & set(".eE") else int(word))
+    return json.dumps(word, ensure_ascii=False)

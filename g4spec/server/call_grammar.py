@@ -1,0 +1,315 @@
+"""Make a grammar of Gemma 4's own call syntax from a function's JSON schema.
+
+    call:NAME{city:<|"|>Paris<|"|>,days:3}
+
+The grammar is in llguidance's Lark. What it lets through is a call whose arguments are valid
+against the schema; it may let through less (no other keys than the ones that are listed, unless the
+schema names a type for them). Keys come in any order, each once. `format` is held for the formats
+of `FORMATS`; it is a note to the reader otherwise, as JSON Schema has it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from g4spec.errors import InputError
+from g4spec.server import patterns
+from g4spec.server.schemas import Resolver, Schema, types_of
+
+FREE = r"""
+TEXT: /(?s:.*)/
+INT: /-?(0|[1-9][0-9]{0,39})/
+NUM: /-?(0|[1-9][0-9]{0,39})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,2})?/
+KEY: /[^\s:,"{}()\[\]]+/
+any: text | NUM | "true" | "false" | "null" | any_object | any_array
+any_object: "{" (any_pair ("," any_pair)*)? "}"
+any_pair: KEY ":" any
+any_array: "[" (any ("," any)*)? "]"
+"""
+"""Values without a schema."""
+
+MOST_RULES = 20_000
+"""Rules of a request's functions together: schemas can grow without end where they refer to
+themselves."""
+
+MOST_BITS = 64
+"""Keys that may come in any order: a rule has a parameter of so many bits."""
+
+_PLAIN_KEY = re.compile(r"[^\s:,\"{}()\[\]]+")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function that may be called.
+
+    Attributes:
+        parameters: JSON schema of its arguments, or None for a function without any.
+        strict: every keyword of the schema has to be held; otherwise those that cannot are notes.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Schema | None = None
+    strict: bool = False
+
+
+def calls(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
+    """Write rules, of which `call` is what follows `<|tool_call>`, `<tool_call|>` included.
+
+    Args:
+        call_end, delimiter: ids of `<tool_call|>` and `<|"|>`.
+
+    Raises InputError for a schema that is none, or that is strict and cannot be held.
+    """
+    rules = _Rules(delimiter)
+    names = []
+    for function in functions:
+        if not _NAME.fullmatch(function.name):
+            raise InputError("the name of a function", found=repr(function.name),
+                             expected="1 to 128 letters, digits, or any of _.-")  # fmt: skip
+        arguments = rules.arguments(function)
+        names.append(rules.add(f"{_quoted('call:' + function.name)} {arguments}"))
+    call = f"call: ({' | '.join(names)}) <[{call_end}]>"
+    return "\n".join([call, f"text: {rules.marked('TEXT')}", FREE, *rules.lines])
+
+
+class _Rules:
+    """Collects the rules of a grammar, a value's rule each."""
+
+    def __init__(self, delimiter: int) -> None:
+        self.lines: list[str] = []
+        self._mark = f"<[{delimiter}]>"
+        self._count = 0
+        self._resolver = Resolver({}, strict=False, where="")
+        self._shared: dict[str, str] = {}  # rules of what a $ref points to
+
+    def arguments(self, function: Function) -> str:
+        """Add the rule of a function's arguments; returns its name."""
+        if function.parameters is None:
+            return self.add('"{" "}"')
+        schema = function.parameters
+        self._resolver = Resolver(schema, strict=function.strict, where=function.name)
+        self._shared = {}
+        if "object" not in types_of(self._resolver.plain(schema)):
+            raise InputError(f"function {function.name}: parameters", expected='"type": "object"',
+                             found=repr(schema.get("type")))  # fmt: skip
+        return self._value({**schema, "type": "object"})
+
+    def add(self, body: str, kind: str = "v") -> str:
+        """Add a rule or terminal for `body`; returns its name."""
+        name = self._new(kind)
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def marked(self, body: str) -> str:
+        """Put a text between its delimiters."""
+        return f"{self._mark} {body} {self._mark}"
+
+    def _new(self, kind: str) -> str:
+        self._count += 1
+        if self._count > MOST_RULES:
+            raise self._resolver.error("too large", expected=f"at most {MOST_RULES} parts")
+        return f"{kind}{self._count}"
+
+    # ---- values
+
+    def _value(self, schema: Schema | bool) -> str:
+        """Add the rule of a value; returns its name."""
+        if (pointer := self._resolver.pointer(schema)) is not None:
+            return self._reference(pointer)
+        if (branches := self._resolver.branches(schema)) is not None:
+            return self._either([self._value(b) for b in branches if b is not False])
+        options = self._resolver.options(schema)
+        return self._either([rule for option in options for rule in self._option(option)])
+
+    def _reference(self, pointer: str) -> str:
+        """Return the rule of what a $ref points to, which may be what it stands in."""
+        if pointer not in self._shared:
+            name = self._shared[pointer] = self._new("v")
+            self.lines.append(f"{name}: {self._value(self._resolver.target(pointer))}")
+        return self._shared[pointer]
+
+    def _either(self, rules: Sequence[str]) -> str:
+        unique = list(dict.fromkeys(rules))
+        if not unique:
+            raise self._resolver.error("no value is valid")
+        return unique[0] if len(unique) == 1 else self.add(" | ".join(unique))
+
+    def _option(self, schema: Schema) -> list[str]:
+        """Add the rules of a plain schema, one a type or value."""
+        types = types_of(schema)
+        if "enum" in schema:
+            values = [v for v in schema["enum"] if patterns.fits(v, types)]
+            return [self._literal(value) for value in values]
+        if len(types) > 6:  # all of them, and nothing said of any
+            return ["any"]
+        make: dict[str, Callable[[Schema], str]] = {
+            "string": self._text, "object": self._object, "array": self._array,
+            "integer": self._number, "number": self._number, "boolean": self._boolean,
+            "null": lambda schema: '"null"',
+        }  # fmt: skip
+        return [self.add(make[t]({**schema, "type": t})) for t in types]
+
+    def _boolean(self, schema: Schema) -> str:
+        return '"true" | "false"'
+
+    def _literal(self, value: Any) -> str:
+        """Add the rule of one value."""
+        if isinstance(value, str):
+            return self.add(self.marked(_quoted(value)))
+        if isinstance(value, list):
+            return self.add(f'"[" {self._listed([self._literal(v) for v in value])} "]"')
+        if isinstance(value, dict):
+            pairs = [f"{self._key(k)} {self._literal(v)}" for k, v in value.items()]
+            return self.add(f'"{{" {self._listed(pairs)} "}}"')
+        return self.add(_quoted(json.dumps(value)))
+
+    def _listed(self, rules: Sequence[str]) -> str:
+        return ' "," '.join(rules)
+
+    def _number(self, schema: Schema) -> str:
+        bounds = patterns.bounds(schema)
+        if not bounds:
+            return "INT" if schema["type"] == "integer" else "NUM"
+        return f"%json {json.dumps({'type': schema['type'], **bounds})}"
+
+    def _text(self, schema: Schema) -> str:
+        terminal, unheld = patterns.terminal(schema)
+        for keyword in unheld:
+            self._resolver.unsupported(keyword, schema)
+        if terminal is None:
+            return "text"
+        return self.marked(self.add(terminal, "S"))
+
+    def _array(self, schema: Schema) -> str:
+        self._resolver.refuse(schema, "uniqueItems", "contains", "minContains", "maxContains",
+                              "unevaluatedItems")  # fmt: skip
+        first, rest = self._resolver.items(schema)
+        least, most = self._resolver.counts(schema, "Items")
+        if rest is False:
+            most = len(first) if most is None else min(most, len(first))
+        fixed = [self._value(item) for item in first[:most]]
+        more = "" if most is not None and most <= len(first) else self._value(rest)
+        body = ""
+        if more:
+            low, high = max(least - len(fixed), 0), "" if most is None else most - len(fixed)
+            body = f'("," {more}){{{low},{high}}}'
+            if not fixed:
+                tail = f'("," {more}){{{max(low - 1, 0)},{"" if most is None else most - 1}}}'
+                body = f"{more} {tail}" if least else f"({more} {tail})?"
+        for i in reversed(range(len(fixed))):
+            body = f"{_COMMA if i else ''} {fixed[i]} {body}"
+            if i >= least:
+                body = f"({body})?"
+        if least > len(fixed) and not more:
+            raise self._resolver.error("no array is long enough")
+        return f'"[" {body} "]"'
+
+    # ---- objects
+
+    def _object(self, schema: Schema) -> str:
+        self._resolver.refuse(schema, "propertyNames", "dependentRequired", "dependentSchemas",
+                              "dependencies", "unevaluatedProperties")  # fmt: skip
+        keys, required, others = self._resolver.members(schema)
+        keys = {k: v for k, v in keys.items() if v is not False or k in required}
+        extra = self._extra(others, list(keys))
+        least, most = self._resolver.counts(schema, "Properties")
+        counted = least > len(required) or most is not None
+        if extra and not keys:
+            tail = f'("," {extra}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+            body = f"{extra} {tail}" if least else f"({extra} {tail})?"
+            return '"{" "}"' if most == 0 else f'"{{" {body} "}}"'
+        if counted and (extra or len(keys) > MOST_BITS):
+            self._resolver.unsupported("minProperties/maxProperties", schema)
+            least, most = 0, None
+        order = [k for k in keys if k in required] + [k for k in keys if k not in required]
+        pairs = [f"{self._key(k)} {self._value(keys[k])}" for k in order]
+        pairs = [self.add(pair) for pair in pairs]
+        if len(pairs) > MOST_BITS:
+            return self._ordered(pairs, len(required), extra)
+        return self._any_order(pairs, len(required), extra, least, most)
+
+    def _any_order(
+        self, pairs: Sequence[str], required: int, extra: str, least: int, most: int | None
+    ) -> str:
+        """Write members in any order, each once; the first `required` ones have to be there."""
+        if not pairs and not extra:
+            return '"{" "}"'
+        first, more = self._new("m"), self._new("m")
+        conditions = [f"is_ones([0:{required}])"] if required else []
+        conditions += [f"bit_count_ge(_, {least})"] if least > required else []
+        done = " %if " + _all(conditions) if conditions else ""
+        room = [f"bit_count_lt(_, {most})"] if most is not None else []
+        heads, tails = [f'""{done}'], [f'""{done}']
+        for i, pair in enumerate(pairs):
+            condition = _all([f"bit_clear({i})", *room])
+            heads.append(f"{pair} {more}::set_bit({i}) %if {condition}")
+            tails.append(f'"," {pair} {more}::set_bit({i}) %if {condition}')
+        if extra:
+            heads.append(f"{extra} {more}::_")
+            tails.append(f'"," {extra} {more}::_')
+        self.lines.append(f"{first}::_: " + "\n  | ".join(heads))
+        self.lines.append(f"{more}::_: " + "\n  | ".join(tails))
+        return f'"{{" {first}::0x0 "}}"'
+
+    def _ordered(self, pairs: Sequence[str], required: int, extra: str) -> str:
+        """Write members in the order given: the `required` ones are the first."""
+        more = f'("," {extra})*' if extra else ""
+        for pair in reversed(pairs[max(required, 1) :]):
+            more = self.add(f'("," {pair})? {more}')
+        body = self._listed(pairs[:required])
+        if not required:  # begin with any of them, and go on behind it
+            return f'"{{" ({self._begun(pairs, extra)})? "}}"'
+        return f'"{{" {body} {more} "}}"'
+
+    def _begun(self, pairs: Sequence[str], extra: str) -> str:
+        more = self.add(f'("," {extra})*' if extra else '""')
+        begun = [f"{extra} {more}"] if extra else []
+        for pair in reversed(pairs):
+            begun.append(f"{pair} {more}")
+            more = self.add(f'("," {pair})? {more}')
+        return " | ".join(begun)
+
+    def _extra(self, others: Sequence[tuple[str | None, Any]], names: Sequence[str]) -> str:
+        """Add the rule of members that are not listed; "" if there may be none.
+
+        Args:
+            others: patterns of keys, None for any, and the schemas of their values.
+        """
+        rules = []
+        for pattern, schema in others:
+            terminal = "KEY"
+            parts = [] if pattern is None else [patterns.searched(pattern)]
+            if None in parts:
+                self._resolver.unsupported("patternProperties", {"patternProperties": pattern})
+                continue
+            parts += [f"~({' | '.join(map(_quoted, names))})"] if names else []
+            if parts:
+                terminal = self.add(" & ".join(["KEY", *map(str, parts)]), "K")
+            rules.append(self.add(f'{terminal} ":" {self._value(schema)}'))
+        return self._either(rules) if rules else ""
+
+    def _key(self, name: str) -> str:
+        if _PLAIN_KEY.fullmatch(name):
+            return _quoted(name + ":")
+        return f'{self.marked(_quoted(name))} ":"'
+
+
+_COMMA = '","'
+
+
+def _all(conditions: Sequence[str]) -> str:
+    text = conditions[-1]
+    for condition in reversed(conditions[:-1]):
+        text = f"and({condition}, {text})"
+    return text
+
+
+def _quoted(text: str) -> str:
+    """Write a text as a Lark literal; nothing for an empty one."""
+    return json.dumps(text) if text else ""

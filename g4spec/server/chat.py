@@ -1,0 +1,250 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from g4spec.server import grammar, options, shapes
+from g4spec.server.call_grammar import Function
+from g4spec.server.fields import ChatRequest, NamedTool
+from g4spec.server.gemma import Argument, Call, Event, Thought
+from g4spec.server.gemma import Text as Words
+from g4spec.server.generation import Delta, Token
+from g4spec.server.grammar import Grammar
+from g4spec.server.prompt import Prompt
+from g4spec.server.refusals import Refused
+from g4spec.server.service import Generation, Job, Service, Text
+from g4spec.server.streams import Events, event
+
+
+async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
+    """Render and tokenize the messages of a request."""
+    messages = [m.model_dump(exclude_none=True) for m in request.messages]
+    tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
+    for tool in tools:  # templates take a description for granted
+        tool["function"].setdefault("description", "")
+    return await service.prompter.chat(messages, tools, thinking=thinks(request))
+
+
+def thinks(request: ChatRequest) -> bool:
+    """Return True if the model shall think first; Gemma 4 knows thinking on and off only."""
+    asked = request.chat_template_kwargs and request.chat_template_kwargs.enable_thinking
+    effort = request.reasoning_effort
+    if asked is not None and effort is not None and asked != (effort != "none"):
+        raise Refused(400, "reasoning_effort and enable_thinking contradict each other",
+                      param="reasoning_effort")  # fmt: skip
+    return bool(asked) if effort is None else effort != "none"
+
+
+async def job_of(service: Service, request: ChatRequest) -> Job:
+    """Build the job of a request."""
+    service.check_model(request.model)
+    n = options.count(service, request)
+    choice = _choice(request)
+    if request.top_logprobs is not None and not request.logprobs:
+        raise Refused(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    prompt = await prompt_of(service, request)
+    wanted = _grammar(service, request, choice, prompt)
+    if wanted is not None and request.ignore_eos:
+        raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
+    banned: tuple[int, ...] = ()
+    if request.tools and choice == "none":
+        assert service.prompter.marks is not None
+        banned = (service.prompter.marks.call,)
+    limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    made = options.options(service, request, min(limits or [options.room(service, prompt.ids)]),
+                           logprobs=logprobs, banned=banned)  # fmt: skip
+    return Job(prompt.ids, made, n, wanted, chat=True, calls=choice != "none",
+               open_thought=prompt.thinking == "open")  # fmt: skip
+
+
+def _choice(request: ChatRequest) -> str | NamedTool:
+    """`tool_choice`, or what it is where it is not given."""
+    choice = request.tool_choice or ("auto" if request.tools else "none")
+    names = [tool.function.name for tool in request.tools or []]
+    if choice not in ("auto", "none") and not names:
+        raise Refused(400, "tool_choice asks for a call, but there are no tools",
+                      param="tool_choice")  # fmt: skip
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise Refused(400, f"tool_choice: there is no tool {choice.function.name!r}",
+                      param="tool_choice")  # fmt: skip
+    if len(set(names)) < len(names):
+        raise Refused(400, "tools: two functions have the same name", param="tools")
+    return choice
+
+
+def functions(request: ChatRequest) -> list[Function]:
+    """List the functions of a request."""
+    found = [tool.function for tool in request.tools or []]
+    return [Function(f.name, f.description or "", f.parameters, bool(f.strict)) for f in found]
+
+
+def _grammar(
+    service: Service, request: ChatRequest, choice: str | NamedTool, prompt: Prompt
+) -> Grammar | None:
+    answer, user = _answer(request)
+    calls = functions(request) if choice != "none" else []
+    most = 1 if request.parallel_tool_calls is False else None
+    marks, thinking = service.prompter.marks, prompt.thinking
+    if isinstance(choice, NamedTool):
+        calls = [f for f in calls if f.name == choice.function.name]
+        return grammar.whole(marks, calls=calls, most=1, thinking=thinking)
+    if choice == "required":
+        return grammar.whole(marks, calls=calls, most=most, thinking=thinking)
+    if answer is not None or user is not None:
+        return grammar.whole(marks, answer=answer, user=user, calls=calls, most=most,
+                             thinking=thinking)  # fmt: skip
+    if calls:
+        assert marks is not None
+        return grammar.in_calls(marks, calls, parallel=most is None)
+    return None
+
+
+def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
+    """Return the rule of answers, or the grammar that the user has written for them."""
+    form = request.response_format
+    if form is None or form.type == "text":
+        return None, grammar.written(request.grammar) if request.grammar is not None else None
+    if request.grammar is not None:
+        raise Refused(400, "grammar and response_format exclude each other", param="grammar")
+    if form.type == "json_object":
+        return grammar.json_answer({"type": "object"}, strict=True), None
+    if form.json_schema is None:
+        raise Refused(400, "response_format.json_schema is missing", param="response_format")
+    named = form.json_schema
+    return grammar.json_answer(named.schema_ or {}, strict=bool(named.strict)), None
+
+
+# ---- answers
+
+
+@dataclass(slots=True)
+class Answered:
+    """The message of one text, as it grows."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        """Take in a piece."""
+        self.tokens += delta.tokens
+        for piece in delta.events:
+            if isinstance(piece, Words):
+                self.content += piece.text
+            elif isinstance(piece, Thought):
+                self.reasoning += piece.text
+            elif isinstance(piece, Call):
+                self.calls.append(_called(piece.name))
+            else:
+                self.calls[piece.index]["function"]["arguments"] += piece.json
+
+    def json(self) -> dict[str, Any]:
+        """Return the message as OpenAI's API has it."""
+        content = None if self.calls and not self.content else self.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        return message | ({"tool_calls": self.calls} if self.calls else {})
+
+
+def _called(name: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": ""}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _head(generation: Generation, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{generation.id}", "object": kind, "created": generation.created,
+            "model": generation.service.settings.model}  # fmt: skip
+
+
+async def answer(generation: Generation) -> dict[str, Any]:
+    """Return the whole response body."""
+    messages = [Answered() for _ in generation.texts]
+    async with aclosing(generation.deltas()) as deltas:
+        async for text, delta in deltas:
+            messages[text.index].add(delta)
+    choices = []
+    for text, message in zip(generation.texts, messages, strict=True):
+        told = None
+        if generation.job.options.logprobs is not None:
+            found = shapes.tokens(generation.service.tokenizer, message.tokens)
+            told = {"content": found, "refusal": None}
+        choices.append({"index": text.index, "message": message.json(), "logprobs": told,
+                        "finish_reason": text.finish})  # fmt: skip
+    out = {**_head(generation, "chat.completion"), "choices": choices,
+           "usage": shapes.usage(generation)}  # fmt: skip
+    return out | ({"timings": shapes.timings(generation.texts[0])} if len(choices) == 1 else {})
+
+
+async def chunks(generation: Generation, include_usage: bool) -> Events:
+    """Yield the response as events."""
+    writer = _Chunks(generation, include_usage)
+    for text in generation.texts:
+        yield writer.chunk(text, {"role": "assistant", "content": "", "refusal": None})
+    async with aclosing(generation.deltas()) as deltas:
+        async for text, delta in deltas:
+            for piece in writer.pieces(text, delta):
+                yield piece
+    if include_usage:
+        head = _head(generation, "chat.completion.chunk")
+        yield event({**head, "choices": [], "usage": shapes.usage(generation)})
+    yield event("[DONE]")
+
+
+class _Chunks:
+    """Writes the chunks of a generation; one for each event, since there are clients that take no
+    more than one kind of news at a time."""
+
+    def __init__(self, generation: Generation, include_usage: bool) -> None:
+        self._generation, self._usage = generation, include_usage
+        self._told: list[list[Token]] = [[] for _ in generation.texts]
+
+    def pieces(self, text: Text, delta: Delta) -> Sequence[str]:
+        """Write the chunks of a piece."""
+        told = self._told[text.index]
+        told += delta.tokens
+        out = []
+        for piece in delta.events:
+            tokens = list(told) if isinstance(piece, Words) else []
+            if tokens:
+                told.clear()
+            out.append(self.chunk(text, _delta(piece), tokens))
+        if delta.finish:
+            out.append(self.chunk(text, {}, list(told), delta.finish))
+        return out
+
+    def chunk(
+        self, text: Text, delta: dict[str, Any], tokens: Sequence[Token] = (),
+        finish: str | None = None,
+    ) -> str:  # fmt: skip
+        """Write one chunk, as an event."""
+        told = None
+        if tokens:
+            found = shapes.tokens(self._generation.service.tokenizer, tokens)
+            told = {"content": found, "refusal": None}
+        out = _head(self._generation, "chat.completion.chunk")
+        out["choices"] = [{"index": text.index, "delta": delta, "logprobs": told,
+                           "finish_reason": finish}]  # fmt: skip
+        if self._usage:
+            out["usage"] = None
+        if finish and len(self._generation.texts) == 1:
+            out["timings"] = shapes.timings(text)
+        return event(out)
+
+
+def _delta(piece: Event) -> dict[str, Any]:
+    if isinstance(piece, Words):
+        return {"content": piece.text}
+    if isinstance(piece, Thought):
+        return {"reasoning_content": piece.text}
+    if isinstance(piece, Call):
+        return {"tool_calls": [{"index": piece.index, **_called(piece.name)}]}
+    assert isinstance(piece, Argument)
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.json}}]}

@@ -1,0 +1,226 @@
+"""The fields of requests. What is not listed here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+
+from g4spec.core import MAX_DRAFT
+from g4spec.server.refusals import Refused
+
+Text = Annotated[str, Field(max_length=1 << 26)]
+Json = dict[str, Any]
+
+
+class Body(BaseModel):
+    """A body: no other fields, and no value is taken for one of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class Loose(BaseModel):
+    """A part of a body of which only some fields mean anything here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read(model: type[Model], body: bytes) -> Model:
+    """Parse and validate a body; Refused, naming the field, for a wrong one."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise Refused(400, "the body is no JSON object", code="invalid_json")
+    return check(model, value)
+
+
+def check(model: type[Model], value: Json) -> Model:
+    """Validate a body that has been parsed."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    where = ""
+    for part in first["loc"]:
+        where += f"[{part}]" if isinstance(part, int) else f"{'.' if where else ''}{part}"
+    if first["type"] == "extra_forbidden":
+        raise Refused(400, f"unknown field {where}", param=where, code="unknown_field")
+    found = "" if first["type"] == "missing" else f" (found {first['input']!r:.60})"
+    raise Refused(400, f"{where}: {first['msg']}{found}", param=where or None)
+
+
+class Sampling(Body):
+    """Sampling parameters, in all requests.
+
+    Fields of other servers: top_k, min_p, repetition_penalty, ignore_eos (vLLM); our own:
+    draft_max, most drafted tokens a step.
+    """
+
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    draft_max: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class Hints(Body):
+    """Fields that say something about a request and ask for nothing."""
+
+    user: str | None = None
+    metadata: Json | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    cache_prompt: bool | None = None
+
+
+class OpenAI(Sampling, Hints):
+    """Fields that chat completions and completions share."""
+
+    model: str | None = None
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    grammar: Text | None = None
+
+
+# ---- chat completions
+
+
+class Part(Loose):
+    """A part of a message's content."""
+
+    type: str
+    text: str = ""
+
+
+class CalledFunction(Body):
+    """A function that was called, its arguments as JSON text."""
+
+    name: str
+    arguments: str | Json | None = None
+
+
+class ToolCall(Body):
+    """A call in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class FunctionDeclaration(Body):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; functions are the only kind there is."""
+
+    type: Literal["function"]
+    function: FunctionDeclaration
+
+
+class NamedFunction(Body):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class NamedSchema(Body):
+    """A schema of answers."""
+
+    name: str
+    description: str | None = None
+    schema_: Json | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The format of answers."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+
+class TemplateOptions(Body):
+    """Variables of the chat template."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(OpenAI):
+    """A body of /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class CompletionRequest(OpenAI):
+    """A body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = None
+    best_of: int | None = Field(None, ge=1)
+    suffix: Literal[""] | None = None

@@ -1,0 +1,362 @@
+"""Reads what Gemma 4 writes: thoughts, text and native calls, token by token.
+
+    <|channel>thought
+    ...<channel|>text<|tool_call>call:NAME{key:<|"|>text<|"|>,n:42}<tool_call|>
+
+The marks are tokens, so a text that merely looks like one is never taken for one. Events follow
+from the tokens alone, however many of them arrive at a time. What models write beside this form is
+read, too: empty or stray channel marks, a second `<|channel>` before the real one, calls without
+`call`, with `(` for `{`, without their end, or straight out of a thought.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from enum import Enum, auto
+
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.arguments import Arguments
+
+_HEAD = re.compile(r"\s*(?:call\s*:|:)?\s*([^\s:]*)\s*")
+
+LONGEST_HEAD = 256
+"""Characters of what stands before the arguments of a call; more is no call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call begins: the n-th of its text, from 0 on."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A piece of the arguments of a call, as JSON."""
+
+    index: int
+    json: str
+
+
+Event = Text | Thought | Call | Argument
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Ids of the tokens that give Gemma 4's texts their structure."""
+
+    turn: int
+    turn_end: int
+    channel: int
+    channel_end: int
+    call: int
+    call_end: int
+    response: int
+    delimiter: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Marks | None:
+        """Find those of a vocabulary; None if it lacks one."""
+        names = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>",
+                 "<|tool_response>", '<|"|>')  # fmt: skip
+        ids = [tokenizer.encode(name, bos=False) for name in names]
+        return cls(*(i[0] for i in ids)) if all(len(i) == 1 for i in ids) else None
+
+    def thinking(self, prompt: Sequence[int]) -> bool:
+        """Return True if a prompt ends inside a thought, which the model goes on with."""
+        for token in reversed(prompt):
+            if token in (self.channel_end, self.turn, self.turn_end):
+                return False
+            if token == self.channel:
+                return True
+        return False
+
+
+class _In(Enum):
+    """Parser states: where the next token belongs."""
+
+    TEXT = auto()
+    HEADER = auto()
+    THOUGHT = auto()
+    CALL_HEAD = auto()
+    ARGUMENTS = auto()
+    CALL_TAIL = auto()
+
+
+class Parser:
+    """Turns the tokens of one text into events.
+
+    Args:
+        calls: read calls; otherwise they are text, marks included.
+        thinking: the prompt ends inside a thought.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, marks: Marks, *, calls: bool = True, thinking: bool = False
+    ) -> None:
+        self._marks, self._calls = marks, calls
+        self._special = tokenizer.control_ids | set(astuple(marks))
+        self._bytes = tokenizer.stream(special=True)
+        self._in = _In.THOUGHT if thinking else _In.TEXT
+        self._before = _In.TEXT  # what a header that is none returns to
+        self._held = ""  # of a header, a call's head, or white space at the end of a thought
+        self._thought = False  # whether the thought has begun
+        self._count = 0
+        self._arguments: Arguments | None = None
+        self._events: list[Event] = []
+
+    @property
+    def answering(self) -> bool:
+        """True if the next token belongs to the answer, and to no thought or call."""
+        return self._in is _In.TEXT
+
+    @property
+    def thinking(self) -> bool:
+        """True if the next token belongs to a thought."""
+        return self._in in (_In.THOUGHT, _In.HEADER)
+
+    @property
+    def calling(self) -> bool:
+        """True if a call has begun and not ended."""
+        return self._in in (_In.CALL_HEAD, _In.ARGUMENTS)
+
+    def push(self, ids: Iterable[int]) -> list[Event]:
+        """Take in tokens; returns the events that became certain, neighbours of a kind as one."""
+        for token in ids:
+            self._token(token)
+        return self._taken()
+
+    def finish(self, *, whole: bool = True) -> list[Event]:
+        """End the text; returns the last events.
+
+        Args:
+            whole: the model has ended it: an open call is closed. One that was cut off stays open,
+                since its arguments may mean something else than they would have.
+        """
+        self._characters(self._bytes.finish())
+        if self._in is _In.HEADER:
+            self._header_ends()
+        elif self._in is _In.CALL_HEAD:
+            self._head_ends(whole)
+        elif self._in is _In.ARGUMENTS and whole:
+            self._close_call()
+        return self._taken()
+
+    # ---- tokens
+
+    def _token(self, token: int) -> None:
+        m = self._marks
+        shown = token == m.delimiter or (token in (m.call, m.call_end) and not self._calls)
+        if token not in self._special:
+            self._characters(self._bytes.push([token]))
+            return
+        self._characters(self._bytes.finish())
+        if token == m.channel:
+            self._open_channel()
+        elif token == m.channel_end:
+            self._close_channel()
+        elif shown:
+            self._shown(token)
+        elif token == m.call:
+            self._open_call()
+        elif token == m.call_end:
+            if self._in is _In.CALL_HEAD:
+                self._head_ends(True)
+            elif self._in is _In.ARGUMENTS:
+                self._close_call()
+            self._leave_call()
+
+    def _shown(self, token: int) -> None:
+        if token == self._marks.delimiter and self._in is _In.ARGUMENTS:
+            assert self._arguments is not None
+            self._argument(self._arguments.delimiter())
+        elif token == self._marks.delimiter:
+            self._characters('"')
+        else:
+            self._characters(self._bytes.push([token]) + self._bytes.finish())
+
+    def _open_channel(self) -> None:
+        self._end_call()
+        if self._in is _In.HEADER:  # one more before the real one
+            self._header_ends()
+        self._before = self._in
+        self._in, self._held = _In.HEADER, ""
+
+    def _close_channel(self) -> None:
+        if self._in in (_In.HEADER, _In.THOUGHT):
+            self._in, self._held = _In.TEXT, ""
+
+    def _open_call(self) -> None:
+        self._end_call()
+        if self._in is _In.HEADER:
+            self._header_ends()
+        self._in, self._held = _In.CALL_HEAD, ""
+
+    def _end_call(self) -> None:
+        """End an open call: another mark stands inside of it."""
+        if self._in is _In.CALL_HEAD:
+            self._head_ends(True)
+        elif self._in is _In.ARGUMENTS:
+            self._close_call()
+        self._leave_call()
+
+    def _leave_call(self) -> None:
+        if self._in in (_In.CALL_HEAD, _In.ARGUMENTS, _In.CALL_TAIL):
+            self._in, self._held = _In.TEXT, ""
+
+    # ---- characters
+
+    def _characters(self, text: str) -> None:
+        if not text:
+            return
+        if self._in is _In.TEXT:
+            self._events.append(Text(text))
+        elif self._in is _In.THOUGHT:
+            self._think(text)
+        elif self._in is _In.HEADER:
+            self._header(text)
+        elif self._in is _In.CALL_HEAD:
+            self._head(text)
+        elif self._in is _In.ARGUMENTS:
+            assert self._arguments is not None
+            self._argument(self._arguments.text(text))
+
+    def _think(self, text: str) -> None:
+        """Take in text of a thought, without white space around it."""
+        text = self._held + text
+        if not self._thought:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._held = text[len(kept) :] if kept or self._thought else ""
+        if kept:
+            self._thought = True
+            self._events.append(Thought(kept))
+
+    def _header(self, text: str) -> None:
+        self._held += text
+        if self._held.startswith("thought") and len(self._held) > len("thought"):
+            self._begin_thought()
+        elif not "thought".startswith(self._held):
+            self._header_ends()
+
+    def _begin_thought(self) -> None:
+        rest = self._held.removeprefix("thought")
+        again = self._thought
+        self._in, self._held = _In.THOUGHT, "\n" if again else ""
+        self._think(rest.lstrip() if again else rest)
+
+    def _header_ends(self) -> None:
+        """Leave a header that is none: its text goes where it would have gone without."""
+        held, self._held = self._held, ""
+        self._in = self._before
+        if held and held != "thought":
+            self._characters(held)
+
+    def _head(self, text: str) -> None:
+        self._held += text
+        at = min((i for i in map(self._held.find, "{(") if i >= 0), default=-1)
+        if at < 0:
+            if len(self._held) > LONGEST_HEAD:
+                self._no_call()
+            return
+        opener, rest = self._held[at], self._held[at + 1 :]
+        name = _name(self._held[:at])
+        if not name:
+            self._no_call()
+            return
+        self._begin_call(name, ")" if opener == "(" else "}")
+        self._characters(rest)
+
+    def _head_ends(self, whole: bool) -> None:
+        """End a call without arguments: one of none, if the model has ended it."""
+        name = _name(self._held)
+        if name and whole:
+            self._begin_call(name, "}")
+            self._close_call()
+        self._leave_call()
+
+    def _no_call(self) -> None:
+        held = self._held
+        self._leave_call()
+        self._characters(held)
+
+    def _begin_call(self, name: str, closer: str) -> None:
+        self._events.append(Call(self._count, name))
+        self._count += 1
+        self._arguments = Arguments(closer)
+        self._in, self._held = _In.ARGUMENTS, ""
+        self._argument(self._arguments.text(""))
+
+    def _close_call(self) -> None:
+        assert self._arguments is not None
+        self._argument(self._arguments.finish())
+
+    def _argument(self, json: str) -> None:
+        assert self._arguments is not None
+        if json:
+            self._events.append(Argument(self._count - 1, json))
+        if self._arguments.ended:
+            self._in = _In.CALL_TAIL
+
+    def _taken(self) -> list[Event]:
+        events, self._events = joined(self._events), []
+        return events
+
+
+class Answer:
+    """Streams the answer alone (`g4spec.runtime.request.TextStream`)."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Return the part of the answer that became certain with `ids`."""
+        return _answer(self._parser.push(ids))
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return _answer(self._parser.finish())
+
+
+def _answer(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Merge neighbouring events of a kind."""
+    out: list[Event] = []
+    for event in events:
+        last = out[-1] if out else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            out[-1] = Text(last.text + event.text)
+        elif isinstance(event, Thought) and isinstance(last, Thought):
+            out[-1] = Thought(last.text + event.text)
+        elif isinstance(event, Argument) and isinstance(last, Argument):
+            assert event.index == last.index
+            out[-1] = Argument(event.index, last.json + event.json)
+        else:
+            out.append(event)
+    return out
+
+
+def _name(head: str) -> str:
+    """Extract the function of `call:NAME`, `:NAME` or `NAME`; "" where there is none."""
+    found = _HEAD.fullmatch(head)
+    return found[1] if found else ""

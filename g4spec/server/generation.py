@@ -1,0 +1,167 @@
+"""Turn an engine's cycles into the pieces of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from g4spec.core import Cycle
+from g4spec.runtime.request import Stats
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.gemma import Call, Event, Text, joined
+
+
+class Reader(Protocol):
+    """Turns tokens into events: `g4spec.server.gemma.Parser`, or `Plain`."""
+
+    @property
+    def answering(self) -> bool: ...
+
+    @property
+    def thinking(self) -> bool: ...
+
+    def push(self, ids: Iterable[int]) -> list[Event]: ...
+
+    def finish(self, *, whole: bool = True) -> list[Event]: ...
+
+
+class Plain:
+    """Reads a text without any structure."""
+
+    answering, thinking = True, False
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._stream = tokenizer.stream()
+
+    def push(self, ids: Iterable[int]) -> list[Event]:
+        """Decode tokens; returns the text that became certain."""
+        text = self._stream.push(ids)
+        return [Text(text)] if text else []
+
+    def finish(self, *, whole: bool = True) -> list[Event]:
+        """Return what was held back."""
+        text = self._stream.finish()
+        return [Text(text)] if text else []
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of the answer with its log-probability, and the likeliest ones in its place."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Delta:
+    """News of an answer.
+
+    Attributes:
+        events: in order. tokens: of the answer's text, where log-probabilities are asked for.
+        finish: why it ended, "stop", "length" or "tool_calls", in the last one.
+        stop: the stop text that ended it.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+    stop: str | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.events or self.tokens or self.finish)
+
+
+class Assembler:
+    """Puts one answer together. Text that may be the beginning of a stop text is held back.
+
+    Args:
+        reader: of the tokens. stops: texts that end the answer. special: ids that are no text.
+
+    Attributes:
+        thoughts: tokens that belonged to thoughts.
+    """
+
+    def __init__(
+        self, reader: Reader, stops: Sequence[str] = (), special: frozenset[int] = frozenset()
+    ) -> None:
+        self._reader, self._stops, self._special = reader, tuple(stops), special
+        self._held: list[tuple[Event, Token | None]] = []
+        self._called = False
+        self._stop: str | None = None
+        self.thoughts = 0
+
+    def cycle(self, cycle: Cycle) -> Delta:
+        """Take in a cycle of the engine."""
+        for i, token in enumerate(cycle.tokens):
+            self.thoughts += self._reader.thinking
+            events = self._reader.push([token])
+            told = None
+            if cycle.logprobs:
+                told = Token(token, *cycle.logprobs[i])
+            if not events and self._reader.answering and token not in self._special:
+                events = [Text("")]  # part of a character
+            for event in events:
+                is_text = isinstance(event, Text)
+                self._held.append((event, told if is_text else None))
+                told = None if is_text else told
+        return self._released(self._certain())
+
+    def finish(self, stats: Stats) -> Delta:
+        """Return the last piece of a text that has ended in order."""
+        reason = stats.stop_reason
+        if self._stop is None:
+            ended = reason.startswith("stop")
+            self._held += [(event, None) for event in self._reader.finish(whole=ended)]
+        delta = self._released(self._length())
+        delta.finish = "length" if reason in ("length", "context") else "stop"
+        if delta.finish == "stop" and self._called and self._stop is None:
+            delta.finish = "tool_calls"
+        delta.stop = self._stop
+        return delta
+
+    def _length(self) -> int:
+        return sum(len(e.text) for e, _ in self._held if isinstance(e, Text))
+
+    def _certain(self) -> int:
+        """Count the characters of the held text that can be given out; finds the stop text."""
+        if not self._stops:
+            return self._length()
+        text = "".join(e.text for e, _ in self._held if isinstance(e, Text))
+        found = [(at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if found:
+            cut, self._stop = min(found)
+            return cut
+        return len(text) - max(_overlap(text, s) for s in self._stops)
+
+    def _taken(self, length: int) -> list[tuple[Event, Token | None]]:
+        """Take the first `length` characters of text from what is held, and all before the next."""
+        taken, left = [], length
+        while self._held:
+            event, token = self._held[0]
+            size = len(event.text) if isinstance(event, Text) else 0
+            if size > left:
+                break
+            taken.append(self._held.pop(0))
+            left -= size
+        if left and self._held:
+            event, token = self._held[0]
+            assert isinstance(event, Text)
+            taken.append((Text(event.text[:left]), token))
+            self._held[0] = (Text(event.text[left:]), None)
+        return taken
+
+    def _released(self, length: int) -> Delta:
+        taken = self._taken(length)
+        if self._stop is not None:
+            self._held.clear()
+        events = [event for event, _ in taken if not (isinstance(event, Text) and not event.text)]
+        self._called |= any(isinstance(event, Call) for event in events)
+        return Delta(joined(events), [token for _, token in taken if token is not None])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Count the characters at the end of `text` that may be the beginning of `stop`."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)

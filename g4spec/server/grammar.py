@@ -1,0 +1,298 @@
+"""Masks that keep a text to a grammar, by llguidance, over a model's own vocabulary.
+
+A mask depends on the text's tokens alone, so it allows the same with a draft as without. Its state
+follows the tokens: a step of sixteen rows costs sixteen steps of the parser, not sixteen texts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llguidance
+import numpy as np
+import torch
+from llguidance import gbnf_to_lark
+
+from g4spec.errors import InputError
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server import call_grammar
+from g4spec.server.call_grammar import Function
+from g4spec.server.gemma import Marks
+
+COMPACT = {"whitespace_flexible": False}
+"""JSON without white space: so no answer ends in it up to the limit."""
+
+KEPT = 64
+"""Compiled grammars that are kept: agents send the same tools with every request."""
+
+_MARK = re.compile(r"<[^\s<>]+>")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that a text, or parts of it, have to match.
+
+    Attributes:
+        text: for llguidance.
+        trigger: the token behind which it holds; None: from the beginning, to the end.
+        closer: with a trigger, the token behind which the text is free again.
+        once: with a trigger, the text ends behind `closer`.
+    """
+
+    text: str
+    trigger: int | None = None
+    closer: int | None = None
+    once: bool = False
+
+
+class Vocabulary:
+    """The tokens of a model, as llguidance reads them, and grammars compiled for them.
+
+    Args:
+        n_vocab: width of the model's logits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        self.stop_ids, self.n_vocab = tokenizer.stop_ids, n_vocab
+        self._tokens = llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Words(tokenizer)), eos_token=sorted(tokenizer.stop_ids)
+        )
+        self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, text: str) -> llguidance.LLMatcher:
+        """Return a matcher at the beginning of a grammar; InputError if the grammar is wrong."""
+        with self._lock:
+            if (kept := self._kept.get(text)) is not None:
+                self._kept.move_to_end(text)
+                return kept.deep_copy()
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, self._tokens)
+        if failed:
+            raise InputError("the grammar or schema cannot be used", found=_first(messages[0]))
+        matcher = llguidance.LLMatcher(self._tokens, text, log_level=0)
+        if matcher.is_error():
+            raise InputError("the grammar or schema cannot be used",
+                             found=_first(matcher.get_error()))  # fmt: skip
+        with self._lock:
+            self._kept[text] = matcher
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return matcher.deep_copy()
+
+    def mask(self, grammar: Grammar) -> Mask:
+        """Make the mask of one text; InputError if the grammar is wrong."""
+        return Mask(self, grammar)
+
+
+class _Words:
+    """A tokenizer as llguidance's wrapper wants it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        pieces = [tokenizer.piece(i, special=True) for i in range(tokenizer.n_vocab)]
+        looks = [i for i in tokenizer.special_ids if _MARK.fullmatch(pieces[i].decode())]
+        self.eos_token_id = min(tokenizer.stop_ids)
+        self.bos_token_id = tokenizer.bos
+        self.tokens = pieces
+        self.special_token_ids = sorted({*looks, *tokenizer.control_ids})
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, bos=False)
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of the text that the grammar holds for: tokens start .. end - 1.
+
+    Attributes:
+        read: how many of them the matcher has taken.
+    """
+
+    start: int
+    matcher: llguidance.LLMatcher
+    read: int = 0
+    end: int | None = None
+
+
+class Mask:
+    """Tokens that may follow, of one text (`g4spec.ops.logits.Mask`)."""
+
+    def __init__(self, vocabulary: Vocabulary, grammar: Grammar) -> None:
+        self._vocabulary, self._grammar = vocabulary, grammar
+        self._first = vocabulary.compile(grammar.text)
+        self._ids: list[int] = []
+        self._parts: list[_Part] = []
+        self._stopped: int | None = None  # index of the token that ended the text
+        if grammar.trigger is None:
+            self._parts.append(_Part(0, self._first.deep_copy()))
+
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
+        self._back(_shared(self._ids, tokens))
+        for token in tokens[len(self._ids) :]:
+            self._take(token)
+        if self._stopped is not None:
+            return None  # behind the end, where a step still has rows
+        part = self._parts[-1] if self._parts else None
+        if part is not None and part.end is None:
+            return self._allowed(part.matcher)
+        if part is not None and self._grammar.once:
+            return self._only(self._vocabulary.stop_ids)
+        return None
+
+    def _back(self, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+        if self._stopped is not None and self._stopped >= length:
+            self._stopped = None
+        while self._parts and self._grammar.trigger is not None and self._parts[-1].start > length:
+            self._parts.pop()
+        if self._parts:
+            part = self._parts[-1]
+            if part.end is not None and part.end > length:
+                part.end = None
+            back = max(0, part.start + part.read - length)
+            if back and not part.matcher.rollback(back):
+                raise self._broken(part.matcher)
+            part.read -= back
+        del self._ids[length:]
+
+    def _take(self, token: int) -> None:
+        grammar = self._grammar
+        part = self._parts[-1] if self._parts else None
+        at = len(self._ids)
+        self._ids.append(token)
+        if self._stopped is not None:
+            return
+        if token in self._vocabulary.stop_ids:
+            self._stopped = at
+        elif part is not None and part.end is None:
+            if not part.matcher.consume_token(token):
+                raise self._broken(part.matcher)
+            part.read += 1
+            if grammar.trigger is not None and token == grammar.closer:
+                part.end = at + 1
+        elif token == grammar.trigger:
+            self._parts.append(_Part(at + 1, self._first.deep_copy()))
+
+    def _allowed(self, matcher: llguidance.LLMatcher) -> torch.Tensor:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_error():
+            raise self._broken(matcher)
+        n = self._vocabulary.n_vocab
+        allowed = np.zeros(n, np.bool_)
+        known = np.unpackbits(bits, bitorder="little")[:n]
+        allowed[: len(known)] = known
+        stops = list(self._vocabulary.stop_ids)
+        if not matcher.is_accepting():
+            allowed[stops] = False
+            if not allowed.any():
+                raise InputError("no text matches the grammar or schema from here on",
+                                 found=f"{len(self._ids)} tokens")  # fmt: skip
+        return torch.from_numpy(allowed)
+
+    def _only(self, ids: Iterable[int]) -> torch.Tensor:
+        allowed = torch.zeros(self._vocabulary.n_vocab, dtype=torch.bool)
+        allowed[list(ids)] = True
+        return allowed
+
+    def _broken(self, matcher: llguidance.LLMatcher) -> InputError:
+        return InputError("the grammar's parser gave up", found=_first(matcher.get_error()))
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Count the tokens that both begin with. They differ near the end, if at all."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    start = max(0, n - 64)
+    start = start if a[:start] == b[:start] else 0
+    return next(i for i in range(start, n) if a[i] != b[i])
+
+
+def _first(message: str) -> str:
+    return message.strip().splitlines()[0][:300] if message.strip() else "no reason given"
+
+
+# ---- what requests ask for
+
+
+def json_answer(schema: Mapping[str, Any] | bool, *, strict: bool) -> str:
+    """Write the Lark rule `answer` of JSON that fits a schema, in compact form.
+
+    Args:
+        strict: refuse keywords that cannot be held, which are notes otherwise.
+    """
+    if isinstance(schema, bool):
+        schema = {}
+    options = {**COMPACT, "lenient": not strict}
+    return "answer: %json " + json.dumps({**schema, "x-guidance": options})
+
+
+def written(grammar: str) -> str:
+    """Convert a user's grammar to Lark: GBNF, or Lark that begins with `%llguidance`."""
+    if grammar.lstrip().startswith("%llguidance"):
+        return grammar
+    try:
+        return gbnf_to_lark.gbnf_to_lark(grammar)
+    except Exception as error:
+        if type(error) in (Exception, gbnf_to_lark.GbnfToLarkError, ValueError, RecursionError):
+            fix = "begin it with `%llguidance {}` if it is Lark"
+            raise InputError("the grammar is no GBNF", found=_first(str(error)), fix=fix) from None
+        raise
+
+
+def whole(
+    marks: Marks | None,
+    *,
+    answer: str | None = None,
+    user: str | None = None,
+    calls: Sequence[Function] = (),
+    least: int = 0,
+    most: int | None = None,
+    thinking: str = "no",
+) -> Grammar:
+    """Make the grammar of a whole text: a thought, and then an answer or calls.
+
+    Args:
+        answer: rule of that name. user: a grammar of its own, in its place.
+        calls: functions that may be called instead, `least` to `most` times.
+        thinking: "no", "may" begin with a thought, or "open": the prompt has begun it.
+    """
+    rules, options = [], []
+    if answer is not None:
+        rules.append(answer)
+        options.append("answer")
+    if user is not None:
+        options.append("@user")
+    if calls:
+        assert marks is not None
+        rules.append(call_grammar.calls(calls, marks.call_end, marks.delimiter))
+        limit = "" if most is None else str(most)
+        options.append(f"(<[{marks.call}]> call){{{max(least, 1)},{limit}}}")
+    before = ""
+    if thinking != "no":
+        assert marks is not None
+        rules.append("THOUGHT: /(?s:.*)/")
+        opened = f"THOUGHT <[{marks.channel_end}]>"
+        before = opened if thinking == "open" else f'(<[{marks.channel}]> "thought\\n" {opened})?'
+    lark = "\n".join([f"start: {before} ({' | '.join(options)})", *rules])
+    if user is None:
+        return Grammar(lark)
+    parts = [{"lark_grammar": lark}, {"name": "user", "lark_grammar": user}]
+    return Grammar(json.dumps({"grammars": parts}))
+
+
+def in_calls(marks: Marks, functions: Sequence[Function], *, parallel: bool) -> Grammar:
+    """Make the grammar of calls alone, in a text that is free otherwise.
+
+    Args:
+        parallel: several calls may follow each other; else the text ends behind the first.
+    """
+    rules = call_grammar.calls(functions, marks.call_end, marks.delimiter)
+    return Grammar(f"start: call\n{rules}", marks.call, marks.call_end, once=not parallel)

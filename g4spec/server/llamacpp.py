@@ -1,0 +1,270 @@
+"""The endpoints of llama.cpp's server: /completion, /tokenize, /props and their like.
+
+Samplers that this engine does not have are refused, unless the value turns them off.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any, Literal
+
+from pydantic import Field
+
+from g4spec import __version__
+from g4spec.server import chat, completions, grammar, options, shapes
+from g4spec.server.fields import Body, ChatRequest, Json, Sampling
+from g4spec.server.gemma import Text as Words
+from g4spec.server.generation import Token
+from g4spec.server.refusals import Refused
+from g4spec.server.service import Generation, Job, Service, Text
+from g4spec.server.streams import Events, event
+
+NEUTRAL: dict[str, tuple[float, ...]] = {
+    "typical_p": (1,), "mirostat": (0,), "dynatemp_range": (0,), "xtc_probability": (0,),
+    "dry_multiplier": (0,), "top_n_sigma": (-1,), "n_keep": (0, -1), "n_indent": (0,),
+    "t_max_predict_ms": (0, -1), "min_keep": (0, 1),
+}  # fmt: skip
+"""Fields with the values that ask for nothing."""
+
+IDLE = ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base",
+        "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "id_slot",
+        "n_cache_reuse", "response_fields")  # fmt: skip
+"""Fields that mean something only beside others, which are off, or are hints."""
+
+
+class CompletionBody(Sampling):
+    """A body of /completion."""
+
+    prompt: str | list[int] | list[str | int]
+    n_predict: int | None = Field(None, ge=-1)
+    max_tokens: int | None = Field(None, ge=-1)
+    stream: bool | None = None
+    n_probs: int | None = Field(None, ge=0, le=100)
+    post_sampling_probs: Literal[False] | None = None
+    grammar: str | None = None
+    json_schema: Json | None = None
+    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
+    repeat_last_n: int | None = Field(None, ge=-1)
+    return_tokens: bool | None = None
+    timings_per_token: bool | None = None
+    cache_prompt: bool | None = None
+    model: str | None = None
+
+
+def without_neutral(value: Json) -> Json:
+    """Drop the fields that ask for nothing; Refused where one asks for something."""
+    out = {}
+    for key, found in value.items():
+        if key in NEUTRAL:
+            if found is not None and found not in NEUTRAL[key]:
+                wanted = " or ".join(map(str, NEUTRAL[key]))
+                raise Refused(400, f"{key}: only {wanted} (off) is possible here", param=key)
+        elif key not in IDLE:
+            out[key] = found
+    return out
+
+
+class TokenizeBody(Body):
+    """A body of /tokenize."""
+
+    content: str
+    add_special: bool = False
+    parse_special: bool = True
+    with_pieces: bool = False
+
+
+class DetokenizeBody(Body):
+    """A body of /detokenize."""
+
+    tokens: list[int]
+
+
+async def job_of(service: Service, body: CompletionBody) -> Job:
+    """Build the job of a request."""
+    service.check_model(body.model)
+    penalty, last = body.repeat_penalty, body.repeat_last_n
+    if penalty not in (None, 1) and last not in (0, -1):
+        raise Refused(400, "repeat_penalty counts the whole context here: set repeat_last_n to -1",
+                      param="repeat_last_n")  # fmt: skip
+    if body.grammar and body.json_schema is not None:
+        raise Refused(400, "grammar and json_schema exclude each other", param="grammar")
+    wanted = None
+    if body.json_schema is not None:
+        answer = grammar.json_answer(body.json_schema, strict=True)
+        wanted = grammar.whole(None, answer=answer)
+    elif body.grammar:
+        wanted = grammar.whole(None, user=grammar.written(body.grammar))
+    if wanted is not None and body.ignore_eos:
+        raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
+    ids = await _prompt(service, body.prompt)
+    asked = body.n_predict if body.n_predict is not None else body.max_tokens
+    if asked == 0:
+        raise Refused(400, "n_predict: 0 asks for nothing; -1 sets no limit", param="n_predict")
+    limit = options.room(service, ids) if asked in (None, -1) else asked
+    fields = body
+    if penalty is not None and last != 0:
+        fields = body.model_copy(update={"repetition_penalty": penalty})
+    seed = None if body.seed == -1 else body.seed
+    fields = fields.model_copy(update={"seed": seed})
+    logprobs = body.n_probs or None
+    return Job(ids, options.options(service, fields, limit, logprobs=logprobs), 1, wanted)
+
+
+async def _prompt(service: Service, prompt: str | list[Any]) -> list[int]:
+    """Tokenize a prompt: a text, tokens, or both in turns."""
+    if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
+        return await completions.prompt_ids(service, prompt)
+    ids: list[int] = []
+    for part in prompt:
+        if isinstance(part, int):
+            ids.append(part)
+        else:
+            ids += service.tokenizer.encode(part, bos=not ids, n_ctx=service.engine.n_ctx)
+    return ids
+
+
+def _probabilities(service: Service, tokens: list[Token]) -> list[dict[str, Any]]:
+    out = []
+    for t in tokens:
+        told = {"id": t.id, **shapes.token(service.tokenizer, t.id, t.logprob)}
+        top = [{"id": i, **shapes.token(service.tokenizer, i, value)} for i, value in t.top]
+        out.append({**told, "top_logprobs": top})
+    return out
+
+
+def _piece(
+    generation: Generation, words: str, tokens: list[Token], ids: list[int]
+) -> dict[str, Any]:  # fmt: skip
+    out: dict[str, Any] = {"index": 0, "content": words, "tokens": ids, "stop": False,
+                           "id_slot": -1}  # fmt: skip
+    if tokens:
+        out["completion_probabilities"] = _probabilities(generation.service, tokens)
+    return out
+
+
+def _last(generation: Generation, text: Text) -> dict[str, Any]:
+    """Return the fields that only the last piece has."""
+    stats = text.request.stats
+    reason = stats.stop_reason
+    kinds = {"stop text": "word", "length": "limit", "context": "limit"}
+    return {
+        "stop": True,
+        "model": generation.service.settings.model,
+        "tokens_predicted": stats.tokens,
+        "tokens_evaluated": stats.prompt_tokens,
+        "tokens_cached": stats.cached_tokens,
+        "truncated": reason == "context",
+        "stop_type": kinds.get(reason, "eos"),
+        "stopping_word": text.stop or "",
+        "has_new_line": "\n" in text.request.text,
+        "timings": shapes.timings(text),
+    }
+
+
+async def answer(generation: Generation, body: CompletionBody) -> dict[str, Any]:
+    """Return the whole response body."""
+    words, tokens = "", []
+    async with aclosing(generation.deltas()) as deltas:
+        async for _, delta in deltas:
+            words += "".join(p.text for p in delta.events if isinstance(p, Words))
+            tokens += delta.tokens
+    text = generation.texts[0]
+    ids = list(text.request.ids) if body.return_tokens else []
+    prompt = generation.service.tokenizer.decode(generation.job.prompt, special=True)
+    return {**_piece(generation, words, tokens, ids), **_last(generation, text), "prompt": prompt}
+
+
+async def chunks(generation: Generation, body: CompletionBody) -> Events:
+    """Yield the response as events; without one for the end, as llama.cpp has it."""
+    text, given = generation.texts[0], 0
+    async with aclosing(generation.deltas()) as deltas:
+        async for _, delta in deltas:
+            words = "".join(p.text for p in delta.events if isinstance(p, Words))
+            ids: list[int] = []
+            if body.return_tokens:
+                ids = text.request.ids[given:]
+                given += len(ids)
+            piece = _piece(generation, words, delta.tokens, ids)
+            if body.timings_per_token:
+                piece["timings"] = shapes.timings(text)
+            if delta.finish:
+                piece |= _last(generation, text)
+            yield event(piece)
+
+
+# ---- texts and tokens
+
+
+def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
+    """Answer /tokenize."""
+    if not body.parse_special:
+        raise Refused(400, "parse_special: marks in a text are always read as tokens here",
+                      param="parse_special")  # fmt: skip
+    ids = service.tokenizer.encode(body.content, bos=body.add_special)
+    if not body.with_pieces:
+        return {"tokens": ids}
+    out = []
+    for i in ids:
+        piece = service.tokenizer.piece(i, special=True)
+        try:
+            out.append({"id": i, "piece": piece.decode()})
+        except UnicodeDecodeError:
+            out.append({"id": i, "piece": list(piece)})
+    return {"tokens": out}
+
+
+def detokenize(service: Service, body: DetokenizeBody) -> dict[str, Any]:
+    """Answer /detokenize."""
+    return {"content": service.tokenizer.decode(body.tokens, special=True)}
+
+
+async def apply_template(service: Service, body: ChatRequest) -> dict[str, Any]:
+    """Answer /apply-template."""
+    return {"prompt": (await chat.prompt_of(service, body)).text}
+
+
+# ---- the server
+
+
+def props(service: Service) -> dict[str, Any]:
+    """Describe the server, for /props."""
+    tokenizer, engine, sampler = service.tokenizer, service.engine, service.settings.sampler
+    return {
+        "default_generation_settings": {
+            "n_ctx": engine.n_ctx,
+            "params": {
+                "temperature": sampler.temperature, "top_k": sampler.top_k,
+                "top_p": sampler.top_p, "min_p": sampler.min_p, "n_predict": -1,
+            },
+        },
+        "total_slots": engine.target.space.n_slots,
+        "model_alias": service.settings.model,
+        "model_path": tokenizer.source,
+        "modalities": {"vision": False, "audio": False},
+        "chat_template": tokenizer.template or "",
+        "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
+        "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
+        "build_info": f"g4spec {__version__}",
+        "is_sleeping": False,
+        "speculative": engine.draft.name if engine.draft is not None else None,
+    }  # fmt: skip
+
+
+def slots(service: Service) -> list[dict[str, Any]]:
+    """Describe each slot, without any text, for /slots."""
+    engine = service.engine
+    live = {task.live.slot: task for task in list(engine.scheduler.live) if task.sequence}
+    out = []
+    for i in range(engine.target.space.n_slots):
+        slot: dict[str, Any] = {"id": i, "n_ctx": engine.n_ctx, "is_processing": i in live,
+                                "speculative": engine.draft is not None}  # fmt: skip
+        if (task := live.get(i)) is not None:
+            stats = task.request.stats
+            slot |= {
+                "id_task": task.number, "n_prompt_tokens": stats.prompt_tokens,
+                "n_prompt_tokens_cache": stats.cached_tokens, "n_decoded": stats.tokens,
+                "n_remain": task.left, "draft_n": stats.drafted,
+                "draft_n_accepted": stats.accepted,
+            }  # fmt: skip
+        out.append(slot)
+    return out

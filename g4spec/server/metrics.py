@@ -1,0 +1,144 @@
+"""Figures for Prometheus, under the names that vLLM's and llama.cpp's tools look for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Stats
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
+           40, 80, 160)  # fmt: skip
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
+        0.5, 0.75, 1, 2.5)  # fmt: skip
+
+
+class Metrics:
+    """Counts what requests did.
+
+    Args:
+        engine: whose state the gauges show. model: its name, a label of all of vLLM's figures.
+    """
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._label = (model,)
+        names = ("model_name",)
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(f"vllm:{name}", text, (*names, *more), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"vllm:{name}", text, names, buckets=buckets, registry=self.registry)
+
+        self.drafts = counter("spec_decode_num_drafts", "Proposals of drafts.")
+        self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
+        self.accepted_at = counter("spec_decode_num_accepted_tokens_per_pos",
+                                   "Accepted drafted tokens by position.", "position")  # fmt: skip
+        self.prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self.generated = counter("generation_tokens", "Generated tokens.")
+        self.queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
+        self.hits = counter("prefix_cache_hits", "Prompt tokens that were not read again.")
+        self.preempted = counter("num_preemptions", "Times that a text gave up its memory.")
+        self.ended = counter("request_success", "Texts that ended, by reason.", "finished_reason")
+        self.refused = counter("request_refused", "Requests refused, by status.", "status")
+        self.first = histogram("time_to_first_token_seconds", "Until the first token.", SECONDS)
+        self.gap = histogram("inter_token_latency_seconds", "Between tokens.", GAPS)
+        self.whole = histogram("e2e_request_latency_seconds", "Until the last token.", SECONDS)
+        self.queued = histogram("request_queue_time_seconds", "Waiting for a slot.", SECONDS)
+        for i in range(15):
+            self.accepted_at.labels(*self._label, str(i))
+        for each in (self.drafts, self.drafted, self.accepted, self.prompt, self.generated,
+                     self.queries, self.hits, self.preempted):  # fmt: skip
+            each.labels(*self._label)
+        self._gauges(engine, names)
+        self.registry.register(_LlamaCpp(self, engine))
+
+    def _gauges(self, engine: Engine, names: tuple[str, ...]) -> None:
+        for name, text, value in (
+            ("num_requests_running", "Texts in work.", lambda: len(engine.scheduler.live)),
+            ("num_requests_waiting", "Texts waiting.", lambda: len(engine.scheduler.waiting)),
+            ("kv_cache_usage_perc", "Share of the pages in use.",
+             lambda: 1 - engine.pool.free / engine.pool.n_pages),
+        ):  # fmt: skip
+            gauge = Gauge(f"vllm:{name}", text, names, registry=self.registry)
+            gauge.labels(*self._label).set_function(value)
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """Observe `count` tokens, `seconds` after the ones before them."""
+        for _ in range(count):
+            self.gap.labels(*self._label).observe(seconds / count)
+
+    def finished(self, stats: Stats, seconds: float, reason: str) -> None:
+        """Count a text that has ended."""
+        label = self._label
+        self.whole.labels(*label).observe(seconds)
+        self.queued.labels(*label).observe(stats.queue_seconds)
+        self.ended.labels(*label, reason).inc()
+        for counter, count in (
+            (self.drafts, stats.drafted_by_position[0]), (self.drafted, stats.drafted),
+            (self.accepted, stats.accepted), (self.prompt, stats.prompt_tokens),
+            (self.generated, stats.tokens), (self.queries, stats.prompt_tokens),
+            (self.hits, stats.cached_tokens), (self.preempted, stats.preempted),
+        ):  # fmt: skip
+            counter.labels(*label).inc(count)
+        for i, count in enumerate(stats.accepted_by_position):
+            self.accepted_at.labels(*label, str(i)).inc(count)
+
+    def began(self, seconds: float) -> None:
+        """Observe the time to the first token of a text."""
+        self.first.labels(*self._label).observe(seconds)
+
+    def refuse(self, status: int) -> None:
+        """Count a refused request."""
+        self.refused.labels(*self._label, str(status)).inc()
+
+    def value(self, counter: Counter, *more: str) -> float:
+        """Return the value of a counter."""
+        wanted = [*self._label, *more]
+        samples = [s for metric in counter.collect() for s in metric.samples]
+        return sum(s.value for s in samples
+                   if s.name.endswith("_total") and list(s.labels.values()) == wanted)  # fmt: skip
+
+    def text(self) -> bytes:
+        """Write all figures in Prometheus' format."""
+        return generate_latest(self.registry)
+
+
+class _LlamaCpp:
+    """The same figures under llama.cpp's names."""
+
+    def __init__(self, metrics: Metrics, engine: Engine) -> None:
+        self._metrics, self._engine = metrics, engine
+
+    def collect(self) -> Iterable[Metric]:
+        """See `prometheus_client.registry.Collector`."""
+        m, scheduler = self._metrics, self._engine.scheduler
+        for name, counter in (
+            ("prompt_tokens", m.prompt), ("tokens_predicted", m.generated),
+            ("spec_decode_num_drafts", m.drafts), ("spec_decode_num_draft_tokens", m.drafted),
+            ("spec_decode_num_accepted_tokens", m.accepted),
+        ):  # fmt: skip
+            yield CounterMetricFamily(f"llamacpp:{name}", name, m.value(counter))
+        by = CounterMetricFamily("llamacpp:spec_decode_num_accepted_tokens_per_pos",
+                                 "accepted by position", labels=["position"])  # fmt: skip
+        for i in range(15):
+            by.add_metric([str(i)], m.value(m.accepted_at, str(i)))
+        yield by
+        gauges: tuple[tuple[str, Any], ...] = (
+            ("requests_processing", len(scheduler.live)),
+            ("requests_deferred", len(scheduler.waiting)),
+        )
+        for name, value in gauges:
+            yield GaugeMetricFamily(f"llamacpp:{name}", name, value)

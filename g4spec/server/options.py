@@ -1,0 +1,87 @@
+"""Turn the fields of a request into the engine's options."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import Any
+
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.request import Options
+from g4spec.server.fields import OpenAI, Sampling
+from g4spec.server.refusals import Refused
+from g4spec.server.service import Service
+
+MOST_STOPS = 16
+"""Stop texts of a request."""
+
+
+def sampler(
+    service: Service, fields: Sampling, *, banned: tuple[int, ...] = ()
+) -> Sampler:  # fmt: skip
+    """Build the sampler of a request; what it does not name is the server's default.
+
+    Args:
+        banned: tokens that are never chosen.
+    """
+    default = service.settings.sampler
+    n_vocab = service.engine.config.n_vocab
+    bias: dict[int, float] = {}
+    for key, value in (fields.logit_bias or {}).items():
+        if not key.isdecimal() or int(key) >= n_vocab:
+            raise Refused(400, f"logit_bias: {key!r} is no token id, 0 to {n_vocab - 1}",
+                          param="logit_bias")  # fmt: skip
+        bias[int(key)] = value
+    bias |= dict.fromkeys(banned, -math.inf)
+    seed = fields.seed
+    top_k = _or(fields.top_k, default.top_k)
+    return Sampler(
+        temperature=_or(fields.temperature, default.temperature),
+        top_k=max(top_k, 0),
+        top_p=max(_or(fields.top_p, default.top_p), 1e-9),  # 0 keeps the best, as 1e-9 does
+        min_p=_or(fields.min_p, default.min_p),
+        seed=secrets.randbits(63) if seed is None else seed % 2**64,
+        logit_bias=tuple(sorted(bias.items())),
+        repetition_penalty=_or(fields.repetition_penalty, default.repetition_penalty),
+        presence_penalty=_or(fields.presence_penalty, default.presence_penalty),
+        frequency_penalty=_or(fields.frequency_penalty, default.frequency_penalty),
+    )
+
+
+def options(
+    service: Service,
+    fields: Sampling,
+    n_predict: int,
+    *,
+    logprobs: int | None = None,
+    banned: tuple[int, ...] = (),
+) -> Options:
+    """Build the engine's options for a request.
+
+    Args:
+        n_predict: most new tokens. logprobs: see `Options`.
+    """
+    stops = fields.stop if isinstance(fields.stop, list) else [fields.stop or ""]
+    stops = [stop for stop in stops if stop]
+    if len(stops) > MOST_STOPS:
+        raise Refused(400, f"stop: at most {MOST_STOPS} texts", param="stop")
+    draft_max = "auto" if fields.draft_max is None else fields.draft_max
+    return Options(n_predict, sampler(service, fields, banned=banned), draft_max, tuple(stops),
+                   bool(fields.ignore_eos), logprobs)  # fmt: skip
+
+
+def count(service: Service, fields: OpenAI) -> int:
+    """Return how many texts a request asks for."""
+    n = fields.n or 1
+    if n > service.settings.most_texts:
+        raise Refused(400, f"n: at most {service.settings.most_texts}", param="n")
+    return n
+
+
+def room(service: Service, prompt: list[int]) -> int:
+    """Count the tokens that a text may have behind a prompt."""
+    return max(1, service.engine.n_ctx - len(prompt))
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

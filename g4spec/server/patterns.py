@@ -1,0 +1,107 @@
+"""Turn JSON Schema's keywords for numbers and texts into parts of a grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import llguidance
+
+_DAY = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,9}})?(Z|[+-]{_CLOCK})"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_ATOM = "[A-Za-z0-9_+-]{1,32}"
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+
+FORMATS = {
+    "date": _DAY,
+    "time": _TIME,
+    "date-time": f"{_DAY}T{_TIME}",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "hostname": rf"{_LABEL}(\.{_LABEL}){{0,8}}",
+    "email": rf"{_ATOM}(\.{_ATOM}){{0,4}}@{_LABEL}(\.{_LABEL}){{1,8}}",
+}
+"""Regular expressions of formats, for whole texts. Days that a month has not are let through."""
+
+
+def fits(value: Any, types: Sequence[str]) -> bool:
+    """Return True if a JSON value has one of the types."""
+    if isinstance(value, bool):
+        return "boolean" in types
+    if isinstance(value, (int, float)):
+        return "number" in types or ("integer" in types and value == int(value))
+    names = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return names[type(value)] in types
+
+
+def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the keywords of a number's range, in the form of draft 6."""
+    names = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+    found = {k: schema[k] for k in names if schema.get(k) is not None}
+    for edge, limit in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(found.get(edge), bool) and found.pop(edge) and limit in found:
+            found[edge] = found.pop(limit)  # draft 4: a word about the limit
+    return found
+
+
+def terminal(schema: Mapping[str, Any]) -> tuple[str | None, list[str]]:
+    """Return the terminal of a text's characters (None: any), and the keywords it leaves out."""
+    parts: list[str] = []
+    unheld: list[str] = []
+    if (pattern := schema.get("pattern")) is not None:
+        found = searched(pattern)
+        parts += [found] if found else []
+        unheld += [] if found else ["pattern"]
+    if (name := schema.get("format")) is not None:
+        if name in FORMATS:
+            parts.append(f"/{FORMATS[name]}/")
+        else:
+            unheld.append("format")
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least or most is not None:
+        parts.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
+    return (" & ".join(parts) if parts else None), unheld
+
+
+def searched(pattern: Any) -> str | None:
+    """Make a terminal of the texts in which ECMA's `pattern` is found; None where it has
+    look-around, back references, or anchors within."""
+    if not isinstance(pattern, str):
+        return None
+    branches = []
+    for branch in alternatives(pattern):
+        start = "" if branch.startswith("^") else "(?s:.*)"
+        end = "" if re.search(r"(?<!\\)(\\\\)*\$$", branch) else "(?s:.*)"
+        core = branch.removeprefix("^")
+        branches.append(f"{start}(?:{core if end else core[:-1]}){end}")
+    try:
+        regex = llguidance.regex_to_lark("|".join(branches), "dw")
+    except ValueError:
+        return None
+    grammar = llguidance.LLMatcher.grammar_from_lark(f"start: A\nA: /{regex}/")
+    return None if llguidance.LLMatcher.validate_grammar(grammar) else f"/{regex}/"
+
+
+def alternatives(pattern: str) -> list[str]:
+    """Split a regular expression at its outermost `|`."""
+    branches, depth, in_class, at = [""], 0, False, 0
+    while at < len(pattern):
+        c = pattern[at]
+        if c == "\\":
+            c = pattern[at : at + 2]
+        elif in_class:
+            in_class = c != "]"
+        elif c == "[":
+            in_class = True
+        elif c in "()":
+            depth += 1 if c == "(" else -1
+        elif c == "|" and not depth:
+            branches.append("")
+            at += 1
+            continue
+        branches[-1] += c
+        at += len(c)
+    return branches

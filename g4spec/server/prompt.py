@@ -1,0 +1,159 @@
+"""Turn messages in the form of OpenAI's API into the tokens of a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.gemma import Marks
+from g4spec.server.refusals import Refused
+from g4spec.server.templates import Abilities, Renderer, abilities
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation up to where the model goes on.
+
+    Attributes:
+        thinking: "no", "may" begin with a thought, or "open": it ends inside of one.
+    """
+
+    text: str
+    ids: list[int]
+    thinking: str = "no"
+
+
+class Prompter:
+    """Makes prompts of one model.
+
+    Attributes:
+        marks: of Gemma 4's format, or None if the vocabulary lacks them: then there are no tools
+            and no thinking.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, n_ctx: int) -> None:
+        self._tokenizer, self._n_ctx = tokenizer, n_ctx
+        self.marks = Marks.of(tokenizer)
+        self._renderer: Renderer | None = None
+        self._abilities: Abilities | None = None
+        if tokenizer.template:
+            bos, eos = (tokenizer.piece(i, special=True).decode(errors="replace")
+                        for i in (tokenizer.bos, min(tokenizer.stop_ids)))  # fmt: skip
+            self._renderer = Renderer(tokenizer.template, bos=bos, eos=eos)
+
+    async def close(self) -> None:
+        """End the process of the template."""
+        if self._renderer is not None:
+            await self._renderer.close()
+
+    async def abilities(self) -> Abilities:
+        """Return what the template can do, found out once."""
+        if self._abilities is None:
+            self._abilities = await abilities(self._template())
+        return self._abilities
+
+    def _template(self) -> Renderer:
+        if self._renderer is None:
+            raise Refused(400, "the model has no chat template: use /v1/completions")
+        return self._renderer
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        thinking: bool = False,
+    ) -> Prompt:
+        """Render and tokenize a conversation.
+
+        Args:
+            tools: as in OpenAI's API. thinking: let the model think first.
+
+        Raises:
+            Refused: the template has no place for what is asked.
+            InputError: the template refuses the messages.
+        """
+        renderer = self._template()
+        plain = [_plain(m, i) for i, m in enumerate(messages)]
+        calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
+        if thinking or tools or calls:
+            able = await self.abilities()
+            if thinking and not (able.thinking and self.marks):
+                raise Refused(400, "the model's template has no thinking", param="reasoning_effort")
+            if (tools and not (able.tools and self.marks)) or (calls and able.results is None):
+                raise Refused(400, "the model's chat template has no tools", param="tools")
+            if calls and able.results == "field":
+                plain = _embedded(plain)
+        text = await renderer.render(plain, tools=list(tools) or None, enable_thinking=thinking)
+        ids = await self.encode(text)
+        state = "may" if thinking else "no"
+        if self.marks is not None and self.marks.thinking(ids):
+            state = "open"
+        return Prompt(text, ids, state)
+
+    async def encode(self, text: str) -> list[int]:
+        """Tokenize a text; the tokens begin with BOS."""
+        return await asyncio.to_thread(self._tokenizer.encode, text, n_ctx=self._n_ctx)
+
+
+def _plain(message: Message, index: int) -> dict[str, Any]:
+    """Convert a message to what templates expect: one text, arguments as objects."""
+    role = message["role"]
+    plain = {**message, "role": "system" if role == "developer" else role,
+             "content": _text(message.get("content"), f"messages[{index}].content")}  # fmt: skip
+    if calls := message.get("tool_calls"):
+        plain["tool_calls"] = [_call(call, f"messages[{index}].tool_calls[{i}]")
+                               for i, call in enumerate(calls)]  # fmt: skip
+    return plain
+
+
+def _text(content: Any, where: str) -> str:
+    """Join the text of a message."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part["type"] not in ("text", "input_text", "output_text"):
+            raise Refused(400, f"{where}: {part['type']} is not supported, only text", param=where)
+    return "\n".join(part["text"] for part in content)
+
+
+def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or "{}"
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise Refused(400, f"{where}.function.arguments: expected a JSON object", param=where)
+    return {**call, "function": {**function, "arguments": value}}
+
+
+def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Move results of functions into the message that called them, and the answer that follows
+    as its text: the form of Gemma 4's first templates."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        last = out[-1] if out else {}
+        if message["role"] == "tool":
+            calls = last.get("tool_calls", [])
+            names = {c.get("id"): c["function"]["name"] for c in calls}
+            name = names.get(message.get("tool_call_id")) or message.get("name") or "unknown"
+            if not calls:
+                raise Refused(400, "a message of the role tool follows no call", param="messages")
+            result = {"name": name, "response": message["content"]}
+            out[-1] = {**last, "tool_responses": [*last.get("tool_responses", []), result]}
+        elif (
+            message["role"] == "assistant" and last.get("tool_responses")
+            and not message.get("tool_calls") and not last["content"]
+        ):  # fmt: skip
+            out[-1] = {**last, "content": message["content"]}
+        else:
+            out.append(message)
+    return out

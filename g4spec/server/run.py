@@ -1,0 +1,142 @@
+"""Runs the server until a signal: the first one lets it finish its work, a second one stops it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+
+from g4spec.errors import EnvironmentProblem
+from g4spec.server.access import JsonLines
+from g4spec.server.app import app
+from g4spec.server.service import Service
+
+HEADER_LIMIT = 64 << 10
+"""Bytes of a request's line and headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Address of the server. certificate, key: files for TLS, or None."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class Server(uvicorn.Server):
+    """Uvicorn that drains at the first signal of any kind and stops at the second.
+
+    Args:
+        ready: called once requests are taken.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._service, self._ready = service, ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See `uvicorn.Server`; the application is told of its end after a second signal, too."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """See `uvicorn.Server`."""
+        self._service.draining = True
+        if self.should_exit and self._loop is not None:
+            self.force_exit = True
+            self._loop.call_soon_threadsafe(self._cut)
+        self.should_exit = True
+
+    def _cut(self) -> None:
+        """Close all connections: nobody is waited for any more."""
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+
+
+def logs() -> None:
+    """Write the server's log to stderr, a line of JSON each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines())
+    for name, level in (("g4spec.server", logging.INFO), ("uvicorn", logging.ERROR)):
+        log = logging.getLogger(name)
+        log.handlers[:] = [handler]
+        log.setLevel(level)
+        log.propagate = False
+
+
+def listen(place: Place) -> socket.socket:
+    """Bind the socket of a place; EnvironmentProblem if it cannot be had."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    try:
+        return socket.create_server((place.host, place.port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise EnvironmentProblem(f"cannot listen on {place.host}:{place.port}", found=error,
+                                 fix="choose another --port or --host") from None  # fmt: skip
+
+
+def server(
+    application: Starlette, service: Service, place: Place, ready: Callable[[], None]
+) -> Server:  # fmt: skip
+    """Make the server; run it with a socket.
+
+    Args:
+        ready: called once requests are taken.
+    """
+    config = uvicorn.Config(
+        application, log_config=None, access_log=False, ssl_certfile=place.certificate,
+        ssl_keyfile=place.key, server_header=False, h11_max_incomplete_event_size=HEADER_LIMIT,
+        http="h11", ws="none", lifespan="on", timeout_keep_alive=30,
+    )  # fmt: skip
+    return Server(config, service, ready)
+
+
+def serve(
+    service: Service, place: Place, at: socket.socket, ready: Callable[[], None], **more: Any
+) -> None:  # fmt: skip
+    """Serve until a signal.
+
+    Args:
+        at: where to listen. ready: see `server`. more: see `g4spec.server.app.app`.
+    """
+    logs()
+    service.warm_up()
+    server(app(service, **more), service, place, ready).run(sockets=[at])
+
+
+def exposed(place: Place) -> bool:
+    """Return True if other machines can reach it."""
+    if place.host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(place.host).is_loopback
+    except ValueError:
+        return True
+
+
+def address(place: Place, at: socket.socket) -> str:
+    """Return its URL."""
+    host, port = at.getsockname()[:2]
+    scheme = "https" if place.certificate else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -1,0 +1,274 @@
+"""Takes JSON schemas apart: references, alternatives, conjunctions.
+
+What comes out are plain schemas, without `$ref`, `allOf`, `anyOf` and `oneOf`, of which a grammar
+can be made. Keywords that no grammar can hold are refused in a strict schema, else left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import combinations
+from typing import Any
+
+from g4spec.errors import InputError, Unsupported
+
+Schema = Mapping[str, Any]
+
+TYPES = ("string", "object", "array", "number", "integer", "boolean", "null")
+
+DEPTH = 64
+"""Levels that a schema may have: more is a mistake, or an attack."""
+
+_OWN = {  # keywords that say something of values of one type
+    "string": ("minLength", "maxLength", "pattern", "format"),
+    "object": ("properties", "required", "additionalProperties", "patternProperties",
+               "minProperties", "maxProperties"),
+    "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}  # fmt: skip
+_LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
+_UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_NOTES = ("title", "description", "default", "examples", "example", "deprecated", "readOnly",
+          "writeOnly", "nullable", "$schema", "$id", "$comment", "$defs", "definitions",
+          "$anchor", "strict")  # fmt: skip
+
+
+def types_of(schema: Schema) -> list[str]:
+    """List the types that a plain schema allows; those of which it says something, where it
+    names none."""
+    named = schema.get("type")
+    if named is not None:
+        found = [named] if isinstance(named, str) else list(named)
+        return [t for t in TYPES if t in found and not (t == "integer" and "number" in found)]
+    told = [t for t, keywords in _OWN.items() if any(k in schema for k in keywords)]
+    return told or list(TYPES)
+
+
+class Resolver:
+    """Reads the parts of one schema.
+
+    Args:
+        root: the whole schema, which `$ref` points into.
+        strict: refuse what cannot be held.
+        where: name for messages.
+    """
+
+    def __init__(self, root: Schema, *, strict: bool, where: str) -> None:
+        self._root, self._strict, self._where = root, strict, where
+
+    # ---- errors
+
+    def error(self, what: str, **more: Any) -> InputError:
+        """Make an error about this schema."""
+        return InputError(f"schema of {self._where}: {what}", **more)
+
+    def unsupported(self, keyword: str, schema: Schema) -> None:
+        """Refuse a keyword in a strict schema; otherwise it is a note."""
+        if self._strict:
+            raise Unsupported(f"schema of {self._where}: {keyword} cannot be enforced",
+                              found=json.dumps(schema, default=str)[:120],
+                              fix="leave it out, or strict")  # fmt: skip
+
+    def refuse(self, schema: Schema, *keywords: str) -> None:
+        """`unsupported` for those of the keywords that the schema has."""
+        for keyword in keywords:
+            if schema.get(keyword) not in (None, False):
+                self.unsupported(keyword, schema)
+
+    # ---- alternatives
+
+    def pointer(self, schema: Any) -> str | None:
+        """Return the pointer of a schema that is nothing but a `$ref`; None for others."""
+        return self._pointer(schema) if _said(schema) == ["$ref"] else None
+
+    def branches(self, schema: Any) -> list[Any] | None:
+        """Return the alternatives of a schema that says nothing else; None for
+        others."""
+        said = _said(schema)
+        if said not in (["anyOf"], ["oneOf"]) and (said != ["allOf"] or len(schema["allOf"]) != 1):
+            return None
+        branches = self._list(schema, said[0])
+        if said == ["oneOf"] and not _disjoint([self.options(b) for b in branches]):
+            self.unsupported("oneOf of overlapping schemas", schema)
+        return branches
+
+    def _pointer(self, schema: Schema) -> str:
+        pointer = schema["$ref"]
+        if not isinstance(pointer, str) or not pointer.startswith("#"):
+            raise self.error("$ref", expected="one into the schema itself, #/...",
+                             found=repr(pointer))  # fmt: skip
+        return pointer
+
+    def target(self, pointer: str) -> Schema | bool:
+        """Return the schema that a `$ref` points to."""
+        at: Any = self._root
+        for part in pointer[1:].split("/")[1:]:
+            name = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(at, list) and name.isdecimal() and int(name) < len(at):
+                at = at[int(name)]
+            elif isinstance(at, Mapping) and name in at:
+                at = at[name]
+            else:
+                raise self.error("$ref points to nothing", found=pointer)
+        return self._checked(at)
+
+    def options(self, schema: Schema | bool, depth: int = 0) -> list[Schema]:
+        """Expand a schema into plain ones, one of which a value has to fit."""
+        schema = self._checked(schema)
+        if isinstance(schema, bool):
+            return [{}] if schema else []
+        if depth > DEPTH:
+            raise self.error(f"more than {DEPTH} levels, or a reference to itself")
+        self.refuse(schema, "not", "if", "then", "else")
+        own = {k: v for k, v in schema.items() if k not in ("$ref", "allOf", "anyOf", "oneOf")}
+        own = {k: v for k, v in own.items() if k not in _NOTES}
+        if "const" in own:
+            own["enum"] = [v for v in own.get("enum", [own["const"]]) if v == own["const"]]
+            del own["const"]
+        options: list[Schema] = [self._typed(own)]
+        parts = [self.target(self._pointer(schema))] if "$ref" in schema else []
+        for part in (*parts, *self._list(schema, "allOf")):
+            options = self._both(options, self.options(part, depth + 1))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in schema:
+                branches = [self.options(b, depth + 1) for b in self._list(schema, keyword)]
+                if keyword == "oneOf" and not _disjoint(branches):
+                    self.unsupported("oneOf of overlapping schemas", schema)
+                options = self._both(options, [o for branch in branches for o in branch])
+        return options
+
+    def plain(self, schema: Schema) -> Schema:
+        """Return the one plain schema of `schema`, or an empty one if there are several."""
+        options = self.options(schema)
+        return options[0] if len(options) == 1 else {}
+
+    def _typed(self, schema: dict[str, Any]) -> Schema:
+        named = schema.get("type")
+        names = named if isinstance(named, list) else [] if named is None else [named]
+        wrong = [t for t in names if t not in TYPES]
+        if wrong:
+            if self._strict:
+                raise self.error("type", expected=" or ".join(TYPES), found=repr(wrong[0]))
+            del schema["type"]
+        if "enum" in schema and not isinstance(schema["enum"], list):
+            raise self.error("enum", expected="a list", found=repr(schema["enum"]))
+        return schema
+
+    def _list(self, schema: Schema, keyword: str) -> list[Any]:
+        value = schema.get(keyword, [])
+        if not isinstance(value, list) or (keyword in schema and not value):
+            raise self.error(keyword, expected="a list of schemas", found=f"{value!r:.80}")
+        return value
+
+    def _checked(self, schema: Any) -> Schema | bool:
+        if not isinstance(schema, (Mapping, bool)):
+            raise self.error("not a schema", expected="an object", found=f"{schema!r:.80}")
+        return schema
+
+    # ---- conjunctions
+
+    def _both(self, left: list[Schema], right: list[Schema]) -> list[Schema]:
+        """Intersect alternatives: schemas of values that fit one of `left` and one of `right`."""
+        return [both for a in left for b in right if (both := self._merged(a, b)) is not None]
+
+    def _merged(self, a: Schema, b: Schema) -> Schema | None:
+        """Intersect two schemas; None if no value fits both."""
+        if not a or not b:
+            return a or b
+        out: dict[str, Any] = {**b, **a}
+        for keyword in set(a) & set(b):
+            x, y = a[keyword], b[keyword]
+            if x != y:
+                out[keyword] = self._combined(keyword, x, y, out)
+        if "type" in a and "type" in b:
+            both = [t for t in TYPES if _has(types_of(a), t) and _has(types_of(b), t)]
+            if not both:
+                return None
+            out["type"] = both
+        return out if out.get("enum", True) != [] else None
+
+    def _combined(self, keyword: str, x: Any, y: Any, schema: Schema) -> Any:
+        if keyword in (*_LOWER, *_UPPER):
+            return max(x, y) if keyword in _LOWER else min(x, y)
+        if keyword == "required":
+            return [*x, *(name for name in y if name not in x)]
+        if keyword == "enum":
+            return [value for value in x if value in y]
+        if keyword in ("properties", "patternProperties"):
+            return {**y, **x, **{k: {"allOf": [x[k], y[k]]} for k in x if k in y and x[k] != y[k]}}
+        if keyword in ("items", "additionalProperties"):
+            return False if x is False or y is False else {"allOf": [x, y]}
+        if keyword != "type":
+            self.unsupported(f"allOf with two of {keyword}", schema)
+        return x
+
+    # ---- parts
+
+    def items(self, schema: Schema) -> tuple[list[Any], Any]:
+        """Return the schemas of an array's first values, one each, and of all others."""
+        items = schema.get("items", True)
+        if isinstance(items, list):  # until draft 7
+            return items, schema.get("additionalItems", True)
+        first = schema.get("prefixItems", [])
+        more = not first or "items" in schema or schema.get("minItems", 0) > len(first)
+        return first, items if more else False
+
+    def counts(self, schema: Schema, what: str) -> tuple[int, int | None]:
+        """`min...` and `max...`."""
+        least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}")
+        for value in (least, most):
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise self.error(f"min{what}, max{what}", expected="numbers from 0 on",
+                                 found=repr(value))  # fmt: skip
+        if most is not None and most < least:
+            raise self.error(f"min{what} is larger than max{what}")
+        return least, most
+
+    def members(
+        self, schema: Schema
+    ) -> tuple[dict[str, Any], set[str], list[tuple[str | None, Any]]]:
+        """Return an object's listed keys with their schemas, the required ones among them,
+        and patterns with schemas of other keys (None: any key)."""
+        keys = schema.get("properties", {})
+        required = schema.get("required", [])
+        if not isinstance(keys, Mapping) or not isinstance(required, list):
+            raise self.error("properties, required", expected="an object and a list",
+                             found=f"{keys!r:.40} and {required!r:.40}")  # fmt: skip
+        listed = "properties" in schema or "patternProperties" in schema
+        more = schema.get("additionalProperties", not listed)
+        keys = {str(k): v for k, v in keys.items()}
+        for name in required:
+            keys.setdefault(str(name), schema.get("additionalProperties", True))
+        others: list[tuple[str | None, Any]] = list(schema.get("patternProperties", {}).items())
+        if others and more is not False:
+            self.unsupported("patternProperties beside additionalProperties", schema)
+            others = []
+        others += [] if more is False else [(None, more)]
+        return keys, set(map(str, required)), others
+
+
+def _said(schema: Any) -> list[str]:
+    """List the keywords of a schema that are no annotations."""
+    return [k for k in schema if k not in _NOTES] if isinstance(schema, Mapping) else []
+
+
+def _has(types: list[str], t: str) -> bool:
+    return t in types or (t == "integer" and "number" in types)
+
+
+def _disjoint(branches: list[list[Schema]]) -> bool:
+    """Return True if types and listed values show that no value fits two of them."""
+    tags = [{tag for option in branch for tag in _tags(option)} for branch in branches]
+    return not any(_overlap(x, y) for a, b in combinations(tags, 2) for x in a for y in b)
+
+
+def _tags(schema: Schema) -> list[tuple[str, ...]]:
+    """(type,) or, where values are listed, (type, value) of each."""
+    types = ["number" if t == "integer" else t for t in types_of(schema)]
+    values = [json.dumps(v, sort_keys=True) for v in schema.get("enum", ())]
+    return [(t, v) for t in types for v in values] if "enum" in schema else [(t,) for t in types]
+
+
+def _overlap(x: tuple[str, ...], y: tuple[str, ...]) -> bool:
+    return x[0] == y[0] and (len(x) == 1 or len(y) == 1 or x == y)

@@ -1,0 +1,291 @@
+"""One engine behind the endpoints: what may come in, and how its answers come out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from g4spec.errors import G4Error
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
+from g4spec.server.gemma import Answer, Parser
+from g4spec.server.generation import Assembler, Delta, Plain, Reader
+from g4spec.server.grammar import Grammar, Vocabulary
+from g4spec.server.metrics import Metrics
+from g4spec.server.prompt import Prompter
+from g4spec.server.refusals import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Limits and defaults of a server.
+
+    Attributes:
+        model: name of the model. aliases: other names that requests may use for it.
+        queue: texts that may wait beside those in work; more are refused.
+        most_texts: texts of one request (`n`).
+        time_limit: seconds after which a request is ended.
+        stall_limit: seconds that a step may take before /health says that nothing moves.
+        ping: seconds between comments in a stream that has nothing to say.
+        send_limit: seconds that a client may take to accept a piece of a stream.
+        sampler: defaults of requests.
+    """
+
+    model: str
+    aliases: tuple[str, ...] = ()
+    queue: int = 64
+    most_texts: int = 16
+    time_limit: float = 600.0
+    stall_limit: float = 60.0
+    ping: float = 15.0
+    send_limit: float = 60.0
+    sampler: Sampler = field(default_factory=lambda: Sampler(temperature=1.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A generation that was asked for.
+
+    Attributes:
+        options: of each text; the n-th has the seed + n. A mask is made for each from `grammar`.
+        chat: read thoughts and calls; else the text is all there is.
+        calls: functions were given. open_thought: the prompt ends inside a thought.
+    """
+
+    prompt: list[int]
+    options: Options
+    n: int = 1
+    grammar: Grammar | None = None
+    chat: bool = False
+    calls: bool = False
+    open_thought: bool = False
+
+
+class Service:
+    """The engine and what endpoints need beside it. Belongs to one event loop."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings = engine, settings
+        self.tokenizer = engine.tokenizer
+        self.prompter = Prompter(engine.tokenizer, engine.n_ctx)
+        self.metrics = Metrics(engine, settings.model)
+        self.started = int(time.time())
+        self.draining = False
+        self.open = 0
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Make the grammars' vocabulary; takes a moment the first time."""
+        return Vocabulary(self.tokenizer, self.engine.config.n_vocab)
+
+    def warm_up(self) -> None:
+        """Measure costs and list tokens, so that no request has to wait for it."""
+        for _ in self.engine.generate([self.tokenizer.bos], Options(n_predict=2)):
+            pass
+        _ = self.vocabulary
+
+    @property
+    def moving(self) -> bool:
+        """True while steps make progress, or there is nothing to do."""
+        engine = self.engine
+        stalled = time.monotonic() - engine.stepped > self.settings.stall_limit
+        return engine.failed is None and (engine.scheduler.idle or not stalled)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model."""
+        known = (self.settings.model, *self.settings.aliases)
+        if name is not None and name not in known:
+            raise Refused(404, f"the model {name!r} is not served here, only {', '.join(known)}",
+                          param="model", code="model_not_found")  # fmt: skip
+
+    async def submit(self, job: Job) -> Generation:
+        """Queue a job; refuse it when the queue is full."""
+        limit = self.settings.queue + self.engine.target.space.n_slots
+        if self.draining:
+            raise Refused(503, "the server is shutting down", retry_after=5)
+        if self.open and self.open + job.n > limit:
+            raise Refused(429, f"the queue is full: {self.open} texts are in it", retry_after=1)
+        self.open += job.n
+        work = asyncio.get_running_loop().run_in_executor(None, self._submit, job)
+        try:
+            texts = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            work.add_done_callback(_cancel)
+            self.open -= job.n
+            raise
+        except BaseException:
+            self.open -= job.n
+            raise
+        return Generation(self, job, texts)
+
+    def _submit(self, job: Job) -> list[Text]:
+        """Submit each text. Runs in a thread: a step may hold the lock, and grammars take time."""
+        texts: list[Text] = []
+        try:
+            for i in range(job.n):
+                texts.append(self._text(job, i))
+        except G4Error:
+            for text in texts:
+                text.request.cancel()
+            raise
+        return texts
+
+    def _text(self, job: Job, i: int) -> Text:
+        options = job.options
+        sampler = replace(options.sampler, seed=(options.sampler.seed + i) % 2**64)
+        mask = self.vocabulary.mask(job.grammar) if job.grammar else None
+        stream = self._answers(job) if options.stop and job.chat else None
+        options = replace(options, sampler=sampler, mask=mask, stream=stream)
+        request = self.engine.submit(job.prompt, options)
+        return Text(i, request, Assembler(self._reader(job), options.stop, self._special))
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        marks = self.prompter.marks
+        more = {marks.channel, marks.channel_end, marks.call, marks.call_end} if marks else set()
+        return self.tokenizer.control_ids | more
+
+    def _answers(self, job: Job) -> Callable[[], Answer] | None:
+        def make() -> Answer:
+            reader = self._reader(job)
+            assert isinstance(reader, Parser)
+            return Answer(reader)
+
+        return make if self.prompter.marks else None
+
+    def _reader(self, job: Job) -> Reader:
+        marks = self.prompter.marks
+        if not job.chat or marks is None:
+            return Plain(self.tokenizer)
+        return Parser(self.tokenizer, marks, calls=job.calls, thinking=job.open_thought)
+
+    async def close(self) -> None:
+        """Free what requests do not own; the engine is its maker's."""
+        await self.prompter.close()
+
+
+def _cancel(work: asyncio.Future[list[Text]]) -> None:
+    if not work.cancelled() and work.exception() is None:
+        for text in work.result():
+            text.request.cancel()
+
+
+@dataclass(slots=True)
+class Text:
+    """One of the texts of a job.
+
+    Attributes:
+        finish, stop: see `Delta`; of a text that has ended.
+    """
+
+    index: int
+    request: Request
+    assembler: Assembler
+    finish: str | None = None
+    stop: str | None = None
+
+
+class Generation:
+    """The texts of one job as they come. Close it, whatever happens: that frees their memory."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, service: Service, job: Job, texts: list[Text]) -> None:
+        self.job, self.texts, self.service = job, texts, service
+        self.id = f"{secrets.token_hex(8)}{next(self._numbers):04x}"
+        self.created = int(time.time())
+        self._began = time.perf_counter()
+        self._expired = self._closed = False
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(service.settings.time_limit, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        for text in self.texts:
+            text.request.cancel()
+
+    def close(self) -> None:
+        """End what has not ended."""
+        if not self._closed:
+            self._closed = True
+            self._timer.cancel()
+            self.service.open -= self.job.n
+            for text in self.texts:
+                if text.finish is None:
+                    text.request.cancel()
+                    seconds = time.perf_counter() - self._began
+                    self.service.metrics.finished(text.request.stats, seconds, "abort")
+
+    async def deltas(self) -> AsyncGenerator[tuple[Text, Delta], None]:
+        """Yield the pieces of all texts; Refused where one cannot go on."""
+        if len(self.texts) == 1:
+            async with aclosing(self._run(self.texts[0])) as deltas:
+                async for delta in deltas:
+                    yield self.texts[0], delta
+            return
+        queue: asyncio.Queue[tuple[Text, Delta | BaseException | None]] = asyncio.Queue()
+
+        async def pump(text: Text) -> None:
+            try:
+                async with aclosing(self._run(text)) as deltas:
+                    async for delta in deltas:
+                        queue.put_nowait((text, delta))
+                queue.put_nowait((text, None))
+            except BaseException as error:
+                queue.put_nowait((text, error))
+                raise
+
+        tasks = [asyncio.ensure_future(pump(text)) for text in self.texts]
+        try:
+            left = len(tasks)
+            while left:
+                text, found = await queue.get()
+                if isinstance(found, BaseException):
+                    raise found
+                if found is None:
+                    left -= 1
+                else:
+                    yield text, found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, text: Text) -> AsyncGenerator[Delta, None]:
+        metrics, last = self.service.metrics, self._began
+        first = True
+        try:
+            async with aclosing(text.request.__aiter__()) as cycles:
+                async for cycle in cycles:
+                    now = time.perf_counter()
+                    if first:
+                        metrics.began(now - last)
+                    else:
+                        metrics.tokens(len(cycle.tokens), now - last)
+                    first, last = False, now
+                    if delta := text.assembler.cycle(cycle):
+                        yield delta
+        except G4Error as error:
+            raise Refused.of(error) from error
+        except BaseException as error:
+            if error is text.request.error:
+                raise Refused(500, "the engine has failed", code="engine_failed") from error
+            raise
+        if self._expired:
+            limit = self.service.settings.time_limit
+            raise Refused(408, f"the request took more than {limit:g} seconds", code="timeout")
+        reason = text.request.stats.stop_reason
+        if reason in ("cancelled", "closed", "interrupted"):
+            raise Refused(503, f"the text was {reason}", code="unavailable")
+        delta = text.assembler.finish(text.request.stats)
+        text.finish, text.stop = delta.finish, delta.stop
+        seconds = time.perf_counter() - self._began
+        metrics.finished(text.request.stats, seconds, str(text.finish))
+        yield delta

@@ -1,0 +1,87 @@
+"""Parts that answers of several dialects have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.generation import Token
+from g4spec.server.service import Generation, Text
+
+
+def usage(generation: Generation) -> dict[str, Any]:
+    """Write OpenAI's `usage` of a generation that has ended. Drafts change nothing of it."""
+    texts = generation.texts
+    prompt = len(generation.job.prompt)
+    completion = sum(text.request.stats.tokens for text in texts)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": texts[0].request.stats.cached_tokens},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(text.assembler.thoughts for text in texts)
+        },
+    }
+
+
+def timings(text: Text) -> dict[str, Any]:
+    """Write llama.cpp's `timings` of a text, with what was drafted and accepted."""
+    stats = text.request.stats
+    read = stats.prompt_tokens - stats.cached_tokens
+    per = {"prompt": (read, stats.prefill_seconds), "predicted": (stats.tokens, stats.seconds)}
+    out: dict[str, Any] = {"cache_n": stats.cached_tokens}
+    for name, (count, seconds) in per.items():
+        out |= {
+            f"{name}_n": count,
+            f"{name}_ms": seconds * 1000,
+            f"{name}_per_token_ms": seconds * 1000 / count if count else 0.0,
+            f"{name}_per_second": count / seconds if seconds else 0.0,
+        }
+    accepted = stats.accepted_by_position
+    used = max((i + 1 for i, n in enumerate(stats.drafted_by_position) if n), default=0)
+    return {**out, "draft_n": stats.drafted, "draft_n_accepted": stats.accepted,
+            "draft_n_accepted_per_pos": accepted[:used], "queue_ms": stats.queue_seconds * 1000,
+            "notes": text.request.notes}  # fmt: skip
+
+
+def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
+    """Write a token as OpenAI's chat log-probabilities have it."""
+    piece = tokenizer.piece(id, special=True)
+    return {"token": piece.decode(errors="replace"), "logprob": finite(logprob),
+            "bytes": list(piece)}  # fmt: skip
+
+
+def tokens(tokenizer: Tokenizer, found: Iterable[Token]) -> list[dict[str, Any]]:
+    """Write OpenAI's `logprobs.content`."""
+    return [
+        {**token(tokenizer, t.id, t.logprob),
+         "top_logprobs": [token(tokenizer, i, value) for i, value in t.top]}
+        for t in found
+    ]  # fmt: skip
+
+
+def finite(logprob: float) -> float:
+    """Replace -inf, which JSON has not."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+def legacy(tokenizer: Tokenizer, found: Sequence[Token], offset: int) -> dict[str, Any]:
+    """Write the `logprobs` of /v1/completions.
+
+    Args:
+        offset: characters of the text before the first of the tokens.
+    """
+    words = [tokenizer.piece(t.id, special=True).decode(errors="replace") for t in found]
+    starts = [offset + sum(map(len, words[:i])) for i in range(len(words))]
+    tops = []
+    for t in found:
+        top: dict[str, float] = {}
+        for i, value in t.top:
+            name = tokenizer.piece(i, special=True).decode(errors="replace")
+            top.setdefault(name, finite(value))
+        tops.append(top)
+    return {"tokens": words, "token_logprobs": [finite(t.logprob) for t in found],
+            "top_logprobs": tops, "text_offset": starts}  # fmt: skip

@@ -1,0 +1,133 @@
+"""Server-sent events, and answers that end when nobody waits for them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import anyio
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from g4spec.server.refusals import Refused
+from g4spec.server.service import Generation, Settings
+
+log = logging.getLogger("g4spec.server")
+
+Events = AsyncGenerator[str, None]
+T = TypeVar("T")
+
+
+def dumps(value: Any) -> str:
+    """Write compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def event(value: Any, name: str | None = None) -> str:
+    """Write one event: JSON, or a word as it is."""
+    data = value if isinstance(value, str) else dumps(value)
+    return f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n"
+
+
+class Gone(Exception):
+    """The client has hung up."""
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Wait for `work`; cancels it and raises Gone when the client hangs up."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Gone
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A generation as server-sent events. It is closed however the stream ends.
+
+    Args:
+        generation: what is streamed. events: made of it.
+        failed: an event for a reason to end early.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        generation: Generation,
+        events: Events,
+        failed: Callable[[Refused], str],
+        settings: Settings,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._generation, self._events, self._failed = generation, events, failed
+        self._settings = settings
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no",
+                                  **(headers or {})})  # fmt: skip
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, with comments in silences, until the end or the client's."""
+        watch = asyncio.ensure_future(_until_gone(receive))
+        work = asyncio.ensure_future(self._stream(send))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for each in (work, watch):
+                each.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+            self._generation.close()
+
+    async def _stream(self, send: Send) -> None:
+        async def put(message: Message) -> None:
+            # Not asyncio.wait_for: until Python 3.12 it may swallow that the client has hung up.
+            with anyio.fail_after(self._settings.send_limit):
+                await send(message)
+
+        async def text(piece: str) -> None:
+            await put({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+
+        try:
+            await put({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with aclosing(self._events) as events:
+                await self._pump(events, text)
+            await put({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, OSError):
+            log.warning("a client does not read", extra={"id": self._generation.id})
+
+    async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:
+        try:
+            following = asyncio.ensure_future(anext(events))
+            try:
+                while True:
+                    done, _ = await asyncio.wait({following}, timeout=self._settings.ping)
+                    if not done:
+                        await text(": ping\n\n")
+                        continue
+                    await text(following.result())
+                    following = asyncio.ensure_future(anext(events))
+            finally:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+        except StopAsyncIteration:
+            return
+        except Refused as refused:
+            await text(self._failed(refused))

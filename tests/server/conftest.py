@@ -1,0 +1,58 @@
+"""The bundled family, converted once, and engines of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import convert
+from g4spec.runtime.engine import Engine
+from tests.server.served import Served
+
+TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny"
+
+
+@pytest.fixture(scope="session")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with target.gguf and dflash.gguf."""
+    folder = tmp_path_factory.mktemp("family")
+    target = folder / "target.gguf"
+    convert.convert(TINY / "target", target)
+    convert.convert(TINY / "dflash", folder / "dflash.gguf", target=target)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engines(family: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes engines, which are closed at the end; the same arguments give the same engine."""
+    made: dict[Any, Engine] = {}
+
+    def make(draft: str | None = None, **more: Any) -> Engine:
+        key = (draft, *sorted(more.items()))
+        if key not in made:
+            path = family / draft if draft and draft.endswith(".gguf") else draft
+            made[key] = Engine.load(family / "target.gguf", path, **more)
+        return made[key]
+
+    yield make
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def plain(engines: Callable[..., Engine]) -> Iterator[Served]:
+    """One text at a time, without a draft."""
+    served = Served(engines(None, n_ctx=2048))
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="session")
+def busy(engines: Callable[..., Engine]) -> Iterator[Served]:
+    """Three texts at a time, with a draft and kept prefixes, and little memory."""
+    served = Served(engines("dflash.gguf", n_ctx=2048, parallel=3, prefix_cache=64 << 20))
+    yield served
+    served.stop()

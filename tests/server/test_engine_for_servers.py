@@ -1,0 +1,109 @@
+"""What the engine owes a server: one bad request ends alone, and nobody waits for a dead thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec.errors import EnvironmentProblem, InputError
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
+
+Engines = Callable[..., Engine]
+
+
+def nothing(tokens: Sequence[int]) -> torch.Tensor | None:
+    """Allow everything at first, then nothing."""
+    return torch.zeros(4096, dtype=torch.bool) if len(tokens) >= 3 else None
+
+
+def text(engine: Engine, **more: Any) -> str:
+    request = engine.submit(engine.tokenizer.encode("def main():"), Options(n_predict=12, **more))
+    for _ in request:
+        pass
+    return request.text
+
+
+@pytest.mark.parametrize("draft", [None, "dflash.gguf"])
+def test_a_mask_that_allows_nothing_ends_its_own_request_only(
+    engines: Engines, draft: str | None
+) -> None:
+    engine = engines(draft, parallel=2)
+    alone = text(engine, draft_max=2)
+    ids = engine.tokenizer.encode("def main():")
+    bad = engine.submit(ids, Options(n_predict=12, mask=nothing, draft_max=2))
+    good = engine.submit(ids, Options(n_predict=12, draft_max=2))
+    for _ in good:
+        pass
+    assert good.text == alone
+    with pytest.raises(InputError, match="at least one allowed token"):
+        list(bad)
+    assert len(bad.ids) == 3 and not engine.scheduler.live
+
+
+def test_a_first_token_that_nothing_allows_ends_its_own_request_only(engines: Engines) -> None:
+    engine = engines(None, parallel=2)
+    bad = engine.submit([2, 5], Options(mask=lambda tokens: torch.zeros(4096, dtype=torch.bool)))
+    with pytest.raises(InputError, match="at least one allowed token"):
+        list(bad)
+    assert text(engine)
+
+
+def test_stop_texts_are_looked_for_in_the_stream_of_the_request(engines: Engines) -> None:
+    class Upper:
+        def __init__(self) -> None:
+            self.inner = engine.tokenizer.stream()
+
+        def push(self, ids: Sequence[int]) -> str:
+            return self.inner.push(ids).upper()
+
+        def finish(self) -> str:
+            return self.inner.finish().upper()
+
+    engine = engines(None, parallel=2)
+    plain = text(engine)
+    word = next(w for w in plain.split() if w.upper() != w)
+    assert text(engine, stream=Upper) == plain.upper()
+    assert text(engine, stream=Upper, stop=(word,)) == plain.upper()
+    assert text(engine, stream=Upper, stop=(word.upper(),)) == plain.upper().split(word.upper())[0]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_broken_step_ends_all_requests_and_is_said_to_the_next(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine.load(family / "target.gguf") as engine:
+        before = engine.stepped
+        monkeypatch.setattr(engine.scheduler, "_cycle", lambda: 1 / 0)
+        engine.start()
+        with pytest.raises(ZeroDivisionError):
+            list(engine.submit([2, 5]))
+        while engine.failed is None:
+            time.sleep(0.001)
+        assert engine.stepped > before
+        with pytest.raises(EnvironmentProblem, match="the engine has stopped: found division"):
+            engine.submit([2, 5])
+
+
+def test_starting_twice_does_not_wait_for_a_step(engines: Engines) -> None:
+    with_lock = threading.Event()
+    engine = engines(None, n_ctx=256)
+    engine.start()
+
+    def hold() -> None:
+        with engine._lock:
+            with_lock.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    with_lock.wait()
+    began = time.perf_counter()
+    engine.start()
+    assert time.perf_counter() - began < 0.25
+    thread.join()

@@ -1,0 +1,109 @@
+"""Answers put together from cycles: the same for every way to spread tokens over cycles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4spec.core import Cycle
+from g4spec.gguf import GGUF
+from g4spec.runtime.request import Options, Request
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.gemma import Answer, Event, Marks, Parser, Text, joined
+from g4spec.server.generation import Assembler, Delta, Plain, Token
+
+MARKS = Marks(105, 106, 100, 101, 48, 49, 50, 52)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(family: Any) -> Tokenizer:
+    with GGUF(family / "target.gguf") as file:
+        return Tokenizer.from_gguf(file)
+
+
+def logprobs(token: int) -> tuple[float, list[tuple[int, float]]]:
+    return -token / 8, [(token, -token / 8), (0, -600.0)]
+
+
+def run(
+    tokenizer: Tokenizer, ids: list[int], cuts: list[int], stops: tuple[str, ...], chat: bool,
+    told: bool = True, end: str = "length",
+) -> tuple[list[Event], Delta, list[Token], Request]:  # fmt: skip
+    """What a client gets of a request that chose `ids` in cycles that end at `cuts`."""
+    parser = Parser(tokenizer, MARKS)
+    stream = (lambda: Answer(Parser(tokenizer, MARKS))) if chat else None
+    options = Options(len(ids), stop=stops, stream=stream)
+    request = Request([2], options, None, tokenizer)  # type: ignore[arg-type]
+    assembler = Assembler(
+        parser if chat else Plain(tokenizer), stops, tokenizer.control_ids | {100, 101}
+    )
+    events, tokens = [], []
+    for start, stop in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        if not request.stats.stop_reason and start < stop:
+            part = ids[start:stop]
+            cycle = Cycle(part, [0.0] * len(part), logprobs=[logprobs(t) for t in part])
+            request.take(cycle)
+            if not told:
+                cycle.logprobs = []
+            delta = assembler.cycle(cycle)
+            events += delta.events
+            tokens += delta.tokens
+    request.finish(end)
+    last = assembler.finish(request.stats)
+    return [*events, *last.events], last, [*tokens, *last.tokens], request
+
+
+def answer(events: list[Event]) -> str:
+    return "".join(e.text for e in events if isinstance(e, Text))
+
+
+CALL = '<|tool_call>call:f{a:<|"|>STOP<|"|>}<tool_call|>'
+PARTS = ["<|channel>thought\n", "hm\n<channel|>", "<channel|>", "STOP", "ST", "OP", "S", "é", "😀",
+         " a", "b", "\n", CALL, "<turn|>"]  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_cycles_do_not_show(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    text = "".join(data.draw(st.lists(st.sampled_from(PARTS), min_size=1, max_size=10)))
+    ids = tokenizer.encode(text, bos=False) + data.draw(st.lists(st.integers(110, 400), max_size=3))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    stops = data.draw(st.sampled_from([(), ("STOP",), ("TOP", "ST"), ("OPé", "b\n"), ("a",)]))
+    chat = data.draw(st.booleans())
+    each = list(range(1, len(ids)))
+    one = run(tokenizer, ids, each, stops, chat)
+    got = run(tokenizer, ids, cuts, stops, chat)
+    assert joined(got[0]) == joined(one[0])
+    assert (got[1].finish, got[1].stop, got[2]) == (one[1].finish, one[1].stop, one[2])
+    # The engine stopped where the client's text ends.
+    assert answer(got[0]) == got[3].text
+    assert (got[1].stop is not None) == (got[3].stats.stop_reason == "stop text")
+
+
+def test_each_token_of_the_text_has_its_log_probability(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<|channel>thought\nhm\n<channel|>Hi é😀", bos=False)
+    _, _, tokens, _ = run(tokenizer, ids, [], (), True)
+    said = ids[ids.index(101) + 1 :]
+    assert [t.id for t in tokens] == said
+    assert [(t.logprob, t.top) for t in tokens] == [logprobs(t) for t in said]
+    _, _, tokens, _ = run(tokenizer, ids, [], (), False)
+    assert [t.id for t in tokens] == ids
+    assert run(tokenizer, ids, [], (), True, told=False)[2] == []
+
+
+def test_why_it_ended(tokenizer: Tokenizer) -> None:
+    def reason(text: str, stops: tuple[str, ...] = (), end: str = "length") -> tuple[Any, Any]:
+        delta = run(tokenizer, tokenizer.encode(text, bos=False), [], stops, True, end=end)[1]
+        return delta.finish, delta.stop
+
+    call = '<|tool_call>call:f{a:<|"|>x<|"|>}<tool_call|>'
+    assert reason("Hi") == ("length", None)
+    assert reason("Hi", end="context") == ("length", None)
+    assert reason("Hi<turn|>") == ("stop", None)
+    assert reason("Hi there", ("th", "x")) == ("stop", "th")
+    assert reason(call + "<turn|>") == ("tool_calls", None)
+    assert reason(call) == ("length", None)
+    assert reason(call + "Hi", ("Hi",)) == ("stop", "Hi")

@@ -1,0 +1,344 @@
+"""Masks: what they let through is valid, and their state follows the tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+
+from g4spec.errors import InputError, Unsupported
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server import grammar
+from g4spec.server.call_grammar import Function
+from g4spec.server.gemma import Argument, Call, Marks, Parser
+from g4spec.server.grammar import Vocabulary
+from tests.server.walks import walk
+
+MARKS = Marks(105, 106, 100, 101, 48, 49, 50, 52)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(engines: Callable[..., Engine]) -> Tokenizer:
+    return engines(None, parallel=2).tokenizer
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(tokenizer, 4096)
+
+
+@pytest.fixture(scope="module")
+def ends(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that bring a text to its end."""
+    wanted = ['"', "}", "]", '"}', '"]', ":"]
+    ids = [i for i in range(4096) if tokenizer.piece(i).decode(errors="replace") in wanted]
+    return [1, 49, 52, 106, *ids]
+
+
+def arguments(tokenizer: Tokenizer, ids: list[int]) -> list[tuple[str, Any]]:
+    """Calls of a text: names and arguments."""
+    parser = Parser(tokenizer, MARKS)
+    out: list[tuple[str, str]] = []
+    for event in [*parser.push(ids), *parser.finish(whole=False)]:
+        assert isinstance(event, (Call, Argument)), event
+        if isinstance(event, Call):
+            out.append((event.name, ""))
+        else:
+            out[-1] = (out[-1][0], out[-1][1] + event.json)
+    return [(name, json.loads(text)) for name, text in out]
+
+
+def objects(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+TREE = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}},
+    "required": ["root"],
+    "$defs": {
+        "node": objects(
+            value={"type": "integer", "minimum": 0, "maximum": 9},
+            left={"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]},
+        )
+    },
+}
+SCHEMAS: dict[str, Any] = {
+    "nothing": objects(),
+    "free": {"type": "object"},
+    "text": {**objects(city={"type": "string"}), "required": ["city"]},
+    "many": {
+        **objects(a={"type": "string"}, b={"type": "boolean"}, c={"type": "null"},
+                  d={"type": "number"}, e={"type": "integer"}),
+        "required": ["e", "b"],
+    },
+    "ranges": {
+        **objects(i={"type": "integer", "minimum": -3, "exclusiveMaximum": 12},
+                  x={"type": "number", "minimum": 0.5, "maximum": 2},
+                  m={"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 50}),
+        "required": ["i", "x", "m"],
+    },
+    "enums": {
+        **objects(u={"enum": ["cel\"sius", "", "é😀", 3, None, True, {"k": ["v", 1]}]},
+                  v={"type": "string", "enum": ["a", "b", 7]}, w={"const": "only"}),
+        "required": ["u", "v", "w"],
+    },
+    "lengths": {
+        **objects(s={"type": "string", "minLength": 3, "maxLength": 5},
+                  t={"type": "string", "maxLength": 2}),
+        "required": ["s", "t"],
+    },
+    "patterns": {
+        **objects(p={"type": "string", "pattern": "^[A-Z]{2}-\\d{3}$"},
+                  q={"type": "string", "pattern": "x|^y$", "maxLength": 8}),
+        "required": ["p", "q"],
+    },
+    "formats": {
+        **objects(d={"type": "string", "format": "date"}, u={"type": "string", "format": "uuid"},
+                  t={"type": "string", "format": "date-time"}, o={"type": "string", "format": "x"}),
+        "required": ["d", "u", "t"],
+    },
+    "arrays": {
+        **objects(a={"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+                  b={"type": "array", "maxItems": 0},
+                  c={"type": "array", "prefixItems": [{"type": "string"}, {"type": "null"}],
+                     "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
+                  d={"type": "array", "items": {"type": "string"}},
+                  e={"type": "array", "prefixItems": [{"type": "null"}], "minItems": 2}),
+        "required": ["a", "b", "c", "e"],
+    },
+    "maps": objects(
+        m={"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
+        n={**objects(k={"type": "string"}), "additionalProperties": {"type": "boolean"}},
+        o={"type": "object", "patternProperties": {"^x-": {"type": "null"}},
+           "additionalProperties": False},
+    ),
+    "counts": objects(
+        o={**objects(a={"type": "null"}, b={"type": "null"}, c={"type": "null"}),
+           "minProperties": 1, "maxProperties": 2, "additionalProperties": False},
+    ),
+    "unlisted": {**objects(), "required": ["seen"]},
+    "odd keys": {
+        **objects(**{"a:b": {"type": "null"}, "": {"type": "null"}, "with space": {"type": "null"},
+                     "q\"": {"type": "null"}, "}": {"type": "null"}, "$f.x-y": {"type": "null"}}),
+        "required": ["a:b", "", "with space", "q\"", "}", "$f.x-y"],
+    },
+    "tree": TREE,
+    "all": objects(
+        x={"allOf": [{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+                     {"properties": {"b": {"type": "integer"}, "a": {"maxLength": 2}},
+                      "required": ["b"]}]},
+        y={"type": ["string", "null"], "maxLength": 1},
+        z={"minimum": 3, "anyOf": [{"type": "integer", "maximum": 5}, {"type": "null"}]},
+        one={"oneOf": [{"type": "string", "enum": ["a"]}, {"enum": ["b", 1]}]},
+    ),
+    "wide": {
+        **objects(**{f"k{i}": {"type": "null"} for i in range(70)}),
+        "required": [f"k{i}" for i in range(0, 70, 9)], "additionalProperties": False,
+    },
+    "wide, none required": objects(**{f"k{i}": {"type": "null"} for i in range(66)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_calls_are_valid_against_their_schema(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int], name: str
+) -> None:
+    schema = SCHEMAS[name]
+    jsonschema.Draft202012Validator.check_schema(schema)
+    functions = [Function("f-1.x", parameters=schema), Function("other")]
+    seen = set()
+    for seed in range(16):
+        wanted = grammar.whole(MARKS, calls=functions[: 1 + seed % 2])
+        text = walk(vocabulary.mask(wanted), random.Random(f"{name} {seed}"), ends, 6 * seed)
+        for called, value in arguments(tokenizer, text):
+            jsonschema.validate(value, schema if called == "f-1.x" else objects())
+            seen.add((called, json.dumps(value, sort_keys=False)))
+    found = {value for called, value in seen if called == "f-1.x"}
+    assert len(found) > 1 or (found and name == "nothing")
+
+
+REFUSED = {
+    "uniqueItems": objects(a={"type": "array", "uniqueItems": True}),
+    "not": objects(a={"not": {"type": "null"}}),
+    "if": objects(a={"if": {"type": "null"}, "then": False}),
+    "dependentRequired": {**objects(), "dependentRequired": {"a": ["b"]}},
+    "pattern": objects(a={"type": "string", "pattern": "a(?=b)"}),
+    "oneOf": objects(a={"oneOf": [{"type": "string"}, {"maxLength": 3}]}),
+    "format": objects(a={"type": "string", "format": "iri"}),
+}
+
+
+@pytest.mark.parametrize("keyword", REFUSED)
+def test_what_cannot_be_held_is_refused_where_it_has_to_be(
+    vocabulary: Vocabulary, keyword: str
+) -> None:
+    schema = REFUSED[keyword]
+    with pytest.raises(Unsupported, match=f"schema of f: {keyword}.*cannot be enforced"):
+        grammar.whole(MARKS, calls=[Function("f", parameters=schema, strict=True)])
+    vocabulary.mask(grammar.whole(MARKS, calls=[Function("f", parameters=schema)]))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string"}, {"type": "object", "properties": []}, {"$ref": "#/nowhere"},
+        objects(a=3), objects(a={"$ref": "http://x/y"}), objects(a={"anyOf": []}),
+        objects(a={"enum": 3}), {**objects(a=False), "required": ["a"]},
+        {**objects(), "required": ["a"], "additionalProperties": False},
+        objects(a={"type": "array", "minItems": 3, "maxItems": 1}),
+        objects(a={"type": "array", "minItems": -1}),
+        {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"},
+    ],
+)  # fmt: skip
+def test_what_is_no_schema_is_said(schema: Any) -> None:
+    with pytest.raises(InputError, match="f"):
+        grammar.whole(MARKS, calls=[Function("f", parameters=schema)])
+
+
+def test_a_name_is_one(vocabulary: Vocabulary) -> None:
+    with pytest.raises(InputError, match="name of a function"):
+        grammar.whole(MARKS, calls=[Function("f{")])
+
+
+# ---- answers
+
+
+@pytest.mark.parametrize("name", ["text", "enums", "arrays", "tree", "ranges"])
+def test_json_is_compact_and_valid(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int], name: str
+) -> None:
+    wanted = grammar.whole(MARKS, answer=grammar.json_answer(SCHEMAS[name], strict=True))
+    for seed in range(6):
+        text = tokenizer.decode(walk(vocabulary.mask(wanted), random.Random(seed), ends))
+        value = json.loads(text)
+        jsonschema.validate(value, SCHEMAS[name])
+        assert not any(c.isspace() for c in text.replace(" ", "")) or "\\n" not in text
+        assert len(text.encode()) <= len(json.dumps(value, separators=(",", ":"), indent=None)) + 64
+
+
+def test_user_grammars(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]) -> None:
+    for text in ('root ::= "yes" | "no" [0-9]\n', '%llguidance {}\nstart: "yes" | "no" /[0-9]/'):
+        wanted = grammar.whole(MARKS, user=grammar.written(text), thinking="may")
+        seen = set()
+        for seed in range(30):
+            ids = walk(vocabulary.mask(wanted), random.Random(seed), [101, *ends])
+            if ids[0] == 100:
+                assert tokenizer.decode(ids).startswith("<|channel>thought\n")
+                ids = ids[ids.index(101) + 1 :]
+                seen.add("thought")
+            seen.add(tokenizer.decode(ids)[:3].rstrip("0123456789"))
+        assert seen == {"thought", "yes", "no"}
+    with pytest.raises(InputError, match=r"no GBNF.*'foo' not found"):
+        grammar.written("root ::= foo\n")
+    with pytest.raises(InputError, match="cannot be used"):
+        vocabulary.mask(grammar.whole(MARKS, user="start: )"))
+    with pytest.raises(InputError, match=r"cannot be used.*uniqueItems"):
+        schema = {"type": "array", "uniqueItems": True}
+        vocabulary.mask(grammar.whole(MARKS, answer=grammar.json_answer(schema, strict=True)))
+
+
+def test_an_answer_or_calls(vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]) -> None:
+    tools = [Function("f", parameters=SCHEMAS["text"])]
+    rule = grammar.json_answer({"type": "boolean"}, strict=True)
+    for wanted in (
+        grammar.whole(MARKS, answer=rule, calls=tools, most=1),
+        grammar.whole(MARKS, user='start: "true" | "false"', calls=tools, most=1),
+    ):
+        seen = set()
+        for seed in range(12):
+            ids = walk(vocabulary.mask(wanted), random.Random(seed), ends)
+            if ids[0] == MARKS.call:
+                [(name, value)] = arguments(tokenizer, ids)
+                jsonschema.validate(value, SCHEMAS["text"])
+                seen.add(name)
+            else:
+                seen.add(tokenizer.decode(ids))
+        assert "f" in seen and seen <= {"f", "true", "false"} and len(seen) > 1
+
+
+def test_an_open_thought_ends_before_the_answer(
+    vocabulary: Vocabulary, tokenizer: Tokenizer, ends: list[int]
+) -> None:
+    answer = grammar.json_answer({"type": "boolean"}, strict=True)
+    mask = vocabulary.mask(grammar.whole(MARKS, answer=answer, thinking="open"))
+    ids = walk(mask, random.Random(1), [101, *ends])
+    assert tokenizer.decode(ids[ids.index(101) + 1 :]) in ("true", "false")
+
+
+# ---- state
+
+
+def test_calls_in_a_free_text(vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    tools = [Function("f", parameters=SCHEMAS["text"])]
+    call = tokenizer.encode('<|tool_call>call:f{city:<|"|>x<|"|>}<tool_call|>', bos=False)
+    for parallel in (True, False):
+        mask = vocabulary.mask(grammar.in_calls(MARKS, tools, parallel=parallel))
+        text = [*tokenizer.encode("Hi", bos=False), *call]
+        start = text.index(48)
+        for n in [*range(len(text) + 1), 3, len(text), 0, len(text) - 1, start + 1]:
+            allowed = mask(text[:n])
+            if n <= start:
+                assert allowed is None
+            elif n < len(text):
+                assert allowed is not None and allowed[text[n]] and not allowed[106]
+            elif parallel:
+                assert allowed is None
+            else:
+                assert allowed is not None
+                assert allowed.nonzero().flatten().tolist() == [1, 50, 106]
+        if parallel:  # the next call has a state of its own, and the first one is kept
+            two = [*text, *tokenizer.encode(" and ", bos=False), *call]
+            for n in (len(two) - 2, len(text) - 2, len(two) - 1, len(two)):
+                allowed = mask(two[:n])
+                assert (allowed is None) == (n == len(two))
+                assert allowed is None or allowed[two[n]]
+        assert mask([*text, 106]) is None and mask([*text, 106, 5, 6]) is None
+        assert (mask(text) is None) == parallel
+
+
+def test_a_dead_end_is_an_error(vocabulary: Vocabulary) -> None:
+    mask = vocabulary.mask(grammar.whole(MARKS, user='start: A "c"\nA: /x+/ & /y+/'))
+    with pytest.raises(InputError, match=r"gave up|no text matches"):
+        mask([])
+
+
+def test_compiled_grammars_are_kept(vocabulary: Vocabulary) -> None:
+    wanted = grammar.whole(MARKS, user='start: "a" "b"')
+    first, second = vocabulary.mask(wanted), vocabulary.mask(wanted)
+    before = len(vocabulary._kept)
+    allowed = first([])
+    assert allowed is not None
+    first([int(allowed.nonzero()[0])])
+    again = second([])
+    assert again is not None and again.equal(allowed)
+    assert len(vocabulary._kept) == before <= grammar.KEPT
+
+
+@pytest.mark.parametrize("name", ["arrays", "tree"])
+def test_a_draft_changes_nothing_under_a_mask(
+    engines: Callable[..., Engine], tokenizer: Tokenizer, vocabulary: Vocabulary, name: str
+) -> None:
+    from g4spec.ops.sampling import Sampler
+
+    tools = [Function("f", parameters=SCHEMAS[name])]
+    prompt = tokenizer.encode("def main():")
+    texts = []
+    for draft, count in ((None, 0), ("dflash.gguf", 3), ("ngram", 4)):
+        engine = engines(draft, parallel=2)
+        free = grammar.in_calls(MARKS, tools, parallel=True)
+        for wanted in (grammar.whole(MARKS, calls=tools), free):
+            options = Options(16, Sampler(1.0, seed=7), count, mask=vocabulary.mask(wanted),
+                              stream=lambda: tokenizer.stream(special=True))  # fmt: skip
+            request = engine.submit(prompt, options)
+            for _ in request:
+                pass
+            texts.append(request.ids)
+    assert texts[0::2] == [texts[0]] * 3 and texts[1::2] == [texts[1]] * 3
+    assert tokenizer.decode(texts[0], special=True).startswith("<|tool_call>call:f{")

@@ -1,0 +1,310 @@
+"""OpenAI's endpoints, asked by OpenAI's own client, which checks every answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from tests.server.served import Served
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+}
+CLOCK = {"type": "object", "properties": {}}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
+    {"type": "function", "function": {"name": "clock", "description": "Time", "parameters": CLOCK}},
+]
+SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
+HELLO: Any = [{"role": "user", "content": "What is 2 + 3?"}]
+
+
+@pytest.fixture(scope="module")
+def client(busy: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{busy.url}/v1", api_key="none", max_retries=0,
+                         _strict_response_validation=True)  # fmt: skip
+
+
+def ask(client: openai.OpenAI, **more: Any) -> Any:
+    extra = {"draft_max": 3, **more.pop("extra_body", {})}
+    given = {"model": "tiny", "messages": HELLO, "max_tokens": 16, "seed": 5, **more}
+    return client.chat.completions.create(**given, extra_body=extra)
+
+
+def put_together(chunks: list[Any]) -> dict[int, dict[str, Any]]:
+    """The messages of a stream, by the index of their choice."""
+    out: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            empty = {"content": "", "calls": [], "tokens": [], "thought": "", "finish": None}
+            m = out.setdefault(choice.index, empty)
+            delta = choice.delta
+            m["content"] += delta.content or ""
+            m["thought"] += getattr(delta, "reasoning_content", None) or ""
+            m["finish"] = choice.finish_reason or m["finish"]
+            if choice.logprobs:
+                m["tokens"] += choice.logprobs.content
+            for call in delta.tool_calls or []:
+                if call.id:
+                    assert call.index == len(m["calls"]) and call.type == "function"
+                    m["calls"].append([call.function.name, ""])
+                m["calls"][call.index][1] += call.function.arguments
+    return out
+
+
+def flat(choice: Any) -> dict[str, Any]:
+    """A message that came whole, in the same form."""
+    message = choice.message
+    calls = [[c.function.name, c.function.arguments] for c in message.tool_calls or []]
+    return {"content": message.content or "", "calls": calls, "finish": choice.finish_reason,
+            "thought": getattr(message, "reasoning_content", None) or "",
+            "tokens": choice.logprobs.content if choice.logprobs else []}  # fmt: skip
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 1.0, "top_p": 0.9, "extra_body": {"top_k": 40, "min_p": 0.01}},
+    "several": {"n": 3, "temperature": 1.5},
+    "logprobs": {"logprobs": True, "top_logprobs": 2, "temperature": 0.7},
+    "stop": {"temperature": 0, "stop": [" +", "zzz"]},
+    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"300": -50},
+                  "extra_body": {"repetition_penalty": 1.2}},
+    "json": {"response_format": {"type": "json_object"}},
+    "schema": {"max_tokens": 60, "response_format": {"type": "json_schema", "json_schema": {
+        "name": "w", "schema": WEATHER, "strict": True}}},
+    "grammar": {"extra_body": {"grammar": 'root ::= "yes" | "no"\n'}},
+    "lark": {"extra_body": {"grammar": '%llguidance {}\nstart: "yes" | "no"'}},
+    "required": {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60},
+    "named": {"tools": TOOLS, "max_tokens": 60,
+              "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    "auto": {"tools": TOOLS, "temperature": 1.2},
+    "none": {"tools": TOOLS, "tool_choice": "none"},
+    "thinking": {"reasoning_effort": "low"},
+    "thinking json": {"reasoning_effort": "high", "response_format": {"type": "json_object"}},
+    "hints": {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
+              "max_completion_tokens": 9, "parallel_tool_calls": True, "top_p": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_chat_whole_in_pieces_and_without_a_draft(
+    client: openai.OpenAI, plain: Served, name: str
+) -> None:
+    more = VARIANTS[name]
+    whole = ask(client, **more)
+    stream = list(ask(client, **more, stream=True, stream_options={"include_usage": True}))
+    pieces = put_together(stream)
+    messages = {c.index: flat(c) for c in whole.choices}
+    assert pieces == messages and len(messages) == more.get("n", 1)
+    assert stream[-1].choices == []
+    same = {"prompt_tokens_details"}  # what was cached differs the second time
+    assert stream[-1].usage.model_dump(exclude=same) == whole.usage.model_dump(exclude=same)
+    usage = whole.usage
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+
+    alone = openai.OpenAI(base_url=f"{plain.url}/v1", api_key="none")
+    undrafted = ask(alone, **more)
+    assert {c.index: flat(c) for c in undrafted.choices} == messages
+    assert undrafted.usage.completion_tokens == usage.completion_tokens
+    check(name, messages)
+
+
+def check(name: str, messages: dict[int, dict[str, Any]]) -> None:
+    """What a request asked for is there."""
+    m = messages[0]
+    if name == "several":
+        assert len({m["content"] for m in messages.values()}) == 3
+    if name == "logprobs":
+        assert "".join(t.token for t in m["tokens"]) == m["content"]
+        assert all(len(t.top_logprobs) == 2 and t.logprob <= 0 for t in m["tokens"])
+    if name == "stop":
+        assert m["finish"] == "stop" and " +" not in m["content"] and m["content"]
+    if name in ("grammar", "lark"):
+        assert m["content"] in ("yes", "no") and m["finish"] == "stop"
+    if name == "schema":
+        assert m["finish"] == "stop"
+        jsonschema.validate(json.loads(m["content"]), WEATHER)
+    if name in ("required", "named"):
+        assert m["calls"] and not m["content"]
+        for function, arguments in m["calls"][: -1 if m["finish"] == "length" else None]:
+            jsonschema.validate(json.loads(arguments), SCHEMAS[function])
+    if name == "named":
+        assert [c[0] for c in m["calls"]] == ["weather"] and m["finish"] == "tool_calls"
+    if name == "none":
+        assert not m["calls"]
+
+
+def test_drafts_are_counted(client: openai.OpenAI) -> None:
+    timings = ask(client, temperature=0, max_tokens=24).timings
+    assert timings["draft_n"] >= timings["draft_n_accepted"] > 0
+    assert sum(timings["draft_n_accepted_per_pos"]) == timings["draft_n_accepted"]
+    assert ask(client, extra_body={"draft_max": 0}).timings["draft_n"] == 0
+    assert "timings" not in ask(client, n=2).model_extra
+
+
+def test_a_seed_repeats_a_text_and_none_does_not(client: openai.OpenAI) -> None:
+    def text(**more: Any) -> str:
+        answer = ask(client, temperature=2.0, max_tokens=8, **more)
+        return str(answer.choices[0].message.content)
+
+    assert text(seed=3) == text(seed=3) != text(seed=-4)
+    assert len({text(seed=None) for _ in range(3)}) > 1
+    # Text i of several has the seed + i.
+    several = ask(client, temperature=2.0, max_tokens=8, seed=3, n=2)
+    assert [c.message.content for c in several.choices] == [text(seed=3), text(seed=4)]
+
+
+def test_calls_and_results_go_on(client: openai.OpenAI, busy: Served) -> None:
+    call = {"id": "c1", "type": "function",
+            "function": {"name": "weather", "arguments": '{"unit":"C","days":2}'}}  # fmt: skip
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": t} for t in ("Be", "brief")]},
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]  # fmt: skip
+    assert ask(client, messages=messages, tools=TOOLS).choices[0].finish_reason
+    prompt = busy.post("/apply-template", messages=messages, tools=TOOLS)["prompt"]
+    assert "<|turn>system\nBe\nbrief<|tool>declaration:weather{" in prompt
+    assert prompt.endswith('<|tool_call>call:weather{days:2,unit:<|"|>C<|"|>}<tool_call|>'
+                           '<|tool_response>response:weather{value:<|"|>sunny<|"|>}'
+                           "<tool_response|>")  # fmt: skip
+
+
+def test_parallel_calls_can_be_switched_off(client: openai.OpenAI) -> None:
+    many = ask(client, tools=TOOLS, tool_choice="required", max_tokens=90, temperature=3.0,
+               extra_body={"top_k": 8})  # fmt: skip
+    one = ask(client, tools=TOOLS, tool_choice="required", max_tokens=90, temperature=3.0,
+              parallel_tool_calls=False, extra_body={"top_k": 8})  # fmt: skip
+    assert len(one.choices[0].message.tool_calls) == 1 <= len(many.choices[0].message.tool_calls)
+    assert one.choices[0].finish_reason == "tool_calls"
+
+
+COMPLETIONS: dict[str, dict[str, Any]] = {
+    "text": {"temperature": 0},
+    "several": {"n": 2, "best_of": 2},
+    "logprobs": {"logprobs": 2, "temperature": 0.5},
+    "echo": {"echo": True, "stop": "\n\n"},
+    "ids": {"prompt": [2, 300, 301], "echo": True},
+    "list": {"prompt": ["def main():"], "suffix": ""},
+    "ids in a list": {"prompt": [[2, 300, 301]]},
+    "grammar": {"extra_body": {"grammar": 'root ::= "yes" | "no"\n'}},
+}
+
+
+@pytest.mark.parametrize("name", COMPLETIONS)
+def test_completions_whole_in_pieces_and_without_a_draft(
+    client: openai.OpenAI, plain: Served, name: str
+) -> None:
+    more = dict(COMPLETIONS[name])
+    extra = {"draft_max": 3, **more.pop("extra_body", {})}
+    given: Any = {"model": "small", "prompt": "def main():\n", "max_tokens": 12, "seed": 1, **more}
+    whole = client.completions.create(**given, extra_body=extra)
+    # The client's type of a piece has no null for finish_reason, which OpenAI sends in all but one.
+    loose = client.with_options()
+    loose._strict_response_validation = False
+    stream = list(loose.completions.create(
+        **given, extra_body=extra, stream=True, stream_options={"include_usage": True}
+    ))  # fmt: skip
+    texts = [c.text for c in whole.choices]
+    for choice in whole.choices:
+        parts = [c for chunk in stream for c in chunk.choices if c.index == choice.index]
+        assert "".join(c.text for c in parts) == choice.text
+        assert parts[-1].finish_reason == choice.finish_reason
+        if choice.logprobs:
+            told = [c.logprobs for c in parts if c.logprobs]
+            for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+                joined = [x for t in told for x in getattr(t, key)]
+                assert joined == getattr(choice.logprobs, key)
+            assert "".join(choice.logprobs.tokens) == choice.text
+    assert stream[-1].usage and whole.usage
+    assert stream[-1].usage.completion_tokens == whole.usage.completion_tokens
+    alone = openai.OpenAI(base_url=f"{plain.url}/v1", api_key="none")
+    assert [c.text for c in alone.completions.create(**given, extra_body=extra).choices] == texts
+    if more.get("echo"):
+        assert texts[0].startswith("def main()" if name == "echo" else "")
+    if name == "grammar":
+        assert texts[0] in ("yes", "no")
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [m.id for m in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("small").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="not served here, only tiny, small"):
+        client.models.retrieve("gpt-4")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown": ({"fo": 1}, "unknown field fo"),
+    "unknown inside": ({"messages": [{"role": "user", "content": "x", "fo": 1}]},
+                       r"unknown field messages\[0\].fo"),
+    "type": ({"temperature": "1"}, "temperature: .*number"),
+    "range": ({"top_p": 2}, "top_p: .*less than or equal to 1"),
+    "no messages": ({"messages": []}, "messages: .*at least 1"),
+    "role": ({"messages": [{"role": "x", "content": "x"}]}, r"messages\[0\].role"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+              "image_url is not supported"),
+    "bias": ({"logit_bias": {"99999": 1}}, "logit_bias: '99999' is no token id"),
+    "top": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
+    "many": ({"n": 99}, "n: at most 16"),
+    "stops": ({"stop": ["a"] * 17}, "stop: at most 16"),
+    "choice": ({"tool_choice": "required"}, "there are no tools"),
+    "tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+             "there is no tool 'x'"),
+    "twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "two functions have the same name"),
+    "schema": ({"response_format": {"type": "json_schema", "json_schema": {
+        "name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}}},
+        "cannot be used: found.*uniqueItems"),
+    "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
+    "strict": ({"tools": [{"type": "function", "function": {"name": "f", "strict": True,
+        "parameters": {"type": "object", "not": {}}}}]}, "not cannot be enforced"),
+    "grammar": ({"grammar": "root ::= x\n"}, "no GBNF"),
+    "both": ({"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
+             "exclude each other"),
+    "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "contradict each other"),
+    "thinking": ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+                 "contradict each other"),
+    "arguments": ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{
+        "function": {"name": "f", "arguments": "[1]"}}]}]}, r"tool_calls\[0\].*a JSON object"),
+    "long": ({"messages": [{"role": "user", "content": "word " * 4000}]}, "does not fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_said_in_one_sentence(busy: Served, name: str) -> None:
+    more, said = REFUSED[name]
+    import re
+
+    body = {"model": "tiny", "messages": HELLO, "max_tokens": 4, **more}
+    for stream in (False, True):
+        error = busy.refused("/v1/chat/completions", {**body, "stream": stream})
+        assert re.search(said, error["message"]) and error["type"] == "invalid_request_error"
+        assert "\n" not in error["message"]
+    assert busy.idle()
+
+
+def test_another_model_is_not_found(busy: Served) -> None:
+    body = {"model": "gpt-4", "messages": HELLO}
+    assert busy.refused("/v1/chat/completions", body, 404)["code"] == "model_not_found"
+
+
+def test_completions_say_what_cannot_be(busy: Served) -> None:
+    for more, said in (
+        ({"best_of": 2}, "best_of"), ({"echo": True, "logprobs": 1}, "echo with logprobs"),
+        ({"suffix": "x"}, "suffix"), ({"prompt": ["a", "b"]}, "one at a time"),
+        ({"prompt": []}, "empty"), ({"prompt": [99999]}, "outside the vocabulary"),
+        ({"prompt": [2] * 3000}, "does not fit"), ({"prompt": "\ud800"}, "JSON"),
+    ):  # fmt: skip
+        body = {"prompt": "x", "max_tokens": 1, **more}
+        assert said in busy.refused("/v1/completions", body)["message"]

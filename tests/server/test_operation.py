@@ -1,0 +1,279 @@
+"""What surrounds the answers: access, limits, figures, signals, and bodies that are wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from g4spec.errors import EnvironmentProblem
+from g4spec.runtime.engine import Engine
+from g4spec.server import run
+from g4spec.server.access import JsonLines
+from g4spec.server.service import Settings
+from tests.server.served import Served
+
+ROOT = Path(__file__).resolve().parents[2]
+POSTS = ["/v1/chat/completions", "/v1/completions", "/completion", "/tokenize", "/detokenize",
+         "/apply-template"]  # fmt: skip
+DEEP = b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
+BODIES = [b"", b"null", b"[]", b"{", b"\xff\xfe", DEEP, b'{"prompt": NaN}',
+          b'{"prompt": "\\ud800"}', b'{"prompt": 1e999}', b'"x"', b'{"messages": null}',
+          b'{"prompt": {}}', b'{"prompt": [[]]}', b'{"tokens": [-1]}', b'{"tokens": [1e3]}',
+          b'{"content": 3}', b'{"messages": [{}]}', b'{"messages": [[]]}',
+          b'{"prompt":"x","max_tokens":0}', b'{"prompt":"x","max_tokens":1e3}',
+          b'{"prompt":"x","seed":1e30}', b'{"prompt":"x","stop":""}'[:-1],
+          b'{"prompt":"x","logit_bias":{"-1":1}}', b'{"prompt":"x","grammar":"root ::= \\u0000"}',
+          b'{"prompt":"x","json_schema":{"$ref":"#"}}',
+          b'{"tokens":[99999999999999999999]}']  # fmt: skip
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_wrong_bodies_are_refused(busy: Served, path: str) -> None:
+    for body in BODIES:
+        response = busy.http.post(path, content=body)
+        assert response.status_code == 400, (path, body[:60], response.text[:200])
+        assert response.json()["error"]["message"]
+    assert busy.idle()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats(allow_nan=False)
+    | st.text(max_size=5) | st.sampled_from(["user", "x", "auto", "function", "object", "$ref"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+        ["role", "content", "type", "function", "name", "parameters", "properties", "schema",
+         "items", "anyOf", "enum", "$ref", "pattern", "text", "json_schema", "strict"]), inner,
+        max_size=4), max_leaves=10)  # fmt: skip
+FIELDS = ["messages", "prompt", "tools", "tool_choice", "response_format", "stop", "logit_bias",
+          "n", "temperature", "grammar", "json_schema", "stream_options", "logprobs", "seed",
+          "top_logprobs", "n_probs", "content", "tokens", "reasoning_effort"]  # fmt: skip
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
+       st.booleans())  # fmt: skip
+def test_bodies_of_any_kind_never_break_the_server(
+    busy: Served, path: str, body: dict[str, Any], sound: bool
+) -> None:
+    if sound:  # only the rest is wrong
+        body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **body}
+        body.pop("messages" if path in POSTS[1:3] else "prompt")
+        body["max_tokens"] = 1
+    content = json.dumps(body).encode()
+    response = busy.http.post(path, content=content)
+    assert response.status_code in (200, 400), (response.status_code, response.text)
+
+
+def test_paths_and_methods(busy: Served) -> None:
+    wrong = [("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("POST", "/health", 405)]
+    for method, path, status in wrong:
+        response = busy.http.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"]["message"] and "x-request-id" in response.headers
+
+
+def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None:
+    served = Served(engines(None, parallel=2), body_limit=1000)
+    try:
+        error = served.refused("/tokenize", {"content": "x" * 1000}, 413)
+        assert error["code"] == "too_large"
+
+        def chunks() -> Any:
+            for _ in range(50):
+                yield b" " * 100
+
+        assert served.http.post("/tokenize", content=chunks()).status_code == 413
+        assert served.post("/tokenize", content="x" * 900)
+        flood = {f"x-{i}": "y" * 900 for i in range(100)}
+        with contextlib.suppress(httpx.TransportError):  # cut off, before or behind the answer
+            assert served.http.get("/health", headers=flood).status_code in (400, 431)
+        assert served.http.get("/health").status_code == 200
+    finally:
+        served.stop()
+
+
+def test_keys_origins_and_the_log(
+    engines: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    served = Served(engines(None, parallel=2), keys=["secret-one", "two"],
+                    origins=["http://page.example"])  # fmt: skip
+    logging.getLogger("g4spec.server").setLevel(logging.INFO)
+    try:
+        get = served.http.get
+        assert get("/health").status_code == 200
+        for headers in ({}, {"authorization": "Bearer secret"}, {"authorization": "two"},
+                        {"authorization": "Bearer " + "x" * 5000}, {"x-api-key": "é"}):  # fmt: skip
+            raw = {k: v.encode() for k, v in headers.items()}
+            response = get("/v1/models", headers=raw)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        for headers in ({"authorization": "Bearer secret-one"}, {"x-api-key": "two"}):
+            assert get("/v1/models", headers=headers).status_code == 200
+        body = {"prompt": "SECRET TEXT", "max_tokens": 2}
+        served.http.post("/v1/completions", json=body, headers={"x-api-key": "two"})
+        asked = {"origin": "http://page.example", "access-control-request-method": "POST"}
+        allowed = served.http.options("/v1/models", headers=asked)
+        assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+    finally:
+        served.stop()
+    lines = [JsonLines().format(record) for record in caplog.records]
+    found = [json.loads(line) for line in lines]
+    last = next(f for f in found if f.get("path") == "/v1/completions")
+    assert last["status"] == 200 and last["completion_tokens"] == 2 and last["prompt_tokens"] > 1
+    assert re.fullmatch("[0-9a-f]{8}", last["key"]) and last["finish"] == ["length"]
+    assert not any(word in line for line in lines for word in ("SECRET", "secret-one", 'two"'))
+
+
+def test_origins_are_not_let_in_by_default(busy: Served) -> None:
+    response = busy.http.get("/health", headers={"origin": "http://x"})
+    assert not any(name.startswith("access-control") for name in response.headers)
+
+
+def test_figures(busy: Served) -> None:
+    def read() -> dict[str, float]:
+        text = busy.http.get("/metrics").text
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in lines}
+
+    before = read()
+    answer = busy.post("/v1/completions", prompt="def main():", max_tokens=20, temperature=0,
+                       draft_max=3)  # fmt: skip
+    after = read()
+    label = '{model_name="tiny"}'
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    told = answer["timings"]
+    assert grown(f"vllm:spec_decode_num_draft_tokens_total{label}") == told["draft_n"] > 0
+    accepted = grown(f"vllm:spec_decode_num_accepted_tokens_total{label}")
+    assert accepted == told["draft_n_accepted"]
+    assert 0 < grown(f"vllm:spec_decode_num_drafts_total{label}") <= told["draft_n"]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    by = [grown(f'{name}{{model_name="tiny",position="{i}"}}') for i in range(15)]
+    assert sum(by) == accepted
+    assert grown(f"vllm:generation_tokens_total{label}") == 20
+    assert grown(f"vllm:time_to_first_token_seconds_count{label}") == 1
+    assert grown(f"vllm:inter_token_latency_seconds_count{label}") == 19
+    assert grown(f"vllm:e2e_request_latency_seconds_count{label}") == 1
+    assert grown('vllm:request_success_total{finished_reason="length",model_name="tiny"}') == 1
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+                 "prefix_cache_queries_total", "prefix_cache_hits_total",
+                 "num_preemptions_total"):  # fmt: skip
+        assert f"vllm:{name}{label}" in after
+    assert grown("llamacpp:tokens_predicted_total") == 20
+    assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
+    assert after["llamacpp:requests_processing"] == 0
+    refused = 'vllm:request_refused_total{model_name="tiny",status="400"}'
+    before = after
+    busy.refused("/v1/completions", {"fo": 1})
+    after = read()
+    assert grown(refused) == 1
+
+
+def test_health_is_green_only_while_steps_make_progress(
+    engines: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(engines(None, parallel=2), Settings("tiny", stall_limit=0.05))
+    goes_on = threading.Event()
+    cycle = served.engine.scheduler._cycle
+
+    def stuck() -> None:
+        goes_on.wait(20)
+        cycle()
+
+    try:
+        assert served.http.get("/health").json() == {"status": "ok"}
+        monkeypatch.setattr(served.engine.scheduler, "_cycle", stuck)
+        done = []
+        thread = threading.Thread(target=lambda: done.append(
+            served.post("/v1/completions", prompt="x", max_tokens=2)))  # fmt: skip
+        thread.start()
+        end = time.monotonic() + 20
+        while (response := served.http.get("/health")).status_code == 200:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert response.status_code == 503 and response.json()["status"] == "error"
+        goes_on.set()
+        thread.join()
+        assert done and served.http.get("/health").status_code == 200
+    finally:
+        goes_on.set()
+        served.stop()
+
+
+def test_places(capfd: pytest.CaptureFixture[str]) -> None:
+    assert not run.exposed(run.Place()) and not run.exposed(run.Place("localhost"))
+    assert not run.exposed(run.Place("::1"))
+    assert run.exposed(run.Place("0.0.0.0")) and run.exposed(run.Place("my.host"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}"):
+            run.listen(run.Place(port=port))
+
+
+def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
+    """`g4spec serve` in a process of its own, and its address."""
+    command = [sys.executable, "-m", "g4spec", "serve", "-m", str(family / "target.gguf"), "-md",
+               str(family / "dflash.gguf"), "--port", "0", "--device", "cpu", *more]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    assert process.stderr is not None
+    for line in process.stderr:
+        if found := re.search(r"target is served at (http://127.0.0.1:\d+)$", line.strip()):
+            return process, found[1]
+    raise AssertionError(process.wait())
+
+
+def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
+    process, url = start(family, "-a", "target")
+    body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True, "draft_max": 0}
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data:")
+                process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+                assert rest[-1] == "data: [DONE]"  # what is in work is finished
+            with pytest.raises(httpx.TransportError):
+                client.get("/health")
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+    process, url = start(family)
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            long = {**body, "max_tokens": 6000}
+            with client.stream("POST", "/v1/completions", json=long) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                with pytest.raises(httpx.TransportError):
+                    while True:  # until nobody else is let in
+                        httpx.get(f"{url}/health")
+                process.send_signal(signal.SIGTERM)
+                with pytest.raises(httpx.TransportError):
+                    list(lines)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,132 @@
+"""Prompts from messages, by templates of several kinds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF
+from g4spec.runtime import template as runtime_template
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.prompt import Prompt, Prompter
+from g4spec.server.refusals import Refused
+from g4spec.server.templates import Abilities, Renderer
+from tests.server.served import TEMPLATE
+
+USER: Any = {"role": "user", "content": "Hi"}
+TOOL: Any = {"type": "function", "function": {"name": "f", "description": ""}}
+CALLED: Any = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"id": i, "function": {"name": f"f{i}", "arguments": '{"a": 1}'}} for i in ("1", "2")]},
+    {"role": "tool", "tool_call_id": "2", "content": "two"},
+    {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "one"}]},
+    {"role": "assistant", "content": "Done"},
+    {"role": "user", "content": "Thanks"},
+]  # fmt: skip
+FIRST = (  # Gemma 4's first templates knew no messages of the role tool
+    "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}"
+    "call:{{ c.function.name }}{{ c.function.arguments.a }};{% endfor %}"
+    "{% for r in m.tool_responses or [] %}response:{{ r.name }}={{ r.response }};{% endfor %}"
+    "{{ m.content }}{% endfor %}{{ tools[0].function.name if tools }}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(family: Any) -> Tokenizer:
+    with GGUF(family / "target.gguf") as file:
+        return Tokenizer.from_gguf(file)
+
+
+def run(
+    tokenizer: Tokenizer, template: str | None, use: Callable[[Prompter], Awaitable[Any]]
+) -> Any:  # fmt: skip
+    """What `use` makes of a prompter with that template."""
+
+    async def work() -> Any:
+        before, tokenizer.template = tokenizer.template, template
+        prompter = Prompter(tokenizer, 512)
+        try:
+            return await use(prompter)
+        finally:
+            tokenizer.template = before
+            await prompter.close()
+
+    return asyncio.run(work())
+
+
+def test_what_templates_can_do_is_found_out(tokenizer: Tokenizer) -> None:
+    def able(template: str | None) -> Abilities:
+        found = run(tokenizer, template, lambda p: p.abilities())
+        assert isinstance(found, Abilities)
+        return found
+
+    assert able(TEMPLATE) == Abilities(True, True, "messages")
+    assert able(FIRST) == Abilities(False, True, "field")
+    assert able(tokenizer.template) == Abilities(False, False, None)
+    assert able("{{ raise_exception('no') }}") == Abilities(False, False, None)
+
+
+def test_results_go_where_the_template_takes_them(tokenizer: Tokenizer) -> None:
+    prompt: Prompt = run(tokenizer, FIRST, lambda p: p.chat(CALLED, [TOOL]))
+    assert prompt.text == ("<user>Hi<assistant>call:f11;call:f21;response:f2=two;"
+                           "response:f1=one;Done<user>Thanksf")  # fmt: skip
+    prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(CALLED, [TOOL]))
+    assert "<|tool_call>call:f1{a:1}<tool_call|>" in prompt.text
+    assert 'response:f2{value:<|"|>two<|"|>}' in prompt.text
+    assert prompt.ids == tokenizer.encode(prompt.text)
+
+
+def test_what_the_template_has_no_place_for_is_refused(tokenizer: Tokenizer) -> None:
+    own = tokenizer.template
+    for template, how, said in (
+        (None, {}, "no chat template"), (own, {"tools": [TOOL]}, "no tools"),
+        (own, {"thinking": True}, "no thinking"), (own, {"messages": CALLED}, "no tools"),
+    ):  # fmt: skip
+        given: dict[str, Any] = {"messages": [USER], **how}
+        with pytest.raises(Refused, match=said):
+            run(tokenizer, template, lambda p, given=given: p.chat(**given))
+    stray = [USER, CALLED[2]]
+    with pytest.raises(Refused, match="follows no call"):
+        run(tokenizer, FIRST, lambda p: p.chat(stray))
+    with pytest.raises(InputError, match="template failed: found no more"):
+        run(tokenizer, "{{ raise_exception('no more') }}", lambda p: p.chat([USER]))
+
+
+def test_thinking_is_seen_in_the_prompt(tokenizer: Tokenizer) -> None:
+    def state(template: str, **how: Any) -> str:
+        prompt = run(tokenizer, template, lambda p: p.chat([USER], **how))
+        assert isinstance(prompt, Prompt)
+        return prompt.thinking
+
+    assert state(TEMPLATE) == "no" and state(TEMPLATE, thinking=True) == "may"
+    assert state("{{ messages[0].content }}<|turn>model\n<|channel>thought\n") == "open"
+
+
+def test_a_template_that_does_not_end_is_replaced(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_template, "SECONDS", 1)
+    endless = "{% if messages[0].content == 'x' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"  # noqa: E501
+
+    async def work() -> None:
+        renderer = Renderer(endless, bos="", eos="")
+        with pytest.raises(InputError, match="no end after 1 s"):
+            await renderer.render([{"role": "user", "content": "x"}])
+        assert await renderer.render([{"role": "user", "content": "y"}]) == "ok"
+        process = renderer._process
+        assert await renderer.render([{"role": "user", "content": "z"}]) == "ok"
+        assert renderer._process is process
+        # Whoever is cancelled does not leave an answer for the next one.
+        task = asyncio.ensure_future(renderer.render([{"role": "user", "content": "x"}]))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert await renderer.render([{"role": "user", "content": "y"}]) == "ok"
+        await renderer.close()
+
+    asyncio.run(work())
