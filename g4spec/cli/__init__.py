@@ -13,6 +13,7 @@ import pkgutil
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
@@ -86,24 +87,32 @@ def run(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `g4spec`."""
+    """Run the command line of this process (see `g4spec.__main__`)."""
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character must not end a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _asked_to_end)
+    code = 130
     try:
-        sys.exit(run(sys.argv[1:]))
-    except KeyboardInterrupt:  # before a command began, or after it
-        sys.exit(130)
+        with suppress(KeyboardInterrupt):  # before a command began, or after it
+            code = run(sys.argv[1:])
+    finally:
+        _end_at_once()  # nothing is left to clear away
+    sys.exit(code)
+
+
+def _end_at_once() -> None:
+    """Let the next signal end the process, in silence."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _asked_to_end(number: int, frame: object) -> NoReturn:
     """Unwind, so that half-written files are removed. Asked again, end at once and in silence:
     what is left then, the next run removes."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
+    _end_at_once()
     if number == signal.SIGTERM:
         sys.exit(128 + number)
     raise KeyboardInterrupt

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.errors import InputError, UsageError
+from g4spec.gguf import regular
 from g4spec.runtime.tokenizer import Tokenizer
 
 CATEGORIES = ("code", "chat", "maths", "extraction", "rewriting", "long")
@@ -148,7 +149,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
             "--dataset",
         )  # fmt: skip
     found: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+    for number, line in enumerate(regular.read(path).decode(errors="replace").splitlines()):
         if line.strip():
             row = _question(line)
             if row is None:
@@ -168,7 +169,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
 def _question(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     turns = row.get("turns") if isinstance(row, dict) else None
     good = isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip()
