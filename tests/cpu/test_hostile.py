@@ -26,8 +26,10 @@ from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
 from g4spec.gguf import GGUF, TensorData, string, u32, write
 from g4spec.runtime import template
 from g4spec.validate import validate
-from tests import fuzzing, tiny
+from tests import tiny
 from tests.cpu import gguf_fixtures as fixtures
+from tests.fuzz import mutation
+from tests.fuzz import readers as fuzzing
 
 NAMES = ["gguf", "dialect", "safetensors", "config", "target config", "tokenizer.json",
          "tokenizer_config.json", "index", "template"]  # fmt: skip
@@ -63,7 +65,7 @@ def test_the_fuzzer_sees_failures(surfaces: dict[str, fuzzing.Surface]) -> None:
             time.sleep(30)
         safetensors.weight_map(None)  # type: ignore[arg-type]
 
-    surface, verdict = fuzzing.Surface("x", [], check, fuzzing.mutate_bytes), fuzzing.Verdict()
+    surface, verdict = fuzzing.Surface("x", [], check, mutation.mutate_bytes), fuzzing.Verdict()
     fuzzing.one(surface, b"", verdict)
     assert "AttributeError" in verdict.failures[0][0]
     fuzzing.SECONDS, before = 0.1, fuzzing.SECONDS
