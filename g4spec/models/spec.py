@@ -8,6 +8,7 @@ so that converting, inspecting and `--help` stay light.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,6 +78,8 @@ class LayerSpec:
         n_expert, n_expert_used, n_ff_expert: experts beside the dense feed-forward, how many a
             token visits, and their width; 0: none. `split_experts`: their gate and up rows lie in
             two tensors, as in older files, not in one.
+
+    Raises InputError where heads do not divide as attention and rotation need it.
     """
 
     index: int
@@ -95,6 +98,21 @@ class LayerSpec:
     n_expert_used: int = 0
     n_ff_expert: int = 0
     split_experts: bool = False
+
+    def __post_init__(self) -> None:
+        where, base = f"layer {self.index}", self.rope_base
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise InputError(f"{where}: size of a head", expected="an even number",
+                             found=self.head_dim)  # fmt: skip
+        if self.n_kv < 1 or self.n_head < 1 or self.n_head % self.n_kv:
+            raise InputError(f"{where}: heads of queries", expected="a multiple of those of keys, "
+                             f"{self.n_kv}", found=self.n_head)  # fmt: skip
+        if not 0 < base < math.inf or not 0 <= self.rope_partial <= 1:
+            raise InputError(f"{where}: rotation", expected="a base above 0, a share of 0 to 1",
+                             found=f"base {base}, share {self.rope_partial}")  # fmt: skip
+        if not 0 <= self.n_expert_used <= self.n_expert:
+            raise InputError(f"{where}: experts of a token", expected=f"at most {self.n_expert}",
+                             found=self.n_expert_used)  # fmt: skip
 
     @property
     def rotary_pairs(self) -> int:

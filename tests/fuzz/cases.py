@@ -113,7 +113,7 @@ COMMANDS: dict[str, Grammar] = {
         ("bench", "-m", TARGET, "-md", DRAFT, "--draft-max", "1", "-n", "1", "--prompts", "1",
          "--categories", "chat", "-c", "512", "-np", "2")),
         {**SMALL, **SAMPLING, "--draft-max": LENGTH, "--categories": _one("code", "x", "", "code,x"),
-         "--repeats": INT, "--report": RESULT, "-o": RESULT, "--prompts": INT, "-np": _one("1", "0", "x"),
+         "--repeats": _one("1", "2", "0", "-1", "x"), "--report": RESULT, "-o": RESULT, "--prompts": INT, "-np": _one("1", "0", "x"),
          "--synthetic": _one("31b", "x"), "--accept-length": INT}),
     "doctor": Grammar(9, (
         ("doctor", "-m", SOURCE, "-md", SOURCE, "--assume", "h200"), ("doctor", "-m", SOURCE),

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 SECONDS, WALL, GROWTH, WRITTEN = 10, 100, 200 << 20, 200 << 20
 """CPU seconds; seconds of waiting; bytes of memory; bytes of output."""
@@ -50,7 +50,8 @@ class Terminal(io.StringIO):
 
 @dataclass
 class Outcome:
-    """What came of a case: `code` of a command or status of an answer; `broken`: what may not be."""
+    """What came of a case: `code` of a command or status of an answer; `broken`: what may not
+    be."""
 
     code: int | None = None
     out: str = ""
@@ -67,7 +68,7 @@ class Sentry:
     """Notes through an audit hook what a case opens, renames, connects to or unpickles."""
 
     WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-    NAMED = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2,
+    NAMED: ClassVar = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2,
              "os.symlink": 2, "os.chmod": 1, "os.truncate": 1, "shutil.rmtree": 1,
              "shutil.move": 2, "shutil.copyfile": 2}  # fmt: skip
     FORBIDDEN = ("socket.connect", "pickle.find_class", "os.system", "os.exec")
@@ -201,19 +202,32 @@ def run(command: Callable[[list[str]], int], argv: list[str], allowed: Path, roo
     return outcome
 
 
+FLAGS = {"--json", "-q", "-v", "--compose", "--chat", "--ignore-eos", "--show-draft", "--dry-run",
+         "--report", "--allow-requantize", "--csv", "--no-bos", "--upstream", "--strict", "--force",
+         "--no-tensors", "--list-rules", "--ids-to-text"}  # fmt: skip
+"""Options without a value, so that `--json` behind one of them is none."""
+
+
+def wants_json(argv: list[str]) -> bool:
+    """Whether `--json` stands there as an option, and nothing else was asked for instead."""
+    places = [i for i, a in enumerate(argv) if a == "--json"]
+    other = {"--help", "--version", "--"} & set(argv)
+    return not other and any(argv[i - 1][:1] != "-" or argv[i - 1] in FLAGS for i in places if i)
+
+
 def output_of(outcome: Outcome, argv: list[str], terminal: bool) -> Iterator[str]:
     """What is wrong with what a command wrote."""
     if "out of memory" in outcome.err:
         yield "out of memory"
     if "panicked at" in outcome.err:
         yield "a panic of a library was printed"
-    streams = [("stderr", outcome.err)]
-    if terminal or "--json" in argv:
+    streams, as_json = [("stderr", outcome.err)], wants_json(argv)
+    if terminal or as_json:
         streams.append(("stdout", outcome.out))
     for name, text in streams:
         if found := CONTROL.search(OWN.sub("", text)):
             yield f"control character {found[0]!r} on {name}"
-    if "--json" in argv and outcome.out and outcome.code in (0, 1, 3, 4) and "--help" not in argv:
+    if as_json and outcome.out and outcome.code in (0, 1, 3, 4):
         try:
             json.loads(outcome.out)
         except ValueError:
