@@ -103,7 +103,7 @@ COMMANDS: dict[str, Grammar] = {
         ("tokenize", "-m", TARGET, "--file", "-")),
         {"--csv": NONE, "--no-bos": NONE, "--json": NONE, "-q": NONE, "--ids-to-text": NONE}),
     "verify": Grammar(1, (
-        ("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "1", "-c", "512"),),
+        ("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),),
         {**SMALL, "-np": _one("1", "2", "0", "x"), "--long-tokens": INT}),
     "bench": Grammar(2, (
         ("bench", "-m", TARGET, "-md", DRAFT, "--draft-max", "1", "-n", "1", "--prompts", "1",
