@@ -3,9 +3,10 @@
     python benchmarks/fuzz_commands.py [--minutes 60] [--seed 0] [--shares 5,2,2]
 
 One process, in memory where /dev/shm is. Minutes are shared between commands, requests and readers;
-the result goes to `benchmarks/results/DATE-fuzz-commands.json`. Fails if a case raised, worked longer than 10 s, took more than
-200 MB, wrote outside its folder or more than 200 MB, changed a source, connected anywhere, loaded a
-pickle, or sent a control character to a terminal. Case and conditions: `tests/fuzz`.
+the result goes to `benchmarks/results/DATE-fuzz-commands.json`. Fails if a case raised, worked for
+more than 10 s, took more than 200 MB, wrote outside its folder or more than 200 MB, changed a
+source, connected anywhere, loaded a pickle, or sent a control character to a terminal. Cases and
+conditions: `tests/fuzz`.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def run_readers(base: Path, seconds: float, seed: int) -> dict[str, Any]:
     row: dict[str, Any] = {"cases": 0, "by_reader": {}, "broken": {}}
     surfaces = readers.surfaces(base)
     for surface in surfaces:
-        end, corpus, turn = time.monotonic() + seconds / len(surfaces), readers.saved(surface.name), 0
-        ran = 0
+        end, corpus = time.monotonic() + seconds / len(surfaces), readers.saved(surface.name)
+        ran = turn = 0
         while time.monotonic() < end:
             verdict = readers.fuzz(surface, 400, seed + turn, cover=False,
                                    corpus=corpus if turn % 8 == 0 else corpus[:20])  # fmt: skip
@@ -93,7 +94,8 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"), "cases": sum(row["cases"] for row in rows.values()),
         "failures": failures, "seconds": round(time.perf_counter() - start, 1), "seed": asked.seed,
         "limits": {"cpu_seconds": watching.SECONDS, "growth_mb": watching.GROWTH >> 20},
-        "versions": {"g4spec": __version__, "commit": commit(), "python": platform.python_version()},
+        "versions": {"g4spec": __version__, "commit": commit(),
+                     "python": platform.python_version()},
         "machine": {"cpu": platform.machine(), "cores_used": 1}, "surfaces": rows,
     }  # fmt: skip
     out = ROOT / "benchmarks" / "results" / f"{result['date']}-fuzz-commands.json"

@@ -78,9 +78,11 @@ def read(path: Path) -> dict[str, Any]:
             raise InputError(f"{path}: rows[{number}]", expected="an object", found=f"{row!r:.80}")
         _check(row, _ROW, f"{path}: rows[{number}]")
         speeds = [row["tokens_per_second"], *row["spread"]]
-        if len(speeds) != 3 or not all(isinstance(s, _NUMBER) and 0 <= s < LARGEST for s in speeds):
-            raise InputError(f"{path}: rows[{number}]", expected="tokens_per_second and two "
-                             "numbers of spread, none below 0", found=f"{speeds!r:.80}")  # fmt: skip
+        if len(speeds) != 3 or not all(
+            isinstance(s, _NUMBER) and 0 <= s < LARGEST for s in speeds
+        ):
+            wanted = "tokens_per_second and two numbers of spread, none below 0"
+            raise InputError(f"{path}: rows[{number}]", expected=wanted, found=f"{speeds!r:.80}")
         if not 0 <= row["acceptance"] <= 1:
             raise InputError(f"{path}: rows[{number}]: acceptance", expected="0 to 1")
     _check_origin(data, str(path))

@@ -1,4 +1,4 @@
-"""What a file may choose and kernels do not take: it runs as torch, or is refused by name, and never
+"""What a file may choose and kernels do not take: it runs as torch, or is refused by name; it never
 ends in an assertion or an access out of bounds (H1). The decisions; kernels are tested on GPUs."""
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def test_rows_that_no_block_of_threads_holds() -> None:
 def test_any_context_has_few_chunks(n_ctx: int, n_kv: int, window: int | None) -> None:
     """A context beyond 262144 with one head of keys was an AssertionError."""
     for head_dim in (64, 512):
-        cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window,
-                                     positions=pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64)  # fmt: skip
+        held = pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64
+        cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window, positions=held)
         chunks = attention.Chunks.of(cache)
         assert chunks.most(cache.positions, cache.positions) <= attention._CHUNKS
         assert not chunks.growing or chunks.shift <= attention.LARGEST_SHIFT

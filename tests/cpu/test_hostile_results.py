@@ -144,8 +144,8 @@ HEADERS: dict[str, Any] = {
 def test_an_entry_with_a_right_checksum_and_a_wrong_header(name: str, kernels: Path) -> None:
     entry, header = kernels / "sm_80" / "key.cubin", HEADERS[name]
     if isinstance(header, dict) and name not in ("nothing", "no resources"):
-        header = {"arch": "sm_80", "symbol": "f", "log": "",
-                  "resources": {"registers": 1, "spill": 0, "stack": 0, "shared": 0}} | header  # fmt: skip
+        sizes = {"registers": 1, "spill": 0, "stack": 0, "shared": 0}
+        header = {"arch": "sm_80", "symbol": "f", "log": "", "resources": sizes} | header
     text = json.dumps(header).encode()
     body = len(text).to_bytes(8, "little") + text + CUBIN.code
     entry.write_bytes(disk_cache.MAGIC + hashlib.sha256(body).digest() + body)

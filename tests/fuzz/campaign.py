@@ -167,9 +167,13 @@ class Requests:
 
 
 def fuzz(
-    surface: Commands | Requests, seconds: float, cases: int, seed: int, corpus: list[tuple[int, ...]],
+    surface: Commands | Requests,
+    seconds: float,
+    cases: int,
+    seed: int,
+    corpus: list[tuple[int, ...]],
     tell: Callable[[Count, int], None] | None = None,
-) -> Count:  # fmt: skip
+) -> Count:
     """Run cases until there were so many or the time is over; new lines make a case a parent."""
     rng, count, lines = random.Random(seed), Count(), Lines()
     pool, end, told = list(corpus), time.monotonic() + seconds, time.monotonic()

@@ -32,7 +32,8 @@ from typing import Any
 SHIM = "G4SPEC_FAULTS"
 WRITE, FSYNC, RENAME, OPEN, CHMOD = range(5)
 CALLS = {"write": WRITE, "fsync": FSYNC, "rename": RENAME, "open": OPEN, "chmod": CHMOD}
-ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.EPERM]
+ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG,
+          errno.EPERM]  # fmt: skip
 CODES = {0, 3, 4}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -117,11 +118,11 @@ class Fault:
 class Bench:
     """Runs cases in a folder, and knows what each command makes when nothing goes wrong."""
 
-    def __init__(self, base: Path, shim: Path | None) -> None:
+    def __init__(self, base: Path, shim: Path | None, only: str | None = None) -> None:
         self.base, self.out = base, base / "out"
         self._shim = ctypes.CDLL(str(shim)) if shim else None
         (base / "made").mkdir()
-        self.writers = writers(base / "made")
+        self.writers = [w for w in writers(base / "made") if only in (None, w.name)]
         self._sources = {p: p.read_bytes() for p in (base / "made").rglob("*") if p.is_file()}
         self.expected: dict[str, dict[str, bytes]] = {}
         self.calls: dict[str, Counter[str]] = {}
@@ -180,8 +181,8 @@ class Bench:
             if fault.limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (fault.limit, fault.limit))
             if self._shim:
-                self._shim.faults_arm(os.fsencode(f"{self.out}/"), fault.call,
-                                      ctypes.c_long(fault.at), fault.error, int(fault.always))  # fmt: skip
+                below, at = os.fsencode(f"{self.out}/"), ctypes.c_long(fault.at)
+                self._shim.faults_arm(below, fault.call, at, fault.error, int(fault.always))
             _main([a.replace("{out}", str(self.out)) for a in writer.argv])
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
@@ -332,15 +333,17 @@ def disks(bench: Bench) -> Iterator[tuple[str, list[str]]]:
             yield f"{writer.name} on a disk of {options}", wrong
 
 
-def run(cases: int, seed: int, base: Path, shim: Path | None, with_disks: bool) -> dict[str, Any]:
+def run(
+    cases: int, seed: int, base: Path, shim: Path | None, with_disks: bool, only: str | None
+) -> dict[str, Any]:
     """Run cases and disks; counts by kind, and what was wrong."""
-    bench, kinds, names = Bench(base, shim), Counter[str](), Counter[str]()
+    bench, kinds, names = Bench(base, shim, only), Counter[str](), Counter[str]()
     broken: dict[str, list[str]] = {}
     for writer, fault, older in plan(bench, cases, random.Random(seed)):
         kinds[fault.kind] += 1
         names[writer.name] += 1
         if sum(kinds.values()) % 50 == 0:
-            print(f"{sum(kinds.values())} cases, broken: {list(broken)}", file=sys.stderr, flush=True)
+            print(f"{sum(kinds.values())} cases, {list(broken)}", file=sys.stderr, flush=True)
         for what in bench.case(writer, fault, older):
             broken.setdefault(re.sub(r"\d{2,}", "N", what)[:150], []).append(
                 f"{what} <- {writer.name}: {fault}, {older=}")  # fmt: skip
@@ -366,8 +369,8 @@ def again_with_shim() -> Path | None:
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(source),
                     "-ldl"], check=True)  # fmt: skip
     try:
-        done = subprocess.run([sys.executable, *sys.argv], check=False,
-                              env={**os.environ, "LD_PRELOAD": str(library), SHIM: str(library)})  # fmt: skip
+        env = {**os.environ, "LD_PRELOAD": str(library), SHIM: str(library)}
+        done = subprocess.run([sys.executable, *sys.argv], check=False, env=env)
     finally:
         shutil.rmtree(folder)
     sys.exit(done.returncode)
@@ -377,11 +380,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="faults to this command alone")
     parser.add_argument("--disks", action="store_true", help="mount full and read-only ones")
     asked, shim = parser.parse_args(), again_with_shim()
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        found = run(asked.cases, asked.seed, Path(folder), shim, asked.disks)
+        found = run(asked.cases, asked.seed, Path(folder), shim, asked.disks, asked.only)
     print(json.dumps(found, indent=1))
     return 1 if found["broken"] else 0
 

@@ -121,7 +121,8 @@ def change_gguf(file: fixtures.File, rng: random.Random) -> None:
                 entry.type = rng.choice([0, 1, 2, 8, 12, 14, 24, 26, 27, 28, 30, 41, 42, 45, 99])
             elif kind == 3 and entry.data:
                 at = rng.randrange(len(entry.data))
-                odd = rng.choice([b"\xff" * 8, b"\0" * 8, bytes(rng.randrange(256) for _ in range(4))])
+                some = bytes(rng.randrange(256) for _ in range(4))
+                odd = rng.choice([b"\xff" * 8, b"\0" * 8, some])
                 entry.data = (entry.data[:at] + odd + entry.data[at + 8 :])[: len(entry.data)]
             else:
                 del tensors[name]

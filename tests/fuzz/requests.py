@@ -19,54 +19,170 @@ from tests.tiny_tokenizer import TEMPLATE
 
 Rng = random.Random
 SCHEMAS: list[Any] = [
-    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, {}, True,
-    {"type": "string", "pattern": "(a+)+$"}, {"$ref": "#"}, {"enum": []}, {"type": "x"},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {},
+    True,
+    {"type": "string", "pattern": "(a+)+$"},
+    {"$ref": "#"},
+    {"enum": []},
+    {"type": "x"},
     {"type": "array", "items": {"$ref": "#/$defs/x"}, "$defs": {"x": {"type": "null"}}},
-    {"type": "string", "minLength": 1 << 40}, {"anyOf": [{"const": "\x1b"}] * 40},
-    {"patternProperties": {"(": {}}}, {"$ref": "file:///etc/passwd"}, {"$ref": "http://x/y"},
+    {"type": "string", "minLength": 1 << 40},
+    {"anyOf": [{"const": "\x1b"}] * 40},
+    {"patternProperties": {"(": {}}},
+    {"$ref": "file:///etc/passwd"},
+    {"$ref": "http://x/y"},
 ]
-GRAMMARS = ['root ::= "a" | "b"', "root ::= root", 'root ::= [a-z]{1,99999}', "", "x", "root ::= (",
-            'root ::= "\\x1b]0;x"', 'start: "a"', "root ::= " + "(" * 300, 'root ::= ("a"*)*']  # fmt: skip
-TEXTS = ["", "a", "in the a", "<|turn>user\n", "\x1b]0;t\x07", "é😀" * 30, "\x00", "a" * 4000, "\u202e",
-         "<|tool_call>call:f{}<tool_call|>", "{{ x }}"]  # fmt: skip
+GRAMMARS = [
+    'root ::= "a" | "b"',
+    "root ::= root",
+    "root ::= [a-z]{1,99999}",
+    "",
+    "x",
+    "root ::= (",
+    'root ::= "\\x1b]0;x"',
+    'start: "a"',
+    "root ::= " + "(" * 300,
+    'root ::= ("a"*)*',
+]
+TEXTS = [
+    "",
+    "a",
+    "in the a",
+    "<|turn>user\n",
+    "\x1b]0;t\x07",
+    "é😀" * 30,
+    "\x00",
+    "a" * 4000,
+    "\u202e",
+    "<|tool_call>call:f{}<tool_call|>",
+    "{{ x }}",
+]
 FIELDS: dict[str, list[Any]] = {
-    "temperature": [0, 1, 0.5, 100, -1, 1e308, "x"], "top_p": [0, 1, 0.5, 2], "top_k": [0, 1, -1, 1 << 40],
-    "min_p": [0, 1, 0.1, -1], "seed": [0, 7, -1, 1 << 63, 1 << 64, 1.5], "stop": ["a", ["a", ""], [], [""] * 9, "\ud7ff"],
-    "max_tokens": [1, 2, 3, 0, -1, 1 << 40, None], "n": [1, 2, 3, 0, 1 << 30], "stream": [True, False, 1],
-    "stream_options": [{"include_usage": True}, {}, {"x": 1}], "logit_bias": [{"5": 1}, {"x": 1}, {"-1": 1}, {"99999": 3}],
-    "presence_penalty": [0, 2, -3], "frequency_penalty": [0, -2, 9], "repetition_penalty": [1, 0, 1e9],
-    "ignore_eos": [True, 1], "draft_max": [0, 2, "auto", 99], "model": ["tiny", "x", ""], "grammar": GRAMMARS,
-    "logprobs": [True, False, 0, 3, 21], "top_logprobs": [0, 5, 20, 99], "echo": [True], "best_of": [1, 2],
-    "suffix": ["", "x"], "user": TEXTS, "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
-    "reasoning_effort": ["none", "low", "x"], "chat_template_kwargs": [{"enable_thinking": True}, {"x": 1}],
-    "n_predict": [0, 1, 2, -1, 1 << 40], "n_probs": [0, 1, 99], "json_schema": SCHEMAS, "repeat_penalty": [1.1, 0],
-    "repeat_last_n": [-1, 0, 1 << 40], "return_tokens": [True], "timings_per_token": [True], "cache_prompt": [False],
-    "response_format": [{"type": "text"}, {"type": "json_object"},
-                        *({"type": "json_schema", "json_schema": {"name": "s", "schema": s}} for s in SCHEMAS)],
-    "tools": [[{"type": "function", "function": {"name": n, "parameters": s}}] for n in ("f", "", "\x1b") for s in SCHEMAS],
-    "prompt": [*TEXTS, [1, 2], [TEXTS[1], TEXTS[2]], [[2, 3], [4]], [-1], [1 << 70], ["a", 3], [], [[]], None],
-    "content": TEXTS, "tokens": [[2, 3], [-1], [1 << 70], ["x"], []], "add_special": [True], "with_pieces": [True],
-    "mirostat": [0, 2], "samplers": [[]], "id_slot": [-1, 5],
-}  # fmt: skip
+    "temperature": [0, 1, 0.5, 100, -1, 1e308, "x"],
+    "top_p": [0, 1, 0.5, 2],
+    "top_k": [0, 1, -1, 1 << 40],
+    "min_p": [0, 1, 0.1, -1],
+    "seed": [0, 7, -1, 1 << 63, 1 << 64, 1.5],
+    "stop": ["a", ["a", ""], [], [""] * 9, "\ud7ff"],
+    "max_tokens": [1, 2, 3, 0, -1, 1 << 40, None],
+    "n": [1, 2, 3, 0, 1 << 30],
+    "stream": [True, False, 1],
+    "stream_options": [{"include_usage": True}, {}, {"x": 1}],
+    "logit_bias": [{"5": 1}, {"x": 1}, {"-1": 1}, {"99999": 3}],
+    "presence_penalty": [0, 2, -3],
+    "frequency_penalty": [0, -2, 9],
+    "repetition_penalty": [1, 0, 1e9],
+    "ignore_eos": [True, 1],
+    "draft_max": [0, 2, "auto", 99],
+    "model": ["tiny", "x", ""],
+    "grammar": GRAMMARS,
+    "logprobs": [True, False, 0, 3, 21],
+    "top_logprobs": [0, 5, 20, 99],
+    "echo": [True],
+    "best_of": [1, 2],
+    "suffix": ["", "x"],
+    "user": TEXTS,
+    "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
+    "reasoning_effort": ["none", "low", "x"],
+    "chat_template_kwargs": [{"enable_thinking": True}, {"x": 1}],
+    "n_predict": [0, 1, 2, -1, 1 << 40],
+    "n_probs": [0, 1, 99],
+    "json_schema": SCHEMAS,
+    "repeat_penalty": [1.1, 0],
+    "repeat_last_n": [-1, 0, 1 << 40],
+    "return_tokens": [True],
+    "timings_per_token": [True],
+    "cache_prompt": [False],
+    "response_format": [
+        {"type": "text"},
+        {"type": "json_object"},
+        *({"type": "json_schema", "json_schema": {"name": "s", "schema": s}} for s in SCHEMAS),
+    ],
+    "tools": [
+        [{"type": "function", "function": {"name": n, "parameters": s}}]
+        for n in ("f", "", "\x1b")
+        for s in SCHEMAS
+    ],
+    "prompt": [
+        *TEXTS,
+        [1, 2],
+        [TEXTS[1], TEXTS[2]],
+        [[2, 3], [4]],
+        [-1],
+        [1 << 70],
+        ["a", 3],
+        [],
+        [[]],
+        None,
+    ],
+    "content": TEXTS,
+    "tokens": [[2, 3], [-1], [1 << 70], ["x"], []],
+    "add_special": [True],
+    "with_pieces": [True],
+    "mirostat": [0, 2],
+    "samplers": [[]],
+    "id_slot": [-1, 5],
+}
 MESSAGES: list[Any] = [
-    [{"role": "user", "content": "a"}], [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}],
-    [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
-    [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}}]},
-     {"role": "tool", "tool_call_id": "1", "content": "{}"}], [],
-]  # fmt: skip
+    [{"role": "user", "content": "a"}],
+    [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}],
+    [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+            ],
+        }
+    ],
+    [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "{}"},
+    ],
+    [],
+]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": MESSAGES[0], "max_tokens": 2},
     "/v1/completions": {"prompt": "in the", "max_tokens": 2},
     "/completion": {"prompt": "in the", "n_predict": 2},
-    "/tokenize": {"content": "in the a"}, "/detokenize": {"tokens": [2, 3, 300]},
+    "/tokenize": {"content": "in the a"},
+    "/detokenize": {"tokens": [2, 3, 300]},
     "/apply-template": {"messages": MESSAGES[0]},
-}  # fmt: skip
-GETS = ["/v1/models", "/v1/models/tiny", "/v1/models/%1b%5d", "/health", "/metrics", "/props", "/slots",
-        "/slots?fail_on_no_slot=1", "/", "/nothing", "/v1/../etc/passwd", "//", "/docs", "/completion"]  # fmt: skip
-HEADERS = [(b"content-type", b"text/plain"), (b"content-length", b"-1"), (b"content-length", b"x"),
-           (b"authorization", b"Bearer \xff"), (b"origin", b"http://x\r\ny: z"), (b"host", b"evil"),
-           (b"transfer-encoding", b"chunked"), (b"x-request-id", b"\x1b]0;x\x07" * 40), (b"accept", b"\xff")]  # fmt: skip
+}
+GETS = [
+    "/v1/models",
+    "/v1/models/tiny",
+    "/v1/models/%1b%5d",
+    "/health",
+    "/metrics",
+    "/props",
+    "/slots",
+    "/slots?fail_on_no_slot=1",
+    "/",
+    "/nothing",
+    "/v1/../etc/passwd",
+    "//",
+    "/docs",
+    "/completion",
+]
+HEADERS = [
+    (b"content-type", b"text/plain"),
+    (b"content-length", b"-1"),
+    (b"content-length", b"x"),
+    (b"authorization", b"Bearer \xff"),
+    (b"origin", b"http://x\r\ny: z"),
+    (b"host", b"evil"),
+    (b"transfer-encoding", b"chunked"),
+    (b"x-request-id", b"\x1b]0;x\x07" * 40),
+    (b"accept", b"\xff"),
+]
 
 
 class Sent:
@@ -151,10 +267,21 @@ class Serving:
 
     async def _ask(self, sent: Sent, answer: list[dict[str, Any]]) -> None:
         path, _, query = sent.path.partition("?")
-        scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http",
-                 "method": sent.method, "path": path, "raw_path": path.encode(), "root_path": "",
-                 "query_string": query.encode(), "headers": list(sent.headers), "state": {},
-                 "client": ("127.0.0.1", 9), "server": ("127.0.0.1", 8080)}  # fmt: skip
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": sent.method,
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": query.encode(),
+            "headers": list(sent.headers),
+            "state": {},
+            "client": ("127.0.0.1", 9),
+            "server": ("127.0.0.1", 8080),
+        }
         waiting = [{"type": "http.request", "body": sent.sent, "more_body": False}]
 
         async def receive() -> dict[str, Any]:

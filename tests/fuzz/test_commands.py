@@ -1,4 +1,4 @@
-"""A seeded part of `benchmarks/fuzz_commands.py`: every command and endpoint, some hundred cases."""
+"""A seeded part of `benchmarks/fuzz_commands.py`: every command and endpoint."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ class Sentry:
             real = os.path.join(os.path.realpath(os.path.dirname(text) or "."),
                                 os.path.basename(text))  # fmt: skip
             there = event == "os.mkdir" and os.path.isdir(real)  # asked for all the same
-            fine = there or real.startswith(self.allowed) or real in ("/dev/null", "/dev/full", "/dev/tty")
+            device = real in ("/dev/null", "/dev/full", "/dev/tty")
+            fine = there or device or real.startswith(self.allowed)
             if not fine and seen is not None:
                 seen.append(f"{event} outside: {real}")
         except (ValueError, OSError):  # a name that cannot be

@@ -86,7 +86,8 @@ class CudaOps(Ops):
             return table[ids] * scale
         if table.columns % 4:  # quantized rows are wider blocks
             self.without_kernel.add(f"rows of {table.columns} values")
-            return table.table[ids].float() * scale
+            found: torch.Tensor = table.table[ids]
+            return found.float() * scale
         data, name = table.table, table.type
         if not name:
             name = "bf16" if data.dtype is torch.bfloat16 else "f16"

@@ -175,7 +175,7 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
 
 
 MOST_ROWS = 1 << 19
-"""Of a packed matrix, twice Gemma's tokens: products count groups of 128, of up to four matrices."""
+"""Of a packed matrix, twice Gemma's tokens: products count groups of 128, of four matrices."""
 
 
 def unpackable(name: str, columns: int, rows: int, portable: bool) -> str:
