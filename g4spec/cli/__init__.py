@@ -9,6 +9,7 @@ Nothing here, and nothing at the top of a command's file, may import torch or nu
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import signal
 import sys
@@ -94,6 +95,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _asked_to_end)
+    sys.unraisablehook = _unraisable
     code = 130
     try:
         with suppress(KeyboardInterrupt):  # before a command began, or after it
@@ -107,6 +109,15 @@ def _end_at_once() -> None:
     """Let the next signal end the process, in silence."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+
+
+def _unraisable(what: sys.UnraisableHookArgs) -> None:
+    """End in silence where a signal met code that can raise nothing (`__del__`, callbacks); two
+    signals at once are one. Anything else is told as ever."""
+    if isinstance(what.exc_value, (KeyboardInterrupt, SystemExit)):
+        os.kill(os.getpid(), signal.SIGINT)
+    elif "ignored due to race condition" not in str(what.exc_value):
+        sys.__unraisablehook__(what)
 
 
 def _asked_to_end(number: int, frame: object) -> NoReturn:

@@ -183,6 +183,39 @@ def test_a_second_signal_ends_the_run_without_a_word(first: int, second: int) ->
     assert (run.returncode, said) == (-second, "")
 
 
+AT_ONCE = """
+import os, signal
+from g4spec import cli
+class Met:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(9):
+            pass
+def slow(argv):
+    if HOW == "twice":
+        both = {signal.SIGINT, signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for number in both:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+    else:
+        Met()
+    while True:
+        pass
+cli.run = slow
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("how", ["twice", "in a destructor"])
+def test_signals_that_meet_are_quiet(how: str) -> None:
+    """Python tells of a signal that it lost, and of what a destructor raised."""
+    code = AT_ONCE.replace("HOW", repr(how))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False,
+                          timeout=60)  # fmt: skip
+    assert done.returncode in (130, 143, -signal.SIGINT) and done.stderr == b"", done
+
+
 STARTING = """
 import os, signal, sys
 class Ctrl:
