@@ -92,7 +92,7 @@ def test_any_context_has_few_chunks(n_ctx: int, n_kv: int, window: int | None) -
     for head_dim in (64, 512):
         held = pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64
         cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window, positions=held)
-        chunks = attention.Chunks.of(cache)
+        chunks = attention.Chunks.of(cache, cache.positions)
         assert chunks.most(cache.positions, cache.positions) <= attention._CHUNKS
         assert not chunks.growing or chunks.shift <= attention.LARGEST_SHIFT
 
@@ -104,7 +104,7 @@ def test_chunks_of_known_contexts_are_as_they_were() -> None:
             cache: Any = SimpleNamespace(head_dim=512, n_kv=n_kv, window=None, positions=n_ctx)
             first = max(attention.tile_keys(512), 32 * n_kv).bit_length() - 1
             many = attention.Chunks(first, True).most(n_ctx, n_ctx) > attention._CHUNKS
-            assert attention.Chunks.of(cache).shift == first + many
+            assert attention.Chunks.of(cache, cache.positions).shift == first + many
 
 
 @pytest.mark.parametrize("change,taken", [
