@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from g4spec import cli
-from g4spec.errors import InputError
+from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench_compare, prompts
 from g4spec.measure.run_record import without_folders
 from g4spec.runtime.cuda.build import disk_cache
@@ -69,6 +69,22 @@ def test_questions_that_are_nested(tmp_path: Path) -> None:
     (tmp_path / "q.jsonl").write_text("[" * 100_000)
     with pytest.raises(InputError, match="line 1"):
         prompts.mt_bench(tmp_path / "q.jsonl")
+
+
+def test_long_prompts_have_an_end() -> None:
+    """A tokenizer that makes no tokens, or a length that no context has, took for ever."""
+
+    class Silent:
+        def encode(self, text: str, bos: bool = True) -> list[int]:
+            return []
+
+    text = prompts.long_text(Silent(), 100, 0)  # type: ignore[arg-type]
+    assert len(text) < prompts.LONGEST_TOKEN * 100 + 10_000
+    assert prompts.room(None, 4096, 64, 1024) == 1024 and prompts.room(100, 4096, 64, 1024) == 100
+    assert prompts.room(None, 512, 64, 1024) == 448
+    for asked in (449, 1 << 62):
+        with pytest.raises(UsageError, match="--long-tokens: expected at most 448"):
+            prompts.room(asked, 512, 64, 1024)
 
 
 def test_a_configuration_that_is_no_file(tmp_path: Path) -> None:
