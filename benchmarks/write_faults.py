@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     asked, start = parser.parse_args(), time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "tests/fuzz/faults.py", "--cases", str(asked.cases), "--seed",
+        [sys.executable, "-m", "tests.fuzz.faults", "--cases", str(asked.cases), "--seed",
          str(asked.seed), "--disks"],
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip

@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SHIM = "G4SPEC_FAULTS"
+from tests.fuzz.shim import again_with_shim
+
 WRITE, FSYNC, RENAME, OPEN, CHMOD = range(5)
 CALLS = {"write": WRITE, "fsync": FSYNC, "rename": RENAME, "open": OPEN, "chmod": CHMOD}
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG,
@@ -122,6 +123,8 @@ class Bench:
 
     def __init__(self, base: Path, shim: Path | None, only: str | None = None) -> None:
         self.base, self.out = base, base / "out"
+        for number in (signal.SIGINT, signal.SIGTERM):  # a fork begins as a process does
+            signal.signal(number, signal.SIG_DFL)
         self._shim = ctypes.CDLL(str(shim)) if shim else None
         (base / "made").mkdir()
         self.writers = [w for w in writers(base / "made") if only in (None, w.name)]
@@ -177,6 +180,8 @@ class Bench:
     def start(self, writer: Writer, fault: Fault) -> tuple[list[int], str]:
         """Exit codes of the runs of a case (negative: the signal that ended it), and what they
         said on stderr."""
+        for i in range(fault.together):
+            (self.base / f"stderr.{i}").write_text("")  # a run may be killed before it can
         pids = [self._fork(writer, fault, i) for i in range(fault.together)]
         began = time.perf_counter()
         for seconds, number in fault.signals:
@@ -373,26 +378,6 @@ def run(
             "disks": len(tried), "broken": {k: v[:3] for k, v in broken.items()}}  # fmt: skip
 
 
-def again_with_shim() -> Path | None:
-    """Start this program again with faults.c loaded; its path, or None without a C compiler."""
-    if SHIM in os.environ:
-        return Path(os.environ[SHIM])
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        return None
-    folder = tempfile.mkdtemp()
-    library = Path(folder) / "faults.so"
-    source = Path(__file__).with_name("faults.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(source),
-                    "-ldl"], check=True)  # fmt: skip
-    try:
-        env = {**os.environ, "LD_PRELOAD": str(library), SHIM: str(library)}
-        done = subprocess.run([sys.executable, *sys.argv], check=False, env=env)
-    finally:
-        shutil.rmtree(folder)
-    sys.exit(done.returncode)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=100)
@@ -408,5 +393,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     sys.exit(main())

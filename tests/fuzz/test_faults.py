@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def faults(*options: str, **env: str) -> tuple[int, dict[str, object]]:
     done = subprocess.run(
-        [sys.executable, "tests/fuzz/faults.py", *options], cwd=ROOT, capture_output=True,
+        [sys.executable, "-m", "tests.fuzz.faults", *options], cwd=ROOT, capture_output=True,
         text=True, check=False, env={**os.environ, **env},
     )  # fmt: skip
     assert done.stdout, done.stderr[-3000:]
@@ -44,5 +44,5 @@ def test_a_writer_that_is_not_atomic_is_seen(tmp_path: Path) -> None:
         "sys.meta_path.insert(0, Late())\n"
     )
     options = ("--cases", "12", "--seed", "6", "--only", "recipe")
-    code, found = faults(*options, PYTHONPATH=str(tmp_path))
+    code, found = faults(*options, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert code == 1 and any("half there" in what for what in found["broken"]), found  # type: ignore[attr-defined]
