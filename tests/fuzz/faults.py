@@ -217,7 +217,8 @@ class Bench:
             if fault.kind == "none" and self._shim:
                 counts = {n: self._shim.faults_count(c) for n, c in CALLS.items()}
                 (self.base / "counts").write_text(json.dumps(counts))
-            sys.stderr.flush()
+            with contextlib.suppress(OSError, ValueError):  # the limit is of this file, too
+                sys.stderr.flush()
             os._exit(code)
 
     def _redirect(self, number: int) -> None:
