@@ -105,6 +105,23 @@ class BodyLimit:
             await response(scope, receive, send)
 
 
+class Panics:
+    """Turns a panic of a library written in Rust, which is no Exception, into an error that is
+    answered with 500: it would end the connection without an answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        try:
+            await self._app(scope, receive, send)
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":
+                raise RuntimeError(f"a library panicked: {error}") from error
+            raise
+
+
 class Log:
     """Writes a line for each request, as JSON and without any text of it."""
 

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from g4spec.errors import G4Error
 from g4spec.server import chat, completions, fields, llamacpp
-from g4spec.server.access import BodyLimit, Keys, Log, refusal
+from g4spec.server.access import BodyLimit, Keys, Log, Panics, refusal
 from g4spec.server.refusals import Refused
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.streams import Events, EventStream, Gone, event, unless_gone
@@ -54,7 +54,7 @@ def app(
     if origins:
         middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins),
                                      allow_methods=["*"], allow_headers=["*"]))  # fmt: skip
-    middleware.append(Middleware(Keys, keys=keys))
+    middleware += [Middleware(Keys, keys=keys), Middleware(Panics)]
     handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
                                 Gone: _gone, 500: _unexpected}  # fmt: skip
     made = Starlette(routes=_routes(Endpoints(service)), middleware=middleware, lifespan=lifespan,

@@ -252,6 +252,41 @@ def test_a_signal_during_imports_is_quiet(module: str) -> None:
     assert done.returncode in (-signal.SIGINT, 130) and (done.stdout, done.stderr) == (b"", b"")
 
 
+# ---- panics in the server (M1)
+
+
+def test_a_panic_of_a_library_is_answered() -> None:
+    """It is a BaseException, and the client's connection just ended."""
+    import asyncio
+    import logging
+
+    import httpx
+
+    from g4spec.server.app import app
+
+    class PanicException(BaseException):
+        pass
+
+    class Service:
+        draining = False
+
+        @property
+        def moving(self) -> bool:
+            raise PanicException("range end index 32 out of range")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app(Service()), raise_app_exceptions=False)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get("/health")
+
+    logging.disable(logging.CRITICAL)
+    try:
+        answer = asyncio.run(ask())
+    finally:
+        logging.disable(logging.NOTSET)
+    assert answer.status_code == 500 and "panic" not in answer.text
+
+
 # ---- the lock file (L10)
 
 
