@@ -9,18 +9,16 @@ Nothing here, and nothing at the top of a command's file, may import torch or nu
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from g4spec import __version__
-from g4spec.cli import render
+from g4spec.cli import _signals, render
 from g4spec.cli._problems import CLICK_ERROR, as_error
 from g4spec.errors import G4Error
 
@@ -93,37 +91,7 @@ def main() -> None:
         # A terminal that cannot show a character must not end a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _asked_to_end)
-    sys.unraisablehook = _unraisable
     code = 130
-    try:
-        with suppress(KeyboardInterrupt):  # before a command began, or after it
-            code = run(sys.argv[1:])
-    finally:
-        _end_at_once()  # nothing is left to clear away
+    with _signals.handled(), suppress(KeyboardInterrupt):  # before a command began, or after it
+        code = run(sys.argv[1:])
     sys.exit(code)
-
-
-def _end_at_once() -> None:
-    """Let the next signal end the process, in silence."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """End in silence where a signal met code that can raise nothing (`__del__`, callbacks); two
-    signals at once are one. Anything else is told as ever."""
-    if isinstance(what.exc_value, (KeyboardInterrupt, SystemExit)):
-        os.kill(os.getpid(), signal.SIGINT)
-    elif "ignored due to race condition" not in str(what.exc_value):
-        sys.__unraisablehook__(what)
-
-
-def _asked_to_end(number: int, frame: object) -> NoReturn:
-    """Unwind, so that half-written files are removed. Asked again, end at once and in silence:
-    what is left then, the next run removes."""
-    _end_at_once()
-    if number == signal.SIGTERM:
-        sys.exit(128 + number)
-    raise KeyboardInterrupt
