@@ -43,6 +43,7 @@ def _unraisable(what: sys.UnraisableHookArgs) -> None:
     """End in silence where a signal met code that can raise nothing (`__del__`, callbacks); two
     signals at once are one. Anything else is told as ever."""
     if isinstance(what.exc_value, (KeyboardInterrupt, SystemExit)):
-        os.kill(os.getpid(), signal.SIGINT)
+        asked = isinstance(what.exc_value, KeyboardInterrupt)
+        os.kill(os.getpid(), signal.SIGINT if asked else signal.SIGTERM)
     elif "ignored due to race condition" not in str(what.exc_value):
         sys.__unraisablehook__(what)

@@ -80,7 +80,7 @@ class LayerSpec:
             token visits, and their width; 0: none. `split_experts`: their gate and up rows lie in
             two tensors, as in older files, not in one.
 
-    Raises InputError where heads do not divide as attention and rotation need it.
+    Raises InputError where nothing could rotate such heads or choose such experts.
     """
 
     index: int
@@ -105,9 +105,6 @@ class LayerSpec:
         if self.head_dim < 2 or self.head_dim % 2:
             raise InputError(f"{where}: size of a head", expected="an even number",
                              found=self.head_dim)  # fmt: skip
-        if self.n_kv < 1 or self.n_head < 1 or self.n_head % self.n_kv:
-            raise InputError(f"{where}: heads of queries", expected="a multiple of those of keys, "
-                             f"{self.n_kv}", found=self.n_head)  # fmt: skip
         if not 0 < base < math.inf or not 0 <= self.rope_partial <= 1:
             raise InputError(f"{where}: rotation", expected="a base above 0, a share of 0 to 1",
                              found=f"base {base}, share {self.rope_partial}")  # fmt: skip
@@ -119,6 +116,15 @@ class LayerSpec:
     def rotary_pairs(self) -> int:
         """Pairs of a head that rotate, the first ones."""
         return int(self.rope_partial * self.head_dim / 2)
+
+
+def check_heads(layers: Iterable[LayerSpec]) -> None:
+    """Raise InputError unless the query heads of each layer divide among those of its keys."""
+    for spec in layers:
+        if spec.n_kv < 1 or spec.n_head < 1 or spec.n_head % spec.n_kv:
+            raise InputError(f"layer {spec.index}: heads of queries",
+                             expected=f"a multiple of those of keys, {spec.n_kv}",
+                             found=spec.n_head)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from g4spec.core import Backend, CacheShape, Draft
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models.fields import MAX_SIZE
+from g4spec.models.spec import check_heads
 from g4spec.runtime import loading
 from g4spec.runtime.target import Target
 
@@ -57,6 +58,7 @@ class DraftFile:
                              found=f"architecture {arch!r}",
                              fix="convert it with `g4spec convert`")  # fmt: skip
         self.config: Any = self.kind.parse_gguf(file.kv, file.shapes())
+        check_heads(self.config.layers)
         caches, window = self.kind.caches, self.window
         if window is not None and caches(self.config, window) == caches(self.config, None):
             raise UsageError("--draft-window does nothing with this draft: it has no cache of all "

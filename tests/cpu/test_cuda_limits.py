@@ -27,9 +27,8 @@ from tests.gpu.batches import rows_of, spread
 # ---- heads
 
 BAD_HEADS: list[dict[str, Any]] = [
-    {"n_head": 3, "n_kv": 2}, {"n_head": 1, "n_kv": 2}, {"n_kv": 0}, {"head_dim": 15},
-    {"head_dim": 0}, {"rope_base": 0.0}, {"rope_base": -1.0}, {"rope_base": math.nan},
-    {"rope_base": math.inf}, {"rope_partial": 1.5}, {"n_expert": 2, "n_expert_used": 3},
+    {"head_dim": 15}, {"head_dim": 0}, {"rope_base": 0.0}, {"rope_base": -1.0},
+    {"rope_base": math.nan}, {"rope_base": math.inf}, {"rope_partial": 1.5}, {"n_expert": 2, "n_expert_used": 3},
 ]  # fmt: skip
 
 

@@ -19,12 +19,13 @@ import pytest
 from packaging.requirements import Requirement
 
 from g4spec import cli
+from g4spec.convert import cached
 from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench_compare, prompts
 from g4spec.measure.run_record import without_folders
 from g4spec.runtime.cuda.build import disk_cache
 from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
-from tests import bench_result
+from tests import bench_result, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 HUGE = 10**400
@@ -85,6 +86,12 @@ def test_long_prompts_have_an_end() -> None:
     for asked in (449, 1 << 62):
         with pytest.raises(UsageError, match="--long-tokens: expected at most 448"):
             prompts.room(asked, 512, 64, 1024)
+
+
+def test_machines_that_nobody_has() -> None:
+    """A recipe for 2^31 nodes filled the memory; int() of 5000 digits is a ValueError."""
+    for more in (["--nodes", "2147483648"], ["--assume", "9" * 5000 + "x h200"]):
+        assert cli.run(["recipe", "vllm", "-m", "31b", "--assume", "h200", *more]) == 2
 
 
 def test_a_configuration_that_is_no_file(tmp_path: Path) -> None:
@@ -166,6 +173,22 @@ def test_an_entry_with_a_right_checksum_and_a_wrong_header(name: str, kernels: P
     body = len(text).to_bytes(8, "little") + text + CUBIN.code
     entry.write_bytes(disk_cache.MAGIC + hashlib.sha256(body).digest() + body)
     assert disk_cache.load("key", "sm_80") is None
+
+
+def test_what_killed_runs_left_in_a_cache_is_cleared(kernels: Path, tmp_path: Path) -> None:
+    """An entry that is whole is not written again, and what stood beside it stayed for ever."""
+    left = kernels / "sm_80" / ".key.cubin.0123abcd.tmp"
+    left.touch()
+    assert disk_cache.load("key", "sm_80") == CUBIN and not left.exists()
+    target = tiny.target(tmp_path / "t", layers=3, period=3)
+    draft = tiny.zlab_dflash(tmp_path / "z", target)
+    entry, _ = cached(draft, target, tmp_path / "drafts")
+    names = (entry.name, f"{entry.name}.sha256")
+    both = [entry.with_name(f".{name}.0123abcd.tmp") for name in names]
+    for path in both:
+        path.touch()
+    assert cached(draft, target, tmp_path / "drafts")[0] == entry
+    assert not any(path.exists() for path in both)
 
 
 # ---- Ctrl-C, twice (L8)

@@ -235,7 +235,7 @@ class Bench:
         if older:
             self.older(writer)
         codes, said = self.start(writer, fault)
-        ended = {-fault_signal for _, fault_signal in fault.signals} | {130, 143}
+        ended = {-number for _, number in fault.signals} | {130, 143}
         for code in codes:
             if code not in CODES | (ended if fault.signals else set()):
                 yield f"exit code {code}"

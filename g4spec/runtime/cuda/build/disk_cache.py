@@ -17,7 +17,7 @@ from pathlib import Path
 
 from g4spec.errors import G4Error, InputError
 from g4spec.gguf import regular
-from g4spec.gguf.replacing import replacing
+from g4spec.gguf.replacing import clear, replacing
 from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
 
 MAGIC = b"g4spec-cubin-1\n"
@@ -81,6 +81,7 @@ def _make_private(folder: Path) -> None:
 def load(key: str, arch: str) -> Cubin | None:
     """The entry of this key; None where there is none, it is damaged, or others may write it."""
     path = _path(key, arch)
+    clear(path)  # what a run that was killed left
     try:
         if not all(_ours(each) for each in (folder(), path.parent, path)):
             return None
