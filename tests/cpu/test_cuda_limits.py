@@ -28,7 +28,8 @@ from tests.gpu.batches import rows_of, spread
 
 BAD_HEADS: list[dict[str, Any]] = [
     {"head_dim": 15}, {"head_dim": 0}, {"rope_base": 0.0}, {"rope_base": -1.0},
-    {"rope_base": math.nan}, {"rope_base": math.inf}, {"rope_partial": 1.5}, {"n_expert": 2, "n_expert_used": 3},
+    {"rope_base": math.nan}, {"rope_base": math.inf}, {"rope_partial": 1.5},
+    {"n_expert": 2, "n_expert_used": 3},
 ]  # fmt: skip
 
 
