@@ -25,6 +25,7 @@ from g4spec.measure import chunks
 from g4spec.runtime.engine import Engine
 
 Progress = Callable[[int, int], None]
+Read = Callable[[Engine, list[int]], torch.Tensor]
 Values = NDArray[np.float64]
 PERCENTILES = (100.0, 99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1, 0.0)
 
@@ -81,11 +82,13 @@ class Quality:
 
 
 def measure(engine: Engine, parts: Sequence[list[int]], base: Engine | None = None,
-            progress: Progress = lambda done, total: None) -> Quality:  # fmt: skip
+            progress: Progress = lambda done, total: None, read: Read = chunks.read,
+            ) -> Quality:  # fmt: skip
     """Predict the second halves of the chunks of `chunks.cut`, all of one size.
 
     Args:
         base: another model of the same vocabulary, to compare with.
+        read: reads a chunk; for who compares several models with one base.
 
     Raises InputError if the vocabularies differ, or logits are not finite.
     """
@@ -94,17 +97,17 @@ def measure(engine: Engine, parts: Sequence[list[int]], base: Engine | None = No
                          expected=base.config.n_vocab, found=engine.config.n_vocab)  # fmt: skip
     rows = []
     for i, ids in enumerate(parts):
-        rows.append(_chunk(engine, base, ids))
+        rows.append(_chunk(engine, base, ids, read))
         progress(i + 1, len(parts))
     own, *beside = np.concatenate(rows, axis=1)
     against = None if base is None else _against(own, *beside)
     return Quality(len(parts), len(parts[0]), len(own), Figure.mean(own).exp(), against)
 
 
-def _chunk(engine: Engine, base: Engine | None, ids: list[int]) -> Values:
+def _chunk(engine: Engine, base: Engine | None, ids: list[int], read: Read) -> Values:
     """Of each predicted token: its negative log-probability; with a base also the base's, the
     divergence, and 1 where the likeliest token is the same; [1 or 4, n]."""
-    both = [_log_probs(e, ids) for e in (engine, base) if e is not None]
+    both = [_log_probs(e, ids, read) for e in (engine, base) if e is not None]
     found = []
     for at, *parts in zip(_starts(ids), *both, strict=True):
         wanted = torch.tensor(ids[at + 1 : at + 1 + len(parts[0])])[:, None]
@@ -121,9 +124,9 @@ def _starts(ids: list[int]) -> range:
     return range(len(ids) // 2, len(ids) - 1, MAX_STEP_ROWS)
 
 
-def _log_probs(engine: Engine, ids: list[int]) -> Iterator[torch.Tensor]:
+def _log_probs(engine: Engine, ids: list[int], read: Read) -> Iterator[torch.Tensor]:
     """Log-probabilities float64 [up to 16, V] after the rows of `_starts`, on the CPU."""
-    hidden = chunks.read(engine, ids)
+    hidden = read(engine, ids)
     for at in _starts(ids):
         last = min(at + MAX_STEP_ROWS, len(ids) - 1)
         logits = engine.target.logits(hidden[at:last])

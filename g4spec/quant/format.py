@@ -128,10 +128,34 @@ class Format:
         rows = x.shape[:-1]
         size = self.row_bytes(x.shape[-1])
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+        if not self.quantized and not (good := np.isfinite(flat)).all():
+            raise first_bad(flat, good)  # blocks refuse by themselves
         if weights is None or not self.weighted:
             return self.encode(flat).reshape(*rows, size)
         spread = np.ascontiguousarray(np.broadcast_to(weights, x.shape), np.float32)
         return self.encode(flat, spread.reshape(-1)).reshape(*rows, size)
+
+    def not_finite(self, raw: Bytes) -> Unrepresentable | None:
+        """The first value that is NaN or infinite in flat bytes of whole blocks, or None. Blocks
+        are judged by their factors."""
+        if self.integer or self.decode is None or not len(raw):
+            return None
+        if self.quantized:
+            assert self.factors is not None, self.name
+            blocks = raw.reshape(-1, self.block_bytes)
+            good = np.isfinite(self.factors.read(blocks)).all(axis=0)
+            at = int(np.argmin(good))
+            if good[at]:
+                return None
+            with np.errstate(all="ignore"):
+                x = self.decode(np.ascontiguousarray(blocks[at]))
+            bad = first_bad(x, np.isfinite(x))
+            return Unrepresentable(at * self.block + bad.index, bad.value)
+        ones = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}[self.name]  # all of the exponent
+        if int((raw.view(f"<u{self.block_bytes}") & ones).max()) < ones:
+            return None
+        x = self.decode(raw)
+        return first_bad(x, np.isfinite(x))
 
     def dequantize(self, raw: Bytes) -> Floats:
         """Bytes [..., row_bytes] -> float32 [..., n]."""

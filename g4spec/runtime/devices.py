@@ -13,7 +13,7 @@ from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.backend import TorchBackend
 
 CACHE_TYPES = ("f16", "q8_0")
-"""How keys and values may be stored on a GPU; on a CPU they are always F32."""
+"""How keys and values may be stored on a GPU; a CPU keeps F32, rounded as the type asked for."""
 
 EXTRA = "install g4spec[cuda]"
 
@@ -27,13 +27,13 @@ def select(
         device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it can be used.
             "cuda:portable" or "cuda:1:portable": with the kernels for GPUs before sm_80, which run
             on every other too.
-        cache_type: see `CACHE_TYPES`; None: F16 on a GPU.
+        cache_type: see `CACHE_TYPES`; None: F16 on a GPU, F32 on a CPU.
 
     Raises UsageError or EnvironmentProblem where the device cannot be used.
     """
     found = check(device, cache_type)
     if found is None:
-        return TorchBackend()
+        return TorchBackend(cache_type)
     from g4spec.runtime.cuda.backend import CudaBackend
 
     chosen: Any = cache_type or "f16"
@@ -48,8 +48,6 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
     if device == "auto":
         device = "cpu" if _missing() else "cuda"
     if device == "cpu":
-        if cache_type is not None:
-            raise UsageError("--cache-type is for GPUs", fix="leave it out, or use --device cuda")
         return None
     index, portable = _gpu(device)
     if (missing := _missing()) is not None:
