@@ -42,7 +42,7 @@ class InputSums(Ops):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, *, parts: bool = False) -> torch.Tensor:
         name = self._names.get(weight.untyped_storage().data_ptr())
         if name is not None:
-            expert, rest = divmod(weight.storage_offset(), self._size[name])
+            expert, rest = divmod(int(weight.storage_offset()), self._size[name])
             if not rest:  # gate and up in one matrix have the same input: counted with the gate
                 self._add(name, expert, x)
         return super().linear(x, weight, parts=parts)

@@ -143,7 +143,7 @@ class Format:
         if self.quantized:
             assert self.factors is not None, self.name
             blocks = raw.reshape(-1, self.block_bytes)
-            good = np.isfinite(self.factors.read(blocks)).all(axis=0)
+            good: NDArray[np.bool_] = np.isfinite(self.factors.read(blocks)).min(axis=0)
             at = int(np.argmin(good))
             if good[at]:
                 return None
