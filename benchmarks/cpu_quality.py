@@ -1,12 +1,12 @@
 """What each weight type and cache type costs the trained family: `docs/quality.md`.
 
-    python benchmarks/cpu_quality.py [--tool LLAMA_BUILD/bin/llama-quantize] [--chunks 12]
+    python benchmarks/cpu_quality.py [--tool LLAMA_BUILD/bin/llama-quantize] [--page]
 
 Every type is written with and without an importance matrix and compared with the F32 file on
 held-out texts of the family's corpus, as `g4spec perplexity --against` does; the imatrix is
 collected on other held-out texts. With --tool llama-quantize's file of the same type is measured
-beside it, by our runtime, with the same imatrix. The result is kept as dated JSON, the page is
-written anew. Exit code 1 if a mean divergence is larger than of llama-quantize's file by more than
+beside it, by our runtime, with the same imatrix. The result is kept as dated JSON; --page writes
+the page anew. Exit code 1 if a mean divergence is larger than of llama-quantize's file by more than
 two standard errors of the larger one.
 """
 
@@ -171,8 +171,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", type=Path)
     parser.add_argument("--types", nargs="*", choices=policy.names())
-    parser.add_argument("--chunks", type=int, default=12)
-    parser.add_argument("--calibration", type=int, default=24, help="chunks of the imatrix")
+    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--calibration", type=int, default=16, help="chunks of the imatrix")
+    parser.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name}")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -184,7 +185,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{result['date']}-cpu-quality.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if not args.types:
+    if args.page:
         PAGE.write_text(page(result), encoding="utf-8")
     print(f"wrote {path}")
     bad = [f"{name}, {kind}" for name, found in result["types"].items()
