@@ -4,8 +4,8 @@
 
 Every type is written with and without an importance matrix and compared with the F32 file on
 held-out texts of the family's corpus, as `g4spec perplexity --against` does; the imatrix is
-collected on other held-out texts. With --tool llama-quantize's file of the same type is measured
-beside it, by our runtime, with the same imatrix. The result is kept as dated JSON; --page writes
+collected on other held-out texts. With --tool llama-quantize's file of the same type and the same
+imatrix is measured beside it, by our runtime (`quantize.py` compares the rest). The result is kept as dated JSON; --page writes
 the page anew. Exit code 1 if a mean divergence is larger than of llama-quantize's file by more than
 two standard errors of the larger one.
 """
@@ -33,9 +33,8 @@ from g4spec.runtime.engine import Engine  # noqa: E402
 
 TARGET = ROOT.parent / "examples" / "tiny" / "target"
 PAGE = ROOT.parent / "docs" / "quality.md"
-THEIRS = {"q5_k": "Q5_K_S", "q3_k": "Q3_K_S"}
-SAME_FILE = {"q3_k", "q5_k"}
-"""Types that their mix of that name does not differ from."""
+ALONE = ("q3_k", "q4_k", "q5_k")
+"""Types that are asked for as mixes: alone they are no others, or llama-quantize has them not."""
 READ = 3000
 """Characters of each held-out file."""
 
@@ -76,7 +75,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         parts = chunks.cut(engine.tokenizer, calibration, most=args.calibration)
         imatrix.save(weighted, importance.collect(engine, parts, "held-out texts"))
     weights = imatrix.read(weighted)
-    names = [n for n in policy.names() if n not in SAME_FILE | {"f32"}]
+    names = [n for n in policy.names() if n not in (*ALONE, "f32")]
     for name in args.types or names:
         row = found[name] = {}
         for kind in ("plain", "imatrix"):
@@ -86,9 +85,8 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             size = quantize(plain, ours, name,
                             importance=weights if kind == "imatrix" else None).nbytes  # fmt: skip
             row[kind] = {"bytes": size, **meter.measure(ours)}
-            if args.tool and policy.asked(name).base.quantized and name != "q4_k":
-                with_it = ["--imatrix", weighted] if kind == "imatrix" else []
-                line = [args.tool, *with_it, plain, theirs, THEIRS.get(name, name.upper()), "1"]
+            if args.tool and kind == "imatrix" and name not in ALONE:
+                line = [args.tool, "--imatrix", weighted, plain, theirs, name.upper(), "1"]
                 subprocess.run(list(map(str, line)), check=True, capture_output=True)
                 row[kind]["llama_cpp"] = {"bytes": theirs.stat().st_size, **meter.measure(theirs)}
             print(name, kind, told(row[kind]), flush=True)
@@ -171,7 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", type=Path)
     parser.add_argument("--types", nargs="*", choices=policy.names())
-    parser.add_argument("--chunks", type=int, default=8)
+    parser.add_argument("--chunks", type=int, default=6)
     parser.add_argument("--calibration", type=int, default=16, help="chunks of the imatrix")
     parser.add_argument("--page", action="store_true", help=f"write docs/{PAGE.name}")
     parser.add_argument("--out", type=Path, default=ROOT / "results")
