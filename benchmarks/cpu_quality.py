@@ -5,9 +5,9 @@
 Every type is written with and without an importance matrix and compared with the F32 file on
 held-out texts of the family's corpus, as `g4spec perplexity --against` does; the imatrix is
 collected on other held-out texts. With --tool llama-quantize's file of the same type and the same
-imatrix is measured beside it, by our runtime (`quantize.py` compares the rest). The result is kept as dated JSON; --page writes
-the page anew. Exit code 1 if a mean divergence is larger than of llama-quantize's file by more than
-two standard errors of the larger one.
+imatrix is measured beside it, by our runtime (`quantize.py` compares the rest). The result is kept
+as dated JSON; --page writes the page anew. Exit code 1 if a mean divergence is larger than that of
+llama-quantize's file by more than two standard errors of the larger one.
 """
 
 import argparse
