@@ -130,11 +130,11 @@ class _Search:
         self.layout, self.x = layout, _columns(x, layout)
         x = self.x
         self.top, self.most = F(layout.top), F(layout.most)
-        if weights is None:
-            self.weights = np.abs(x)
-            self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(layout.size))
-        else:
-            self.weights = _columns(weights, layout)
+        self.weights = np.abs(x)
+        self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(layout.size))
+        if weights is not None:  # see `Format.weighted`
+            np.sqrt(self.weights, out=self.weights)
+            self.weights *= _columns(weights, layout)
         self.weight = np.maximum(np.einsum("ij->j", self.weights), TINY)
         self.y, self.code, self.part = (np.empty_like(x) for _ in range(3))
 

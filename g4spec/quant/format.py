@@ -72,6 +72,9 @@ class Format:
             puts it, or None if llama.cpp has no number for that.
         encode: float32 [n] (n a multiple of `block`) -> uint8, or None: cannot be written.
         weighted: `encode` takes weights of the squared errors [n], above 0, as a second argument.
+            What is minimised are these times the root of rms + |x|. By the weights alone large
+            values would be cut off too readily, which costs Q2_K and Q3_K more divergence than
+            the weights gain; by rms + |x|, as in ggml, the weighted error is larger than need be.
         decode: uint8 -> float32, or None: cannot be read.
         stored: numpy type of plain numbers, None for blocks.
         bound: values [n] -> largest error of each that quantizing explains, or None if unknown.

@@ -84,12 +84,12 @@ class Search:
     def __init__(self, x: Floats, codes: Codes, weights: Floats | None = None) -> None:
         self.codes, self.x = codes, columns(x, codes)
         x = self.x
-        if weights is None:
-            self.weights = np.abs(x)
-            if codes.rms:
-                self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(codes.size))
-        else:
-            self.weights = columns(weights, codes)
+        self.weights = np.abs(x)
+        if codes.rms or weights is not None:
+            self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(codes.size))
+        if weights is not None:  # see `Format.weighted`
+            np.sqrt(self.weights, out=self.weights)
+            self.weights *= columns(weights, codes)
         self.code, self.part = np.empty_like(x), np.empty_like(x)
 
     def sums(self, inverse: Floats) -> tuple[Floats, Floats]:
