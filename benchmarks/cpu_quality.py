@@ -28,7 +28,7 @@ from g4spec.convert import convert, quantize  # noqa: E402
 from g4spec.gguf import imatrix  # noqa: E402
 from g4spec.measure import chunks, importance, perplexity, run_record  # noqa: E402
 from g4spec.quant import policy  # noqa: E402
-from g4spec.runtime.devices import CACHE_TYPES  # noqa: E402
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS  # noqa: E402
 from g4spec.runtime.engine import Engine  # noqa: E402
 
 TARGET = ROOT.parent / "examples" / "tiny" / "target"
@@ -90,7 +90,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 subprocess.run(list(map(str, line)), check=True, capture_output=True)
                 row[kind]["llama_cpp"] = {"bytes": theirs.stat().st_size, **meter.measure(theirs)}
             print(name, kind, told(row[kind]), flush=True)
-    caches = {kind: meter.measure(plain, cache_type=kind) for kind in CACHE_TYPES}
+    caches = {kind: meter.measure(plain, cache_type=kind) for kind in KINDS}
     return {"types": found, "caches": caches, "f32_bytes": plain.stat().st_size,
             "chunks": len(meter.parts)}  # fmt: skip
 

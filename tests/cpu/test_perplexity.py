@@ -20,7 +20,7 @@ from g4spec.gguf import imatrix
 from g4spec.measure import chunks, importance, perplexity
 from g4spec.ops.kv import Space
 from g4spec.runtime.backend import TorchBackend
-from g4spec.runtime.devices import CACHE_TYPES
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.engine import Engine
 from tests import tiny
 
@@ -149,7 +149,7 @@ def test_experts_are_counted_by_themselves(tmp_path: Path) -> None:
         assert router.counts.tolist() == [64]
 
 
-@pytest.mark.parametrize("kind", CACHE_TYPES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_type_rounds_keys_and_values_on_a_cpu(kind: str) -> None:
     rows = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(1))
     kv = TorchBackend(kind).cache(CacheShape(2, 64, None), Space.single(32), 16)
