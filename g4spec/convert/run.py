@@ -290,7 +290,7 @@ def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str
     named = _file_type(plan, asked)
     kv = {key: file.value(key) for key in file if named or key != "general.file_type"} | named
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
-    kv |= imatrix.keys(importance) if importance else {}
+    kv |= imatrix.keys(importance) if importance and weights else {}
     with ExitStack() as stack:
         pool = stack.enter_context(workers())
         stored = {name: rewriting.stored(file, name) for name in file.tensors}
@@ -316,6 +316,8 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
         raise InputError(f"{importance.name}: nothing about any matrix of {file.path.name}",
                          expected=without[0], found=next(iter(importance.entries)),
                          fix="use an imatrix of this model")  # fmt: skip
+    if not without and not out:
+        notes.append(f"{importance.name} changes nothing: no matrix gets a type that uses weights")
     if without:
         notes.append(f"{importance.name} has nothing about {', '.join(without[:4])}"
                      f"{f' and {len(without) - 4} more' if len(without) > 4 else ''}: quantized "

@@ -50,6 +50,6 @@ def read(engine: Engine, ids: list[int]) -> torch.Tensor:
     step, found = engine.target.chunk, []
     for at in range(0, len(ids), step):
         rows = engine.backend.read(engine.target, one.slot, ids[at : at + step], at)
-        found.append(rows.hidden.clone())
+        found.append(rows.hidden.clone())  # the next chunk may take the same memory
     engine.pool.leave(one)
     return torch.cat(found)

@@ -206,6 +206,10 @@ def test_an_imatrix_of_another_model_is_refused(source: Path, tmp_path: Path) ->
     notes = quantize(source, tmp_path / "x.gguf", "q4_0", dry_run=True,
                      importance=Imatrix(part, 1, 512, [], "part.gguf")).notes  # fmt: skip
     assert "part.gguf has nothing about blk.0.attn_q.weight" in notes[0]
+    result = quantize(source, tmp_path / "x.gguf", "q8_0", importance=found)
+    assert "made.gguf changes nothing" in result.notes[0]
+    with GGUF(tmp_path / "x.gguf") as g:
+        assert "quantize.imatrix.file" not in g
 
 
 def test_on_the_command_line(source: Path, tmp_path: Path) -> None:
