@@ -109,17 +109,23 @@ def worse(row: dict[str, Any]) -> bool:
     return bool(mine["value"] - its["value"] > 2 * max(mine["error"], its["error"]))
 
 
-def line(name: str, row: dict[str, Any], size: int, with_size: bool = True) -> str:
+def figures(row: dict[str, Any]) -> list[str]:
     a = row["against"]
+    return [f"{a['ratio']['value']:.4f} ± {a['ratio']['error']:.4f}",
+            f"{a['divergence']['value']:.5f} ± {a['divergence']['error']:.5f}",
+            f"{a['divergences']['99']:.4f}", f"{a['divergences']['99.9']:.4f}",
+            f"{100 * a['same_top']['value']:.2f} ± {100 * a['same_top']['error']:.2f}",
+            ]  # fmt: skip
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def type_row(name: str, row: dict[str, Any], size: int) -> list[str]:
     theirs = row.get("llama_cpp")
     its = f"{theirs['against']['divergence']['value']:.5f}" if theirs else ""
-    cells = [name, f"{row['bytes'] / size:.3f}" if with_size else "",
-             f"{a['ratio']['value']:.4f} ± {a['ratio']['error']:.4f}",
-             f"{a['divergence']['value']:.5f} ± {a['divergence']['error']:.5f}", its,
-             f"{a['divergences']['99']:.4f}", f"{a['divergences']['99.9']:.4f}",
-             f"{100 * a['same_top']['value']:.2f} ± {100 * a['same_top']['error']:.2f}",
-             ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return [name, f"{row['bytes'] / size:.3f}", *figures(row), its]
 
 
 def page(result: dict[str, Any]) -> str:
@@ -129,14 +135,14 @@ def page(result: dict[str, Any]) -> str:
     rows = []
     for name in names:
         found = result["types"][name]
-        rows.append(line(name.upper(), found["plain"], size))
+        rows.append(type_row(name.upper(), found["plain"], size))
         if "imatrix" in found:
-            rows.append(line(f"{name.upper()}, imatrix", found["imatrix"], size))
-    head = ("| type | size of F32's | perplexity over F32's | mean KL divergence | the same of "
-            "llama-quantize's file | 99 % below | 99.9 % below | same likeliest token, % |\n"
-            "|---|---|---|---|---|---|---|---|")  # fmt: skip
+            rows.append(type_row(f"{name.upper()}, imatrix", found["imatrix"], size))
+    shown = ["perplexity over F32's", "mean KL divergence", "99 % below", "99.9 % below",
+             "same likeliest token, %"]  # fmt: skip
+    head = ["type", "size of F32's", *shown, "mean KL of llama-quantize's file"]
     first = result["types"][names[0]]["plain"]
-    caches = [line(k.upper(), v, size, False) for k, v in result["caches"].items()]
+    caches = [[kind.upper(), *figures(row)] for kind, row in result["caches"].items()]
     return "\n".join([
         "# What a type costs", "",
         "Written by `benchmarks/cpu_quality.py`, "
@@ -157,10 +163,10 @@ def page(result: dict[str, Any]) -> str:
         "imatrix is of other held-out files. It is a model of 7 million weights, whose rows are "
         "short and which falls back to larger types in a quarter of its matrices: read the order "
         "of the types here, and measure your own model. Its weights are BF16, so BF16 is exact.",
-        "", head, *rows, "",
+        "", *table(head, rows), "",
         "## Cache types", "",
         "Keys and values rounded as the type stores them, weights in F32.", "",
-        head, *caches, "",
+        *table(["type", *shown], caches), "",
     ])  # fmt: skip
 
 
