@@ -161,7 +161,7 @@ def page(result: dict[str, Any]) -> str:
         f"files, {result['chunks']} chunks; F32 has perplexity "
         f"{first['against']['base']['value']:.4f} ± {first['against']['base']['error']:.4f}. The "
         "imatrix is of other held-out files. It is a model of 7 million weights, whose rows are "
-        "short and which falls back to larger types in a quarter of its matrices: read the order "
+        "short and which falls back to larger types in one of seven matrices: read the order "
         "of the types here, and measure your own model. Its weights are BF16, so BF16 is exact.",
         "", *table(head, rows), "",
         "## Cache types", "",
