@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from g4spec.errors import G4Error
-from g4spec.server import chat, completions, fields, llamacpp
+from g4spec.server import chat, completions, fields, llamacpp, message_fields, messages
 from g4spec.server.access import BodyLimit, Keys, Log, refusal
 from g4spec.server.refusals import Refused
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.streams import Events, EventStream, Gone, event, unless_gone
+from g4spec.server.streams import PING, Events, EventStream, Gone, event, unless_gone
 
 log = logging.getLogger("g4spec.server")
 
@@ -66,7 +66,7 @@ def app(
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, Refused)
     request.app.state.service.metrics.refuse(refused.status)
-    return refusal(refused)
+    return refusal(refused, request.scope)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -88,7 +88,8 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("a mistake of ours", exc_info=error)
-    return refusal(Refused(500, "an error inside the server, which its log describes"))
+    refused = Refused(500, "an error inside the server, which its log describes")
+    return refusal(refused, request.scope)
 
 
 class Endpoints:
@@ -126,6 +127,22 @@ class Endpoints:
             lambda g: llamacpp.answer(g, body), lambda g: llamacpp.chunks(g, body),
         )  # fmt: skip
 
+    async def messages(self, request: Request) -> Response:
+        """Answer POST /v1/messages, of Anthropic."""
+        messages.check_version(request)
+        body = fields.read(message_fields.MessagesRequest, await request.body())
+        return await self._run(
+            request, lambda: messages.job_of(self._service, body), bool(body.stream),
+            lambda g: messages.answer(g, body), lambda g: messages.chunks(g, body),
+            lambda refused: event(refused.anthropic(), "error"), messages.PING,
+        )  # fmt: skip
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer POST /v1/messages/count_tokens, of Anthropic."""
+        messages.check_version(request)
+        body = fields.read(message_fields.CountRequest, await request.body())
+        return JSONResponse(await messages.count(self._service, body))
+
     async def _run(
         self,
         request: Request,
@@ -133,13 +150,15 @@ class Endpoints:
         stream: bool,
         answer: Callable[[Generation], Awaitable[dict[str, Any]]],
         chunks: Callable[[Generation], Events],
+        failed: Callable[[Refused], str] = lambda refused: event(refused.json()),
+        ping: str = PING,
     ) -> Response:
         """Generate what a request asks for, whole or in pieces."""
         service = self._service
         if stream:
             generation = await service.submit(await job_of())
             return EventStream(generation, self._noted(request, generation, chunks(generation)),
-                               lambda refused: event(refused.json()), service.settings)  # fmt: skip
+                               failed, service.settings, ping=ping)  # fmt: skip
 
         async def whole() -> dict[str, Any]:
             generation = await service.submit(await job_of())
@@ -225,7 +244,8 @@ def _routes(at: Endpoints) -> list[Route]:
         "/v1/chat/completions": at.chat, "/chat/completions": at.chat,
         "/v1/completions": at.completions, "/completion": at.completion,
         "/completions": at.completion, "/tokenize": at.tokenize, "/detokenize": at.detokenize,
-        "/apply-template": at.apply_template,
+        "/apply-template": at.apply_template, "/v1/messages": at.messages,
+        "/v1/messages/count_tokens": at.count_tokens,
     }  # fmt: skip
     gets = {
         "/v1/models": at.models, "/models": at.models, "/v1/models/{id:path}": at.model,
