@@ -131,6 +131,9 @@ class OpenAI(Sampling, Hints):
     grammar: Text | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 # ---- chat completions
 
 
@@ -235,7 +238,7 @@ class ChatRequest(OpenAI):
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions | None = None
     thinking_budget_tokens: int | None = Field(None, ge=0)
     continue_final_message: bool | None = None
