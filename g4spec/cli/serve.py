@@ -34,7 +34,7 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Serve the model to OpenAI's, Anthropic's and llama.cpp's clients; a draft makes it faster
-    and never changes an answer. The first SIGTERM or Ctrl-C lets requests end, a second one stops."""
+    and never changes an answer. The first SIGTERM or Ctrl-C lets requests end, a second stops."""
     _serving.require_packages()
     from g4spec.ops.sampling import Sampler
     from g4spec.server import run

@@ -208,14 +208,15 @@ def _parts(texts: Sequence[str]) -> list[Json]:
 
 
 def _messages(messages: Sequence[MessageParam]) -> list[Json]:
-    """Convert messages; neighbours of one role are one turn."""
+    """Convert messages; neighbours of one role are one turn, in which results come first."""
     out: list[Json] = []
     for i, message in enumerate(messages):
         for j, value in enumerate(message.content):
             where = f"messages[{i}].content[{j}]"
             block = fields.variant(BLOCKS[message.role], value, where)
             if isinstance(block, ToolResultBlock):
-                out.append(_result(block, out, where))
+                at = len(out) - (bool(out) and out[-1]["role"] == "user")
+                out.insert(at, _result(block, out[:at], where))
                 continue
             if not out or out[-1]["role"] != message.role:
                 out.append({"role": message.role, "content": []})
@@ -239,20 +240,15 @@ def _add(message: Json, block: Body) -> None:
         message.setdefault("tool_calls", []).append(call)
 
 
-def _result(block: ToolResultBlock, out: Sequence[Json], where: str) -> Json:
+def _result(block: ToolResultBlock, before: Sequence[Json], where: str) -> Json:
     """Convert a result to a message of its own."""
-    if block.tool_use_id not in _calls(out):
-        raise Refused(400, f"{where}: a tool_result has to begin the turn behind the tool_use it "
-                      f"answers, and {block.tool_use_id!r} is not there", param=where)  # fmt: skip
+    last = next((m for m in reversed(before) if m["role"] != "tool"), {})
+    if all(call["id"] != block.tool_use_id for call in last.get("tool_calls", [])):
+        raise Refused(400, f"{where}: there is no tool_use {block.tool_use_id!r} in the turn "
+                      "before", param=where)  # fmt: skip
     text = "\n".join(_texts(block.content or [], f"{where}.content"))
     return {"role": "tool", "tool_call_id": block.tool_use_id,
             "content": f"Error: {text}" if block.is_error else text}  # fmt: skip
-
-
-def _calls(out: Sequence[Json]) -> set[str]:
-    """Return the ids of the calls that a result may answer behind these messages."""
-    last = next((m for m in reversed(out) if m["role"] != "tool"), {})
-    return {call["id"] for call in last.get("tool_calls", [])}
 
 
 def _tool(tool: Any, where: str) -> Json:

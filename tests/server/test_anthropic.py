@@ -39,8 +39,8 @@ CALLED: Any = [
     {"role": "user", "content": [
         {"type": "tool_result", "tool_use_id": "t1", "content": [
             {"type": "text", "text": "sunny"}, {"type": "text", "text": "and warm"}]},
-        {"type": "tool_result", "tool_use_id": "t2", "content": "broken", "is_error": True},
-        {"type": "text", "text": "Well?"}]},
+        {"type": "text", "text": "Well?"},
+        {"type": "tool_result", "tool_use_id": "t2", "content": "broken", "is_error": True}]},
 ]  # fmt: skip
 
 
@@ -70,15 +70,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
                 "thinking": {"type": "disabled"}, "service_tier": "auto",
                 "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
     "stop": {"temperature": 0, "stop_sequences": ["zzz", "e"]},
-    "any": {"tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 30,
+    "any": {"tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 24,
             "thinking": {"type": "enabled", "budget_tokens": 6}},
-    "one": {"tools": TOOLS, "max_tokens": 40, "temperature": 3.0, "top_k": 8,
-            "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+    "one": {"tools": TOOLS[1:], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
     "tool": {"tools": TOOLS, "max_tokens": 40, "tool_choice": {"type": "tool", "name": "weather"}},
     "cut": {"tools": TOOLS, "max_tokens": 12, "tool_choice": {"type": "tool", "name": "weather"}},
-    "auto": {"tools": TOOLS, "temperature": 1.2, "tool_choice": {"type": "auto"}},
+    "auto": {"tools": TOOLS, "tool_choice": {"type": "auto"}, "max_tokens": 8},
     "results": {"tools": TOOLS, "messages": CALLED, "tool_choice": {"type": "none"}},
-    "thinking": {"thinking": {"type": "adaptive"}},
+    "thinking": {"thinking": {"type": "adaptive"}, "max_tokens": 8},
     "schema": {"max_tokens": 60, "output_config": {"effort": "low", "format": {
         "type": "json_schema", "schema": WEATHER}}},
     "begun": {"messages": [*HELLO, {"role": "assistant", "content": "2 + 3"}], "temperature": 0},
@@ -237,10 +236,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no tool": ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "no tool 'x'"),
     "no name": ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     "stray": ({"messages": [{"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "x"}]}]}, "'x' is not there"),
-    "late": ({"messages": [*CALLED[:2], {"role": "user", "content": [
-        {"type": "text", "text": "x"}, {"type": "tool_result", "tool_use_id": "t1"}]}]},
-        "has to begin the turn"),
+        {"type": "tool_result", "tool_use_id": "x"}]}]}, "no tool_use 'x' in the turn before"),
+    "late": ({"messages": [*CALLED, {"role": "assistant", "content": "x"}, {
+        "role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]},
+        "no tool_use 't1' in the turn before"),
     "budget": ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "budget_tokens: only with"),
     "begun": ({"messages": [{"role": "assistant", "content": "x"}]}, "can be continued only"),
     "max": ({"max_tokens": 0}, "max_tokens: .*greater"),
