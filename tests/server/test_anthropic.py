@@ -181,10 +181,11 @@ def test_the_conversation_as_the_model_reads_it(busy: Served) -> None:
     prompt = busy.post("/apply-template", messages=turns)["prompt"]
     assert prompt == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nWhat is 2 + 3?<turn|>\n<|turn>model\n"
-        '<|tool_call>call:weather{days:2,unit:<|"|>C<|"|>}<tool_call|><|tool_call>call:clock{}'
-        '<tool_call|>I look.<|tool_response>response:weather{value:<|"|>sunny\nand warm<|"|>}'
-        '<tool_response|><|tool_response>response:clock{value:<|"|>Error: broken<|"|>}'
-        "<tool_response|><|turn>user\nWell?\nNow?<turn|>\n"
+        'I look.<|tool_call>call:weather{days:2,unit:<|"|>C<|"|>}<tool_call|>'
+        '<|tool_call>call:clock{}<tool_call|><|tool_response>response:weather{value:<|"|>sunny\n'
+        'and warm<|"|>}<tool_response|><|tool_response>response:clock{value:<|"|>Error: broken'
+        '<|"|>}<tool_response|>'
+        "<|turn>user\nWell?\nNow?<turn|>\n"
         "<|turn>model\n<|channel>thought\n<channel|>"
     )
     assert chat.thinks(request) is False

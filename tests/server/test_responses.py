@@ -180,7 +180,7 @@ def test_the_conversation_as_the_model_reads_it(client: openai.OpenAI, busy: Ser
     prompt = busy.post("/apply-template", messages=turns)["prompt"]
     assert prompt == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nWhat is 2 + 3?<turn|>\n<|turn>model\n"
-        "<|tool_call>call:weather{days:2}<tool_call|><|tool_call>call:clock{}<tool_call|>I look."
+        "I look.<|tool_call>call:weather{days:2}<tool_call|><|tool_call>call:clock{}<tool_call|>"
         '<|tool_response>response:weather{value:<|"|>sunny<|"|>}<tool_response|>'
         '<|tool_response>response:clock{value:<|"|>noon<|"|>}<tool_response|>'
         "<|turn>user\nWell?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"
