@@ -12,7 +12,18 @@ from pathlib import Path
 
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.family import Family
-from tests.fuzz.grammar import COMMANDS, FOLDERS, NONE, TEXTS, WHOLE, Rng, Value, anything
+from tests.fuzz.grammar import (
+    COMMANDS,
+    FOLDERS,
+    LATER,
+    NONE,
+    TEXTS,
+    WHOLE,
+    Grammar,
+    Rng,
+    Value,
+    anything,
+)
 from tests.fuzz.mutation import change_gguf, mutate_bytes, mutate_json
 
 
@@ -50,7 +61,10 @@ class Maker:
         first, *more = numbers
         self.rng = Rng(first)
         command = self.rng.choice(self._commands)
-        line = self.rng.choice(COMMANDS[command].lines)
+        grammar = COMMANDS[command]
+        if first % 12 == 0:
+            grammar = LATER[self.rng.choice(list(LATER))]
+        line = self.rng.choice(grammar.lines)
         case = Case(
             [each if isinstance(each, str) else each(self) for each in line],
             terminal=self.rng.random() < 0.5,
@@ -58,12 +72,12 @@ class Maker:
         )
         for number in more:
             self.rng = Rng(number)
-            self._change(case, command)
+            self._change(case, grammar)
         return case
 
-    def _change(self, case: Case, command: str) -> None:
+    def _change(self, case: Case, grammar: Grammar) -> None:
         if self.rng.random() < 0.3:
-            self._option(case, COMMANDS[command].options)
+            self._option(case, grammar.options)
         else:
             self._file(case)
 

@@ -388,3 +388,17 @@ COMMANDS: dict[str, Grammar] = {
         {"--help": NONE, "--json": NONE},
     ),
 }
+
+LATER: dict[str, Grammar] = {
+    "imatrix": Grammar(
+        1, (("imatrix", "p.txt", "-m", TARGET, "-o", OUT, "-c", "16", "--chunks", "1"),),
+        {"-c": INT, "--chunks": INT, "-o": OUT, "--json": NONE, "-q": NONE},
+    ),
+    "perplexity": Grammar(
+        1, (("perplexity", "p.txt", "-m", TARGET, "-c", "16", "--chunks", "1"),
+            ("perplexity", "p.txt", "-m", TARGET, "--against", TARGET, "-c", "16")),
+        {"-c": INT, "--chunks": INT, "--against": anything, "--cache-type": STR, "--json": NONE},
+    ),
+}  # fmt: skip
+"""Commands that came after the corpus: one first number in 12 is theirs, so that the others keep
+their meaning."""
