@@ -80,7 +80,8 @@ HARM = {
     "outside": "open('/tmp/g4spec-fuzz-outside', 'w').close()",
     "control character": "import sys; sys.stdout.write('\\x1b]0;x')",
     "exit code 7": "return 7",
-    "socket.connect": "import socket; socket.socket().connect_ex(('127.0.0.1', 9))",
+    "socket.connect": "import socket\n"
+    "    with socket.socket() as s: s.connect_ex(('127.0.0.1', 9))",
     "pickle.find_class": "import pickle, os; pickle.loads(pickle.dumps(os.getcwd))",
 }
 
