@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
 import time
 import uuid
@@ -12,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from g4spec.server.json_text import JSONAnswer, dumps
 from g4spec.server.refusals import Refused
 
 log = logging.getLogger("g4spec.server")
@@ -23,7 +22,7 @@ OPEN = ("/health", "/v1/health")
 """Paths that need no key."""
 
 
-def refusal(refused: Refused, scope: Scope) -> JSONResponse:
+def refusal(refused: Refused, scope: Scope) -> JSONAnswer:
     """Make the response to a refused request, in the form of the API that it speaks."""
     headers = {}
     if refused.retry_after is not None:
@@ -32,7 +31,7 @@ def refusal(refused: Refused, scope: Scope) -> JSONResponse:
         body = {**refused.anthropic(), "request_id": scope.get("state", {}).get("id")}
     else:
         body = refused.json()
-    return JSONResponse(body, refused.status, headers)
+    return JSONAnswer(body, refused.status, headers)
 
 
 class Keys:
@@ -173,4 +172,4 @@ class JsonLines(logging.Formatter):
         }  # fmt: skip
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return dumps(line, default=str)

@@ -310,6 +310,22 @@ def test_a_panic_of_a_library_is_answered() -> None:
     assert answer.status_code == 500 and "panic" not in answer.text
 
 
+def test_the_json_of_the_server_has_no_control_character() -> None:
+    """Events, answers and log lines held DEL and C1 as they were (H4)."""
+    import logging
+
+    from g4spec.server.access import JsonLines
+    from g4spec.server.json_text import JSONAnswer
+    from g4spec.server.streams import event
+
+    bad = {"text": "\x1b]0;t\x07\x7f\x9b31m\n\u00e9"}
+    record = logging.makeLogRecord({"msg": "m", "levelname": "INFO", "facts": bad})
+    for text in (event(bad)[6:].strip(), bytes(JSONAnswer(bad).body).decode(),
+                 JsonLines().format(record)):  # fmt: skip
+        assert not re.search("[\x00-\x1f\x7f-\x9f]", text) and "\u00e9" in text
+        assert json.loads(text)["text"] == bad["text"]
+
+
 # ---- the lock file (L10)
 
 

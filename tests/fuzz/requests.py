@@ -342,7 +342,7 @@ class Serving:
             for line in text.split("\n"):
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield from _no_json(line[6:])
-        if CONTROL.search(text.replace("\r\n", "\n")) and not kind.startswith(b"application/json"):
+        if CONTROL.search(text.replace("\r\n", "\n")):
             yield f"control character in {kind.decode()}"
 
 

@@ -130,8 +130,11 @@ def forget_peak() -> int:
 def limited(seconds: float, wall: float) -> Iterator[None]:
     """Raise Hang after so much CPU time of the process, or so much time."""
 
+    over = False
+
     def ring(number: int, frame: FrameType | None) -> None:
-        raise Hang(f"after {seconds} s of work" if number == signal.SIGPROF else f"{wall} s")
+        if not over:
+            raise Hang(f"after {seconds} s of work" if number == signal.SIGPROF else f"{wall} s")
 
     before = {n: signal.signal(n, ring) for n in (signal.SIGPROF, signal.SIGALRM)}
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -139,6 +142,7 @@ def limited(seconds: float, wall: float) -> Iterator[None]:
     try:
         yield
     finally:
+        over = True
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
