@@ -71,7 +71,8 @@ def writers(base: Path) -> list[Writer]:
     t, z = base / "t.gguf", base / "z.gguf"
     convert(target, t, type="bf16")
     convert(draft, z, target=t, type="bf16")
-    questions = base / "q.jsonl"
+    text, questions = base / "p.txt", base / "q.jsonl"
+    text.write_text("in the a b c d e f g h\n" * 8)
     questions.write_text(json.dumps({"question_id": 1, "turns": ["Say a."]}) + "\n")
     bench = ("bench", "-m", str(t), "--preset", "mt-bench", "--dataset", str(questions),
              "--draft-max", "0", "-n", "2", "--repeats", "1", "-c", "96")  # fmt: skip
@@ -84,6 +85,8 @@ def writers(base: Path) -> list[Writer]:
         Writer("conversion cache", ("generate", "-m", str(t), "-md", str(draft), "-p", "a",
                                     "-n", "1", "-c", "64")),
         Writer("kernel cache", ("store-a-kernel",)),
+        Writer("imatrix", ("imatrix", str(text), "-m", str(t), "-o", "{out}/i.gguf", "-c", "16",
+                           "--chunks", "1")),
     ]  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def faults(*options: str, **env: str) -> tuple[int, dict[str, object]]:
 def test_nothing_is_half_written() -> None:
     code, found = faults("--cases", "12", "--seed", "5")
     assert found["broken"] == {} and code == 0
-    assert len(found["by_command"]) == 7 and len(found["by_fault"]) > 4  # type: ignore[arg-type]
+    assert len(found["by_command"]) == 8 and len(found["by_fault"]) > 4  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork") or shutil.which("cc") is None, reason="needs fork, cc")
