@@ -29,16 +29,22 @@ def command(
         bool,
         typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file."),
     ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Fail on warnings too, and on rules that could not be asked for lack of "
+                     "a target."),
+    ] = False,
     list_rules: Annotated[bool, typer.Option("--list-rules", help="Show all rules.")] = False,
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:
     """Check a draft or target for everything that makes it fail, above all silently.
 
-    Exits 1 if there are errors. docs/rules.md explains each rule.
+    Exits 1 if there are errors, or rules that the file keeps from being asked. docs/rules.md
+    explains each rule.
     """
     from g4spec import validate
+    from g4spec.validate.needs import NO_TARGET
     from g4spec.validate.rule import Severity
 
     out = render.Output(json, quiet)
@@ -69,8 +75,11 @@ def command(
                 for t in worst]  # fmt: skip
         out.table("Largest errors against the source", columns, rows)
     out.result(report.json())
-    if not report.ok or (strict and report.count(Severity.WARNING)):
+    if not report.ok or report.unable:
         raise CheckFailed(report.summary())
+    if strict and (report.count(Severity.WARNING) or NO_TARGET in report.skipped.values()):
+        raise CheckFailed(report.summary(), fix="pass --target for the rules that need it"
+                          if NO_TARGET in report.skipped.values() else None)  # fmt: skip
 
 
 def _upstream(out: render.Output, path: Path) -> None:
