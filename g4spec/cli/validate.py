@@ -10,31 +10,36 @@ import typer
 from g4spec.cli import _inputs, render
 from g4spec.errors import CheckFailed, UsageError
 
+File = Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")]
+Target = Annotated[
+    Path | None,
+    typer.Option("--target", "-m", help="GGUF of the target that the draft is paired with."),
+]
+Against = Annotated[
+    Path | None,
+    typer.Option(help="Checkpoint folder it was converted from: compare every tensor and key."),
+]
+RuleIds = Annotated[list[str] | None, typer.Option(help="Ask only this rule; may be repeated.")]
+Upstream = Annotated[
+    bool, typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file.")
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Fail on warnings too, and on rules not asked for lack of a target."
+    ),
+]
+ListRules = Annotated[bool, typer.Option("--list-rules", help="Show all rules.")]
+
 
 def command(
-    path: Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")] = None,
-    target: Annotated[
-        Path | None,
-        typer.Option("--target", "-m", help="GGUF of the target that the draft is paired with."),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint folder it was converted from: compare every tensor."),
-    ] = None,
-    rule: Annotated[
-        list[str] | None,
-        typer.Option(help="Ask only this rule; may be repeated."),
-    ] = None,
-    upstream: Annotated[
-        bool,
-        typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file."),
-    ] = False,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Fail on warnings too, and on rules that could not be asked for lack of "
-                     "a target."),
-    ] = False,
-    list_rules: Annotated[bool, typer.Option("--list-rules", help="Show all rules.")] = False,
+    path: File = None,
+    target: Target = None,
+    against: Against = None,
+    rule: RuleIds = None,
+    upstream: Upstream = False,
+    strict: Strict = False,
+    list_rules: ListRules = False,
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:

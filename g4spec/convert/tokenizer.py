@@ -26,7 +26,7 @@ VISIBLE = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_r
            "<tool_response|>", '<|"|>'}  # fmt: skip
 """Control tokens that must appear in text, so that chat parsers can read them."""
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def from_gguf(gguf: GGUF) -> KV:
@@ -99,7 +99,7 @@ def _types(tokens: list[str], settings: Mapping[str, Any], n_base: int) -> list[
     def kind(number: int, text: str) -> int:
         if text in VISIBLE:
             return USER_DEFINED
-        if number < n_base and _BYTE.fullmatch(text):
+        if number < n_base and BYTE_TOKEN.fullmatch(text):
             return BYTE
         if text in special:
             return CONTROL

@@ -110,6 +110,17 @@ def expand(
     return "".join(parts)
 
 
+def syntax_error(template: str) -> str:
+    """What is wrong with the syntax of a template; empty if it compiles. Nothing is run."""
+    if len(template) > LONGEST_TEMPLATE:
+        return f"{len(template)} characters"
+    try:
+        _environment().parse(template)
+    except (jinja2.TemplateError, RecursionError) as error:
+        return str(error)[:80] or type(error).__name__
+    return ""
+
+
 def _failed(why: str) -> InputError:
     return InputError("the chat template failed", found=why[:500],
                       fix="give the whole prompt as text, with --no-chat")  # fmt: skip

@@ -143,15 +143,6 @@ def context(s: Subject) -> Findings:
                       "expect fewer accepted tokens beyond it")  # fmt: skip
 
 
-@rule("G4-LAY-001", WARNING, "the last layer attends to everything", on=TARGETS)
-def last_full(s: Subject) -> Findings:
-    """Every Gemma 4 ends with a full layer, whatever its configuration says; a pattern that ends
-    otherwise is cut, or belongs to another size."""
-    if s.config.layers[-1].window is not None:
-        yield Finding("gemma4.attention.sliding_window_pattern", "false at the end", "true",
-                      "take layer_types from the checkpoint, with the last one full")  # fmt: skip
-
-
 @rule("G4-LAY-002", WARNING, "the target caps its logits", on=TARGETS)
 def capped(s: Subject) -> Findings:
     """Gemma 4 caps at 30. Without it sampling above temperature 0 is sharper than trained."""
