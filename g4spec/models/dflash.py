@@ -156,6 +156,10 @@ def qwen_layer(f: Fields) -> LayerSpec:
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)
     rope = f.sub("rope_parameters")
+    rope.known("rope_type", "rope_theta", "partial_rotary_factor", "factor")
+    rope.require("factor", (None, 1, 1.0), None)
+    rope.require("partial_rotary_factor", (None, 1, 1.0), None)
+    f.require("partial_rotary_factor", (None, 1, 1.0), None)
     if rope.raw.get("rope_type", "default") != "default":
         raise Unsupported(f"{f.where}: rope_type {rope.raw['rope_type']!r} in a draft")
     theta = rope.get(float, "rope_theta", f.get(float, "rope_theta", 10000.0))

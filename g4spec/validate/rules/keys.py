@@ -66,7 +66,7 @@ KEYS = {
     ".expert_feed_forward_length": Want((T.U32,), INTS),
     ".attention.causal": Want((T.BOOL,)),
     ".attention.scale": Want((T.F32,)),
-    ".rope.freq_base": Want((T.F32,)),
+    ".rope.freq_base": Want((T.F32,), on=GEMMA),
     ".rope.freq_base_swa": Want((T.F32,)),
     ".rope.dimension_count": Want((T.U32,)),
     ".rope.dimension_count_swa": Want((T.U32,)),

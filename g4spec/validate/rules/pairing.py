@@ -143,11 +143,12 @@ def context(s: Subject) -> Findings:
                       "expect fewer accepted tokens beyond it")  # fmt: skip
 
 
-@rule("G4-LAY-002", WARNING, "the target caps its logits", on=TARGETS)
+@rule("G4-LAY-002", WARNING, "the target says whether it caps its logits", on=TARGETS)
 def capped(s: Subject) -> Findings:
-    """Gemma 4 caps at 30. Without it sampling above temperature 0 is sharper than trained."""
-    if s.config.softcap <= 0:
-        yield Finding("gemma4.final_logit_softcapping", "30", "nothing",
+    """Gemma 4 caps at 30. Where the key is missing upstream caps at 30 and this runtime does not
+    cap at all: what the model was trained with, nobody can tell. 0 says that there is no cap."""
+    if not s.has(".final_logit_softcapping"):
+        yield Finding("gemma4.final_logit_softcapping", "30, or 0 for none", "nothing",
                       "take final_logit_softcapping from the checkpoint")  # fmt: skip
 
 
