@@ -19,7 +19,11 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, parts, regular
 from g4spec.models.spec import Checkpoint
 
+MASK_ROW = "mask_embedding.pt"
+"""A file that some trainers put beside a draft's configuration: it replaces one token's row."""
 UNSUPPORTED = {
+    "lilicorrdraftmodel": "a LiLiCorr draft",
+    "dominodraftmodel": "a Domino draft",
     "mtp": "a speculators MTP draft",
     "eagle": "an EAGLE draft",
     "dsparkdraftmodel": "a DSpark draft",
@@ -123,6 +127,12 @@ def _detect_folder(folder: Folder) -> Found:
     checkpoint = folder.checkpoint
     claimed = [m for m in models.kinds().values() if m.claims(checkpoint)]
     if len(claimed) == 1:
+        if (folder.path / MASK_ROW).exists() and claimed[0].ARCH not in models.TARGETS:
+            raise Unsupported(
+                f"{folder.path}: {MASK_ROW} holds a row of its own for the mask token",
+                found="a pickle, which may run code when it is opened",
+                fix="write the row into embed_tokens.weight of the draft, and remove the file",
+            )
         return Found(claimed[0], folder)
     seen = _seen(folder)
     if claimed:

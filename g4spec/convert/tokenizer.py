@@ -155,13 +155,17 @@ def _special_ids(
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """`chat_template.jinja` before `tokenizer_config.json`, as in transformers, which writes the
+    one and leaves an older other in place; `chat_template.json` is the processors' old form."""
+    path, old = folder / "chat_template.jinja", folder / "chat_template.json"
     got: Any = settings.get("chat_template")
-    path = folder / "chat_template.jinja"
-    if got is None and path.exists():
+    if path.exists():
         try:
             return regular.read(regular.stays(path)).decode()
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8") from e
+    if got is None and old.exists():
+        got = load_json(old).get("chat_template")
     if isinstance(got, list):
         named = {t.get("name"): t.get("template") for t in got if isinstance(t, dict)}
         got = named.get("default")
