@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from g4spec.cli import _engine, _inputs, _logits, _options, _prompting
-from g4spec.cli._spoken import Writer, figures, greedy_note
+from g4spec.cli._spoken import Writer, figures, greedy_note, strange_draft
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
@@ -87,6 +87,9 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
         run.stats.stop_reason, pressed = "Ctrl-C", keys
     writer.finish(run.text)
     out.note(figures(run.stats, drafting))
+    first = run.stats.drafted_by_position[0], run.stats.accepted_by_position[0]
+    if strange := strange_draft(*first):
+        out.note(strange)
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
     out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})
     if pressed:

@@ -149,7 +149,12 @@ def read(path: Path) -> dict[str, Stored]:
         with regular.opened(path) as f:
             size = f.seek(0, 2)
             f.seek(0)
-            length = int.from_bytes(f.read(8), "little")
+            begin = f.read(64)
+            if regular.is_pointer(begin):
+                raise InputError(f"{path}: a Git LFS pointer", expected="the file it points to",
+                                 fix=regular.LFS_FIX)  # fmt: skip
+            f.seek(8)
+            length = int.from_bytes(begin[:8], "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise InputError(
                     f"{path}: not a safetensors file, or truncated",

@@ -5,7 +5,7 @@ Judged by content, never by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -85,15 +85,23 @@ class Found:
         return self.kind.ARCH in models.TARGETS
 
 
-def detect(path: str | Path, weights: bool = True) -> Found:
+def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Found:
     """What lies at `path`. InputError when it is nothing known, Unsupported when it is known but
-    has no code; both say what was seen. Without `weights` a folder need not hold any."""
+    has no code; both say what was seen. Without `weights` a folder need not hold any.
+
+    Converters write GGUF files into the checkpoint's folder. The checkpoint is what is converted
+    then, and the GGUF what is `run`.
+    """
     path = Path(path)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
         ggufs = parts.firsts(sorted(path.glob("*.gguf")))
+        both = ggufs and (path / "config.json").exists() and any(path.glob("*.safetensors"))
+        if both and not run:
+            notes.append(f"{path} holds a checkpoint and GGUF files; took the checkpoint")
+            return _detect_folder(_open_folder(path, weights=weights), notes)
         if len(ggufs) > 1:
             raise InputError(f"{path}: several GGUF files", found=[p.name for p in ggufs][:8],
                              fix="name the one to use")  # fmt: skip
@@ -123,7 +131,7 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
                   tensors)  # fmt: skip
 
 
-def _detect_folder(folder: Folder) -> Found:
+def _detect_folder(folder: Folder, notes: Sequence[str] = ()) -> Found:
     checkpoint = folder.checkpoint
     claimed = [m for m in models.kinds().values() if m.claims(checkpoint)]
     if len(claimed) == 1:
@@ -133,7 +141,7 @@ def _detect_folder(folder: Folder) -> Found:
                 found="a pickle, which may run code when it is opened",
                 fix="write the row into embed_tokens.weight of the draft, and remove the file",
             )
-        return Found(claimed[0], folder)
+        return Found(claimed[0], folder, list(notes))
     seen = _seen(folder)
     if claimed:
         raise InputError(

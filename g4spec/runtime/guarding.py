@@ -55,14 +55,11 @@ def spelled(encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard
     texts = sorted(read, key=len, reverse=True)
     pieces = re.split(f"({'|'.join(map(re.escape, texts))})", text) if texts else [text]
     ids: list[int] = []
-    encoder.encode_special_tokens = True  # as ordinary text
     try:
         for at, piece in enumerate(pieces):
-            if at % 2:
-                ids.append(encoder.token_to_id(piece))
-            elif piece:
-                plain = piece.replace(guard, "") if guard else piece
-                ids += encoder.encode(plain, add_special_tokens=False).ids
+            encoder.encode_special_tokens = at % 2 == 0  # True: as ordinary text
+            plain = piece.replace(guard, "") if guard else piece
+            ids += encoder.encode(plain, add_special_tokens=False).ids
     finally:
         encoder.encode_special_tokens = False
     return ids
