@@ -21,15 +21,12 @@ Messages = Annotated[
     typer.Option(
         "--messages",
         metavar="JSON",
-        help='Conversation for the chat template: a list of {"role": ..., "content": ...}; '
-        "- is stdin.",
+        help='Conversation for the chat template: [{"role": ..., "content": ...}, ...].',
     ),
 ]
 Tools = Annotated[
-    Path | None,
-    typer.Option("--tools", metavar="JSON", help="Functions for the chat template, as in OpenAI's "
-                 "API."),
-]  # fmt: skip
+    Path | None, typer.Option("--tools", metavar="JSON", help="Functions, as in OpenAI's API.")
+]
 Thinking = Annotated[bool, typer.Option(help="Let the model think first; needs a chat template.")]
 ParseSpecial = Annotated[
     bool | None,
@@ -43,13 +40,8 @@ ParseSpecial = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the options say about the prompt.
-
-    Attributes:
-        text, file, tokens_file, messages: where it comes from, exactly one of them.
-        chat: put the text into the chat template. system, tools, thinking: for the template.
-        special: read control tokens in it; None: in raw prompts only.
-    """
+    """What the options say about the prompt. `special`: read control tokens in it; None: in raw
+    prompts only."""
 
     text: str | None = None
     file: Path | None = None
@@ -70,10 +62,9 @@ class Asked:
                             ("--tools", self.tools is not None)):  # fmt: skip
             if given and not self.templated:
                 raise UsageError(f"{name} needs --chat", fix="add --chat, or give --messages")
-        if self.templated and self.tokens_file is not None:
-            raise UsageError("--chat needs a text: ids are read as they are", fix="leave it out")
-        if self.tokens_file is not None and self.special is not None:
-            raise UsageError("--parse-special does nothing with ids", fix="leave it out")
+        if self.tokens_file is not None and (self.templated or self.special is not None):
+            name = "--chat" if self.templated else "--parse-special"
+            raise UsageError(f"{name} needs a text: ids are read as they are", fix="leave it out")
 
     @property
     def templated(self) -> bool:
@@ -106,14 +97,13 @@ class Prompt:
 
     def encode(self, tokenizer: Tokenizer, n_ctx: int) -> list[int]:
         """Its tokens."""
-        asked = self.asked
         if self.ids is not None:
             return self.ids
         if self.messages is not None:
-            return tokenizer.chat(self.messages, system=asked.system, tools=self.tools,
-                                  thinking=asked.thinking, special=bool(asked.special),
-                                  n_ctx=n_ctx)  # fmt: skip
-        return tokenizer.encode(self.text, n_ctx=n_ctx, special=asked.special is not False)
+            return tokenizer.chat(self.messages, system=self.asked.system, tools=self.tools,
+                                  thinking=self.asked.thinking, n_ctx=n_ctx,
+                                  special=bool(self.asked.special))  # fmt: skip
+        return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.asked.special is not False)
 
 
 def _objects(path: Path, key: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs, render
+from g4spec.cli import _inputs, _validated, render
 from g4spec.errors import CheckFailed, UsageError
 
 File = Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")]
@@ -29,6 +29,11 @@ Strict = Annotated[
         "--strict", help="Fail on warnings too, and on rules not asked for lack of a target."
     ),
 ]
+ProbeIt = Annotated[
+    bool,
+    typer.Option("--probe", help="Run the pair on shipped prompts too, and with single settings "
+                 "changed: says what costs acceptance. Fails where the draft falls short."),
+]  # fmt: skip
 ListRules = Annotated[bool, typer.Option("--list-rules", help="Show all rules.")]
 
 
@@ -39,6 +44,7 @@ def command(
     rule: RuleIds = None,
     upstream: Upstream = False,
     strict: Strict = False,
+    probe: ProbeIt = False,
     list_rules: ListRules = False,
     json: render.Json = False,
     quiet: render.Quiet = False,
@@ -54,7 +60,8 @@ def command(
 
     out = render.Output(json, quiet)
     checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict,
-              "FILE": list_rules and path, "--upstream": list_rules and upstream}  # fmt: skip
+              "--probe": probe, "FILE": list_rules and path,
+              "--upstream": list_rules and upstream}  # fmt: skip
     given = ", ".join(name for name, value in checks.items() if value)
     if given and (list_rules or upstream):
         raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")
@@ -79,8 +86,9 @@ def command(
         rows = [(t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}")
                 for t in worst]  # fmt: skip
         out.table("Largest errors against the source", columns, rows)
-    out.result(report.json())
-    if not report.ok or report.unable:
+    found = _validated.probed(out, path, target) if probe else None
+    out.result(report.json() | ({"probe": found.json()} if found else {}))
+    if not report.ok or report.unable or (found and not found.ok):
         raise CheckFailed(report.summary())
     if strict and (report.count(Severity.WARNING) or NO_TARGET in report.skipped.values()):
         raise CheckFailed(report.summary(), fix="pass --target for the rules that need it"

@@ -150,9 +150,7 @@ def read(path: Path) -> dict[str, Stored]:
             size = f.seek(0, 2)
             f.seek(0)
             begin = f.read(64)
-            if regular.is_pointer(begin):
-                raise InputError(f"{path}: a Git LFS pointer", expected="the file it points to",
-                                 fix=regular.LFS_FIX)  # fmt: skip
+            regular.refuse_pointer(path, begin)
             f.seek(8)
             length = int.from_bytes(begin[:8], "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):

@@ -283,9 +283,7 @@ class GGUF(Mapping[str, Any]):
             raise self._bad(f"{what} is not UTF-8 ({e.reason})") from e
 
     def _header(self) -> None:
-        if regular.is_pointer(bytes(self._view[:64])):
-            raise InputError(f"{self.path}: a Git LFS pointer", expected="the file it points to",
-                             fix=regular.LFS_FIX)  # fmt: skip
+        regular.refuse_pointer(self.path, bytes(self._view[:64]))
         if self._view[:4] != MAGIC:
             raise self._bad("not a GGUF file", "magic GGUF", bytes(self._view[:4]))
         self.version, at = self._take("I", 4, "the version")

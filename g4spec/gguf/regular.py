@@ -28,6 +28,13 @@ def is_pointer(begin: bytes) -> bool:
     return begin.startswith(LFS)
 
 
+def refuse_pointer(path: Path, begin: bytes) -> None:
+    """InputError for a file that begins as a Git LFS pointer does."""
+    if is_pointer(begin):
+        raise InputError(f"{path}: a Git LFS pointer", expected="the file it points to",
+                         fix=LFS_FIX)  # fmt: skip
+
+
 def opened(path: Path) -> BinaryIO:
     """A regular file, open for reading. InputError for a pipe, socket or device; OSError as
     `open` raises it."""
