@@ -182,7 +182,8 @@ sequences, whose rows are consecutive."""
 
 
 class Draft(Protocol):
-    """Anything that proposes tokens. The engine knows nothing else about it.
+    """Anything that proposes tokens. The engine knows nothing else about it. What the other verbs
+    know of a kind of draft is `g4spec.models.spec.DraftKind`; CONTRIBUTING.md has the steps.
 
     Attributes:
         taps: target layers whose input it is given.
@@ -343,7 +344,9 @@ class Budget(Protocol):
     def slots(self, sequences: int) -> int:
         """Slots for so many sequences, with a spare one where the device keeps one."""
 
-    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int: ...
+    def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
+        """Of a prompt's chunk, or of a step of so many sequences."""
+
     def available(self) -> int: ...
 
 

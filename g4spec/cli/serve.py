@@ -33,8 +33,8 @@ def command(
     cache_type: _options.CacheType = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve the model to OpenAI's and llama.cpp's clients; a draft makes it faster and never
-    changes an answer. The first SIGTERM or Ctrl-C lets requests end, a second one stops."""
+    """Serve the model to OpenAI's, Anthropic's and llama.cpp's clients; a draft makes it faster
+    and never changes an answer. The first SIGTERM or Ctrl-C lets requests end, a second stops."""
     _serving.require_packages()
     from g4spec.ops.sampling import Sampler
     from g4spec.server import run
@@ -45,12 +45,12 @@ def command(
     place = run.Place(host, port, ssl_cert_file, ssl_key_file)
     if run.exposed(place) and not keys:
         out.note(f"anybody who reaches {host} may use this server: give it an --api-key")
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     with run.listen(place) as at:
         path, draft_file = _engine.files(model, draft, setup, out)
         names = alias or [path.stem]
         where = f"{names[0]} is served at {run.address(place, at)}"
-        with _engine.load(path, draft_file, setup, out, parallel=parallel, pool=pool,
+        with _engine.load(path, draft_file, setup, out, pool=pool,
                           prefix_cache=prefix_cache << 20) as engine:  # fmt: skip
             settings = Settings(names[0], tuple(names[1:]), queue, time_limit=timeout,
                                 sampler=sampler)  # fmt: skip

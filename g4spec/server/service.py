@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from g4spec.errors import G4Error
+from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
-from g4spec.server.grammar import Grammar, Vocabulary
+from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
 from g4spec.server.metrics import Metrics
 from g4spec.server.prompt import Prompter
 from g4spec.server.refusals import Refused
@@ -57,6 +58,7 @@ class Job:
         options: of each text; the n-th has the seed + n. A mask is made for each from `grammar`.
         chat: read thoughts and calls; else the text is all there is.
         calls: functions were given. open_thought: the prompt ends inside a thought.
+        thinking_budget: tokens of thoughts, after which they are ended; None: no limit.
     """
 
     prompt: list[int]
@@ -66,6 +68,7 @@ class Job:
     chat: bool = False
     calls: bool = False
     open_thought: bool = False
+    thinking_budget: int | None = None
 
 
 class Service:
@@ -140,7 +143,11 @@ class Service:
     def _text(self, job: Job, i: int) -> Text:
         options = job.options
         sampler = replace(options.sampler, seed=(options.sampler.seed + i) % 2**64)
-        mask = self.vocabulary.mask(job.grammar) if job.grammar else None
+        mask: Mask | None = self.vocabulary.mask(job.grammar) if job.grammar else None
+        if job.thinking_budget is not None:
+            assert self.prompter.marks is not None
+            mask = ThinkingBudget(job.thinking_budget, self.prompter.marks, self.vocabulary.n_vocab,
+                                  open_thought=job.open_thought, inner=mask)  # fmt: skip
         stream = self._answers(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(job.prompt, options)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from g4spec.core import Batch
+from g4spec.core import Batch, CacheShape
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING, Kind, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, TURNING, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles, empty_tiles
 
@@ -134,12 +134,12 @@ class Chunks:
     growing: bool
 
     @classmethod
-    def of(cls, kv: CudaKV) -> Chunks:
-        """A constant of the layer: it decides the order of sums."""
+    def of(cls, kv: CudaKV | CacheShape, positions: int) -> Chunks:
+        """A constant of a layer that holds so many positions: it decides the order of sums."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
             chunks = cls(_log2(max(tile, 32 * kv.n_kv)), True)
-            fits = chunks.most(kv.positions, kv.positions) <= _CHUNKS
+            fits = chunks.most(positions, positions) <= _CHUNKS
             return chunks if fits else cls(chunks.shift + 1, True)
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
         return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
@@ -157,6 +157,13 @@ class Chunks:
         if self.growing:
             return self.index(positions - 1) + 1
         return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
+
+
+def partial_bytes(shape: CacheShape, n_head: int, positions: int, sequences: int) -> int:
+    """Bytes of the sums of chunks (`attend`) in the largest step of so many sequences, each of
+    which may have so many positions."""
+    chunks = Chunks.of(shape, positions).most(positions, positions)
+    return sequences * MAX_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
 
 
 def _log2(n: int) -> int:
@@ -204,7 +211,7 @@ def attend(
     assert q.dtype == torch.float16 and head_dim == kv.head_dim and head_dim in HEAD_DIMS
     assert 1 <= tokens <= MAX_ROWS and len(q) == len(batch), batch.sizes
     assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
-    group, chunks = n_head // kv.n_kv, Chunks.of(kv)
+    group, chunks = n_head // kv.n_kv, Chunks.of(kv, kv.positions)
     room = chunks.most(kv.positions, kv.positions)
     assert room <= _CHUNKS, (room, kv.positions)
     sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)
@@ -284,14 +291,13 @@ def plain_instance(head_dim: int, kind: Kind, turning: int) -> str:
 
 def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
-    kinds: tuple[Kind, ...] = ("f16", "q8_0")
     combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, 8))
     ways = [(d, t) for d in HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
-    plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in kinds)
+    plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
-        for (head_dim, turning), kind in itertools.product(ways, kinds):
+        for (head_dim, turning), kind in itertools.product(ways, KINDS):
             rows = range(1, MAX_ROWS * 16 + 1)
             shapes = sorted({choose(head_dim, kind, r, arch, turning)[0] for r in rows}, key=str)
             most = max(shape.shared for shape in shapes)
