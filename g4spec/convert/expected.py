@@ -21,8 +21,9 @@ ORIGIN = (
     provenance.VERSIONS, provenance.TARGET_SOURCE, provenance.TARGET_REVISION,
 )  # fmt: skip
 """Keys that say where a file came from; a source may have been moved or renamed since."""
-OPTIONAL = (provenance.WEIGHTS, provenance.TARGET_WEIGHTS, "general.type",
-            "general.quantization_version", "general.sampling.")  # fmt: skip
+OPTIONAL = (provenance.WEIGHTS, provenance.TARGET_WEIGHTS)
+"""Keys that are there only if the weights were at hand at conversion."""
+OURS = ("general.type", "general.quantization_version", "general.sampling.")
 """Beginnings of keys that files by other tools lack, without harm."""
 
 

@@ -92,11 +92,12 @@ def described(s: Subject) -> Findings:
         yield Finding(str(s.source), "a checkpoint that can be converted", s.conversion.refusal,
                       "give the checkpoint this file was made from")  # fmt: skip
         return
-    wanted, arch = s.conversion.keys, str(s.arch)
+    wanted, arch, ours = s.conversion.keys, str(s.arch), s.has(provenance.VERSIONS)
+    optional = expected.OPTIONAL
     for key, value in wanted.items():
         if key in s.keys:
             yield from _difference(key, value, s.open_file.value(key))
-        elif not key.startswith(expected.OPTIONAL):
+        elif key not in optional and (ours or not key.startswith(expected.OURS)):
             yield Finding(key, _shown(value.data), "nothing", RECONVERT)
     for key in s.keys:
         if key not in wanted and s.conversion.covers(key, arch):
