@@ -57,8 +57,7 @@ def command(
     from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
-    bias = _logits.logit_bias(logit_bias)
-    sampler = Sampler(temp, top_k, top_p, min_p, seed, logit_bias=bias,
+    sampler = Sampler(temp, top_k, top_p, min_p, seed, logit_bias=_logits.logit_bias(logit_bias),
                       repetition_penalty=repeat_penalty, presence_penalty=presence_penalty,
                       frequency_penalty=frequency_penalty)  # fmt: skip
     options = Options(n_predict, sampler, _options.draft_max(draft_max), tuple(stop or ()),
@@ -71,8 +70,8 @@ def command(
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
-    ids = given.encode(engine.tokenizer, engine.n_ctx)
-    _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft),
+    run = engine.generate(given.encode(engine.tokenizer, engine.n_ctx), options)
+    _write(run, Writer(out, engine.tokenizer, options.stop, show_draft),
            draft is not None and options.draft_max != 0)  # fmt: skip
     _engine.tell(engine, out)
 
