@@ -9,23 +9,10 @@ import jsonschema
 import openai
 import pytest
 
+from tests.server.mixed import TOOLS, WEATHER
 from tests.server.served import Served
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"enum": ["C", "F"]},
-    },
-    "required": ["days", "unit"],
-    "additionalProperties": False,
-}
 CLOCK = {"type": "object", "properties": {}}
-TOOLS: Any = [
-    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
-    {"type": "function", "function": {"name": "clock", "description": "Time", "parameters": CLOCK}},
-]
 SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
 HELLO: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 
