@@ -48,6 +48,14 @@ PrefixCache = Annotated[
     typer.Option("--prefix-cache", min=0, metavar="MIB", help="Host memory for the beginnings of "
                  "prompts that may come again."),
 ]  # fmt: skip
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Seed of requests that name none. Default: a new one each."),
+]  # fmt: skip
+Template = Annotated[
+    Path | None,
+    typer.Option("--chat-template-file", help="Chat template, instead of the one in the model."),
+]  # fmt: skip
 Pool = Annotated[
     int | None,
     typer.Option("--pool", metavar="TOKENS", help="Tokens that all texts together may keep. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from g4spec.cli import _engine, _options, _serving
+from g4spec.cli import _engine, _inputs, _options, _serving
 from g4spec.cli.render import Output, Quiet
 
 
@@ -27,6 +27,8 @@ def command(
     top_k: _options.TopK = 0,
     top_p: _options.TopP = 1.0,
     min_p: _options.MinP = 0.0,
+    seed: _serving.Seed = None,
+    chat_template_file: _serving.Template = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
@@ -42,17 +44,19 @@ def command(
 
     out, keys = Output(quiet=quiet), _serving.keys(api_key, api_key_file)
     sampler = Sampler(temp, top_k, top_p, min_p)
+    template = _inputs.read_text(chat_template_file) if chat_template_file else None
     place = run.Place(host, port, ssl_cert_file, ssl_key_file)
     if run.exposed(place) and not keys:
         out.note(f"anybody who reaches {host} may use this server: give it an --api-key")
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     with run.listen(place) as at:
         path, draft_file = _engine.files(model, draft, setup, out)
         names = alias or [path.stem]
         where = f"{names[0]} is served at {run.address(place, at)}"
-        with _engine.load(path, draft_file, setup, out, parallel=parallel, pool=pool,
+        with _engine.load(path, draft_file, setup, out, pool=pool,
                           prefix_cache=prefix_cache << 20) as engine:  # fmt: skip
             settings = Settings(names[0], tuple(names[1:]), queue, time_limit=timeout,
-                                sampler=sampler)  # fmt: skip
+                                sampler=sampler, seed=seed)  # fmt: skip
+            engine.tokenizer.template = template or engine.tokenizer.template
             run.serve(Service(engine, settings), place, at, lambda: out.note(where), keys=keys,
                       origins=cors_origin or ())  # fmt: skip

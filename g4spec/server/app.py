@@ -102,19 +102,17 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         body = fields.read(fields.ChatRequest, await request.body())
-        usage = bool(body.stream_options and body.stream_options.include_usage)
         return await self._run(
             request, lambda: chat.job_of(self._service, body), bool(body.stream),
-            chat.answer, lambda g: chat.chunks(g, usage),
+            lambda g: chat.answer(g, body), lambda g: chat.chunks(g, body),
         )  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         body = fields.read(fields.CompletionRequest, await request.body())
-        usage = bool(body.stream_options and body.stream_options.include_usage)
         return await self._run(
             request, lambda: completions.job_of(self._service, body), bool(body.stream),
-            lambda g: completions.answer(g, body), lambda g: completions.chunks(g, body, usage),
+            lambda g: completions.answer(g, body), lambda g: completions.chunks(g, body),
         )  # fmt: skip
 
     async def completion(self, request: Request) -> Response:
@@ -131,7 +129,7 @@ class Endpoints:
         request: Request,
         job_of: Callable[[], Awaitable[Job]],
         stream: bool,
-        answer: Callable[[Generation], Awaitable[dict[str, Any]]],
+        answer: Callable[[Generation], Awaitable[Any]],
         chunks: Callable[[Generation], Events],
     ) -> Response:
         """Generate what a request asks for, whole or in pieces."""
@@ -141,7 +139,7 @@ class Endpoints:
             return EventStream(generation, self._noted(request, generation, chunks(generation)),
                                lambda refused: event(refused.json()), service.settings)  # fmt: skip
 
-        async def whole() -> dict[str, Any]:
+        async def whole() -> Any:
             generation = await service.submit(await job_of())
             try:
                 return await answer(generation)
@@ -178,6 +176,12 @@ class Endpoints:
         body = fields.read(fields.ChatRequest, await request.body())
         return JSONResponse(await llamacpp.apply_template(self._service, body))
 
+    async def input_tokens(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions/input_tokens, of llama.cpp."""
+        body = fields.read(fields.ChatRequest, await request.body())
+        prompt = await chat.prompt_of(self._service, body)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
     # ---- the server
 
     async def models(self, request: Request) -> Response:
@@ -193,7 +197,8 @@ class Endpoints:
         service = self._service
         config = service.engine.config
         return {"id": service.settings.model, "object": "model", "created": service.started,
-                "owned_by": "g4spec",
+                "owned_by": "g4spec", "tags": [],
+                "aliases": [service.settings.model, *service.settings.aliases],
                 "meta": {"n_ctx": service.engine.n_ctx, "n_ctx_train": config.n_ctx,
                          "n_vocab": config.n_vocab, "n_embd": config.n_embd}}  # fmt: skip
 
@@ -226,6 +231,8 @@ def _routes(at: Endpoints) -> list[Route]:
         "/v1/completions": at.completions, "/completion": at.completion,
         "/completions": at.completion, "/tokenize": at.tokenize, "/detokenize": at.detokenize,
         "/apply-template": at.apply_template,
+        "/v1/chat/completions/input_tokens": at.input_tokens,
+        "/chat/completions/input_tokens": at.input_tokens,
     }  # fmt: skip
     gets = {
         "/v1/models": at.models, "/models": at.models, "/v1/models/{id:path}": at.model,
@@ -250,7 +257,7 @@ def _note(request: Request, generation: Generation) -> None:
     """Tell the log the figures of a generation."""
     stats = [text.request.stats for text in generation.texts]
     request.scope["state"]["facts"] = {
-        "prompt_tokens": len(generation.job.prompt),
+        "prompt_tokens": sum(map(len, generation.job.prompts)),
         "completion_tokens": sum(s.tokens for s in stats),
         "draft_n": sum(s.drafted for s in stats),
         "draft_n_accepted": sum(s.accepted for s in stats),

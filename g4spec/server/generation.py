@@ -62,12 +62,14 @@ class Delta:
         events: in order. tokens: of the answer's text, where log-probabilities are asked for.
         finish: why it ended, "stop", "length" or "tool_calls", in the last one.
         stop: the stop text that ended it.
+        progress: prompt tokens that have been read, where that is asked for (`Options.progress`).
     """
 
     events: list[Event] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
     stop: str | None = None
+    progress: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self.events or self.tokens or self.finish)

@@ -97,7 +97,7 @@ def test_the_server_describes_itself(busy: Served) -> None:
     assert props["total_slots"] == 3 and props["chat_template"] == TEMPLATE
     assert props["default_generation_settings"]["n_ctx"] == 2048
     assert (props["bos_token"], props["eos_token"]) == ("<bos>", "<eos>")
-    assert props["build_info"].startswith("g4spec ") and props["speculative"]
+    assert props["build_info"].startswith("build-g4spec-") and props["speculative"]
     assert [s["is_processing"] for s in busy.http.get("/slots").json()] == [False] * 3
     body = {"prompt": "x", "n_predict": 300, "ignore_eos": True, "stream": True}
     with busy.http.stream("POST", "/completion", json=body) as response:
