@@ -260,8 +260,6 @@ class Cycle:
             pairs, if they were asked for.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
         error: why this sequence cannot go on (its target's logits are not finite), or None.
-        read: tokens of the prompt that have been read, in one that tells of nothing else
-            (`Options.progress`).
     """
 
     tokens: list[int]
@@ -273,7 +271,6 @@ class Cycle:
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     draft_failed: str | None = None
     error: Exception | None = None
-    read: int | None = None
 
 
 class Chooser(Protocol):

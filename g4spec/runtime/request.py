@@ -133,6 +133,17 @@ class Stats:
         return (self.cycles + self.accepted) / self.cycles if self.cycles else 0.0
 
 
+@dataclass(slots=True)
+class Progress(Cycle):
+    """News of a prompt that is being read (`Options.progress`).
+
+    Attributes:
+        read: its tokens that have been read.
+    """
+
+    read: int = 0
+
+
 class Driver(Protocol):
     """Makes progress on requests: the engine."""
 
@@ -240,7 +251,7 @@ class Request:
         """Note that the first `count` tokens of the prompt have been read."""
         self.stats.read_tokens = count
         if self.options.progress:
-            self._cycles.append(Cycle([], [], read=count))
+            self._cycles.append(Progress([], [], read=count))
             self._tell()
 
     def take(self, cycle: Cycle, *, first: bool = False) -> int:

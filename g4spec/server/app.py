@@ -35,12 +35,14 @@ def app(
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
     body_limit: int = BODY_LIMIT,
+    inner: bool = False,
 ) -> Starlette:
     """Make the ASGI application of a service.
 
     Args:
         keys: API keys, one of which a request has to carry; none: all are let in.
         origins: of web pages that may ask from a browser.
+        inner: it stands inside another, which has keys, limits and the log for it.
     """
 
     @asynccontextmanager
@@ -50,17 +52,24 @@ def app(
         service.draining = True
         await service.close()
 
-    middleware = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
-    if origins:
-        middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins),
-                                     allow_methods=["*"], allow_headers=["*"]))  # fmt: skip
-    middleware.append(Middleware(Keys, keys=keys))
+    middleware = [] if inner else around(keys, origins, body_limit)
     handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
                                 Gone: _gone, 500: _unexpected}  # fmt: skip
     made = Starlette(routes=_routes(Endpoints(service)), middleware=middleware, lifespan=lifespan,
                      exception_handlers=handlers)  # fmt: skip
     made.state.service = service
     return made
+
+
+def around(
+    keys: Sequence[str] = (), origins: Sequence[str] = (), body_limit: int = BODY_LIMIT
+) -> list[Middleware]:  # fmt: skip
+    """List what is around the paths of an application; see `app`."""
+    out = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
+    if origins:
+        out.append(Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"],
+                              allow_headers=["*"]))  # fmt: skip
+    return [*out, Middleware(Keys, keys=keys)]
 
 
 async def _refused(request: Request, refused: Exception) -> Response:

@@ -84,8 +84,9 @@ def check_texts(service: Service, count: int, param: str) -> None:
 
 
 def room(service: Service, prompt: list[int]) -> int:
-    """Count the tokens that a text may have behind a prompt."""
-    return max(1, service.engine.n_ctx - len(prompt))
+    """Count the tokens that a text may have behind a prompt if its request names no limit."""
+    left = max(1, service.engine.n_ctx - len(prompt))
+    return min(left, service.settings.n_predict or left)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -14,7 +14,7 @@ from functools import cached_property
 from g4spec.errors import G4Error
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options, Request
+from g4spec.runtime.request import Options, Progress, Request
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
 from g4spec.server.grammar import Grammar, Vocabulary
@@ -36,6 +36,7 @@ class Settings:
         ping: seconds between comments in a stream that has nothing to say.
         send_limit: seconds that a client may take to accept a piece of a stream.
         sampler: defaults of requests. seed: of requests that name none; None draws one for each.
+        n_predict: new tokens of requests that name no limit; None: what the context has room for.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Settings:
     send_limit: float = 60.0
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=1.0))
     seed: int | None = None
+    n_predict: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +280,7 @@ class Generation:
         try:
             async with aclosing(text.request.__aiter__()) as cycles:
                 async for cycle in cycles:
-                    if cycle.read is not None:
+                    if isinstance(cycle, Progress):
                         yield Delta(progress=cycle.read)
                         continue
                     now = time.perf_counter()

@@ -291,7 +291,8 @@ def test_completions_say_what_cannot_be(busy: Served) -> None:
         ({"best_of": 2}, "best_of"), ({"echo": True, "logprobs": 1}, "echo with logprobs"),
         ({"suffix": "x"}, "suffix"), ({"prompt": ["a"] * 99, "n": 2}, "at most 128 texts"),
         ({"prompt": []}, "empty"), ({"prompt": [99999]}, "outside the vocabulary"),
-        ({"prompt": [2] * 3000}, "3000 exceeds the available context size of 2048"), ({"prompt": "\ud800"}, "JSON"),
+        ({"prompt": [2] * 3000}, "3000 exceeds the available context size of 2048"),
+        ({"prompt": "\ud800"}, "JSON"),
     ):  # fmt: skip
         body = {"prompt": "x", "max_tokens": 1, **more}
         assert said in busy.refused("/v1/completions", body)["message"]
