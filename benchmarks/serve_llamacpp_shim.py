@@ -45,6 +45,12 @@ NEEDS = {
 }  # fmt: skip
 """Attributes that ask for what `g4spec serve` does not have."""
 
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of that name."""
+
 WORDS: set[str] = set()
 """Tests of which a text was compared with words of another model."""
 
@@ -91,12 +97,12 @@ def arguments(server: Any) -> list[str]:
 
 def named_template(name: str) -> Path:
     """Return a file with a template that llama-server has under a name, or with the text given."""
-    known = {"llama3": "meta-llama-Llama-3.1-8B-Instruct", "command-r": "command-r",
-             "chatml": "Qwen-Qwen2.5-7B-Instruct"}  # fmt: skip
-    if name in known:
+    if name == "command-r":
         raise NotOffered(f"llama.cpp's built-in template {name}")
+    if name == "llama3":
+        return Path("../../../models/templates/meta-llama-Llama-3.1-8B-Instruct.jinja")
     path = FAMILY / "template.jinja"
-    path.write_text(name)
+    path.write_text(CHATML if name == "chatml" else name)
     return path
 
 
@@ -227,8 +233,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             params["n_prompt"] = facts.prompt(params["prompt"])
         else:
             template = params.get("chat_template")
+            template = CHATML if template == "chatml" else template
             params["n_prompt"] = facts.chat(params["system_prompt"], params["user_prompt"],
-                                            None if template == "chatml" else template)  # fmt: skip
+                                            template)  # fmt: skip
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -46,8 +46,8 @@ def command(
     cache_type: _options.CacheType = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve the model to OpenAI's and llama.cpp's clients; a draft makes it faster and never
-    changes an answer. The first SIGTERM or Ctrl-C lets requests end, a second one stops."""
+    """Serve the model to OpenAI's, Anthropic's and llama.cpp's clients; a draft makes it faster
+    and never changes an answer. The first SIGTERM or Ctrl-C lets requests end, a second stops."""
     _serving.check_models(model, models, draft, alias)
     _serving.require_packages()
     from g4spec.ops.sampling import Sampler

@@ -27,7 +27,12 @@ async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
     for tool in tools:  # templates take a description for granted
         tool["function"].setdefault("description", "")
-    return await service.prompter.chat(messages, tools, thinking=thinks(request))
+    continued, opened = bool(request.continue_final_message), request.add_generation_prompt
+    if continued and opened:
+        raise Refused(400, "continue_final_message and add_generation_prompt exclude each other",
+                      param="add_generation_prompt")  # fmt: skip
+    return await service.prompter.chat(messages, tools, thinking=thinks(request),
+                                       continued=continued, opened=opened is not False)  # fmt: skip
 
 
 def thinks(request: ChatRequest) -> bool:
@@ -60,8 +65,12 @@ async def job_of(service: Service, request: ChatRequest) -> Job:
     made = options.options(service, request, min(limits or [options.room(service, prompt.ids)]),
                            logprobs=logprobs, banned=banned)  # fmt: skip
     made = replace(made, progress=bool(request.stream and request.return_progress))
+    budget = request.thinking_budget_tokens
+    if budget is not None and prompt.thinking == "no":
+        raise Refused(400, "thinking_budget_tokens needs thinking, which is off",
+                      param="thinking_budget_tokens")  # fmt: skip
     return Job(prompt.ids, made, n, wanted, chat=True, calls=choice != "none",
-               open_thought=prompt.thinking == "open")  # fmt: skip
+               open_thought=prompt.thinking == "open", thinking_budget=budget)  # fmt: skip
 
 
 def _choice(request: ChatRequest) -> str | NamedTool:

@@ -272,7 +272,7 @@ async def chunks(generation: Generation, body: CompletionBody) -> Events:
             given[text.index] += len(ids)
             piece = _piece(generation, text, words, delta.tokens, ids)
             if body.timings_per_token:
-                piece["timings"] = shapes.timings(text)
+                piece["timings"] = shapes.timings(text, delta.progress)
             if delta.progress is not None:
                 piece["prompt_progress"] = shapes.progress(text, delta.progress)
             if delta.finish:

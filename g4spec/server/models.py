@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Model:
             taken out. draft: the one it was loaded with.
         status: "unloaded", "loading" or "loaded". users: requests in it. used: when it was asked
             for, as `time.monotonic` has it.
-        leaving: it is unloaded as soon as nobody uses it.
+        leaving: it is unloaded as soon as nobody uses it. life: ends what its application began.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Model:
     used: float = 0.0
     leaving: bool = False
     problem: str | None = None
+    life: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     def json(self) -> dict[str, Any]:
         """Describe it, for /v1/models."""
@@ -163,7 +164,7 @@ class Models:
             with self._using(await self._loaded(self._chosen(name))) as app:
                 await app(scope, receive, send)
         except Refused as refused:
-            await refusal(refused)(scope, receive, send)
+            await refusal(refused, scope)(scope, receive, send)
 
     async def _answer(self, method: str, path: str, name: str | None) -> Any:
         """Answer what is about the models themselves; None for what one of them has to answer."""
@@ -239,8 +240,9 @@ class Models:
                 except EnvironmentProblem:
                     if not await self._make_room():
                         raise
-            service.engine.start()
-            model.service, model.app = service, one.app(service, inner=True)
+            app = one.app(service, inner=True)
+            await model.life.enter_async_context(app.router.lifespan_context(app))
+            model.service, model.app = service, app
         except G4Error as error:
             model.problem = str(error)
             raise Refused(503, f"{model.name} cannot be loaded: {error}", code="not_loaded",
@@ -292,7 +294,7 @@ class Models:
         service, model.service, model.app = model.service, None, None
         model.status = "unloaded"
         log.info("model unloaded", extra={"facts": {"model": model.name}})
-        await service.close()
+        await model.life.aclose()
         await asyncio.to_thread(service.engine.close)
 
 

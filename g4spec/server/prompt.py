@@ -69,11 +69,15 @@ class Prompter:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         thinking: bool = False,
+        continued: bool = False,
+        opened: bool = True,
     ) -> Prompt:
         """Render and tokenize a conversation.
 
         Args:
             tools: as in OpenAI's API. thinking: let the model think first.
+            continued: the last message is the beginning of the answer. opened: end with the
+                beginning of a turn of the model; that of a `continued` one is always there.
 
         Raises:
             Refused: the template has no place for what is asked.
@@ -81,6 +85,7 @@ class Prompter:
         """
         renderer = self._template()
         plain = [_plain(m, i) for i, m in enumerate(messages)]
+        begun = _begun(plain) if continued else ""
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
         if thinking or tools or calls:
             able = await self.abilities()
@@ -90,7 +95,9 @@ class Prompter:
                 raise Refused(400, "the model's chat template has no tools", param="tools")
             if calls and able.results == "field":
                 plain = _embedded(plain)
-        text = await renderer.render(plain, tools=list(tools) or None, enable_thinking=thinking)
+        text = await renderer.render(plain, tools=list(tools) or None, enable_thinking=thinking,
+                                     add_generation_prompt=opened or continued)  # fmt: skip
+        text += begun
         ids = await self.encode(text)
         state = "may" if thinking else "no"
         if self.marks is not None and self.marks.thinking(ids):
@@ -111,6 +118,15 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
         plain["tool_calls"] = [_call(call, f"messages[{index}].tool_calls[{i}]")
                                for i, call in enumerate(calls)]  # fmt: skip
     return plain
+
+
+def _begun(messages: list[dict[str, Any]]) -> str:
+    """Take the last message, the beginning of the answer, off a conversation."""
+    last = messages.pop()
+    if last["role"] != "assistant" or last.get("tool_calls") or not messages:
+        raise Refused(400, "an answer can be continued only where the last of several messages is "
+                      "the assistant's and has no calls", param="messages")  # fmt: skip
+    return str(last["content"])
 
 
 def _text(content: Any, where: str) -> str:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from g4spec.errors import G4Error
+from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Progress, Request
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
-from g4spec.server.grammar import Grammar, Vocabulary
+from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
 from g4spec.server.metrics import Metrics
 from g4spec.server.prompt import Prompter
 from g4spec.server.refusals import Refused
@@ -61,6 +62,7 @@ class Job:
         n: texts of each prompt. others: more prompts; their texts follow those of the first.
         chat: read thoughts and calls; else the text is all there is.
         calls: functions were given. open_thought: the prompt ends inside a thought.
+        thinking_budget: tokens of thoughts, after which they are ended; None: no limit.
     """
 
     prompt: list[int]
@@ -70,6 +72,7 @@ class Job:
     chat: bool = False
     calls: bool = False
     open_thought: bool = False
+    thinking_budget: int | None = None
     others: tuple[list[int], ...] = ()
 
     @property
@@ -156,7 +159,11 @@ class Service:
     def _text(self, job: Job, prompt: list[int], i: int, index: int) -> Text:
         options = job.options
         sampler = replace(options.sampler, seed=(options.sampler.seed + i) % 2**64)
-        mask = self.vocabulary.mask(job.grammar) if job.grammar else None
+        mask: Mask | None = self.vocabulary.mask(job.grammar) if job.grammar else None
+        if job.thinking_budget is not None:
+            assert self.prompter.marks is not None
+            mask = ThinkingBudget(job.thinking_budget, self.prompter.marks, self.vocabulary.n_vocab,
+                                  open_thought=job.open_thought, inner=mask)  # fmt: skip
         stream = self._answers(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(prompt, options)

@@ -29,11 +29,16 @@ def usage(generation: Generation) -> dict[str, Any]:
     }
 
 
-def timings(text: Text) -> dict[str, Any]:
-    """Write llama.cpp's `timings` of a text, with what was drafted and accepted."""
+def timings(text: Text, read: int | None = None) -> dict[str, Any]:
+    """Write llama.cpp's `timings` of a text, with what was drafted and accepted.
+
+    Args:
+        read: tokens of the prompt that had been read then; default: those that have been by now.
+    """
     stats = text.request.stats
-    read = max(stats.read_tokens - stats.cached_tokens, 0)
-    per = {"prompt": (read, stats.prefill_seconds), "predicted": (stats.tokens, stats.seconds)}
+    read = (stats.read_tokens if read is None else read) - stats.cached_tokens
+    per = {"prompt": (read, stats.prefill_seconds if read else 0.0),
+           "predicted": (stats.tokens, stats.seconds)}  # fmt: skip
     out: dict[str, Any] = {"cache_n": stats.cached_tokens}
     for name, (count, seconds) in per.items():
         timed = count - 1 if name == "predicted" else count  # the first one comes with the prompt

@@ -130,3 +130,13 @@ def test_a_template_that_does_not_end_is_replaced(
         await renderer.close()
 
     asyncio.run(work())
+
+
+def test_an_answer_is_continued(tokenizer: Tokenizer) -> None:
+    begun = [USER, {"role": "assistant", "content": "Well, "}]
+    prompt: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(begun, continued=True))
+    asked: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat([USER]))
+    assert prompt.text == asked.text + "Well, " and prompt.thinking == "no"
+    for messages in ([USER], begun[1:], CALLED[:2]):
+        with pytest.raises(Refused, match="can be continued only"):
+            run(tokenizer, TEMPLATE, lambda p, m=messages: p.chat(m, continued=True))
