@@ -27,6 +27,7 @@ from g4spec import cli
 from g4spec.gguf import GGUF
 from g4spec.runtime.template import expand
 from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server import run  # noqa: F401
 
 FAMILY = Path(os.environ["G4SPEC_FAMILY"])
 ANY_NAME = ("test", "davinci-002", "gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1",
