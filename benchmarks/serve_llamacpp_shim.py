@@ -107,6 +107,16 @@ def named_template(name: str) -> Path:
     return path
 
 
+opened = Tokenizer.from_gguf
+
+
+def endless(file: GGUF) -> Tokenizer:
+    """Open a tokenizer whose texts do not end before <eos>: their model goes on to the limit."""
+    tokenizer = opened(file)
+    tokenizer.stop_ids = frozenset({1})
+    return tokenizer
+
+
 class Child:
     """`g4spec serve` in a forked process, with the methods of `subprocess.Popen` that are used."""
 
@@ -120,6 +130,7 @@ class Child:
                 os.dup2(out, 1)
                 os.dup2(out, 2)
                 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                Tokenizer.from_gguf = endless  # type: ignore[method-assign]
                 code = cli.run(argv)
             except BaseException:
                 traceback.print_exc()
@@ -212,6 +223,14 @@ def pytest_configure(config: pytest.Config) -> None:
     utils.ServerProcess.start = start
     utils.ServerPreset.load_all = staticmethod(lambda: None)
     utils.download_file = lambda url, output_file_path=None: url
+    post = utils.ServerProcess.make_request
+
+    def make_request(self: Any, method: str, path: str, data: Any = None, *more: Any, **named: Any):  # type: ignore[no-untyped-def]
+        if self.debug and path.endswith("/chat/completions"):  # what --verbose is there
+            data = {"verbose": True, **data}
+        return post(self, method, path, data, *more, **named)
+
+    utils.ServerProcess.make_request = make_request
     theirs = utils.match_regex
 
     def match_regex(regex: str, text: str) -> bool:

@@ -42,9 +42,6 @@ def family(folder: Path) -> None:
     config = json.loads((source / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (source / "tokenizer_config.json").write_text(json.dumps(config))
-    generation = json.loads((source / "generation_config.json").read_text())
-    generation["eos_token_id"] = [1]  # like their model it goes on to the limit
-    (source / "generation_config.json").write_text(json.dumps(generation))
     shutil.copy(ROOT / "tests" / "server" / "template.jinja", source / "chat_template.jinja")
     convert.convert(source, folder / "target.gguf")
     convert.convert(source, folder / "split.gguf", split_max_size=6 << 20)

@@ -182,7 +182,8 @@ sequences, whose rows are consecutive."""
 
 
 class Draft(Protocol):
-    """Anything that proposes tokens. The engine knows nothing else about it.
+    """Anything that proposes tokens. The engine knows nothing else about it. What the other verbs
+    know of a kind of draft is `g4spec.models.spec.DraftKind`; CONTRIBUTING.md has the steps.
 
     Attributes:
         taps: target layers whose input it is given.
