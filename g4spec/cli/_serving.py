@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from g4spec.cli import _inputs
+from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
 
 Model = Annotated[
@@ -89,6 +90,17 @@ def check_models(
         raise UsageError("what shall be served?", expected="either -m or --models")
     if models is not None and (draft is not None or alias):
         raise UsageError("-md and -a belong to one model", fix="leave them out with --models")
+
+
+def template(file: Path | None) -> str | None:
+    """Return the chat template in a file."""
+    return _inputs.read_text(file) if file is not None else None
+
+
+def warn(out: Output, *, exposed: bool, host: str) -> None:
+    """Say that others may use a server that is `exposed`."""
+    if exposed:
+        out.note(f"anybody who reaches {host} may use this server: give it an --api-key")
 
 
 def require_packages() -> None:

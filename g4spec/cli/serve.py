@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _engine, _inputs, _options, _serving
+from g4spec.cli import _engine, _options, _serving
 from g4spec.cli.render import Output, Quiet
 
 if TYPE_CHECKING:
@@ -54,31 +54,26 @@ def command(
     from g4spec.server import models as many
     from g4spec.server import run
     from g4spec.server.service import Settings
-
     out, keys = Output(quiet=quiet), _serving.keys(api_key, api_key_file)
     place = run.Place(host, port, ssl_cert_file, ssl_key_file)
-    if run.exposed(place) and not keys:
-        out.note(f"anybody who reaches {host} may use this server: give it an --api-key")
+    _serving.warn(out, exposed=run.exposed(place) and not keys, host=host)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     settings = Settings("", (), queue, time_limit=timeout, seed=seed, n_predict=n_predict,
                         sampler=Sampler(temp, top_k, top_p, min_p))  # fmt: skip
-    template = _inputs.read_text(chat_template_file) if chat_template_file else None
-    more = {"pool": pool, "prefix_cache": prefix_cache << 20}
-    opened = _Opened(setup, out, settings, template, more)
+    opened = _Opened(setup, out, settings, _serving.template(chat_template_file),
+                     {"pool": pool, "prefix_cache": prefix_cache << 20})  # fmt: skip
     web: dict[str, Any] = {"keys": keys, "origins": cors_origin or ()}
     with run.listen(place) as at:
-        where = run.address(place, at)
-        if models is not None:
-            found = many.Models(many.find(models), opened.service, most=models_max,
-                                patience=timeout)  # fmt: skip
-            what = f"{len(found.all)} models are served at {where}"
-            return run.serve_models(found, place, at, lambda: out.note(what), **web)
-        assert model is not None
+        where = f"served at {run.address(place, at)}"
+        if model is None:
+            found = many.Models(many.find(models), opened.service, models_max, timeout)
+            note = f"{len(found.all)} models are {where}"
+            return run.serve_models(found, place, at, lambda: out.note(note), **web)
         path, draft_file = _engine.files(model, draft, setup, out)
         service = opened.service(alias or [path.stem], path, draft_file)
         with service.engine:
-            what = f"{service.settings.model} is served at {where}"
-            run.serve(service, place, at, lambda: out.note(what), **web)
+            note = f"{service.settings.model} is {where}"
+            run.serve(service, place, at, lambda: out.note(note), **web)
 
 
 @dataclass(frozen=True, slots=True)

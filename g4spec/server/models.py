@@ -78,7 +78,7 @@ class Model:
         return out
 
 
-def find(folder: Path) -> list[Model]:
+def find(folder: Path | None) -> list[Model]:
     """List the targets in a folder and in the folders in it, each with the drafts that fit it.
 
     A draft fits if the rules on pairs find no error; among several the one with the fewest
@@ -87,7 +87,7 @@ def find(folder: Path) -> list[Model]:
     Raises:
         InputError: there is no such folder, or no target in it.
     """
-    if not folder.is_dir():
+    if folder is None or not folder.is_dir():
         raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
     targets, drafts = [], []
     for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
@@ -122,7 +122,7 @@ class Models:
     """
 
     def __init__(
-        self, found: Sequence[Model], load: Load, *, most: int, patience: float = 600.0
+        self, found: Sequence[Model], load: Load, most: int, patience: float = 600.0
     ) -> None:  # fmt: skip
         self.all = {model.name: model for model in found}
         self._opened, self._most, self._patience = load, most, patience
