@@ -141,8 +141,9 @@ def _bias(
             ids = [int(where)] if decimal else service.tokenizer.encode(where, bos=False)
         else:
             ids = [where] if type(where) is int else [-1]
-        told = isinstance(value, (int, float)) and not isinstance(value, bool)
-        number = float(value) if told else math.nan
+        number = math.nan
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = float(value)
         if not (value is False or -100 <= number <= 100):
             raise Refused(400, "logit_bias: expected numbers from -100 to 100, or false",
                           param="logit_bias")  # fmt: skip
