@@ -41,7 +41,8 @@ NEEDS = {
     "spec_synth_rates": "drafts accepted at given rates", "slot_save_path": "slots saved to files",
     "server_tools": "tools that the server runs", "gcp_compat": "Google's prediction route",
     "mcp_servers_config": "MCP", "mcp_servers_json": "MCP", "ui_mcp_proxy": "a proxy for MCP",
-    "sleep_idle_seconds": "sleep", "models_preset": "a router's presets",
+    "sleep_idle_seconds": "sleep", "no_ui": "a switch for the page",
+    "models_preset": "a router's presets",
     "backend_sampling": "sampling inside llama.cpp's graphs",
 }  # fmt: skip
 """Attributes that ask for what `g4spec serve` does not have."""

@@ -34,6 +34,30 @@ FILES = ("basic", "chat_completion", "completion", "compat_anthropic", "compat_o
          "ctx_shift", "ignore_eos")  # fmt: skip
 """Their files about what `g4spec serve` offers."""
 
+WHY = {
+    "test_server_multiple_addresses": "one address a server",
+    "test_server_slots": "/slots shows no text and cannot be switched off",
+    "test_metrics_disabled": "/metrics is always there",
+    "test_server_model_aliases_and_tags": "models have no tags",
+    "test_chat_completion_cached_tokens": "token counts of their model, and hits of single tokens: "
+    "ours are whole blocks of 512, after which a text has the bits it has cold",
+    "test_metrics_prompt_processed_and_cached": "a hit on a prompt shorter than a block",
+    "test_return_progress": "prompts are read in blocks of 512 rows, whatever n_batch is",
+    "test_metrics_prometheus_format": "a counter whose name does not end in _total",
+    "test_chat_template": "the BOS of their model, and their own copy of a template",
+    "test_chat_template_assistant_prefill": "a last message of the assistant's is continued only "
+    "where continue_final_message says so",
+    "test_invalid_chat_completion_req": "two messages of the assistant's in a row are taken",
+    "test_tokenize_with_bos": "the BOS of their model",
+    "test_ctx_shift_disabled_short_prompt": "token counts of their model",
+    "test_ctx_shift_disabled_long_prompt": "token counts of their model: the prompt fits here",
+    "test_n_probs_post_sampling": "probabilities after the filters are refused by name",
+    "test_access_static_assets_without_api_key": "files of their page",
+    "test_cors_options": "no origin is let in unless --cors-origin says so",
+}
+"""Reasons of those that fail, where it is known and not to be changed."""
+
+
 def family(folder: Path) -> None:
     """Write the target with a template that knows tools and thinking, whole and split, and a
     draft."""
@@ -93,7 +117,8 @@ def sort(reports: list[dict[str, Any]]) -> dict[str, Any]:
         if lacking and all(run["not offered"] for run in bad):
             out[name] = "needs " + ", ".join(lacking)
         elif bad:
-            failed[name] = [f"{run['test'].partition('[')[2].rstrip(']')} {run['line']} "
+            why = WHY.get(name.partition("::")[2])
+            failed[name] = ([f"because: {why}"] if why else []) + [f"{run['test'].partition('[')[2].rstrip(']')} {run['line']} "
                             f"{run['error']}".strip() for run in bad]  # fmt: skip
         elif all(run["outcome"] == "skipped" for run in runs):
             out[name] = "skipped by llama.cpp itself"

@@ -41,15 +41,15 @@ async def job_of(service: Service, request: CompletionRequest) -> Job:
                others=tuple([await prompt_ids(service, each) for each in others]))  # fmt: skip
 
 
-def prompts(prompt: str | list[Any]) -> list[Any]:
+def prompts(prompt: Any) -> list[Any]:
     """List the prompts of a field that holds one, a text or its tokens, or several."""
     return list(prompt) if several(prompt) else [prompt]
 
 
-def several(prompt: str | list[Any]) -> bool:
+def several(prompt: Any) -> bool:
     """Return True for a list of prompts, False for one prompt, which may be a list of tokens."""
-    one = isinstance(prompt, str) or any(isinstance(part, int) for part in prompt)
-    return not one and len(prompt) > 0
+    listed = isinstance(prompt, list) and len(prompt) > 0
+    return listed and not any(isinstance(part, int) for part in prompt)
 
 
 async def prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:

@@ -42,7 +42,7 @@ class TextPrompt(Body):
 class CompletionBody(Sampling, LlamaCpp):
     """A body of /completion."""
 
-    prompt: str | list[int | str | list[int | str] | TextPrompt]
+    prompt: str | TextPrompt | list[int | str | list[int | str] | TextPrompt]
     n_predict: int | None = Field(None, ge=-1)
     max_tokens: int | None = Field(None, ge=-1)
     stream: bool | None = None
@@ -266,13 +266,10 @@ async def answer(generation: Generation, body: CompletionBody) -> Any:
 
 async def chunks(generation: Generation, body: CompletionBody) -> Events:
     """Yield the response as events; without one for the end, as llama.cpp has it."""
-    given = [0] * len(generation.texts)
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
             words = "".join(p.text for p in delta.events if isinstance(p, Words))
-            ids = text.request.ids[given[text.index] :]
-            given[text.index] += len(ids)
-            piece = _piece(generation, text, words, delta.tokens, ids)
+            piece = _piece(generation, text, words, delta.tokens, delta.ids)
             if body.timings_per_token:
                 piece["timings"] = shapes.timings(text, delta.progress)
             if delta.progress is not None:

@@ -283,7 +283,7 @@ class Generation:
 
     async def _run(self, text: Text) -> AsyncGenerator[Delta, None]:
         metrics, last = self.service.metrics, self._began
-        first = True
+        first, ids = True, []
         try:
             async with aclosing(text.request.__aiter__()) as cycles:
                 async for cycle in cycles:
@@ -296,7 +296,9 @@ class Generation:
                     else:
                         metrics.tokens(len(cycle.tokens), now - last)
                     first, last = False, now
+                    ids += cycle.tokens
                     if delta := text.assembler.cycle(cycle):
+                        delta.ids, ids = ids, []
                         yield delta
         except G4Error as error:
             raise Refused.of(error) from error
@@ -311,6 +313,7 @@ class Generation:
         if reason in ("cancelled", "closed", "interrupted"):
             raise Refused(503, f"the text was {reason}", code="unavailable")
         delta = text.assembler.finish(text.request.stats)
+        delta.ids = ids
         text.finish, text.stop = delta.finish, delta.stop
         seconds = time.perf_counter() - self._began
         metrics.finished(text.request.stats, seconds, str(text.finish))

@@ -115,7 +115,10 @@ def test_several_prompts_in_one_request(busy: Served) -> None:
     assert [m["index"] for m in many] == [0, 1, 2]
     assert many[0]["content"] == many[2]["content"] == one["content"]
     assert many[1]["content"] == busy.post("/completion", prompt="cd", **body)["content"]
+    as_object = busy.post("/completion", prompt={"prompt_string": "ab"}, **body)
+    assert as_object["content"] == one["content"]
     pieces = busy.stream("/completion", prompt=["ab", ids], **body)
+    assert all(p["tokens"] or p["stop"] for p in pieces)
     for i in (0, 1):
         text = "".join(p["content"] for p in pieces if p["index"] == i)
         assert text == many[i]["content"]
