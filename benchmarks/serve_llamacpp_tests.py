@@ -118,8 +118,9 @@ def sort(reports: list[dict[str, Any]]) -> dict[str, Any]:
             out[name] = "needs " + ", ".join(lacking)
         elif bad:
             why = WHY.get(name.partition("::")[2])
-            failed[name] = ([f"because: {why}"] if why else []) + [f"{run['test'].partition('[')[2].rstrip(']')} {run['line']} "
-                            f"{run['error']}".strip() for run in bad]  # fmt: skip
+            failed[name] = [f"because: {why}"] if why else []
+            failed[name] += [f"{run['test'].partition('[')[2].rstrip(']')} {run['line']} "
+                             f"{run['error']}".strip() for run in bad]  # fmt: skip
         elif all(run["outcome"] == "skipped" for run in runs):
             out[name] = "skipped by llama.cpp itself"
         elif any(run["words"] for run in runs):
