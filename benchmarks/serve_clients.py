@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from watch import keep
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -41,6 +41,8 @@ MOST = 12
 
 class Weather(BaseModel):
     """Forecast for a place. Some clients drop bounds from schemas, so there are only choices."""
+
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["Rome", "Oslo"]
     days: Literal[1, 2, 3]

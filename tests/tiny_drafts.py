@@ -75,12 +75,14 @@ def deepspec_dspark(
     folder: Path, target: Path, *, layers: int = 2, inter: int = 96, heads_: int = 4,
     global_kv: int = 1, head_dim: int = 32, block: int = 4, rank: int = 8, head: str = "vanilla",
     confidence: str = "both", softcap: float | None = 30.0, partial: float = 0.25,
-    alias: bool = False, dtype: str = "BF16", seed: int = 5, **config: Any,
+    alias: bool = False, own_values: bool = False, dtype: str = "BF16", seed: int = 5,
+    **config: Any,
 ) -> Path:  # fmt: skip
     """A DeepSpec `Gemma4DSparkModel`: Gemma 4 layers, all full, values from keys, own tables.
 
     Args:
         alias: the confidence head under its other name.
+        own_values: as NVIDIA exports it: values that are not the keys, settings written twice.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = tiny._text(target)
@@ -89,7 +91,7 @@ def deepspec_dspark(
     inner = tiny._gemma_config(
         layers=layers, hidden=e, inter=inter, heads=heads_, kv=2, global_kv=global_kv, head_dim=16,
         global_head_dim=head_dim, window=8, softcap=softcap, vocab=vocab, per_layer=False,
-        k_eq_v=True, n_ctx=text["max_position_embeddings"], period=1,
+        k_eq_v=not own_values, n_ctx=text["max_position_embeddings"], period=1,
     )  # fmt: skip
     rope = {"rope_type": "proportional", "partial_rotary_factor": partial, "rope_theta": 1e6}
     settings = inner | {
@@ -98,6 +100,9 @@ def deepspec_dspark(
         "rope_parameters": {**tiny.ROPE, "full_attention": rope},
         **head_settings(rank, head, confidence),
     } | config  # fmt: skip
+    if own_values:
+        settings |= {"model_type": "gemma4_text", "dflash_config": {
+            "target_layer_ids": ids, "mask_token_id": 4, "markov_rank": rank}}  # fmt: skip
     dump(folder / "config.json", settings)
     w = Weights(seed, dtype)
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -105,7 +110,8 @@ def deepspec_dspark(
     w.matrix("fc.weight", e, len(ids) * e)
     w.norm("hidden_norm.weight", e)
     w.norm("norm.weight", e)
-    tiny._gemma_layers(w, inner, own_kv=True, kv_full=global_kv, hd_full=head_dim)
+    tiny._gemma_layers(w, inner, own_kv=True, kv_full=2 if own_values else global_kv,
+                       hd_full=head_dim)  # fmt: skip
     heads(w, vocab=vocab, rows=vocab, e=e, rank=rank, head=head, confidence=confidence)
     if alias:
         w.out = {n.replace("confidence_head.proj", "confidence_proj"): x for n, x in w.out.items()}

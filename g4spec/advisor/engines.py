@@ -203,6 +203,8 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
         refusal, fix = "the card's memory could not be read", "ask with --assume"
     elif plan is None or not plan.fits:
         refusal, fix = _too_large(plans, q)
+    elif name == "g4spec" and (odd := _unrun(q)):
+        refusal, fix = odd, "llama.cpp, or a file of another type"
     elif q.draft is not None and q.draft.kind not in row.drafts:
         refusal, fix = f"it has no {q.draft.kind} drafts for Gemma 4", "another engine"
     elif q.draft is not None and q.draft.engines and name not in q.draft.engines:
@@ -292,6 +294,13 @@ def supported(size: Size) -> str:
     except InputError:
         return ""  # about this made-up configuration, not about the size
     return ""
+
+
+def _unrun(q: Question) -> str:
+    """What our runtime has no code for in the files that were named, or ""."""
+    if q.target.refusal or q.draft is None:
+        return q.target.refusal
+    return f"of the draft, {q.draft.refusal}" if q.draft.refusal else ""
 
 
 def _own_bytes(q: Question, size: Size | None, context: int) -> int:

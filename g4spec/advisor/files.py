@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import models
-from g4spec.advisor import subjects
+from g4spec.advisor import own, subjects
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.schema import Draft, Size
 from g4spec.advisor.subjects import DraftModel, Option, Target
@@ -142,6 +142,7 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
             moe=bool(kv.get("gemma4.expert_count")),
             is_gguf=True,
             is_local=True,
+            refusal=own.refusal(file, models.kinds()["gemma4"]),
         )
 
 
@@ -156,6 +157,9 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
         nbytes = sum(t.nbytes for t in file.tensors.values())
         own_head = "output.weight" in file.tensors
         made = _new_draft(path, given, of, nbytes, gguf=True)
+        known = models.of_gguf(arch, file.tensors)
+        if known is not None:
+            made = replace(made, refusal=own.refusal(file, known))
         if arch == "gemma4-assistant":
             return _with_row(
                 replace(made, kind="mtp", head=512, llamacpp_n=4),
@@ -163,7 +167,6 @@ def _gguf_draft(facts: Facts, path: Path, given: str, of: Target) -> DraftModel:
             )
         if arch in models.TARGETS:
             raise models.misplaced(path, models.kinds()[arch])
-        known = models.of_gguf(arch, file.tensors)
         if known is None:
             raise InputError(
                 f"{path}: not a draft that engines know",

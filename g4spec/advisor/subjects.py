@@ -39,6 +39,7 @@ class Target:
         caches: shape of every layer that keeps keys and values. `context`: trained tokens.
         active: share of the weights that is read for one token.
         notes: what is odd about the files.
+        refusal: why g4spec's own runtime cannot run the file, or empty.
     """
 
     title: str
@@ -53,6 +54,7 @@ class Target:
     is_gguf: bool = False
     is_local: bool = False
     notes: tuple[str, ...] = ()
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class DraftModel:
         kv_token: bytes a token of its own cache in 16 bits, `kv_fixed`: the rest of it.
         head: head size; 0 unknown. `accepted`: published tokens a step, lowest and highest.
         engines: those that run it, where others would compute it wrongly; empty otherwise.
+        refusal: why g4spec's own runtime cannot run the file, or empty.
     """
 
     title: str
@@ -90,6 +93,7 @@ class DraftModel:
     is_local: bool = False
     engines: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    refusal: str = ""
 
     def own_cache(self, context: int) -> int:
         """Bytes of its own keys and values at `context` tokens, in 16 bits."""

@@ -3,45 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from g4spec.cli import _engine, _inputs, _logits, _options
-from g4spec.cli._spoken import Writer, figures, greedy_note
+from g4spec.cli import _engine, _inputs, _logits, _options, _prompting
+from g4spec.cli._spoken import Writer, figures, greedy_note, strange_draft
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.runtime.engine import Engine
     from g4spec.runtime.request import Request
-
-
-def _check_prompt(
-    text: str | None, file: Path | None, tokens_file: Path | None, chat: bool, system: str | None
-) -> None:
-    """Raise UsageError unless the options name one prompt and fit it."""
-    if sum(given is not None for given in (text, file, tokens_file)) != 1:
-        raise UsageError("give the prompt by exactly one of -p, --file and --tokens-file")
-    if system is not None and not chat:
-        raise UsageError("--system needs --chat")
-    if chat and tokens_file is not None:
-        raise UsageError("--chat needs a text: ids are read as they are", fix="leave it out")
-
-
-def _given(text: str | None, file: Path | None, tokens_file: Path | None) -> str | list[int]:
-    """The prompt, read before anything is loaded: a text, or the ids of a list."""
-    if tokens_file is not None:
-        return _inputs.parse_ids(_inputs.read_text(tokens_file), str(tokens_file))
-    return _inputs.read_text(file) if file is not None else text or ""
-
-
-def _encoded(engine: Engine, text: str | list[int], chat: bool, system: str | None) -> list[int]:
-    if isinstance(text, list):
-        return text
-    if chat:
-        message = {"role": "user", "content": text}
-        return engine.tokenizer.chat([message], system=system, n_ctx=engine.n_ctx)
-    return engine.tokenizer.encode(text, n_ctx=engine.n_ctx)
 
 
 def command(
@@ -52,6 +22,10 @@ def command(
     tokens_file: _options.TokensFile = None,
     chat: _options.Chat = False,
     system: _options.System = None,
+    messages: _prompting.Messages = None,
+    tools: _prompting.Tools = None,
+    thinking: _prompting.Thinking = False,
+    parse_special: _prompting.ParseSpecial = None,
     ctx_size: _options.ContextSize = None,
     n_predict: _options.NPredict = 256,
     temp: _options.Temperature = 0.0,
@@ -75,15 +49,15 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Generate text; a draft makes it faster and never changes it."""
-    _check_prompt(prompt, file, tokens_file, chat, system)
+    asked = _prompting.Asked(prompt, file, tokens_file, messages, chat, system, tools, thinking,
+                             parse_special)  # fmt: skip
     if show_draft and json:
         raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
-    bias = _logits.logit_bias(logit_bias)
-    sampler = Sampler(temp, top_k, top_p, min_p, seed, logit_bias=bias,
+    sampler = Sampler(temp, top_k, top_p, min_p, seed, logit_bias=_logits.logit_bias(logit_bias),
                       repetition_penalty=repeat_penalty, presence_penalty=presence_penalty,
                       frequency_penalty=frequency_penalty)  # fmt: skip
     options = Options(n_predict, sampler, _options.draft_max(draft_max), tuple(stop or ()),
@@ -92,12 +66,12 @@ def command(
     unread = greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed)
     if unread and not temp:
         out.note(unread)
-    given = _given(prompt, file, tokens_file)
+    given = asked.read()
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
-    ids = _encoded(engine, given, chat, system)
-    _write(engine.generate(ids, options), Writer(out, engine.tokenizer, options.stop, show_draft),
+    run = engine.generate(given.encode(engine.tokenizer, engine.n_ctx), options)
+    _write(run, Writer(out, engine.tokenizer, options.stop, show_draft),
            draft is not None and options.draft_max != 0)  # fmt: skip
     _engine.tell(engine, out)
 
@@ -113,6 +87,9 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
         run.stats.stop_reason, pressed = "Ctrl-C", keys
     writer.finish(run.text)
     out.note(figures(run.stats, drafting))
+    first = run.stats.drafted_by_position[0], run.stats.accepted_by_position[0]
+    if strange := strange_draft(*first):
+        out.note(strange)
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
     out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})
     if pressed:

@@ -7,43 +7,61 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs, render
+from g4spec.cli import _inputs, _validated, render
 from g4spec.errors import CheckFailed, UsageError
+
+File = Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")]
+Target = Annotated[
+    Path | None,
+    typer.Option("--target", "-m", help="GGUF of the target that the draft is paired with."),
+]
+Against = Annotated[
+    Path | None,
+    typer.Option(help="Checkpoint folder it was converted from: compare every tensor and key."),
+]
+RuleIds = Annotated[list[str] | None, typer.Option(help="Ask only this rule; may be repeated.")]
+Upstream = Annotated[
+    bool, typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file.")
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Fail on warnings too, and on rules not asked for lack of a target."
+    ),
+]
+ProbeIt = Annotated[
+    bool,
+    typer.Option("--probe", help="Run the pair on shipped prompts too, and with single settings "
+                 "changed: says what costs acceptance. Fails where the draft falls short."),
+]  # fmt: skip
+ListRules = Annotated[bool, typer.Option("--list-rules", help="Show all rules.")]
 
 
 def command(
-    path: Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")] = None,
-    target: Annotated[
-        Path | None,
-        typer.Option("--target", "-m", help="GGUF of the target that the draft is paired with."),
-    ] = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(help="Checkpoint folder it was converted from: compare every tensor."),
-    ] = None,
-    rule: Annotated[
-        list[str] | None,
-        typer.Option(help="Ask only this rule; may be repeated."),
-    ] = None,
-    upstream: Annotated[
-        bool,
-        typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file."),
-    ] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail on warnings too.")] = False,
-    list_rules: Annotated[bool, typer.Option("--list-rules", help="Show all rules.")] = False,
+    path: File = None,
+    target: Target = None,
+    against: Against = None,
+    rule: RuleIds = None,
+    upstream: Upstream = False,
+    strict: Strict = False,
+    probe: ProbeIt = False,
+    list_rules: ListRules = False,
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:
     """Check a draft or target for everything that makes it fail, above all silently.
 
-    Exits 1 if there are errors. docs/rules.md explains each rule.
+    Exits 1 if there are errors, or rules that the file keeps from being asked. docs/rules.md
+    explains each rule.
     """
     from g4spec import validate
+    from g4spec.validate.needs import NO_TARGET
     from g4spec.validate.rule import Severity
 
     out = render.Output(json, quiet)
     checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict,
-              "FILE": list_rules and path, "--upstream": list_rules and upstream}  # fmt: skip
+              "--probe": probe, "FILE": list_rules and path,
+              "--upstream": list_rules and upstream}  # fmt: skip
     given = ", ".join(name for name, value in checks.items() if value)
     if given and (list_rules or upstream):
         raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")
@@ -68,9 +86,13 @@ def command(
         rows = [(t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}")
                 for t in worst]  # fmt: skip
         out.table("Largest errors against the source", columns, rows)
-    out.result(report.json())
-    if not report.ok or (strict and report.count(Severity.WARNING)):
+    found = _validated.probed(out, path, target) if probe else None
+    out.result(report.json() | ({"probe": found.json()} if found else {}))
+    if not report.ok or report.unable or (found and not found.ok):
         raise CheckFailed(report.summary())
+    if strict and (report.count(Severity.WARNING) or NO_TARGET in report.skipped.values()):
+        raise CheckFailed(report.summary(), fix="pass --target for the rules that need it"
+                          if NO_TARGET in report.skipped.values() else None)  # fmt: skip
 
 
 def _upstream(out: render.Output, path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from g4spec.cli import _engine, _options, _streams
+from g4spec.cli._spoken import strange_draft
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -68,3 +69,5 @@ def command(
         style="good",
     )
     out.line(f"{verdict.drafted} tokens were drafted, {share:.1%} of them accepted")
+    if strange := strange_draft(verdict.first_drafted, verdict.first_accepted):
+        out.line(strange, style="warn")

@@ -27,7 +27,7 @@ def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
     A changed checkpoint is converted again: its key holds size and time of change of each file
     beside `provenance.digest`, which reads samples only.
     """
-    with sources.detect(source) as found:
+    with sources.detect(source, run=True) as found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             return found.path, f"{source} holds a GGUF: took {found.path.name}"
         parts = [__version__, type, provenance.digest(found.source)]

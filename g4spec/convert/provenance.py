@@ -18,14 +18,14 @@ from g4spec.convert.plan import canonical
 from g4spec.convert.sources import Folder
 from g4spec.convert.tensors import Packed, Stored
 from g4spec.gguf import GGUF, KV, regular, string, u32
+from g4spec.models import pairing as pairs
 
 SOURCE = "g4spec.source"
 REVISION = "g4spec.source_revision"
 DIGEST = "g4spec.source_digest"
 WEIGHTS = "g4spec.weights_digest"
 T2D_SHA256 = "g4spec.dflash.t2d_sha256"
-TARGET_LAYERS = "g4spec.target.block_count"
-TARGET_HIDDEN = "g4spec.target.embedding_length"
+TARGET_LAYERS, TARGET_HIDDEN = pairs.TARGET_LAYERS, pairs.TARGET_HIDDEN
 TARGET_TOKENIZER = "g4spec.target.tokenizer_sha256"
 TARGET_WEIGHTS = "g4spec.target.weights_digest"
 TARGET_SOURCE = "g4spec.target.source"
@@ -37,7 +37,7 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 ROW_BYTES = 1 << 16
 """Most that is read of one row for the digest of weights."""
 SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-         "chat_template.jinja")  # fmt: skip
+         "chat_template.jinja", "chat_template.json")  # fmt: skip
 _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def _convert(found: Found, to: Output, asked: Mix, target: Path | None) -> Resul
     """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
     start = time.perf_counter()
     pair = targets.of(found) if found.is_target else _target_of(found, target)
-    config, tensors, shorts, notes, dropped = _read(found, pair)
+    config, tensors, shorts, notes, dropped = read(found, pair)
     plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, shorts)
     plan = Plan((*plan.rows, *dropped))
     made = _made(plan, tensors, config)
@@ -132,7 +133,7 @@ def _convert(found: Found, to: Output, asked: Mix, target: Path | None) -> Resul
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
 
 
-def _read(
+def read(
     found: Found, pair: Target
 ) -> tuple[Any, Mapping[str, Stored], Mapping[str, str] | None, list[str], list[Row]]:
     """Configuration, tensors, their names in the kind's words if they have others, notes, and
@@ -239,17 +240,15 @@ def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
 def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping[str, Any],
               plan: Plan, out: Path, target: Path | None) -> KV:  # fmt: skip
     """All keys of the file: general, the kind's own, tokenizer, provenance."""
-    own: KV = found.kind.metadata(config)
+    model = described(found.kind, config, pair.tokenizer)
     kv: KV = {
-        "general.architecture": own.pop("general.architecture"),
+        "general.architecture": model.pop("general.architecture"),
         "general.type": string("model"),
         "general.name": string(provenance.name(found.path).split("/")[-1]),
         **_file_type(plan, asked),
         "general.quantization_version": u32(QUANTIZATION_VERSION),
     }
-    # A draft's own keys come last: its mask token overrides the tokenizer's.
-    kv |= {k: v for k, v in own.items() if not k.startswith("tokenizer.")}
-    kv |= pair.tokenizer | {k: v for k, v in own.items() if k.startswith("tokenizer.")}
+    kv |= model
     for row in plan.of("metadata"):
         assert row.name is not None
         kv[row.name] = array(T.I32 if row.type == "I32" else T.F32, made[row.name].reshape(-1))
@@ -262,6 +261,14 @@ def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping
     command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
     command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in asked.named)
     return kv | provenance.keys(found.source, command)
+
+
+def described(kind: ModuleType, config: Any, tokenizer: KV) -> KV:
+    """The keys by which a file describes its model and its tokenizer. A draft's own come last: its
+    mask token overrides the tokenizer's."""
+    own: KV = kind.metadata(config)
+    kv = {k: v for k, v in own.items() if not k.startswith("tokenizer.")}
+    return kv | tokenizer | {k: v for k, v in own.items() if k.startswith("tokenizer.")}
 
 
 def _file_type(plan: Plan, asked: Mix) -> KV:

@@ -149,7 +149,10 @@ def read(path: Path) -> dict[str, Stored]:
         with regular.opened(path) as f:
             size = f.seek(0, 2)
             f.seek(0)
-            length = int.from_bytes(f.read(8), "little")
+            begin = f.read(64)
+            regular.refuse_pointer(path, begin)
+            f.seek(8)
+            length = int.from_bytes(begin[:8], "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise InputError(
                     f"{path}: not a safetensors file, or truncated",

@@ -5,7 +5,7 @@ Judged by content, never by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +19,11 @@ from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, parts, regular
 from g4spec.models.spec import Checkpoint
 
+MASK_ROW = "mask_embedding.pt"
+"""A file that some trainers put beside a draft's configuration: it replaces one token's row."""
 UNSUPPORTED = {
+    "lilicorrdraftmodel": "a LiLiCorr draft",
+    "dominodraftmodel": "a Domino draft",
     "mtp": "a speculators MTP draft",
     "eagle": "an EAGLE draft",
     "dsparkdraftmodel": "a DSpark draft",
@@ -81,15 +85,23 @@ class Found:
         return self.kind.ARCH in models.TARGETS
 
 
-def detect(path: str | Path, weights: bool = True) -> Found:
+def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Found:
     """What lies at `path`. InputError when it is nothing known, Unsupported when it is known but
-    has no code; both say what was seen. Without `weights` a folder need not hold any."""
+    has no code; both say what was seen. Without `weights` a folder need not hold any.
+
+    Converters write GGUF files into the checkpoint's folder. The checkpoint is what is converted
+    then, and the GGUF what is `run`.
+    """
     path = Path(path)
     if not path.exists():
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
         ggufs = parts.firsts(sorted(path.glob("*.gguf")))
+        both = ggufs and (path / "config.json").exists() and any(path.glob("*.safetensors"))
+        if both and not run:
+            notes.append(f"{path} holds a checkpoint and GGUF files; took the checkpoint")
+            return _detect_folder(_open_folder(path, weights=weights), notes)
         if len(ggufs) > 1:
             raise InputError(f"{path}: several GGUF files", found=[p.name for p in ggufs][:8],
                              fix="name the one to use")  # fmt: skip
@@ -119,11 +131,17 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
                   tensors)  # fmt: skip
 
 
-def _detect_folder(folder: Folder) -> Found:
+def _detect_folder(folder: Folder, notes: Sequence[str] = ()) -> Found:
     checkpoint = folder.checkpoint
     claimed = [m for m in models.kinds().values() if m.claims(checkpoint)]
     if len(claimed) == 1:
-        return Found(claimed[0], folder)
+        if (folder.path / MASK_ROW).exists() and claimed[0].ARCH not in models.TARGETS:
+            raise Unsupported(
+                f"{folder.path}: {MASK_ROW} holds a row of its own for the mask token",
+                found="a pickle, which may run code when it is opened",
+                fix="write the row into embed_tokens.weight of the draft, and remove the file",
+            )
+        return Found(claimed[0], folder, list(notes))
     seen = _seen(folder)
     if claimed:
         raise InputError(

@@ -26,7 +26,7 @@ VISIBLE = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_r
            "<tool_response|>", '<|"|>'}  # fmt: skip
 """Control tokens that must appear in text, so that chat parsers can read them."""
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def from_gguf(gguf: GGUF) -> KV:
@@ -99,7 +99,7 @@ def _types(tokens: list[str], settings: Mapping[str, Any], n_base: int) -> list[
     def kind(number: int, text: str) -> int:
         if text in VISIBLE:
             return USER_DEFINED
-        if number < n_base and _BYTE.fullmatch(text):
+        if number < n_base and BYTE_TOKEN.fullmatch(text):
             return BYTE
         if text in special:
             return CONTROL
@@ -155,13 +155,17 @@ def _special_ids(
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """`chat_template.jinja` before `tokenizer_config.json`, as in transformers, which writes the
+    one and leaves an older other in place; `chat_template.json` is the processors' old form."""
+    path, old = folder / "chat_template.jinja", folder / "chat_template.json"
     got: Any = settings.get("chat_template")
-    path = folder / "chat_template.jinja"
-    if got is None and path.exists():
+    if path.exists():
         try:
             return regular.read(regular.stays(path)).decode()
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8") from e
+    if got is None and old.exists():
+        got = load_json(old).get("chat_template")
     if isinstance(got, list):
         named = {t.get("name"): t.get("template") for t in got if isinstance(t, dict)}
         got = named.get("default")

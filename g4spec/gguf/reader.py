@@ -283,6 +283,7 @@ class GGUF(Mapping[str, Any]):
             raise self._bad(f"{what} is not UTF-8 ({e.reason})") from e
 
     def _header(self) -> None:
+        regular.refuse_pointer(self.path, bytes(self._view[:64]))
         if self._view[:4] != MAGIC:
             raise self._bad("not a GGUF file", "magic GGUF", bytes(self._view[:4]))
         self.version, at = self._take("I", 4, "the version")

@@ -19,6 +19,22 @@ MAX_WHOLE = 64 << 20
 _BLOB = re.compile(r".*/blobs/(?:[0-9a-f]{2}/)?(?:[0-9a-f]{40}|[0-9a-f]{64})")
 
 
+LFS = b"version https://git-lfs.github.com/spec/"
+LFS_FIX = "run git lfs pull in its repository"
+
+
+def is_pointer(begin: bytes) -> bool:
+    """Whether a file that begins so is a Git LFS pointer: the file itself was not fetched."""
+    return begin.startswith(LFS)
+
+
+def refuse_pointer(path: Path, begin: bytes) -> None:
+    """InputError for a file that begins as a Git LFS pointer does."""
+    if is_pointer(begin):
+        raise InputError(f"{path}: a Git LFS pointer", expected="the file it points to",
+                         fix=LFS_FIX)  # fmt: skip
+
+
 def opened(path: Path) -> BinaryIO:
     """A regular file, open for reading. InputError for a pipe, socket or device; OSError as
     `open` raises it."""

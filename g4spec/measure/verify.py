@@ -91,6 +91,7 @@ class Verdict:
         same_logits: tokens whose logit was the same float both times.
         cycles, drafted, accepted: of the runs with the draft.
         parallel: cases that ran at once with the draft.
+        first_drafted, first_accepted: of the first tokens of proposals.
     """
 
     cases: int
@@ -102,6 +103,8 @@ class Verdict:
     mismatch: Mismatch | None
     notes: list[str]
     parallel: int = 1
+    first_drafted: int = 0
+    first_accepted: int = 0
 
     @property
     def ok(self) -> bool:
@@ -198,6 +201,8 @@ def _count(verdict: Verdict, request: Request) -> None:
     verdict.cycles += request.stats.cycles
     verdict.drafted += request.stats.drafted
     verdict.accepted += request.stats.accepted
+    verdict.first_drafted += request.stats.drafted_by_position[0]
+    verdict.first_accepted += request.stats.accepted_by_position[0]
     verdict.notes += [note for note in request.notes if note not in verdict.notes]
 
 

@@ -38,6 +38,15 @@ __all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", 
 
 TITLE = "DFlash draft"
 
+SCALE = "input_embedding_scale"
+SETTINGS = ("target_layer_ids", "mask_token_id", "mask_token", "block_size", "num_target_layers",
+            "target_hidden_size", "is_causal", "causal", "causal_head", "use_swa",
+            "swa_window_size", "final_logit_softcapping", SCALE)  # fmt: skip
+"""Keys of `dflash_config` that are read, or say what is known anyway."""
+HEADS = (("LiLiCorr", "lilicorr_enabled", (None, False)),
+         ("Domino", "projector_type", (None, "none")))  # fmt: skip
+"""Heads that have no code here: name, the key that asks for one, its values that do not."""
+
 READS_ROW_ONE = Limit(
     "refused", "drafts read from the anchor's row on",
     "reads them from the next row on, so that every draft is off by one",
@@ -62,14 +71,16 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
     return replace(config, arch=architecture(ARCH, LIMITS, config))
 
 
-def parse_zlab(checkpoint: Checkpoint, target: Any) -> Config:
-    """A flat configuration with a `dflash_config`."""
+def parse_zlab(checkpoint: Checkpoint, target: Any, *own: str) -> Config:
+    """A flat configuration with a `dflash_config`; `own`: keys of it that another kind reads."""
     f = Fields(checkpoint.config, "config.json")
-    inner = f.sub("dflash_config")
+    inner = settings(f, target, *own)
     ids = inner.list(int, "target_layer_ids")
     names = stripped(checkpoint)
-    causal = inner.raw.get("causal", f.raw.get("is_causal"))
     window = f.positive("sliding_window") if f.get(bool, "use_sliding_window", False) else None
+    everywhere = inner.get(bool, "use_swa", False)
+    if everywhere:
+        window = inner.positive("swa_window_size")
     return Config(
         n_vocab=f.positive("vocab_size"),
         n_embd=f.positive("hidden_size"),
@@ -77,16 +88,45 @@ def parse_zlab(checkpoint: Checkpoint, target: Any) -> Config:
         eps=f.get(float, "rms_norm_eps", 1e-6),
         softcap=inner.get(float, "final_logit_softcapping",
                           f.get(float, "final_logit_softcapping", 0.0)),
-        layers=_layers(f, window, causal),
+        layers=_layers(f, window, causality(f, inner), everywhere),
         target_layers=tuple(i + 1 for i in ids),
         block_size=inner.get(int, "block_size", f.get(int, "block_size", 16)),
         mask_token=inner.get(int, "mask_token_id"),
-        embed_scale=math.sqrt(target.n_embd),
+        embed_scale=inner.get(float, SCALE, f.get(float, SCALE, math.sqrt(target.n_embd))),
         own_embed="embed_tokens.weight" in names,
         own_head="lm_head.weight" in names,
         n_draft=None,
         window_from_anchor=False,
     )  # fmt: skip
+
+
+def settings(f: Fields, target: Any, *own: str) -> Fields:
+    """`dflash_config`, every key of it read or refused. Heads that have no code here are refused by
+    name. `own`: more keys that the kind reads."""
+    inner = f.sub("dflash_config")
+    for name, key, off in HEADS:
+        if inner.raw.get(key) not in off:
+            raise Unsupported(f"config.json: a draft with a {name} head (dflash_config.{key})",
+                              fix="use a draft without it")  # fmt: skip
+    inner.require("target_hidden_size", (None, target.n_embd), None)  # else an adapter comes first
+    inner.require("num_target_layers", (None, len(target.layers)), None)
+    inner.known(*SETTINGS, *own, *(key for _, key, _ in HEADS),
+                fix="the draft would be computed otherwise than it was trained; see docs/kinds.md")
+    return inner
+
+
+def causality(f: Fields, inner: Fields) -> bool | None:
+    """One causality for all layers, if the configuration says so: `is_causal` before `causal`, as
+    upstream reads them. JetSpec's `causal_head` makes all layers causal."""
+    said = (f.get(bool, "is_causal", None), inner.get(bool, "is_causal", None),
+            inner.get(bool, "causal", None))  # fmt: skip
+    first = next((x for x in said if x is not None), None)
+    if not inner.get(bool, "causal_head", False):
+        return first
+    if first is False:
+        raise InputError("config.json: dflash_config.causal_head contradicts is_causal",
+                         expected="both true, or one of them", found="true and false")  # fmt: skip
+    return True
 
 
 def parse_speculators(
@@ -136,13 +176,16 @@ def stripped(checkpoint: Checkpoint) -> set[str]:
     return {name.removeprefix("model.") for name in checkpoint.tensors}
 
 
-def _layers(f: Fields, window: int | None, causal: bool | None) -> tuple[LayerSpec, ...]:
-    """`causal` None: sliding layers are causal inside the block, full layers are not."""
+def _layers(
+    f: Fields, window: int | None, causal: bool | None, everywhere: bool = False
+) -> tuple[LayerSpec, ...]:
+    """`causal` None: sliding layers are causal inside the block, full layers are not.
+    `everywhere`: all layers slide, whatever `layer_types` says."""
     n_layer = f.layers("num_hidden_layers")
     types = f.list(str, "layer_types", ["full_attention"] * n_layer)
     if len(types) != n_layer:
         raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
-    sliding = [window is not None and t == "sliding_attention" for t in types]
+    sliding = [everywhere or (window is not None and t == "sliding_attention") for t in types]
     like = qwen_layer(f)
     return tuple(
         replace(like, index=i, window=window if s else None, causal=s if causal is None else causal)
@@ -156,6 +199,10 @@ def qwen_layer(f: Fields) -> LayerSpec:
     f.require("attention_bias", (False,), False)
     f.require("rope_scaling", (None,), None)
     rope = f.sub("rope_parameters")
+    rope.known("rope_type", "rope_theta", "partial_rotary_factor", "factor")
+    rope.require("factor", (None, 1, 1.0), None)
+    rope.require("partial_rotary_factor", (None, 1, 1.0), None)
+    f.require("partial_rotary_factor", (None, 1, 1.0), None)
     if rope.raw.get("rope_type", "default") != "default":
         raise Unsupported(f"{f.where}: rope_type {rope.raw['rope_type']!r} in a draft")
     theta = rope.get(float, "rope_theta", f.get(float, "rope_theta", 10000.0))

@@ -50,6 +50,8 @@ TITLE = "DSpark draft"
 MARKS = ("markov_w1.weight", "conf_proj.weight")
 ALIASES = {"confidence_proj.": "confidence_head.proj."}
 ARCHITECTURES = ("Gemma4DSparkModel",)
+HEAD_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head",
+             "confidence_head_with_markov")  # fmt: skip
 CUT = "g4spec.dspark.confidence_cut"
 CONFIDENCE = ("conf_proj.weight", "confidence_head.proj.weight", "confidence_proj.weight")
 """How the confidence head is called, in a file and in checkpoints (behind a prefix)."""
@@ -83,6 +85,9 @@ LIMITS = (
     *backbone.LIMITS,
     Limit("differs", "logits capped before the Markov bias", "adds the bias to uncapped logits",
           lambda c: c.softcap > 0 and c.head != "none"),
+    Limit("refused", "Gemma 4 layers with values that are not their keys",
+          "does not norm such values",
+          lambda c: c.gemma and any(not s.v_from_k for s in c.layers)),
     Limit("refused", "a gated or recurrent Markov head", "knows the plain table only",
           lambda c: c.head in GATES),
     Limit("refused", "confidence from the hidden row alone, or without a Markov head",
@@ -130,15 +135,21 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
 def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
     """DeepSpec's flat configuration, in the terms of Gemma 4's own."""
     f = Fields(checkpoint.config, "config.json")
-    inner = f.sub("dflash_config")
+    inner = dflash.settings(f, target, *HEAD_KEYS)
+    for key in HEAD_KEYS:  # NVIDIA's exports write them twice
+        if inner.has(key):
+            inner.require(key, (f.raw.get(key),), None)
+    inner.require("use_swa", (None, False), None)
     where = inner if inner.has("target_layer_ids") else f
     names = dflash.stripped(checkpoint)
     layers = gemma4.layers_hf(f)
     f.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     f.require("draft_vocab_size", (None, f.positive("vocab_size")), None)
-    if any(s.window is not None or not s.v_from_k for s in layers):
-        raise Unsupported("config.json: a DeepSpec draft with sliding layers, or with values that "
-                          "are not its keys")  # fmt: skip
+    if any(s.window is not None for s in layers):
+        raise Unsupported("config.json: a DeepSpec draft with sliding layers: what they see of a "
+                          "block is not documented")  # fmt: skip
+    if len({s.v_from_k for s in layers}) > 1:
+        raise Unsupported("config.json: a DeepSpec draft whose values are its keys in some layers")
     return backbone.Config(
         n_vocab=f.positive("vocab_size"),
         n_embd=f.positive("hidden_size"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
-from g4spec.errors import InputError
+from g4spec.errors import InputError, Unsupported
 
 MAX_LAYERS = 512
 """llama.cpp's LLAMA_MAX_LAYERS."""
@@ -96,6 +96,15 @@ class Fields:
     def sub(self, key: str) -> Fields:
         """The nested mapping under `key`, empty if absent."""
         return Fields(self.get(dict, key, {}), f"{self.where}: {key}")
+
+    def known(self, *keys: str, fix: str | None = None) -> None:
+        """Refuse keys that this code does not read: what they ask for would be left out in
+        silence. Keys that are null say nothing."""
+        unknown = sorted(str(k) for k, v in self.raw.items() if v is not None and k not in keys)
+        if unknown:
+            raise Unsupported(f"{self.where}: key {unknown[0]!r} is not understood",
+                              expected=", ".join(keys), found=f"{self.raw[unknown[0]]!r:.80}",
+                              fix=fix)  # fmt: skip
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
         """Refuse values that this code does not implement."""

@@ -126,7 +126,7 @@ def _layer_hf(
         head_dim = text.positive("global_head_dim", head_dim)
     if k_eq_v:
         n_kv = text.positive("num_global_key_value_heads", n_kv)
-    base, partial = _rope(text.sub("rope_parameters").sub(kind), full)
+    base, partial = _rope(text.sub("rope_parameters"), kind)
     n_ff = text.positive("intermediate_size")
     moe = text.get(bool, "enable_moe_block", False)
     return LayerSpec(
@@ -168,14 +168,24 @@ def _count(f: Fields, key: str) -> int:
     return value
 
 
-def _rope(f: Fields, full: bool) -> tuple[float, float]:
-    kind = f.raw.get("rope_type", "proportional" if full else "default")
-    if kind != ("proportional" if full else "default"):
+def _rope(given: Fields, kind: str) -> tuple[float, float]:
+    """Base and rotated share of a kind of layer. Both have defaults only where `rope_parameters`
+    says nothing at all, as in transformers; a key that is not read here is refused."""
+    full = kind == FULL
+    if not given.raw:
+        return (1e6, 0.25) if full else (1e4, 1.0)
+    given.known(SLIDING, FULL)
+    f = given.sub(kind)
+    f.known("rope_type", "rope_theta", "partial_rotary_factor", "factor")
+    f.require("factor", (None, 1, 1.0), None)
+    if not full:
+        f.require("partial_rotary_factor", (None, 1, 1.0), None)
+    said = f.raw.get("rope_type", "proportional" if full else "default")
+    if said != ("proportional" if full else "default"):
         raise Unsupported(
-            f"config.json: rope_type {kind!r} on {'full' if full else 'sliding'} layers"
+            f"config.json: rope_type {said!r} on {'full' if full else 'sliding'} layers"
         )
-    partial = f.get(float, "partial_rotary_factor", 0.25) if full else 1.0
-    return f.get(float, "rope_theta", 1e6 if full else 1e4), partial
+    return f.get(float, "rope_theta"), f.get(float, "partial_rotary_factor", 1.0)
 
 
 def parse_gguf(
@@ -223,7 +233,8 @@ def _layer_gguf(
         n_kv=_per_layer(f, "attention.head_count_kv", i),
         head_dim=f.positive(f"attention.key_length{swa}"),
         n_ff=_per_layer(f, "feed_forward_length", i),
-        rope_base=f.get(float, f"rope.freq_base{swa}", 1e4 if sliding else 1e6),
+        rope_base=f.get(float, "rope.freq_base_swa", 1e4) if sliding
+        else f.get(float, "rope.freq_base"),
         rope_partial=1.0 if sliding else Fields(f.raw, f.where, "g4spec.").get(
             float, "rope_partial", 0.25
         ),
@@ -290,7 +301,7 @@ def metadata(config: Config) -> KV:
         kv[f"{a}expert_count"] = u32(layers[0].n_expert)
         kv[f"{a}expert_used_count"] = u32(layers[0].n_expert_used)
         kv[f"{a}expert_feed_forward_length"] = u32(layers[0].n_ff_expert)
-    if config.softcap:
+    if config.arch == GEMMA4:  # upstream caps at 30 where the key is missing
         kv[f"{a}final_logit_softcapping"] = f32(config.softcap)
     if full.rope_partial != 0.25:
         kv["g4spec.rope_partial"] = f32(full.rope_partial)

@@ -152,15 +152,18 @@ def sandwich(
     scale, last = w.get(b + "layer_output_scale.weight"), w[b + "post_ffw_norm.weight"]
     if spec is not None and spec.n_expert:
         e = _experts(w, b, eps, spec)
-        x, rows = ops.expert_layer(h, x, e, None if numbers else following, scale)
-        return x, ops.rms_norm(x, following, eps) if numbers else rows
-    x, h = ops.norm_residual_norm(h, x, w[b + "post_attention_norm.weight"], eps,
-                                  w[b + "ffn_norm.weight"])  # fmt: skip
-    h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"], w[b + "ffn_down.weight"],
-                  ops.gelu_tanh, parts=True)  # fmt: skip
-    if ple is None:
-        return ops.norm_residual_norm(h, x, last, eps, following, scale, numbers=numbers)
-    x, _ = ops.norm_residual_norm(h, x, last, eps, None)
+        if ple is None:
+            x, rows = ops.expert_layer(h, x, e, None if numbers else following, scale)
+            return x, ops.rms_norm(x, following, eps) if numbers else rows
+        x, _ = ops.expert_layer(h, x, e, None, None)
+    else:
+        x, h = ops.norm_residual_norm(h, x, w[b + "post_attention_norm.weight"], eps,
+                                      w[b + "ffn_norm.weight"])  # fmt: skip
+        h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
+                      w[b + "ffn_down.weight"], ops.gelu_tanh, parts=True)  # fmt: skip
+        if ple is None:
+            return ops.norm_residual_norm(h, x, last, eps, following, scale, numbers=numbers)
+        x, _ = ops.norm_residual_norm(h, x, last, eps, None)
     h = ops.modulated(x, w[b + "inp_gate.weight"], ple, w[b + "proj.weight"], ops.gelu_tanh)
     return ops.norm_residual_norm(h, x, w[b + "post_norm.weight"], eps, following, scale,
                                   numbers=numbers)  # fmt: skip

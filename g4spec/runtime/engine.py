@@ -22,7 +22,7 @@ from g4spec import models
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft
 from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
 from g4spec.gguf import GGUF
-from g4spec.models import gemma4, ngram
+from g4spec.models import gemma4, ngram, pairing
 from g4spec.runtime import devices, loading, memory
 from g4spec.runtime.choosing import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
@@ -311,6 +311,7 @@ def _plan(
     drafted: list[Any] = []
     if draft.file is not None and draft.kind is not None:
         draft.kind.check_pair(draft.config, config)
+        pairing.check(file, config, draft.file)
         drafted = list(draft.file.tensors.values())
 
     def plan(size: memory.Size) -> memory.MemoryPlan:

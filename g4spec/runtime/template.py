@@ -12,11 +12,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from g4spec.errors import InputError
@@ -39,8 +42,10 @@ _WORKER = (
 )
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str) -> str:
-    """The text of a conversation, ready for the model's answer.
+def render(
+    template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eos: str, **more: Any
+) -> str:
+    """The text of a conversation, ready for the model's answer. `more`: other variables.
 
     Templates get what transformers gives them: `messages`, `add_generation_prompt`, the tokens,
     `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
@@ -51,7 +56,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], *, bos: str, eo
         raise InputError("chat template too long", expected=f"at most {LONGEST_TEMPLATE}",
                          found=len(template))  # fmt: skip
     job = {"path": sys.path, "template": template, "messages": [dict(m) for m in messages],
-           "bos": bos, "eos": eos}  # fmt: skip
+           "bos": bos, "eos": eos, **more}  # fmt: skip
     try:
         done = subprocess.run([sys.executable, "-I", "-c", _WORKER], input=json.dumps(job),
                               capture_output=True, encoding="utf-8", timeout=SECONDS, check=False,
@@ -110,9 +115,21 @@ def expand(
     return "".join(parts)
 
 
+def syntax_error(template: str) -> str:
+    """What is wrong with the syntax of a template; empty if it compiles. Nothing is run."""
+    if len(template) > LONGEST_TEMPLATE:
+        return f"{len(template)} characters"
+    try:
+        _environment().parse(template)
+    except (jinja2.TemplateError, RecursionError) as error:
+        return str(error)[:80] or type(error).__name__
+    return ""
+
+
 def _failed(why: str) -> InputError:
     return InputError("the chat template failed", found=why[:500],
-                      fix="give the whole prompt as text, with --no-chat")  # fmt: skip
+                      fix="repair tokenizer.chat_template, or give generate the whole prompt as "
+                      "text, without --chat")  # fmt: skip
 
 
 @functools.lru_cache(maxsize=2)
@@ -120,9 +137,27 @@ def _compiled(template: str) -> jinja2.Template:
     return _environment().from_string(template)
 
 
+class Generation(Extension):
+    """`{% generation %}...{% endgeneration %}`, by which trainers mark what the model wrote: its
+    content is written, and what is set inside stays inside, as in transformers."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Make the block a call whose result is its content."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_written")
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _written(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", Generation],
     )
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

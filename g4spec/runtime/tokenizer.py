@@ -26,6 +26,7 @@ from g4spec.gguf.reader import NUMBERS
 from g4spec.gguf.strings import BLOCK
 from g4spec.gguf.values import T
 from g4spec.models.spec import stop_ids
+from g4spec.runtime import guarding
 
 if TYPE_CHECKING:
     from g4spec.gguf import GGUF
@@ -106,8 +107,20 @@ class Tokenizer:
         """Number of ids."""
         return len(self._tokens)
 
-    def encode(self, text: str, *, bos: bool = True, n_ctx: int | None = None) -> list[int]:
+    def encode(
+        self,
+        text: str,
+        *,
+        bos: bool = True,
+        n_ctx: int | None = None,
+        special: bool = True,
+        guard: str = "",
+    ) -> list[int]:
         """Tokens of `text`; with `bos` they begin with one BOS, also if the text has its own.
+
+        Args:
+            special: read marks such as `<|turn>` as control tokens, else spell them.
+            guard: a character that is left out, and keeps a mark that it stands in from being one.
 
         Raises InputError for half a surrogate pair, and for a text that cannot fit into `n_ctx`
         tokens however long they are: the library takes 200 bytes a token.
@@ -120,8 +133,21 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise InputError("the text is not valid Unicode", found=error.reason) from None
         with _no_panic(self.source):
-            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+            if special and not guard:
+                ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+            else:
+                read = self._special if special else self._special - self._marks
+                texts = [self._tokens[i] for i in read]
+                ids = guarding.spelled(self._encoder, text, texts, guard)
         return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
+
+    @property
+    def _marks(self) -> frozenset[int]:
+        """Special tokens that mean something to the model: control tokens, and visible ones in
+        angle brackets, such as `<|tool_call>`."""
+        shaped = (i for i in self._special if self._tokens[i].startswith("<")
+                  and self._tokens[i].endswith(">"))  # fmt: skip
+        return self._hidden | frozenset(shaped)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of `ids`. Control tokens (turn marks, BOS) are left out unless `special`."""
@@ -149,6 +175,9 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = False,
+        special: bool = False,
         n_ctx: int | None = None,
     ) -> list[int]:
         """Tokens of a conversation up to where the model answers, by the file's chat template.
@@ -156,6 +185,10 @@ class Tokenizer:
         Args:
             messages: {"role": "user" | "assistant" | ..., "content": text}, in order.
             system: instructions put before them. `n_ctx`: see `encode`.
+            tools: functions that the model may call, as in OpenAI's API.
+            thinking: let the model think first.
+            special: read marks such as `<|turn>` in what users say as control tokens; without it
+                they are spelled, so that nobody can end his turn and begin the model's.
 
         Raises InputError when the file has no template, or the template refuses or fails.
         """
@@ -163,13 +196,18 @@ class Tokenizer:
 
         if not self.template:
             raise InputError(f"{self.source}: no chat template (tokenizer.chat_template)",
-                             fix="give the whole prompt as text, with --no-chat")  # fmt: skip
+                             fix="give the whole prompt as text, without --chat")  # fmt: skip
         first = [{"role": "system", "content": system}] if system else []
         eos = self._tokens[min(self.stop_ids)] if self.stop_ids else ""
+        marks = [self._tokens[i] for i in self._marks]
+        guard, said = "", messages
+        if not special:
+            guard, said = guarding.guarded(messages, marks, self.template)
         text = template.render(
-            self.template, [*first, *messages], bos=self._tokens[self.bos], eos=eos
-        )
-        return self.encode(text, n_ctx=n_ctx)
+            self.template, [*first, *said], bos=self._tokens[self.bos], eos=eos,
+            tools=list(tools) if tools else None, enable_thinking=thinking,
+        )  # fmt: skip
+        return self.encode(text, n_ctx=n_ctx, guard=guard)
 
 
 class Stream:

@@ -31,6 +31,11 @@ INTRO = """\
 # Rules
 
 What `g4spec validate` checks: {n} rules. Errors fail the command, warnings only with `--strict`.
+Exit code 0 means that every rule was asked for which there is what it needs: a file that keeps
+rules from being asked fails. Rules that need a target or a source that was not given are counted
+loudly; `--strict` wants the target of a draft. `--probe` runs the pair and finds what no rule sees.
+`benchmarks/cpu_faults.py` counts which plausible faults are named, with a source and without.
+
 Each rule is about a failure that was seen or follows from how these files are used, most of them
 silent: the text stays right, as the target checks every token, and only the speed is lost. Ids are
 stable.

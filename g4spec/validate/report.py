@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from g4spec.validate.needs import NO_SOURCE, NO_TARGET, NOT_GIVEN
 from g4spec.validate.rule import Finding, Rule, Severity
+
+GIVE = {NO_TARGET: "--target", NO_SOURCE: "--against"}
+"""Why a rule was not asked -> the option that helps."""
 
 
 class Out(Protocol):
@@ -50,6 +54,11 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     tensors: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def unable(self) -> dict[str, str]:
+        """Skipped rules that were due: it is the file that kept them from being asked."""
+        return {i: why for i, why in self.skipped.items() if why not in NOT_GIVEN}
+
     def count(self, severity: Severity) -> int:
         return sum(f.rule.severity is severity for f in self.failures)
 
@@ -59,7 +68,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """No errors; warnings and notes may remain."""
+        """No errors, though rules may not have been asked (`skipped`); warnings and notes may
+        remain."""
         return not self.count(Severity.ERROR)
 
     def add(self, rule: Rule, finding: Finding) -> None:
@@ -70,6 +80,7 @@ class Report:
             "path": str(self.path),
             "architecture": self.arch,
             "ok": self.ok,
+            "complete": not self.unable,
             "counts": {str(s): self.count(s) for s in Severity},
             "findings": [f.json() for f in self.failures],
             "checked": self.checked,
@@ -80,7 +91,8 @@ class Report:
     def summary(self) -> str:
         """One line: what was checked and how it went."""
         counts = [f"{self.count(s)} {s}{'s' * (self.count(s) != 1)}" for s in Severity]
-        return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}"
+        left = f", {len(self.skipped)} rules not checked" if self.skipped else ""
+        return f"{self.path}: {len(self.checked)} rules, {', '.join(counts)}{left}"
 
     def show(self, out: Out) -> None:
         """The findings as text, worst first."""
@@ -91,5 +103,7 @@ class Report:
             out.line(f"  {f.where}: expected {f.expected}, found {f.found}")
             out.line(f"  to do: {f.fix}")
         for reason, n in Counter(self.skipped.values()).items():
-            out.note(f"{n} rules not checked: {reason}")
-        out.line(self.summary(), "good" if self.ok else "bad")
+            how = f"; pass {GIVE[reason]}" if reason in GIVE else ""
+            out.line(f"NOT CHECKED: {n} rules, as {reason}{how}", "warn")
+        good = self.ok and not self.unable
+        out.line(self.summary(), "good" if good else "bad")

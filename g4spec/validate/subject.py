@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import models
-from g4spec.convert import provenance
+from g4spec.convert import expected, provenance
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, T, parts
 from g4spec.models.spec import TensorSpec
 from g4spec.validate import header, scan
-from g4spec.validate.needs import Needs
+from g4spec.validate.needs import NO_SOURCE, NO_TARGET, Needs
 
 if TYPE_CHECKING:
     from g4spec.validate.compare import Comparison
@@ -91,12 +91,24 @@ class Subject:
         """Why a rule with these needs cannot be asked, or None when it can."""
         if needs >= Needs.FILE and self.file is None:
             return "the container is broken"
+        if needs == Needs.CONVERSION:
+            return self._cannot_convert()
         if needs >= Needs.CONFIG and self.config is None:
             return "the metadata does not describe a known model"
         if needs == Needs.TARGET and (self.target is None or self.target.config is None):
-            return "no target was given"
+            return NO_TARGET
         if needs == Needs.SOURCE and self.source is None:
-            return "no source was given"
+            return NO_SOURCE
+        return None
+
+    def _cannot_convert(self) -> str | None:
+        """Why the source cannot be converted again for comparison, or None if it can."""
+        if self.source is None:
+            return NO_SOURCE
+        if self.kind is None:
+            return "the architecture is not known"
+        if self.arch not in models.TARGETS and self.target is None:
+            return NO_TARGET
         return None
 
     @property
@@ -201,6 +213,14 @@ class Subject:
     def stats(self) -> dict[str, scan.Stats]:
         """One pass over the data of every tensor."""
         return scan.scan(self.open_file, self.entries.values(), self.progress)
+
+    @cached_property
+    def conversion(self) -> expected.Conversion:
+        """The metadata that converting the source would write."""
+        assert self.source is not None and self.kind is not None
+        return expected.of_source(
+            self.source, self.kind, self.target.file if self.target is not None else None
+        )
 
     @cached_property
     def comparison(self) -> Comparison:

@@ -370,8 +370,6 @@ PAIRING: dict[str, tuple[str, Break]] = {
     "G4-PAIR-014": ("speculators", table(lambda x: x[::-1])),
     "G4-PAIR-015": ("zlab", put(provenance.TARGET_WEIGHTS, T.STRING, "rows-sha256:" + "6" * 64)),
     "G4-PAIR-016": ("zlab", both(drop(provenance.TARGET_WEIGHTS), commits("a", "b"))),
-    "G4-LAY-001": ("target", put("gemma4.attention.sliding_window_pattern", T.ARRAY,
-                                 [True] * 5 + [False] + [True] * 6, T.BOOL)),
     "G4-LAY-002": ("target", drop("gemma4.final_logit_softcapping")),
 }  # fmt: skip
 SUPPRESS = "tokenizer.ggml.suppress_tokens"

@@ -115,7 +115,7 @@ def tokenizer(n: int = V) -> KV:
         "tokenizer.ggml.tokens": array(T.STRING, tokens),
         "tokenizer.ggml.scores": array(T.F32, [-1000.0] * n),
         "tokenizer.ggml.token_type": array(T.I32, [3 if i in named else 1 for i in range(n)]),
-        "tokenizer.ggml.merges": array(T.STRING, ["w 1", "w 2"]),
+        "tokenizer.ggml.merges": array(T.STRING, ["w 10", "w 11"]),
         "tokenizer.ggml.bos_token_id": u32(2),
         "tokenizer.ggml.eos_token_id": u32(1),
         "tokenizer.ggml.unknown_token_id": u32(3),

@@ -117,7 +117,7 @@ def test_chat_and_its_absence(files: tuple[str, str], g4spec: Cli, tmp_path: Pat
     got = g4spec.json("generate", "-m", files[0], *PROMPT, "--chat", "--system", "be brief")
     assert got["stats"]["prompt_tokens"] > 20
     bare = tokens.target_file(tmp_path / "bare.gguf", chat_template=None)
-    assert "--no-chat" in g4spec("generate", "-m", bare, *PROMPT, "--chat", code=3)[1]
+    assert "without --chat" in g4spec("generate", "-m", bare, *PROMPT, "--chat", code=3)[1]
 
 
 def test_stop_text_is_no_part_of_the_answer(files: tuple[str, str], g4spec: Cli) -> None:

@@ -225,17 +225,42 @@ def test_kinds_are_told_by_content_not_by_name(family: Path, tmp_path: Path) -> 
         assert expected == detect(moved).kind.ARCH
 
 
-def test_a_gguf_beside_safetensors_is_taken_and_said(family: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_whatever_ggufs_lie_beside_it(
+    family: Path, tmp_path: Path
+) -> None:
+    """Converters write there; what is run is the GGUF all the same."""
     draft = copy(family, "zlab", tmp_path)
     convert(draft, tmp_path / "d.gguf", target=family / "target", type="bf16")
     shutil.copy(tmp_path / "d.gguf", draft / "made.gguf")
     result = convert(draft, tmp_path / "o.gguf", target=family / "target")
-    assert any("took made.gguf" in n for n in result.notes)
-    assert any("the target given is not read" in n for n in result.notes)
+    assert any("took the checkpoint" in n for n in result.notes)
     with GGUF(tmp_path / "o.gguf") as g:
-        assert g.tensors["fc.weight"].type == 8
+        assert g.get("g4spec.source") == draft.name
+    with detect(draft, run=True) as found:
+        assert found.path == draft / "made.gguf"
+        assert any("took made.gguf" in n for n in found.notes)
     shutil.copy(tmp_path / "d.gguf", draft / "second.gguf")
-    refused(draft, tmp_path / "p.gguf", family / "target", InputError, "several GGUF")
+    convert(draft, tmp_path / "o.gguf", target=family / "target", dry_run=True)
+    with pytest.raises(InputError, match="several GGUF"):
+        detect(draft, run=True)
+
+
+def test_a_target_folder_that_also_holds_a_gguf(family: Path, tmp_path: Path) -> None:
+    target = copy(family, "target", tmp_path)
+    convert(family / "target", target / "q8.gguf")
+    result = convert(family / "zlab", tmp_path / "o.gguf", target=target)
+    with GGUF(tmp_path / "o.gguf") as g:
+        assert g.get("g4spec.target.source") == target.name
+    assert result.written
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "x.gguf"])
+def test_an_lfs_pointer_is_named(family: Path, tmp_path: Path, name: str) -> None:
+    draft = copy(family, "zlab", tmp_path)
+    path = draft / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(InputError, match="git lfs pull"):
+        detect(path if name.endswith(".gguf") else draft)
 
 
 def test_a_single_safetensors_file_may_be_named(family: Path, tmp_path: Path) -> None:

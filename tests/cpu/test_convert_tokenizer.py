@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from g4spec.convert import tokenizer
+from g4spec.convert import convert, tokenizer
 from g4spec.errors import InputError, Unsupported
+from g4spec.gguf import GGUF
 from tests import tiny
 
 
@@ -113,3 +114,24 @@ def test_merges_that_are_not_pairs(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(InputError, match="merges"):
         kv(folder)
+
+
+def test_the_template_file_beats_an_older_one(tmp_path: Path) -> None:
+    """transformers writes `chat_template.jinja` and leaves an older template where it is."""
+    folder = tiny.target(tmp_path / "target")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+
+    def template() -> object:
+        convert(folder, tmp_path / "x.gguf")
+        with GGUF(tmp_path / "x.gguf") as file:
+            return file.get("tokenizer.chat_template")
+
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    settings.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "oldest"}))
+    assert template() == "oldest"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "stale"}))
+    assert template() == "stale"
+    (folder / "chat_template.jinja").write_text("newest")
+    assert template() == "newest"

@@ -22,7 +22,8 @@ from g4spec.advisor.machine import assume
 from g4spec.advisor.schema import Size
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
-from tests import tiny, tiny_drafts
+from tests import faults, tiny, tiny_drafts
+from tests.cpu.gguf_fixtures import Entry
 
 FACTS = facts()
 
@@ -103,6 +104,32 @@ def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> No
     assert q is not None
     verdicts = [judge(FACTS, assume(FACTS, "RTX 3090"), q, name) for name in memory.GGUF]
     assert [v.refusal for v in verdicts] == ["it would compute this draft wrongly", ""]
+
+
+def test_the_runtime_is_asked_what_it_takes(family: dict[str, Path], tmp_path: Path) -> None:
+    """Q8_1 is a type that llama.cpp only computes with, and attn_qkv a spelling that is not ours:
+    the file opens, and nothing here runs it."""
+    machine = assume(FACTS, "RTX 3090")
+
+    def refusal(target: Path, draft: Path | None = None) -> str:
+        q = questions.build(FACTS, str(target), str(draft) if draft else None, 512, None, None,
+                            None)  # fmt: skip
+        assert q is not None
+        return judge(FACTS, machine, q, "g4spec").refusal
+
+    assert refusal(family["target.gguf"], family["zlab.gguf"]) == ""
+    path = tmp_path / "x.gguf"
+    for name, pair in (("target.gguf", None), ("zlab.gguf", family["target.gguf"])):
+        file = faults.read(family[name])
+        old = file.tensors["blk.0.ffn_down.weight"]
+        size = old.shape[0] * old.shape[1] // 32 * 36
+        file.tensors["blk.0.ffn_down.weight"] = Entry(old.shape, 9, bytes(size))
+        file.write(path)
+        said = refusal(path) if pair is None else refusal(pair, path)
+        assert "no code for tensors in Q8_1" in said
+    file = faults.read(family["target.gguf"])
+    file.tensors["blk.0.attn_qkv.weight"] = file.tensors.pop("blk.0.attn_q.weight")
+    assert "attn_qkv" in refusal(file.write(path))
 
 
 def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:

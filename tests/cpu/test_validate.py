@@ -14,11 +14,13 @@ from g4spec.errors import InputError, UsageError
 from g4spec.validate import all_rules, validate
 from g4spec.validate.document import document
 from g4spec.validate.rule import Severity
-from tests.cpu.gguf_breakage import BREAK
+from tests.cpu.gguf_breakage import BREAK as NAMED
 from tests.cpu.gguf_fixtures import KINDS, TARGETS
+from tests.cpu.plausible_breakage import PLAUSIBLE
 
 EXPECTED_NOTES = {"zlab": {"G4-BLK-009"}}
 """What a healthy file is told: mixed causality is right, and worth knowing."""
+BREAK = {**NAMED, **PLAUSIBLE}
 ROOT = Path(__file__).parents[2]
 
 

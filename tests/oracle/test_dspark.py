@@ -241,7 +241,8 @@ class DeepSpec:
         both = torch.cat([context, h])
         k = a.k_proj(both).view(len(both), -1, a.head_dim)
         q = a.q_norm(a.q_proj(h).view(len(h), -1, a.head_dim))
-        v = a.v_norm(k).transpose(0, 1)
+        v = k if a.v_proj is None else a.v_proj(both).view(len(both), -1, a.head_dim)
+        v = a.v_norm(v).transpose(0, 1)
         k = apply_rotary_pos_emb(a.k_norm(k)[None], cos, sin, unsqueeze_dim=2)[0].transpose(0, 1)
         q = apply_rotary_pos_emb(q[None], cos[:, -len(h) :], sin[:, -len(h) :], unsqueeze_dim=2)
         q = q[0].transpose(0, 1)
@@ -266,6 +267,7 @@ DEEPSPEC: dict[str, dict[str, Any]] = {
     "published": {},
     "uncapped": {"softcap": None, "global_kv": 2},
     "gated": {"head": "gated", "sample_from_anchor": False},
+    "nvidia": {"own_values": True, "softcap": None},
 }
 
 

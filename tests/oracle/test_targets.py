@@ -26,8 +26,10 @@ CASES: dict[str, dict[str, Any]] = {
     "shared-kv-spare": PLE | {"spare": True},
     "shared-kv-five": {"layers": 9, "shared": 5, "ple": 8, "k_eq_v": False, "kv": 1},
     "unified": {"unified": True},
+    "experts-per-layer": PLE | {"experts": 8},
+    "experts-per-layer-own-kv": PLE | {"experts": 8, "shared": 0},
 }
-TEXTS = ("experts", "per-layer", "unified")
+TEXTS = ("experts", "per-layer", "unified", "experts-per-layer")
 N_NEW = 160
 
 

@@ -68,7 +68,7 @@ class Served:
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     out.append(json.loads(line[6:]))
-                    assert named in (None, out[-1].get("type"))
+                    assert named is None or named == out[-1]["type"]
                     named = None
                 elif line.startswith("event: "):
                     named = line[7:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import anthropic
@@ -44,10 +44,20 @@ CALLED: Any = [
 ]  # fmt: skip
 
 
+def connect(served: Served, key: str = "none", **more: Any) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0, **more)
+
+
 @pytest.fixture(scope="module")
-def client(busy: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=busy.url, api_key="none", max_retries=0,
-                               _strict_response_validation=True)  # fmt: skip
+def client(busy: Served) -> Iterator[anthropic.Anthropic]:
+    with connect(busy, _strict_response_validation=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(plain: Served) -> Iterator[anthropic.Anthropic]:
+    with connect(plain) as client:
+        yield client
 
 
 def given(**more: Any) -> Any:
@@ -86,7 +96,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_messages_whole_in_pieces_and_without_a_draft(
-    client: anthropic.Anthropic, plain: Served, name: str
+    client: anthropic.Anthropic, alone: anthropic.Anthropic, name: str
 ) -> None:
     asked = given(**VARIANTS[name])
     whole = client.messages.create(**asked)
@@ -103,7 +113,6 @@ def test_messages_whole_in_pieces_and_without_a_draft(
     assert usage.output_tokens_details == again.output_tokens_details
     read = (usage.cache_read_input_tokens or 0, again.cache_read_input_tokens or 0)
     assert usage.input_tokens + read[0] == again.input_tokens + read[1] > 0
-    alone = anthropic.Anthropic(base_url=plain.url, api_key="none", max_retries=0)
     undrafted = alone.messages.create(**asked)
     assert flat(undrafted) == flat(whole) and undrafted.usage.output_tokens == usage.output_tokens
     check(name, whole)
@@ -154,7 +163,7 @@ def test_blocks_follow_the_model() -> None:
 
 
 def test_thoughts_end_when_their_budget_is_spent(
-    client: anthropic.Anthropic, plain: Served
+    client: anthropic.Anthropic, alone: anthropic.Anthropic
 ) -> None:
     # The small model begins no thoughts of its own accord: a bias lets it do nothing else.
     def ask(client: anthropic.Anthropic, **thinking: Any) -> Any:
@@ -166,7 +175,6 @@ def test_thoughts_end_when_their_budget_is_spent(
     short = ask(client, budget_tokens=6)
     assert short.usage.output_tokens_details.thinking_tokens == 7  # the mark of their end is one
     assert [b.type for b in short.content] == ["text"] and short.content[0].text
-    alone = anthropic.Anthropic(base_url=plain.url, api_key="none")
     assert flat(ask(alone, budget_tokens=6)) == flat(short)
 
 
@@ -181,10 +189,11 @@ def test_the_conversation_as_the_model_reads_it(busy: Served) -> None:
     prompt = busy.post("/apply-template", messages=turns)["prompt"]
     assert prompt == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nWhat is 2 + 3?<turn|>\n<|turn>model\n"
-        '<|tool_call>call:weather{days:2,unit:<|"|>C<|"|>}<tool_call|><|tool_call>call:clock{}'
-        '<tool_call|>I look.<|tool_response>response:weather{value:<|"|>sunny\nand warm<|"|>}'
-        '<tool_response|><|tool_response>response:clock{value:<|"|>Error: broken<|"|>}'
-        "<tool_response|><|turn>user\nWell?\nNow?<turn|>\n"
+        'I look.<|tool_call>call:weather{days:2,unit:<|"|>C<|"|>}<tool_call|>'
+        '<|tool_call>call:clock{}<tool_call|><|tool_response>response:weather{value:<|"|>sunny\n'
+        'and warm<|"|>}<tool_response|><|tool_response>response:clock{value:<|"|>Error: broken'
+        '<|"|>}<tool_response|>'
+        "<|turn>user\nWell?\nNow?<turn|>\n"
         "<|turn>model\n<|channel>thought\n<channel|>"
     )
     assert chat.thinks(request) is False
@@ -262,8 +271,9 @@ def test_what_cannot_be_is_said_in_one_sentence(busy: Served, name: str) -> None
     assert busy.idle()
 
 
-def test_errors_have_anthropics_form(busy: Served, engines: Callable[..., Engine]) -> None:
-    client = anthropic.Anthropic(base_url=busy.url, api_key="none", max_retries=0)
+def test_errors_have_anthropics_form(
+    client: anthropic.Anthropic, busy: Served, engines: Callable[..., Engine]
+) -> None:
     old = client.with_options(default_headers={"anthropic-version": "2023-06-01"})
     assert old.messages.create(**given()).content
     with pytest.raises(anthropic.NotFoundError, match="not served here") as found:
@@ -277,20 +287,21 @@ def test_errors_have_anthropics_form(busy: Served, engines: Callable[..., Engine
     served = Served(engines(None, parallel=2), Settings("tiny", queue=0, ping=0.001),
                     keys=["secret"], body_limit=100_000)  # fmt: skip
     try:
-        client = anthropic.Anthropic(base_url=served.url, api_key="wrong", max_retries=0)
-        with pytest.raises(anthropic.AuthenticationError) as wrong:
-            client.messages.create(**given())
+        with connect(served, "wrong") as other, pytest.raises(
+            anthropic.AuthenticationError
+        ) as wrong:
+            other.messages.create(**given())
         assert wrong.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
-        client = anthropic.Anthropic(base_url=served.url, api_key="secret", max_retries=0)
-        with pytest.raises(anthropic.RequestTooLargeError):
-            client.messages.create(**given(system="x" * 100_001))
-        asked = given(extra_body={"ignore_eos": True})
-        lines = []
-        with client.messages.with_streaming_response.create(**asked, stream=True) as response:
-            lines = list(response.iter_lines())
-        assert "event: ping" in lines and 'data: {"type":"ping"}' in lines
-        with client.messages.stream(**asked) as stream:  # which its reader skips
-            assert stream.get_final_message().usage.output_tokens == 16
+        with connect(served, "secret") as other:
+            with pytest.raises(anthropic.RequestTooLargeError):
+                other.messages.create(**given(system="x" * 100_001))
+            asked = given(extra_body={"ignore_eos": True})
+            raw = other.messages.with_streaming_response.create
+            with raw(**asked, stream=True) as response:
+                lines = list(response.iter_lines())
+            assert "event: ping" in lines and 'data: {"type":"ping"}' in lines
+            with other.messages.stream(**asked) as stream:  # which its reader skips
+                assert stream.get_final_message().usage.output_tokens == 16
     finally:
         served.stop()
 
@@ -298,9 +309,9 @@ def test_errors_have_anthropics_form(busy: Served, engines: Callable[..., Engine
 def test_an_error_in_a_stream_is_an_event(engines: Callable[..., Engine]) -> None:
     served = Served(engines(None, parallel=2), Settings("tiny", time_limit=0.2))
     try:
-        client = anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0)
         asked = given(max_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})
-        with pytest.raises(anthropic.APIStatusError, match=r"more than 0\.2 seconds"):
-            list(client.messages.create(**asked, stream=True))
+        wrong = pytest.raises(anthropic.APIStatusError, match=r"more than 0\.2 seconds")
+        with connect(served) as other, other.messages.create(**asked, stream=True) as stream, wrong:
+            list(stream)
     finally:
         served.stop()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -46,10 +46,20 @@ CALLED: Any = [
 ]  # fmt: skip
 
 
+def connect(served: Served, **more: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, **more)
+
+
 @pytest.fixture(scope="module")
-def client(busy: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{busy.url}/v1", api_key="none", max_retries=0,
-                         _strict_response_validation=True)  # fmt: skip
+def client(busy: Served) -> Iterator[openai.OpenAI]:
+    with connect(busy, _strict_response_validation=True) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def alone(plain: Served) -> Iterator[openai.OpenAI]:
+    with connect(plain) as client:
+        yield client
 
 
 def given(**more: Any) -> Any:
@@ -86,7 +96,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_responses_whole_in_pieces_and_without_a_draft(
-    client: openai.OpenAI, plain: Served, name: str
+    client: openai.OpenAI, alone: openai.OpenAI, name: str
 ) -> None:
     asked = given(**VARIANTS[name])
     whole = client.responses.create(**asked)
@@ -98,7 +108,6 @@ def test_responses_whole_in_pieces_and_without_a_draft(
     usage, again = whole.usage, last.response.usage
     assert usage and usage.output_tokens == again.output_tokens > 0
     assert usage.total_tokens == again.total_tokens == usage.input_tokens + usage.output_tokens
-    alone = openai.OpenAI(base_url=f"{plain.url}/v1", api_key="none", max_retries=0)
     assert flat(alone.responses.create(**asked)) == flat(whole)
     check(name, whole)
 
@@ -180,7 +189,7 @@ def test_the_conversation_as_the_model_reads_it(client: openai.OpenAI, busy: Ser
     prompt = busy.post("/apply-template", messages=turns)["prompt"]
     assert prompt == (
         "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nWhat is 2 + 3?<turn|>\n<|turn>model\n"
-        "<|tool_call>call:weather{days:2}<tool_call|><|tool_call>call:clock{}<tool_call|>I look."
+        "I look.<|tool_call>call:weather{days:2}<tool_call|><|tool_call>call:clock{}<tool_call|>"
         '<|tool_response>response:weather{value:<|"|>sunny<|"|>}<tool_response|>'
         '<|tool_response>response:clock{value:<|"|>noon<|"|>}<tool_response|>'
         "<|turn>user\nWell?<turn|>\n<|turn>model\n<|channel>thought\n<channel|>"
@@ -322,9 +331,9 @@ def test_options_of_what_is_kept_are_refused(client: openai.OpenAI, busy: Served
 def test_an_error_in_a_stream_is_an_event(engines: Callable[..., Engine]) -> None:
     served = Served(engines(None, parallel=2), Settings("tiny", time_limit=0.2))
     try:
-        client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
         asked = given(max_output_tokens=4000, extra_body={"ignore_eos": True, "draft_max": 0})
-        last: Any = list(client.responses.create(**asked, stream=True))[-1]
+        with connect(served) as client:
+            last: Any = list(client.responses.create(**asked, stream=True))[-1]
         assert last.type == "response.failed" and last.response.status == "failed"
         assert "more than 0.2 seconds" in last.response.error.message
     finally:

@@ -9,7 +9,7 @@ from collections import Counter
 
 from g4spec import models
 from g4spec.convert import dialects
-from g4spec.gguf import T
+from g4spec.gguf import T, regular
 from g4spec.gguf.reader import MAX_ALIGNMENT
 from g4spec.validate.header import MAX_NAME, Header
 from g4spec.validate.needs import Needs
@@ -24,8 +24,11 @@ def magic(s: Subject) -> Findings:
     """A download that failed leaves a web page, a Git LFS pointer or an empty file under the
     right name; servers that only looked at the name took it for another kind of model."""
     if s.header.magic != b"GGUF":
-        found = s.header.magic.hex(" ") or "an empty file"
-        yield Finding("byte 0", "47 47 55 46 (GGUF)", found, AGAIN)
+        with regular.opened(s.path) as file:
+            pointer = regular.is_pointer(file.read(64))
+        found = "a Git LFS pointer" if pointer else s.header.magic.hex(" ") or "an empty file"
+        yield Finding("byte 0", "47 47 55 46 (GGUF)", found,
+                      regular.LFS_FIX if pointer else AGAIN)  # fmt: skip
 
 
 @rule("G4-GGUF-002", ERROR, "the container version is 2 or 3", needs=HEADER)

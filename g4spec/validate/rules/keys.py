@@ -66,7 +66,7 @@ KEYS = {
     ".expert_feed_forward_length": Want((T.U32,), INTS),
     ".attention.causal": Want((T.BOOL,)),
     ".attention.scale": Want((T.F32,)),
-    ".rope.freq_base": Want((T.F32,)),
+    ".rope.freq_base": Want((T.F32,), on=GEMMA),
     ".rope.freq_base_swa": Want((T.F32,)),
     ".rope.dimension_count": Want((T.U32,)),
     ".rope.dimension_count_swa": Want((T.U32,)),
@@ -105,6 +105,8 @@ KEYS = {
 }
 PER_LAYER = (".feed_forward_length", ".attention.head_count", ".attention.head_count_kv",
              ".attention.sliding_window_pattern")  # fmt: skip
+REMOVED_FILE_TYPES = (4, 5, 6)
+"""Numbers that llama.cpp gave to types which it removed in 2023."""
 POSITIVE = (".block_count", ".context_length", ".embedding_length", ".attention.key_length",
             ".attention.layer_norm_rms_epsilon", ".rope.freq_base")  # fmt: skip
 
@@ -189,6 +191,9 @@ def file_type(s: Subject) -> Findings:
         if len(t.shape) > 1 and t.name not in (*policy.TABLES, policy.OUTPUT):
             sizes[t.type_name] = sizes.get(t.type_name, 0) + (t.nbytes or 0)
     most = max(sizes, key=lambda name: sizes[name], default=None)
+    if number in REMOVED_FILE_TYPES:
+        yield Finding("general.file_type", "a type that llama.cpp has", number,
+                      "quantize again with g4spec quantize")  # fmt: skip
     if said and most and most.lower() not in policy.types(said):
         yield Finding("general.file_type", most, said.name.upper(),
                       "quantize again with g4spec quantize")  # fmt: skip

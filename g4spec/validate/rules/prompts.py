@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Any
+
 from g4spec.convert import provenance
-from g4spec.convert.tokenizer import STOP_IDS
+from g4spec.convert.tokenizer import BYTE, BYTE_TOKEN, CONTROL, STOP_IDS
+from g4spec.runtime.template import syntax_error
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import DRAFTS, ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.rules.vocabulary import FROM_TARGET, TOKENS, special_ids
@@ -12,6 +16,16 @@ from g4spec.validate.subject import Subject
 FILE, TARGET = Needs.FILE, Needs.TARGET
 TEMPLATE = "tokenizer.chat_template"
 ADD_BOS = "tokenizer.ggml.add_bos_token"
+MASK = "tokenizer.ggml.mask_token_id"
+COMPARED = {TOKENS, "tokenizer.ggml.merges"} | {
+    f"tokenizer.ggml.{name}"
+    for name in ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id",
+                 "add_bos_token", "add_eos_token", "add_space_prefix")
+}  # fmt: skip
+"""Keys of the tokenizer that have rules of their own."""
+CONTROLS = ("<bos>", "<eos>", "<pad>")
+ROLES = {"eos": ("<eos>", "<turn|>", "<|tool_response>"), "eot": ("<turn|>",),
+         "unknown": ("<unk>",), "padding": ("<pad>",)}  # fmt: skip
 MARKS = ("<start_of_turn>", "<end_of_turn>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
          "<|eot_id|>", "[INST]", "<|turn>", "<turn|>")  # fmt: skip
 """Marks of turns that chat templates write; those of Gemma 4 are the last two."""
@@ -106,3 +120,96 @@ def _writes_bos(template: str) -> bool:
 def _target(s: Subject) -> Subject:
     assert s.target is not None
     return s.target
+
+
+@rule("G4-PAIR-017", WARNING, "both have the same tokenizer settings", on=DRAFTS, needs=TARGET)
+def settings(s: Subject) -> Findings:
+    """Scores, token types, roles and suppressed tokens are copied from the target at conversion;
+    another value shows that the draft was made beside another revision, or edited. Its mask token
+    is the draft's own."""
+    target = _target(s)
+    named = (key for key in {**target.keys, **s.keys} if key.startswith("tokenizer.ggml."))
+    for key in named:
+        if key in COMPARED or (key not in target.keys and key == MASK):
+            continue
+        mine, its = _value(s, key), _value(target, key)
+        if mine != its and key != MASK:
+            yield Finding(key, "the target's", "another value" if key in s.keys else "nothing",
+                          FROM_TARGET)  # fmt: skip
+
+
+@rule("G4-VOC-016", WARNING, "tokens have the type of their text", needs=FILE)
+def token_types(s: Subject) -> Findings:
+    """`<0x41>` is a byte and `<bos>` a control token. Types that were shifted make control tokens
+    writable by users, and bytes come out as their names."""
+    tokens, types = s.strings(TOKENS) or [], s.numbers("tokenizer.ggml.token_type")
+    if types is None or len(types) != len(tokens):
+        return
+    for i, text in enumerate(tokens):
+        wanted = BYTE if BYTE_TOKEN.fullmatch(text) else CONTROL if text in CONTROLS else None
+        if (wanted is not None and types[i] != wanted) or not 1 <= types[i] <= BYTE:
+            yield Finding(f"tokenizer.ggml.token_type[{i}]", wanted or f"1 to {BYTE}",
+                          f"{int(types[i])} for {text!r}", FROM_TARGET)  # fmt: skip
+            return
+
+
+@rule("G4-VOC-017", WARNING, "merges make tokens, each once", needs=FILE)
+def merged(s: Subject) -> Findings:
+    """A list of merges that belongs to another vocabulary, or that was joined twice."""
+    found, tokens = s.strings("tokenizer.ggml.merges") or [], set(s.strings(TOKENS) or [])
+    if not found or not tokens:
+        return
+    if len(set(found)) != len(found):
+        twice = next(a for a, b in pairwise(sorted(found)) if a == b)
+        yield Finding("tokenizer.ggml.merges", "each pair once", f"{twice!r:.40} twice",
+                      FROM_TARGET)  # fmt: skip
+    joined = ((m, "".join(m.split(" ", 1))) for m in found)  # U+0120 stands for a space
+    unknown = (m for m, text in joined
+               if text not in tokens and text.replace("\u0120", " ") not in tokens)  # fmt: skip
+    lost = next(unknown, None)
+    if lost is not None:
+        yield Finding("tokenizer.ggml.merges", "pairs that make a token", f"{lost!r:.40}",
+                      FROM_TARGET)  # fmt: skip
+
+
+@rule("G4-VOC-018", WARNING, "special tokens are Gemma's", needs=FILE)
+def roles(s: Subject) -> Findings:
+    """A role that names the token beside the right one: padding that is a real token is attended
+    to, and an unknown-token id of a word puts that word into the text."""
+    tokens = s.strings(TOKENS) or []
+    for role, text in ROLES.items():
+        i = special_ids(s).get(role)
+        if i is not None and 0 <= i < len(tokens) and tokens[i] not in text:
+            yield Finding(f"tokenizer.ggml.{role}_token_id", " or ".join(text),
+                          f"{i}, {tokens[i]!r:.40}", FROM_TARGET)  # fmt: skip
+
+
+@rule("G4-VOC-019", WARNING, "recorded stop tokens end texts", needs=FILE)
+def recorded_stops(s: Subject) -> Findings:
+    """Ids beside the right ones: a text then ends at a word, or runs on behind its end."""
+    tokens, found = s.strings(TOKENS) or [], s.numbers(STOP_IDS)
+    for i in found if found is not None else ():
+        if 0 <= i < len(tokens) and not (tokens[i].startswith("<") and tokens[i].endswith(">")):
+            yield Finding(STOP_IDS, "ids of control tokens", f"{int(i)}, {tokens[i]!r:.40}",
+                          FROM_TARGET)  # fmt: skip
+
+
+@rule("G4-VOC-020", WARNING, "the chat template compiles", needs=FILE)
+def compiles(s: Subject) -> Findings:
+    """A template that was cut or escaped on its way into the file: chats fail, or its tags are
+    written out as text."""
+    found = s.text(TEMPLATE)
+    if not found:
+        return
+    if why := syntax_error(found):
+        yield Finding(TEMPLATE, "a Jinja template", why, FROM_TARGET)
+
+
+def _value(s: Subject, key: str) -> Any:
+    """The value of a key, None if there is none or it cannot be read; arrays as bytes or texts."""
+    if key not in s.keys:
+        return None
+    if (numbers := s.numbers(key)) is not None:
+        return numbers.tobytes()
+    strings = s.strings(key)
+    return strings if strings is not None else s.keys[key].value

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from g4spec.convert import provenance
+from typing import Any
+
+import numpy as np
+
+from g4spec.convert import expected, provenance
+from g4spec.gguf import Value
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
 from g4spec.validate.subject import Subject
 
 SOURCE = Needs.SOURCE
+SHOWN = 16  # longest array that is shown whole
 RECONVERT = "convert again from this source"
 
 
@@ -74,3 +80,58 @@ def recorded(s: Subject) -> Findings:
     said, found = s.text(provenance.DIGEST), s.comparison.digest
     if said and found and said != found:
         yield Finding(provenance.DIGEST, said, found, RECONVERT)
+
+
+@rule("G4-CMP-009", ERROR, "metadata is what a conversion of the source writes",
+      needs=Needs.CONVERSION)  # fmt: skip
+def described(s: Subject) -> Findings:
+    """Layer ids, rotation base, window, epsilon, block size, context: each can be wrong while every
+    tensor is right. The draft loads, the text is right, and a third of the acceptance is gone. The
+    expected values come from the functions that `convert` itself uses."""
+    if s.conversion.refusal:
+        yield Finding(str(s.source), "a checkpoint that can be converted", s.conversion.refusal,
+                      "give the checkpoint this file was made from")  # fmt: skip
+        return
+    wanted, arch, ours = s.conversion.keys, str(s.arch), s.has(provenance.VERSIONS)
+    optional = expected.OPTIONAL
+    for key, value in wanted.items():
+        if key in s.keys:
+            yield from _difference(key, value, s.open_file.value(key))
+        elif key not in optional and (ours or not key.startswith(expected.OURS)):
+            yield Finding(key, _shown(value.data), "nothing", RECONVERT)
+    for key in s.keys:
+        if key not in wanted and s.conversion.covers(key, arch):
+            yield Finding(key, "no such key", _shown(s.open_file.value(key).data), RECONVERT)
+
+
+def _difference(key: str, wanted: Value, found: Value) -> Findings:
+    """A finding if two values of a key differ. A number for all layers equals an array of it, and
+    floats are compared as the file stores them."""
+    a, b = _plain(wanted.data), _plain(found.data)
+    if isinstance(a, str) or isinstance(b, str):
+        if a is not b and str(a) != str(b):
+            yield Finding(key, _shown(wanted.data), _shown(found.data), RECONVERT)
+    elif a.ndim and b.ndim and a.shape != b.shape:
+        yield Finding(key, f"{a.size} entries", f"{b.size}", RECONVERT)
+    elif not (same := a == b).all():
+        at = int(np.argmin(same))
+        if not same.ndim or same.size <= SHOWN:
+            yield Finding(key, _shown(wanted.data), _shown(found.data), RECONVERT)
+        else:
+            x, y = np.broadcast_to(a, same.shape)[at], np.broadcast_to(b, same.shape)[at]
+            yield Finding(f"{key}[{at}]", f"{x!r:.40}", f"{y!r:.40}", RECONVERT)
+
+
+def _plain(data: Any) -> Any:
+    """A text, or an array of numbers (floats in 32 bits) or texts."""
+    if isinstance(data, str):
+        return data
+    values = np.asarray(data)
+    return values.astype(np.float32) if values.dtype.kind == "f" else values
+
+
+def _shown(data: Any) -> str:
+    if isinstance(data, str):
+        return f"{data!r:.60}"
+    values = np.asarray(data)
+    return str(values.tolist()) if values.size <= SHOWN else f"{values.size} entries"

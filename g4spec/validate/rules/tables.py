@@ -29,7 +29,7 @@ def scaled_table(s: Subject) -> Findings:
     """Gemma multiplies its embedding by the root of the hidden size. An export that saved the
     product instead of the table gives rows 73 times too large, squared where a loader scales
     again."""
-    pair = _both(s)
+    pair = both_tables(s)
     if pair is None:
         return
     mine, its = (float(np.sqrt((x.astype(np.float64) ** 2).mean())) for x in pair)
@@ -45,7 +45,7 @@ def scaled_table(s: Subject) -> Findings:
 def same_table(s: Subject) -> Findings:
     """Trainers copy the target's table into the draft and freeze it. Rows that point elsewhere
     come from another revision of the target, another size, or another order of tokens."""
-    pair = _both(s)
+    pair = both_tables(s)
     if pair is None:
         return
     a, b = pair
@@ -93,7 +93,7 @@ def _likeness(s: Subject, clusters: NDArray[np.integer]) -> float | None:
     return float(inside) - anywhere
 
 
-def _both(s: Subject) -> tuple[Rows, Rows] | None:
+def both_tables(s: Subject) -> tuple[Rows, Rows] | None:
     """The same rows of the draft's own table and the target's, or None if they do not fit."""
     target = s.target
     assert target is not None

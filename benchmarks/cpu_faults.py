@@ -1,0 +1,108 @@
+"""Plants every plausible fault into a good file of every kind, and counts what `validate` names.
+
+    python benchmarks/cpu_faults.py [--kinds dflash eagle3] [--every 1] [--out benchmarks/results]
+
+Faults are those of `tests/faults.py`: for every key and every tensor. Each is looked for twice:
+with target and source, and with the target alone. What stays silent is listed. The trained family
+stands for its kinds; the others are small random checkpoints.
+"""
+
+import argparse
+import datetime
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from g4spec import convert
+from g4spec.measure import run_record as provenance
+from g4spec.validate import validate
+from tests import faults, tiny, tiny_drafts
+
+ROOT = Path(__file__).parents[1]
+FAMILY = ROOT / "examples" / "tiny"
+TRAINED = ("target", "dflash", "dflash-speculators", "assistant")
+LEAST = {"target and source": 0.99, "target alone": 0.60}
+
+
+def sources(work: Path, wanted: list[str]) -> Iterator[tuple[str, Path, Path | None]]:
+    """Name, checkpoint and the target's checkpoint of each kind, made as they are asked for."""
+    for name in TRAINED:
+        if not wanted or name in wanted:
+            yield name, FAMILY / name, None if name == "target" else FAMILY / "target"
+    base = tiny.target(work / "random-target")
+    makers = {
+        "experts": lambda path: tiny.target(path, experts=8),
+        "per-layer": lambda path: tiny.target(path, k_eq_v=False, ple=16, shared=6),
+        "dspark": lambda path: tiny_drafts.speculators_dspark(path, base),
+        "deepspec": lambda path: tiny_drafts.deepspec_dspark(path, base),
+        "eagle3": lambda path: tiny_drafts.eagle3(path, base),
+        "peagle": lambda path: tiny_drafts.eagle3(path, base, depths=4),
+        "dflash2": lambda path: tiny_drafts.zlab_dflash2(path, base),
+    }
+    for name, make in makers.items():
+        if not wanted or name in wanted:
+            yield name, make(work / name), None if name in ("experts", "per-layer") else base
+
+
+def examine(name: str, source: Path, target: Path | None, work: Path, every: int) -> dict[str, Any]:
+    """Plant the faults of one kind; returns shares and what was missed."""
+    good, pair = work / f"{name}.gguf", None
+    if target is not None:
+        pair = work / f"target-of-{name}.gguf"
+        convert.convert(target, pair)
+    convert.convert(source, good, target=target)
+    file = faults.read(good)
+    planted = faults.faults(file)[::every]
+    out: dict[str, Any] = {"faults": len(planted),
+                           "of_keys": sum(f.where in file.kv for f in planted)}  # fmt: skip
+    for how, against in (("target and source", source), ("target alone", None)):
+        known, missed = faults.spoken(validate(good, pair, against)), []
+        began = time.perf_counter()
+        for fault in planted:
+            if not faults.named(file, fault, work / "planted.gguf", known, pair, against):
+                missed.append(fault)
+        keys = [f"{f.where}: {f.name}" for f in missed if f.where in file.kv]
+        tensors = Counter(f.name for f in missed if f.where in file.tensors)
+        out[how] = {
+            "named": 1 - len(missed) / len(planted), "silent_keys": keys,
+            "silent_tensors": dict(tensors.most_common()),
+            "of_tensors": dict(Counter(f.name for f in planted if f.where in file.tensors)),
+            "seconds": time.perf_counter() - began,
+        }  # fmt: skip
+    return out
+
+
+def main() -> int:
+    """Examine each kind and write the result; 1 if a share is below its goal."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", nargs="*", default=[])
+    parser.add_argument("--every", type=int, default=1, help="plant every so many of the faults")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        for name, source, target in sources(work, args.kinds):
+            found[name] = got = examine(name, source, target, work, args.every)
+            shares = ", ".join(f"{how} {got[how]['named']:.1%}" for how in LEAST)
+            print(f"{name}: {got['faults']} faults, {shares}", flush=True)
+    total = sum(v["faults"] for v in found.values())
+    shares = {how: sum(v[how]["named"] * v["faults"] for v in found.values()) / total
+              for how in LEAST}  # fmt: skip
+    result = {"date": datetime.date.today().isoformat(), "faults": total, "every": args.every,
+              "named": shares, "machine": provenance.machine(), "commit": provenance.commit(),
+              "kinds": found}  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{result['date']}-cpu-faults.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"all: {total} faults, " + ", ".join(f"{h} {s:.1%}" for h, s in shares.items()))
+    print(f"wrote {path}")
+    return 0 if all(shares[how] >= least for how, least in LEAST.items()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,120 @@
+"""The prompt of one text: from the command line, a file, ids or a conversation, and how it is
+tokenized."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from g4spec.cli import _inputs
+from g4spec.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from g4spec.runtime.tokenizer import Tokenizer
+
+Messages = Annotated[
+    Path | None,
+    typer.Option(
+        "--messages",
+        metavar="JSON",
+        help='Conversation for the chat template: [{"role": ..., "content": ...}, ...].',
+    ),
+]
+Tools = Annotated[
+    Path | None, typer.Option("--tools", metavar="JSON", help="Functions, as in OpenAI's API.")
+]
+Thinking = Annotated[bool, typer.Option(help="Let the model think first; needs a chat template.")]
+ParseSpecial = Annotated[
+    bool | None,
+    typer.Option(
+        "--parse-special/--no-parse-special",
+        help="Read control tokens such as <|turn> in a prompt as such. Default: in raw prompts; "
+        "with --chat and --messages not inside what users say.",
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the options say about the prompt. `special`: read control tokens in it; None: in raw
+    prompts only."""
+
+    text: str | None = None
+    file: Path | None = None
+    tokens_file: Path | None = None
+    messages: Path | None = None
+    chat: bool = False
+    system: str | None = None
+    tools: Path | None = None
+    thinking: bool = False
+    special: bool | None = None
+
+    def __post_init__(self) -> None:
+        sources = (self.text, self.file, self.tokens_file, self.messages)
+        if sum(given is not None for given in sources) != 1:
+            raise UsageError("give the prompt by exactly one of -p, --file, --tokens-file and "
+                             "--messages")  # fmt: skip
+        for name, given in (("--system", self.system is not None), ("--thinking", self.thinking),
+                            ("--tools", self.tools is not None)):  # fmt: skip
+            if given and not self.templated:
+                raise UsageError(f"{name} needs --chat", fix="add --chat, or give --messages")
+        if self.tokens_file is not None and (self.templated or self.special is not None):
+            name = "--chat" if self.templated else "--parse-special"
+            raise UsageError(f"{name} needs a text: ids are read as they are", fix="leave it out")
+
+    @property
+    def templated(self) -> bool:
+        """Whether a chat template makes the prompt."""
+        return self.chat or self.messages is not None
+
+    def read(self) -> Prompt:
+        """The prompt, read before anything is loaded."""
+        tools = _objects(self.tools, "type") if self.tools is not None else None
+        if self.tokens_file is not None:
+            ids = _inputs.parse_ids(_inputs.read_text(self.tokens_file), str(self.tokens_file))
+            return Prompt(self, ids=ids)
+        if self.messages is not None:
+            return Prompt(self, messages=_objects(self.messages, "role"), tools=tools)
+        text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
+        if self.chat:
+            return Prompt(self, messages=[{"role": "user", "content": text}], tools=tools)
+        return Prompt(self, text=text)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that was read: a text, ids, or messages."""
+
+    asked: Asked
+    text: str = ""
+    ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def encode(self, tokenizer: Tokenizer, n_ctx: int) -> list[int]:
+        """Its tokens."""
+        if self.ids is not None:
+            return self.ids
+        if self.messages is not None:
+            return tokenizer.chat(self.messages, system=self.asked.system, tools=self.tools,
+                                  thinking=self.asked.thinking, n_ctx=n_ctx,
+                                  special=bool(self.asked.special))  # fmt: skip
+        return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.asked.special is not False)
+
+
+def _objects(path: Path, key: str) -> list[dict[str, Any]]:
+    """A JSON list of objects that all have `key`."""
+    try:
+        found = json.loads(_inputs.read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON", found=str(error)[:80]) from None
+    if not isinstance(found, list) or not found or not all(
+        isinstance(x, dict) and isinstance(x.get(key), str) for x in found
+    ):
+        raise InputError(f"{path}: not a list of objects", expected=f'each with a text "{key}"',
+                         found=f"{found!r:.80}")  # fmt: skip
+    return found

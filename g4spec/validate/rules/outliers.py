@@ -1,0 +1,118 @@
+"""Tensors that stand out among their like: of the same name and shape in the other layers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+
+from g4spec import quant
+from g4spec.validate.needs import Needs
+from g4spec.validate.rule import DRAFTS, WARNING, Finding, Findings, rule
+from g4spec.validate.rules.tables import both_tables
+from g4spec.validate.scan import BLOCKS, FLOATS
+from g4spec.validate.subject import Subject
+
+FILE, TARGET = Needs.FILE, Needs.TARGET
+SAMPLE = 64  # rows that stand for a matrix
+SPREAD, WIDEST = 0.15, 0.45  # of the others, in powers of two: for each of them, and at most
+OFF = 0.6  # powers of two from the nearest of the others
+LAYER = re.compile(r"blk\.(\d+)\.(.*)")
+COMPARE = "compare with the checkpoint: g4spec validate --against DIR"
+
+Like = dict[tuple[str, tuple[int, ...]], list[str]]
+
+
+@rule("G4-VAL-011", WARNING, "weights are as large as those of other layers", needs=FILE)
+def scaled(s: Subject) -> Findings:
+    """A scale that was applied twice, or not at all, in one layer. Asked where the other layers
+    agree: their root mean squares lie within a third of each other, and this one is further off
+    than a factor of one and a half."""
+    for names in like(s).values():
+        sizes = {name: x for name in names if (x := _size(s, name)) is not None}
+        for name, mine in sizes.items():
+            others = [x for other, x in sizes.items() if other != name]
+            spread = max(others) - min(others) if len(others) > 1 else math.inf
+            off = min((abs(mine - x) for x in others), default=0.0)
+            if off > OFF and spread <= min(SPREAD * (len(others) - 1), WIDEST):
+                times = 2.0 ** (mine - float(np.mean(others)))
+                yield Finding(name, "weights as large as in other layers", f"{times:.2f} times as "
+                              "large", COMPARE)  # fmt: skip
+
+
+@rule("G4-VAL-012", WARNING, "no two norms are identical", needs=FILE)
+def repeated(s: Subject) -> Findings:
+    """A loop over layers that reads layer 0 each time; norms are where it shows even in a file of
+    quantized matrices. Norms that were never trained, ones everywhere, are left out."""
+    for names in _same_shape(s):
+        vectors = {name: s.open_file.raw(name).tobytes() for name in names}
+        for a, b in combinations(names, 2):
+            if vectors[a] == vectors[b] and len(set(np.frombuffer(vectors[a], "<u4"))) > 2:
+                yield Finding(b, "a norm of its own", f"a copy of {a}", COMPARE)
+                break
+
+
+@rule("G4-VAL-013", WARNING, "norms are positive", needs=FILE)
+def positive(s: Subject) -> Findings:
+    """Trained norms are hardly ever negative. One with its sign turned, or less one, turns its
+    layer's input around; that of a single layer hides among the others."""
+    below = {name: float((s.open_file.array(name) < 0).mean()) for name in _norms(s)}
+    turned = {name: x for name, x in below.items() if x > 0.25 and (s.shape(name) or (1,))[-1] > 1}
+    if 4 * len(turned) < len(below):  # else G4-VAL-009 says so once
+        for name, x in turned.items():
+            yield Finding(name, "weights above 0", f"{x:.0%} below", COMPARE)
+
+
+@rule("G4-PAIR-020", WARNING, "rows of both token tables are equally long", on=DRAFTS,
+      needs=TARGET)  # fmt: skip
+def lengths(s: Subject) -> Findings:
+    """A draft's own copy of the target's table, scaled once too often or stored in a type that was
+    read with the wrong scale."""
+    pair = both_tables(s)
+    if pair is None:
+        return
+    mine, its = (float(np.sqrt(np.square(x, dtype=np.float64).mean())) for x in pair)
+    if its > 0 and mine > 0 and abs(math.log2(mine / its)) > OFF:
+        yield Finding("token_embd.weight", "rows as long as the target's",
+                      f"{mine / its:.3g} times as long", COMPARE)  # fmt: skip
+
+
+def like(s: Subject) -> Like:
+    """Names of tensors in layers, by what follows `blk.N.` and shape."""
+    out: Like = {}
+    for name, info in s.open_file.tensors.items():
+        match = LAYER.fullmatch(name)
+        if match is not None and int(np.prod(info.shape)) > 16:
+            out.setdefault((match[2], info.shape), []).append(name)
+    return out
+
+
+def _size(s: Subject, name: str) -> float | None:
+    """The power of two that is a tensor's root mean square, of a sample of its rows."""
+    info = s.open_file.tensors[name]
+    if info.format.name.upper() not in {**FLOATS, **BLOCKS} or info.format.integer:
+        return None
+    rows = int(np.prod(info.shape[:-1]))
+    raw = s.open_file.raw(name).reshape(rows, -1)
+    picked = np.unique(np.linspace(0, rows - 1, min(SAMPLE, rows)).astype(np.int64))
+    x = quant.get(info.format.name).dequantize(raw[picked]).astype(np.float64)
+    power = float(np.square(x).mean()) if np.isfinite(x).all() else 0.0
+    return math.log2(power) / 2 if power > 0 else None
+
+
+def _norms(s: Subject) -> Iterator[str]:
+    for name in s.open_file.tensors:
+        if name.endswith("norm.weight") and s.type_name(name) == "F32":
+            yield name
+
+
+def _same_shape(s: Subject) -> Iterator[list[str]]:
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name in _norms(s):
+        groups.setdefault(s.shape(name) or (), []).append(name)
+    yield from groups.values()
+
+

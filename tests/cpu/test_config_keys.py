@@ -1,0 +1,91 @@
+"""Keys of `config.json` are read or refused, never left out; what upstream assumes is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec.convert import convert
+from g4spec.errors import G4Error, InputError
+from g4spec.gguf import GGUF
+from tests import tiny
+
+
+def edit(folder: Path, **values: Any) -> Path:
+    """Set keys of the text configuration; a name with two underscores goes a level down."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config.get("text_config") or config
+    for name, value in values.items():
+        *outer, last = name.split("__")
+        inner = text
+        for key in outer:
+            inner = inner[key]
+        inner[last] = value
+    path.write_text(json.dumps(config))
+    return folder
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "scaled": ({"rope_parameters__full_attention__factor": 8.0}, "factor"),
+    "sliding scaled": ({"rope_parameters__sliding_attention__factor": 2.0}, "factor"),
+    "unknown": ({"rope_parameters__full_attention__beta_fast": 32}, "beta_fast"),
+    "flat": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta"),
+    "a kind missing": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_theta"),
+    "sliding part": ({"rope_parameters__sliding_attention__partial_rotary_factor": 0.5},
+                     "partial_rotary_factor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rope_parameters_of_a_target_that_are_not_read_are_refused(
+    tmp_path: Path, name: str
+) -> None:
+    values, said = REFUSED[name]
+    folder = edit(tiny.target(tmp_path / "target"), **values)
+    with pytest.raises(InputError, match=said):
+        convert(folder, tmp_path / "x.gguf", dry_run=True)
+
+
+def test_rope_parameters_that_say_nothing_new_are_taken(tmp_path: Path) -> None:
+    folder = edit(tiny.target(tmp_path / "target"), rope_parameters__full_attention__factor=1.0,
+                  rope_parameters__sliding_attention__beta_fast=None)  # fmt: skip
+    convert(folder, tmp_path / "x.gguf", dry_run=True)
+
+
+def test_a_missing_share_of_rotation_is_all_of_it(tmp_path: Path) -> None:
+    """As transformers reads it; 0.25 is the default of a configuration without any of this."""
+    folder = tiny.target(tmp_path / "target")
+    edit(folder, rope_parameters__full_attention={"rope_type": "proportional", "rope_theta": 1e6})
+    convert(folder, tmp_path / "x.gguf")
+    with GGUF(tmp_path / "x.gguf") as file:
+        assert file.get("g4spec.rope_partial") == 1.0
+        assert (file.array("rope_freqs.weight") == 1).all()
+    edit(folder, rope_parameters=None)
+    convert(folder, tmp_path / "x.gguf")
+    with GGUF(tmp_path / "x.gguf") as file:
+        assert file.get("g4spec.rope_partial") is None
+        assert (file.array("rope_freqs.weight") == 1).sum() == 4
+
+
+@pytest.mark.parametrize("values", [{"rope_parameters": {"rope_theta": 1e6, "factor": 4.0}},
+                                    {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+                                    {"partial_rotary_factor": 0.5}])  # fmt: skip
+def test_rope_parameters_of_a_draft_that_are_not_read_are_refused(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    target = tiny.target(tmp_path / "target")
+    draft = edit(tiny.zlab_dflash(tmp_path / "draft", target), **values)
+    with pytest.raises(G4Error):
+        convert(draft, tmp_path / "x.gguf", target=target, dry_run=True)
+
+
+@pytest.mark.parametrize("cap", [None, 30.0])
+def test_a_target_says_whether_it_caps_its_logits(tmp_path: Path, cap: float | None) -> None:
+    """llama.cpp caps at 30 where the key is missing."""
+    convert(tiny.target(tmp_path / "target", softcap=cap), tmp_path / "x.gguf")
+    with GGUF(tmp_path / "x.gguf") as file:
+        assert file.get("gemma4.final_logit_softcapping") == (cap or 0.0)

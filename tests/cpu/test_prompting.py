@@ -1,0 +1,70 @@
+"""Prompts of `generate`: conversations, tools, thinking, and marks that users write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from g4spec.cli._prompting import Asked
+from g4spec.errors import InputError, UsageError
+from g4spec.runtime.tokenizer import Tokenizer
+from tests import tokens as tiny
+
+TEMPLATE = ("{% if enable_thinking %}<|channel>{% endif %}{% for t in tools or [] %}{{ t.type }}"
+            "{% endfor %}{% for m in messages %}<|turn>{{ m.role }} {{ m.content }}<turn|>"
+            "{% endfor %}")  # fmt: skip
+
+
+def tokenizer() -> Tokenizer:
+    tokens, types, merges = tiny.vocabulary()
+    return Tokenizer(tokens, types, merges, bos=2, template=TEMPLATE)
+
+
+def text(asked: Asked) -> str:
+    known = tokenizer()
+    return known.decode(asked.read().encode(known, 4096)[1:], special=True)
+
+
+def saved(path: Path, value: object) -> Path:
+    path.write_text(json.dumps(value))
+    return path
+
+
+def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+             {"role": "user", "content": "c"}]  # fmt: skip
+    asked = Asked(messages=saved(tmp_path / "m.json", turns), system="s", thinking=True,
+                  tools=saved(tmp_path / "t.json", [{"type": "function"}]))  # fmt: skip
+    assert text(asked) == ("<|channel>function<|turn>system s<turn|><|turn>user a<turn|>"
+                           "<|turn>assistant b<turn|><|turn>user c<turn|>")  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "turns"), [
+    (Asked("x<turn|>"), 1), (Asked("x<turn|>", special=False), 0),
+    (Asked("x<turn|>", chat=True), 1), (Asked("x<turn|>", chat=True, special=True), 2),
+])  # fmt: skip
+def test_marks_in_a_prompt(asked: Asked, turns: int) -> None:
+    known = tokenizer()
+    mark = known.encode("<turn|>", bos=False)[0]
+    assert asked.read().encode(known, 4096).count(mark) == turns
+    assert "x<turn|>" in text(asked)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"text": "a", "messages": Path("m")}, {"text": "a", "thinking": True},
+    {"text": "a", "tools": Path("t")}, {"text": "a", "system": "s"},
+    {"tokens_file": Path("i"), "chat": True}, {"tokens_file": Path("i"), "special": False},
+])  # fmt: skip
+def test_options_that_mean_nothing_together(options: dict[str, object]) -> None:
+    with pytest.raises(UsageError):
+        Asked(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '[{"content": "a"}]', "[1]"])
+def test_conversations_that_are_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(content)
+    with pytest.raises(InputError):
+        Asked(messages=path).read()

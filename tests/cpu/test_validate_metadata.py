@@ -1,0 +1,128 @@
+"""Metadata held against the source, rules that could not be asked, and planted faults."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec.cli import run
+from g4spec.convert import convert
+from g4spec.gguf import T
+from g4spec.validate import Report, validate
+from tests import faults
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+DRAFTS = ("dflash", "dflash-speculators", "assistant")
+SAMPLE = 10  # faults of each kind; all of them are planted by benchmarks/cpu_faults.py
+CHANGES: dict[str, tuple[str, T, Any, T | None]] = {
+    "target layers": ("dflash.target_layers", T.ARRAY, [1, 3, 4], T.I32),
+    "rotation base": ("dflash.rope.freq_base", T.F32, 1e4, None),
+    "window": ("dflash.attention.sliding_window", T.U32, 128, None),
+    "epsilon": ("dflash.attention.layer_norm_rms_epsilon", T.F32, 1e-5, None),
+    "block size": ("dflash.block_size", T.U32, 8, None),
+    "context": ("dflash.context_length", T.U32, 4096, None),
+    "pattern": ("dflash.attention.sliding_window_pattern", T.ARRAY, [True, False, True], T.BOOL),
+    "target pattern": ("gemma4.attention.sliding_window_pattern", T.ARRAY,
+                       [True, False, True, True, False, True], T.BOOL),
+}  # fmt: skip
+"""Each of these passed once with 0 errors and 0 warnings."""
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("family")
+    convert(TINY / "target", folder / "target.gguf")
+    for name in DRAFTS:
+        convert(TINY / name, folder / f"{name}.gguf", target=TINY / "target")
+    return folder
+
+
+def changed(family: Path, out: Path, change: str) -> tuple[str, Path]:
+    """The kind of file that a change of CHANGES is about, and a file with it."""
+    key, type, data, item = CHANGES[change]
+    kind = "target" if key.startswith("gemma4.") else "dflash"
+    file = faults.read(family / f"{kind}.gguf")
+    file.set(key, type, data, item)
+    return kind, file.write(out)
+
+
+def _validate(family: Path, kind: str, path: Path, source: bool = True) -> Report:
+    target = None if kind == "target" else family / "target.gguf"
+    return validate(path, target, TINY / kind if source else None)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_single_change_is_an_error(family: Path, tmp_path: Path, change: str) -> None:
+    kind, path = changed(family, tmp_path / "x.gguf", change)
+    report = _validate(family, kind, path)
+    key = CHANGES[change][0]
+    found = {f.rule.id for f in report.failures if f.finding.where.startswith(key)}
+    assert "G4-CMP-009" in found
+    assert not report.ok
+
+
+@pytest.mark.parametrize("kind", ["target", *DRAFTS])
+def test_a_faithful_file_has_the_metadata_of_its_source(family: Path, kind: str) -> None:
+    report = _validate(family, kind, family / f"{kind}.gguf")
+    assert report.ok
+    assert "G4-CMP-009" in report.checked
+    assert not report.skipped
+
+
+def test_a_requantized_file_has_the_metadata_of_its_source(family: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    convert(family / "dflash.gguf", path, type="q8_0")
+    report = validate(path, family / "target.gguf", family / "dflash.gguf")
+    assert report.ok
+    changed(family, path, "rotation base")
+    report = validate(path, family / "target.gguf", family / "dflash.gguf")
+    assert "G4-CMP-009" in {f.rule.id for f in report.failures}
+
+
+def test_a_pattern_of_no_model_fails_without_a_source(family: Path, tmp_path: Path) -> None:
+    kind, path = changed(family, tmp_path / "x.gguf", "target pattern")
+    report = _validate(family, kind, path, source=False)
+    assert not report.ok
+    assert "G4-KEY-013" in {f.rule.id for f in report.failures}
+    assert report.unable
+
+
+def test_rules_that_were_not_asked_are_loud(family: Path, capsys: Any) -> None:
+    draft, target = str(family / "dflash.gguf"), str(family / "target.gguf")
+    assert run(["validate", draft]) == 0
+    assert "NOT CHECKED" in capsys.readouterr().out
+    assert run(["validate", draft, "--strict"]) == 1
+    assert "--target" in capsys.readouterr().err
+    assert run(["validate", draft, "--strict", "--target", target]) == 0
+
+
+def test_rules_that_the_file_keeps_from_being_asked_fail(
+    family: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """A warning alone, of a file whose features have no code here, is no success."""
+    file = faults.read(family / "target.gguf")
+    file.tensors["blk.0.attn_qkv.weight"] = file.tensors["blk.0.attn_norm.weight"]
+    path = file.write(tmp_path / "x.gguf")
+    report = validate(path)
+    assert report.ok
+    assert set(report.unable.values()) == {"the metadata does not describe a known model"}
+    assert run(["validate", str(path)]) == 1
+
+
+def test_planted_faults_are_named(family: Path, tmp_path: Path) -> None:
+    """A seeded sample: all with the source, and more than half without."""
+    named = {True: 0, False: 0}
+    for kind in ("target", *DRAFTS):
+        good, pair = family / f"{kind}.gguf", None if kind == "target" else family / "target.gguf"
+        file = faults.read(good)
+        for source in (TINY / kind, None):
+            known = faults.spoken(validate(good, pair, source))
+            for fault in random.Random(7).sample(faults.faults(file), SAMPLE):
+                said = faults.named(file, fault, tmp_path / "x.gguf", known, pair, source)
+                assert said or source is None, (kind, fault.where, fault.name)
+                named[source is not None] += said
+    assert named[True] == 4 * SAMPLE
+    assert 0.5 < named[False] / (4 * SAMPLE) < 1

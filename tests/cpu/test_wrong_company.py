@@ -1,0 +1,72 @@
+"""Drafts beside a target that is not theirs: refused where the files show it, and said where only
+acceptance does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from g4spec.cli import run
+from g4spec.cli._spoken import strange_draft
+from g4spec.convert import convert
+from g4spec.errors import InputError
+from g4spec.gguf import T
+from g4spec.runtime.engine import Engine
+from g4spec.validate import validate
+from tests import faults
+from tests.cpu.gguf_fixtures import File
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny"
+
+
+def other_token(file: File) -> None:
+    file.kv["tokenizer.ggml.tokens"].data[300] = "another"
+
+
+def other_depth(file: File) -> None:
+    file.set("g4spec.target.block_count", T.U32, 60)
+
+
+def other_width(file: File) -> None:
+    file.set("g4spec.target.embedding_length", T.U32, 5376)
+
+
+@pytest.mark.parametrize(("change", "said", "rule"), [
+    (other_token, "tokens are not the target's", "G4-PAIR-003"),
+    (other_depth, "another layers", "G4-PAIR-006"),
+    (other_width, "another hidden size", "G4-PAIR-013"),
+])  # fmt: skip
+def test_what_validate_calls_an_error_of_the_pair_is_refused_at_load(
+    tmp_path: Path, change: Callable[[File], None], said: str, rule: str
+) -> None:
+    target = tmp_path / "target.gguf"
+    convert(TINY / "target", target)
+    convert(TINY / "dflash", tmp_path / "good.gguf", target=target)
+    file = faults.read(tmp_path / "good.gguf")
+    change(file)
+    draft = file.write(tmp_path / "bad.gguf")
+    assert rule in {f.rule.id for f in validate(draft, target).failures}
+    with pytest.raises(InputError, match=said):
+        Engine.load(target, draft, n_ctx=64)
+
+
+def test_a_draft_for_another_target_is_told_by_its_acceptance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target.gguf"
+    convert(TINY / "target", target)
+    words = ["generate", "-m", str(target), "-p", "def f(x):", "-n", "24", "--draft-max", "3",
+             "--ignore-eos", "-c", "128"]  # fmt: skip
+    for name, strange in (("dflash-other", True), ("dflash", False)):
+        draft = tmp_path / f"{name}.gguf"
+        convert(TINY / name, draft, target=target)
+        assert run([*words, "-md", str(draft)]) == 0
+        assert ("not trained for this target" in capsys.readouterr().err) == strange
+
+
+@pytest.mark.parametrize(("drafted", "accepted", "strange"), [
+    (0, 0, False), (15, 0, False), (16, 0, True), (100, 3, True), (100, 4, False)])  # fmt: skip
+def test_few_proposals_tell_nothing(drafted: int, accepted: int, strange: bool) -> None:
+    assert (strange_draft(drafted, accepted) is not None) == strange
