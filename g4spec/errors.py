@@ -4,7 +4,8 @@
     ├── CheckFailed         exit 1   a check that was asked for did not hold
     ├── UsageError          exit 2   the command line cannot mean anything
     ├── InputError          exit 3   a file, folder or prompt is not what it must be
-    │   └── Unsupported     exit 3   it is valid, but this version has no code for it
+    │   ├── Unsupported     exit 3   it is valid, but this version has no code for it
+    │   └── PromptTooLong   exit 3   a prompt has more tokens than a context
     └── EnvironmentProblem  exit 4   this machine lacks something: memory, disk, a package
         └── KernelCompileError       a CUDA kernel that its compiler refused
 
@@ -71,6 +72,19 @@ class InputError(G4Error):
 
 class Unsupported(InputError):
     """Valid input for which this version has no code; names the missing feature."""
+
+
+class PromptTooLong(InputError):
+    """A prompt that does not fit into the context.
+
+    Args:
+        tokens: its tokens, at least. n_ctx: of the context. found: as it is said.
+    """
+
+    def __init__(self, tokens: int, n_ctx: int, found: object, fix: str | None = None) -> None:
+        self.tokens, self.n_ctx = tokens, n_ctx
+        super().__init__("the prompt does not fit into the context",
+                         expected=f"at most {n_ctx} tokens", found=found, fix=fix)  # fmt: skip
 
 
 class EnvironmentProblem(G4Error):

@@ -9,8 +9,22 @@ from typing import Annotated
 import typer
 
 from g4spec.cli import _inputs
-from g4spec.errors import EnvironmentProblem
+from g4spec.cli.render import Output
+from g4spec.errors import EnvironmentProblem, UsageError
 
+Model = Annotated[
+    Path | None,
+    typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one."),
+]  # fmt: skip
+Models = Annotated[
+    Path | None,
+    typer.Option("--models", metavar="DIR", help="Serve all targets in a folder, each with the "
+                 "draft in it that fits; loaded when they are asked for."),
+]  # fmt: skip
+ModelsMax = Annotated[
+    int, typer.Option("--models-max", min=1, help="Models of --models in memory at once, if they "
+                      "fit; the least recently used one goes first."),
+]  # fmt: skip
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
 Parallel = Annotated[
@@ -48,11 +62,45 @@ PrefixCache = Annotated[
     typer.Option("--prefix-cache", min=0, metavar="MIB", help="Host memory for the beginnings of "
                  "prompts that may come again."),
 ]  # fmt: skip
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Seed of requests that name none. Default: a new one each."),
+]  # fmt: skip
+NPredict = Annotated[
+    int | None,
+    typer.Option("-n", "--predict", min=1, help="New tokens of requests that name no limit. "
+                 "Default: what the context has room for."),
+]  # fmt: skip
+Template = Annotated[
+    Path | None,
+    typer.Option("--chat-template-file", help="Chat template, instead of the one in the model."),
+]  # fmt: skip
 Pool = Annotated[
     int | None,
     typer.Option("--pool", metavar="TOKENS", help="Tokens that all texts together may keep. "
                  "Default, and least: one context."),
 ]  # fmt: skip
+
+
+def check_models(
+    model: Path | None, models: Path | None, draft: str | None, alias: list[str] | None
+) -> None:  # fmt: skip
+    """UsageError where it is not clear what to serve."""
+    if (model is None) == (models is None):
+        raise UsageError("what shall be served?", expected="either -m or --models")
+    if models is not None and (draft is not None or alias):
+        raise UsageError("-md and -a belong to one model", fix="leave them out with --models")
+
+
+def template(file: Path | None) -> str | None:
+    """Return the chat template in a file."""
+    return _inputs.read_text(file) if file is not None else None
+
+
+def warn(out: Output, *, exposed: bool, host: str) -> None:
+    """Say that others may use a server that is `exposed`."""
+    if exposed:
+        out.note(f"anybody who reaches {host} may use this server: give it an --api-key")
 
 
 def require_packages() -> None:

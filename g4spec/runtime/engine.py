@@ -20,7 +20,7 @@ from typing import Any
 
 from g4spec import models
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft
-from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram, pairing
 from g4spec.models.spec import check_heads
@@ -202,8 +202,7 @@ class Engine:
             needed, trained = len(prompt) + n_predict, self.config.n_ctx
             fix = f"use -c {needed}" if needed <= trained else (
                 f"use a shorter one: the model was trained on {trained} tokens")  # fmt: skip
-            raise InputError("the prompt does not fit into the context",
-                             expected=f"at most {self.n_ctx} tokens", found=len(prompt), fix=fix)
+            raise PromptTooLong(len(prompt), self.n_ctx, len(prompt), fix)
 
     # ---- work
 

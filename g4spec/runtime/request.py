@@ -46,6 +46,7 @@ class Options:
             all): the hook for grammars.
         stream: makes the decoder of the text, as `Tokenizer.stream` does, which is the default. It
             may leave tokens out: `stop` is looked for in what it gives.
+        progress: tell how much of the prompt has been read: a cycle without tokens each time.
     """
 
     n_predict: int = 256
@@ -57,6 +58,7 @@ class Options:
     n: int = 1
     mask: Mask | None = None
     stream: Callable[[], TextStream] | None = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.n_predict < 1:
@@ -79,6 +81,7 @@ class Stats:
 
     Attributes:
         cached_tokens: prompt tokens that a prefix hit did not read again.
+        read_tokens: prompt tokens that have been read so far, those of a prefix hit included.
         queue_seconds: from submission until the prompt began to be read.
         prefill_seconds: reading the prompt, the draft's part included.
         needed: tokens that plain decoding would have chosen too; excludes accepted tokens behind
@@ -88,6 +91,7 @@ class Stats:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    read_tokens: int = 0
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     tokens: int = 0
@@ -127,6 +131,17 @@ class Stats:
     def committed_per_cycle(self) -> float:
         """Accepted drafts plus the target's own token, a cycle; also behind the end of the text."""
         return (self.cycles + self.accepted) / self.cycles if self.cycles else 0.0
+
+
+@dataclass(slots=True)
+class Progress(Cycle):
+    """News of a prompt that is being read (`Options.progress`).
+
+    Attributes:
+        read: its tokens that have been read.
+    """
+
+    read: int = 0
 
 
 class Driver(Protocol):
@@ -231,6 +246,13 @@ class Request:
     def news(self) -> bool:
         """Whether iterating would yield or end without waiting."""
         return bool(self._cycles) or self.done
+
+    def read(self, count: int) -> None:
+        """Note that the first `count` tokens of the prompt have been read."""
+        self.stats.read_tokens = count
+        if self.options.progress:
+            self._cycles.append(Progress([], [], read=count))
+            self._tell()
 
     def take(self, cycle: Cycle, *, first: bool = False) -> int:
         """Take in a cycle; sets `stats.stop_reason` where the text ends.

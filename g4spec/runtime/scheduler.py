@@ -152,6 +152,7 @@ class Scheduler:
         if not task.request.stats.preempted:
             task.request.stats.cached_tokens = sequence.n_read
             task.request.stats.queue_seconds = time.perf_counter() - task.submitted
+            task.request.read(sequence.n_read)
         return True
 
     def _make_room(self, running: list[Task]) -> list[Task]:
@@ -210,11 +211,16 @@ class Scheduler:
             self._read(task, rows)
             read = task.live.n_read - before
             rows -= -(-read // PROMPT_BLOCK) * PROMPT_BLOCK if self.backend.padded else read
+            stats = task.request.stats
+            stats.prefill_seconds += time.perf_counter() - began
+            if stats.read_tokens < task.live.n_read <= task.n_prompt:
+                task.request.read(task.live.n_read)
             if not task.reading:
                 reading.pop(0)
                 if len(task.ids) == task.n_prompt:
+                    began = time.perf_counter()
                     self._first_token(task)
-            task.request.stats.prefill_seconds += time.perf_counter() - began
+                    stats.prefill_seconds += time.perf_counter() - began
 
     def _read(self, task: Task, most: int) -> None:
         """Read at most `most` tokens of a prompt, up to the next snapshot, or some of what was

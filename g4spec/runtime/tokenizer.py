@@ -21,7 +21,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import models, normalizers, pre_tokenizers
 
-from g4spec.errors import InputError, Unsupported
+from g4spec.errors import InputError, PromptTooLong, Unsupported
 from g4spec.gguf.reader import NUMBERS
 from g4spec.gguf.strings import BLOCK
 from g4spec.gguf.values import T
@@ -126,9 +126,8 @@ class Tokenizer:
         tokens however long they are: the library takes 200 bytes a token.
         """
         if n_ctx is not None and len(text) > n_ctx * self._longest:
-            raise InputError("the prompt does not fit into the context",
-                             expected=f"at most {n_ctx} tokens",
-                             found=f"{len(text):,} characters")  # fmt: skip
+            least = -(-len(text) // self._longest)
+            raise PromptTooLong(least, n_ctx, f"{len(text):,} characters")
         try:
             text.encode()
         except UnicodeEncodeError as error:

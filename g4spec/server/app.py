@@ -46,12 +46,14 @@ def app(
     keys: Sequence[str] = (),
     origins: Sequence[str] = (),
     body_limit: int = BODY_LIMIT,
+    inner: bool = False,
 ) -> Starlette:
     """Make the ASGI application of a service.
 
     Args:
         keys: API keys, one of which a request has to carry; none: all are let in.
         origins: of web pages that may ask from a browser.
+        inner: it stands inside another, which has keys, limits and the log for it.
     """
 
     store = ResponseStore()
@@ -64,17 +66,24 @@ def app(
         await store.close()
         await service.close()
 
-    middleware = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
-    if origins:
-        middleware.append(Middleware(CORSMiddleware, allow_origins=list(origins),
-                                     allow_methods=["*"], allow_headers=["*"]))  # fmt: skip
-    middleware += [Middleware(Keys, keys=keys), Middleware(Panics)]
+    middleware = [] if inner else around(keys, origins, body_limit)
     handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
                                 Gone: _gone, 500: _unexpected}  # fmt: skip
     made = Starlette(routes=_routes(Endpoints(service, store)), middleware=middleware,
                      lifespan=lifespan, exception_handlers=handlers)  # fmt: skip
     made.state.service = service
     return made
+
+
+def around(
+    keys: Sequence[str] = (), origins: Sequence[str] = (), body_limit: int = BODY_LIMIT
+) -> list[Middleware]:  # fmt: skip
+    """List what is around the paths of an application; see `app`."""
+    out = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
+    if origins:
+        out.append(Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"],
+                              allow_headers=["*"]))  # fmt: skip
+    return [*out, Middleware(Keys, keys=keys), Middleware(Panics)]
 
 
 async def _refused(request: Request, refused: Exception) -> Response:
@@ -117,19 +126,17 @@ class Endpoints:
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         body = fields.read(fields.ChatRequest, await request.body())
-        usage = bool(body.stream_options and body.stream_options.include_usage)
         return await self._run(
             request, lambda: chat.job_of(self._service, body), bool(body.stream),
-            chat.answer, lambda g: chat.chunks(g, usage),
+            lambda g: chat.answer(g, body), lambda g: chat.chunks(g, body),
         )  # fmt: skip
 
     async def completions(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
         body = fields.read(fields.CompletionRequest, await request.body())
-        usage = bool(body.stream_options and body.stream_options.include_usage)
         return await self._run(
             request, lambda: completions.job_of(self._service, body), bool(body.stream),
-            lambda g: completions.answer(g, body), lambda g: completions.chunks(g, body, usage),
+            lambda g: completions.answer(g, body), lambda g: completions.chunks(g, body),
         )  # fmt: skip
 
     async def completion(self, request: Request) -> Response:
@@ -198,7 +205,7 @@ class Endpoints:
         request: Request,
         job_of: Callable[[], Awaitable[Job]],
         stream: bool,
-        answer: Callable[[Generation], Awaitable[dict[str, Any]]],
+        answer: Callable[[Generation], Awaitable[Any]],
         chunks: Callable[[Generation], Events],
         failed: Callable[[Refused], str] = lambda refused: event(refused.json()),
         ping: str = PING,
@@ -210,7 +217,7 @@ class Endpoints:
             return EventStream(generation, self._noted(request, generation, chunks(generation)),
                                failed, service.settings, ping=ping)  # fmt: skip
 
-        async def whole() -> dict[str, Any]:
+        async def whole() -> Any:
             generation = await service.submit(await job_of())
             try:
                 return await answer(generation)
@@ -247,6 +254,12 @@ class Endpoints:
         body = fields.read(fields.ChatRequest, await request.body())
         return JSONAnswer(await llamacpp.apply_template(self._service, body))
 
+    async def chat_tokens(self, request: Request) -> Response:
+        """Answer POST /v1/chat/completions/input_tokens, of llama.cpp."""
+        body = fields.read(fields.ChatRequest, await request.body())
+        prompt = await chat.prompt_of(self._service, body)
+        return JSONAnswer({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+
     # ---- the server
 
     async def models(self, request: Request) -> Response:
@@ -262,7 +275,8 @@ class Endpoints:
         service = self._service
         config = service.engine.config
         return {"id": service.settings.model, "object": "model", "created": service.started,
-                "owned_by": "g4spec",
+                "owned_by": "g4spec", "tags": [],
+                "aliases": [service.settings.model, *service.settings.aliases],
                 "meta": {"n_ctx": service.engine.n_ctx, "n_ctx_train": config.n_ctx,
                          "n_vocab": config.n_vocab, "n_embd": config.n_embd}}  # fmt: skip
 
@@ -275,7 +289,9 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
+        headers = {"Process-Start-Time-Unix": str(self._service.started)}
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4",
+                        headers=headers)  # fmt: skip
 
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
@@ -294,6 +310,8 @@ def _routes(at: Endpoints) -> list[Route]:
         "/v1/chat/completions": at.chat, "/chat/completions": at.chat,
         "/v1/completions": at.completions, "/completion": at.completion,
         "/completions": at.completion, "/tokenize": at.tokenize, "/detokenize": at.detokenize,
+        "/v1/chat/completions/input_tokens": at.chat_tokens,
+        "/chat/completions/input_tokens": at.chat_tokens,
         "/apply-template": at.apply_template, "/v1/messages": at.messages,
         "/v1/messages/count_tokens": at.count_tokens, "/v1/responses": at.responses,
         "/responses": at.responses, "/v1/responses/input_tokens": at.input_tokens,
@@ -329,7 +347,7 @@ def _note(request: Request, generation: Generation) -> None:
     """Tell the log the figures of a generation."""
     stats = [text.request.stats for text in generation.texts]
     request.scope["state"]["facts"] = {
-        "prompt_tokens": len(generation.job.prompt),
+        "prompt_tokens": sum(map(len, generation.job.prompts)),
         "completion_tokens": sum(s.tokens for s in stats),
         "draft_n": sum(s.drafted for s in stats),
         "draft_n_accepted": sum(s.accepted for s in stats),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from g4spec.server import grammar, options, shapes
@@ -27,8 +27,12 @@ async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
     for tool in tools:  # templates take a description for granted
         tool["function"].setdefault("description", "")
+    continued, opened = bool(request.continue_final_message), request.add_generation_prompt
+    if continued and opened:
+        raise Refused(400, "continue_final_message and add_generation_prompt exclude each other",
+                      param="add_generation_prompt")  # fmt: skip
     return await service.prompter.chat(messages, tools, thinking=thinks(request),
-                                       continued=bool(request.continue_final_message))  # fmt: skip
+                                       continued=continued, opened=opened is not False)  # fmt: skip
 
 
 def thinks(request: ChatRequest) -> bool:
@@ -60,6 +64,7 @@ async def job_of(service: Service, request: ChatRequest) -> Job:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     made = options.options(service, request, min(limits or [options.room(service, prompt.ids)]),
                            logprobs=logprobs, banned=banned)  # fmt: skip
+    made = replace(made, progress=bool(request.stream and request.return_progress))
     budget = request.thinking_budget_tokens
     if budget is not None and prompt.thinking == "no":
         raise Refused(400, "thinking_budget_tokens needs thinking, which is off",
@@ -113,12 +118,18 @@ def _grammar(
 def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
     """Return the rule of answers, or the grammar that the user has written for them."""
     form = request.response_format
+    if request.json_schema is not None:
+        if request.grammar is not None or form is not None:
+            raise Refused(400, "json_schema excludes grammar and response_format",
+                          param="json_schema")  # fmt: skip
+        return grammar.json_answer(request.json_schema, strict=False), None
     if form is None or form.type == "text":
         return None, grammar.written(request.grammar) if request.grammar is not None else None
     if request.grammar is not None:
         raise Refused(400, "grammar and response_format exclude each other", param="grammar")
     if form.type == "json_object":
-        return grammar.json_answer({"type": "object"}, strict=True), None
+        wanted = form.schema_ if form.schema_ is not None else {"type": "object"}
+        return grammar.json_answer(wanted, strict=form.schema_ is None), None
     if form.json_schema is None:
         raise Refused(400, "response_format.json_schema is missing", param="response_format")
     named = form.json_schema
@@ -166,10 +177,19 @@ def _called(name: str) -> dict[str, Any]:
 
 def _head(generation: Generation, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{generation.id}", "object": kind, "created": generation.created,
-            "model": generation.service.settings.model}  # fmt: skip
+            "model": generation.service.settings.model,
+            "system_fingerprint": shapes.FINGERPRINT}  # fmt: skip
 
 
-async def answer(generation: Generation) -> dict[str, Any]:
+def _verbose(generation: Generation, request: ChatRequest) -> dict[str, Any]:
+    """Return what llama.cpp adds where `verbose` is true."""
+    if not request.verbose:
+        return {}
+    prompt = generation.service.tokenizer.decode(generation.job.prompt, special=True)
+    return {"__verbose": {"prompt": prompt}}
+
+
+async def answer(generation: Generation, request: ChatRequest) -> dict[str, Any]:
     """Return the whole response body."""
     messages = [Answered() for _ in generation.texts]
     async with aclosing(generation.deltas()) as deltas:
@@ -184,22 +204,25 @@ async def answer(generation: Generation) -> dict[str, Any]:
         choices.append({"index": text.index, "message": message.json(), "logprobs": told,
                         "finish_reason": text.finish})  # fmt: skip
     out = {**_head(generation, "chat.completion"), "choices": choices,
-           "usage": shapes.usage(generation)}  # fmt: skip
+           "usage": shapes.usage(generation), **_verbose(generation, request)}  # fmt: skip
     return out | ({"timings": shapes.timings(generation.texts[0])} if len(choices) == 1 else {})
 
 
-async def chunks(generation: Generation, include_usage: bool) -> Events:
+async def chunks(generation: Generation, request: ChatRequest) -> Events:
     """Yield the response as events."""
-    writer = _Chunks(generation, include_usage)
+    writer = _Chunks(generation, request)
     for text in generation.texts:
-        yield writer.chunk(text, {"role": "assistant", "content": "", "refusal": None})
+        yield writer.chunk(text, {"role": "assistant", "content": None, "refusal": None})
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
             for piece in writer.pieces(text, delta):
                 yield piece
-    if include_usage:
-        head = _head(generation, "chat.completion.chunk")
-        yield event({**head, "choices": [], "usage": shapes.usage(generation)})
+    if writer.usage:
+        last = {**_head(generation, "chat.completion.chunk"), "choices": [],
+                "usage": shapes.usage(generation)}  # fmt: skip
+        if len(generation.texts) == 1:
+            last["timings"] = shapes.timings(generation.texts[0])
+        yield event(last)
     yield event("[DONE]")
 
 
@@ -207,8 +230,9 @@ class _Chunks:
     """Writes the chunks of a generation; one for each event, since there are clients that take no
     more than one kind of news at a time."""
 
-    def __init__(self, generation: Generation, include_usage: bool) -> None:
-        self._generation, self._usage = generation, include_usage
+    def __init__(self, generation: Generation, request: ChatRequest) -> None:
+        self._generation, self._request = generation, request
+        self.usage = bool(request.stream_options and request.stream_options.include_usage)
         self._told: list[list[Token]] = [[] for _ in generation.texts]
 
     def pieces(self, text: Text, delta: Delta) -> Sequence[str]:
@@ -216,6 +240,9 @@ class _Chunks:
         told = self._told[text.index]
         told += delta.tokens
         out = []
+        if delta.progress is not None:
+            news = {"prompt_progress": shapes.progress(text, delta.progress)}
+            out.append(self.chunk(text, {}, more=news))
         for piece in delta.events:
             tokens = list(told) if isinstance(piece, Words) else []
             if tokens:
@@ -227,9 +254,13 @@ class _Chunks:
 
     def chunk(
         self, text: Text, delta: dict[str, Any], tokens: Sequence[Token] = (),
-        finish: str | None = None,
+        finish: str | None = None, more: dict[str, Any] | None = None,
     ) -> str:  # fmt: skip
-        """Write one chunk, as an event."""
+        """Write one chunk, as an event.
+
+        Args:
+            more: fields beside those of OpenAI's API.
+        """
         told = None
         if tokens:
             found = shapes.tokens(self._generation.service.tokenizer, tokens)
@@ -237,11 +268,12 @@ class _Chunks:
         out = _head(self._generation, "chat.completion.chunk")
         out["choices"] = [{"index": text.index, "delta": delta, "logprobs": told,
                            "finish_reason": finish}]  # fmt: skip
-        if self._usage:
+        if self.usage:
             out["usage"] = None
-        if finish and len(self._generation.texts) == 1:
+        single, asked = len(self._generation.texts) == 1, self._request.timings_per_token
+        if single and (finish or (asked and "role" not in delta)):
             out["timings"] = shapes.timings(text)
-        return event(out)
+        return event(out | (more or {}))
 
 
 def _delta(piece: Event) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from g4spec.server import grammar, options, shapes
@@ -31,43 +32,51 @@ async def job_of(service: Service, request: CompletionRequest) -> Job:
         if request.ignore_eos:
             raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
         wanted = grammar.whole(None, user=grammar.written(request.grammar))
-    made = options.options(service, request, request.max_tokens or DEFAULT_TOKENS,
-                           logprobs=request.logprobs)  # fmt: skip
-    return Job(await prompt_ids(service, request.prompt), made, n, wanted)
+    asked = request.max_tokens or request.n_predict or DEFAULT_TOKENS
+    made = options.options(service, request, asked, logprobs=request.logprobs)
+    made = replace(made, progress=bool(request.stream and request.return_progress))
+    first, *others = prompts(request.prompt)
+    options.check_texts(service, n * (1 + len(others)), "prompt")
+    return Job(await prompt_ids(service, first), made, n, wanted,
+               others=tuple([await prompt_ids(service, each) for each in others]))  # fmt: skip
 
 
-async def prompt_ids(service: Service, prompt: str | list[Any]) -> list[int]:
-    """Return the tokens of a prompt: a text, its tokens, or a list with one of these."""
-    if isinstance(prompt, str):
-        return await service.prompter.encode(prompt)
-    if prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise Refused(400, "prompt: one at a time; several requests run side by side",
-                          param="prompt")  # fmt: skip
-        return await prompt_ids(service, prompt[0])
-    return list(prompt)
+def prompts(prompt: Any) -> list[Any]:
+    """List the prompts of a field that holds one, a text or its tokens, or several."""
+    return list(prompt) if several(prompt) else [prompt]
+
+
+def several(prompt: Any) -> bool:
+    """Return True for a list of prompts, False for one prompt, which may be a list of tokens."""
+    listed = isinstance(prompt, list) and len(prompt) > 0
+    return listed and not any(isinstance(part, int) for part in prompt)
+
+
+async def prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
+    """Return the tokens of a prompt: a text, or its tokens."""
+    return await service.prompter.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
 
 def _head(generation: Generation) -> dict[str, Any]:
     return {"id": f"cmpl-{generation.id}", "object": "text_completion",
-            "created": generation.created, "model": generation.service.settings.model}  # fmt: skip
+            "created": generation.created, "model": generation.service.settings.model,
+            "system_fingerprint": shapes.FINGERPRINT}  # fmt: skip
 
 
 def _words(delta: Delta) -> str:
     return "".join(piece.text for piece in delta.events if isinstance(piece, Words))
 
 
-def _echo(generation: Generation, request: CompletionRequest) -> str:
+def _echo(generation: Generation, request: CompletionRequest, text: Text) -> str:
     if not request.echo:
         return ""
-    if isinstance(request.prompt, str):
-        return request.prompt
-    return generation.service.tokenizer.decode(generation.job.prompt)
+    prompt = prompts(request.prompt)[text.index // generation.job.n]
+    return prompt if isinstance(prompt, str) else generation.service.tokenizer.decode(prompt)
 
 
 async def answer(generation: Generation, request: CompletionRequest) -> dict[str, Any]:
     """Return the whole response body."""
-    texts = [_echo(generation, request) for _ in generation.texts]
+    texts = [_echo(generation, request, text) for text in generation.texts]
     tokens: list[list[Token]] = [[] for _ in texts]
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
@@ -84,14 +93,16 @@ async def answer(generation: Generation, request: CompletionRequest) -> dict[str
     return out | ({"timings": shapes.timings(generation.texts[0])} if len(choices) == 1 else {})
 
 
-async def chunks(
-    generation: Generation, request: CompletionRequest, include_usage: bool
-) -> Events:  # fmt: skip
+async def chunks(generation: Generation, request: CompletionRequest) -> Events:
     """Yield the response as events."""
+    include_usage = bool(request.stream_options and request.stream_options.include_usage)
     tokenizer = generation.service.tokenizer
     offsets = [0] * len(generation.texts)
 
-    def chunk(text: Text, words: str, tokens: list[Token], finish: str | None = None) -> str:
+    def chunk(
+        text: Text, words: str, tokens: list[Token], finish: str | None = None,
+        progress: int | None = None,
+    ) -> str:  # fmt: skip
         told = None
         if tokens:
             told = shapes.legacy(tokenizer, tokens, offsets[text.index])
@@ -101,16 +112,18 @@ async def chunks(
                            "finish_reason": finish}]  # fmt: skip
         if include_usage:
             out["usage"] = None
-        if finish and len(offsets) == 1:
+        if len(offsets) == 1 and (finish or request.timings_per_token):
             out["timings"] = shapes.timings(text)
+        if progress is not None:
+            out["prompt_progress"] = shapes.progress(text, progress)
         return event(out)
 
-    if echo := _echo(generation, request):
-        for text in generation.texts:
+    for text in generation.texts:
+        if echo := _echo(generation, request, text):
             yield chunk(text, echo, [])
     async with aclosing(generation.deltas()) as deltas:
         async for text, delta in deltas:
-            yield chunk(text, _words(delta), delta.tokens, delta.finish)
+            yield chunk(text, _words(delta), delta.tokens, delta.finish, delta.progress)
     if include_usage:
         yield event({**_head(generation), "choices": [], "usage": shapes.usage(generation)})
     yield event("[DONE]")

@@ -120,7 +120,19 @@ class Hints(Body):
     cache_prompt: bool | None = None
 
 
-class OpenAI(Sampling, Hints):
+class LlamaCpp(Body):
+    """Fields of llama.cpp that all its endpoints take.
+
+    timings_per_token, return_progress: in streams. id_slot: a hint, since no text depends on it.
+    """
+
+    timings_per_token: bool | None = None
+    return_progress: bool | None = None
+    id_slot: int | None = None
+    verbose: bool | None = None
+
+
+class OpenAI(Sampling, Hints, LlamaCpp):
     """Fields that chat completions and completions share."""
 
     model: str | None = None
@@ -208,7 +220,7 @@ class NamedTool(Body):
 class NamedSchema(Body):
     """A schema of answers."""
 
-    name: str
+    name: str | None = None
     description: str | None = None
     schema_: Json | None = Field(None, alias="schema")
     strict: bool | None = None
@@ -219,6 +231,7 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
+    schema_: Json | None = Field(None, alias="schema")
 
 
 class TemplateOptions(Body):
@@ -235,6 +248,7 @@ class ChatRequest(OpenAI):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+    json_schema: Json | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -242,6 +256,7 @@ class ChatRequest(OpenAI):
     chat_template_kwargs: TemplateOptions | None = None
     thinking_budget_tokens: int | None = Field(None, ge=0)
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 
@@ -249,6 +264,7 @@ class CompletionRequest(OpenAI):
     """A body of /v1/completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
+    n_predict: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)

@@ -62,12 +62,16 @@ class Delta:
         events: in order. tokens: of the answer's text, where log-probabilities are asked for.
         finish: why it ended, "stop", "length" or "tool_calls", in the last one.
         stop: the stop text that ended it.
+        ids: tokens that were chosen since the piece before, of text or not.
+        progress: prompt tokens that have been read, where that is asked for (`Options.progress`).
     """
 
     events: list[Event] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
     stop: str | None = None
+    ids: list[int] = field(default_factory=list)
+    progress: int | None = None
 
     def __bool__(self) -> bool:
         return bool(self.events or self.tokens or self.finish)

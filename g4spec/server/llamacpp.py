@@ -5,14 +5,15 @@ Samplers that this engine does not have are refused, unless the value turns them
 
 from __future__ import annotations
 
+import math
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
 
-from g4spec import __version__
 from g4spec.server import chat, completions, grammar, options, shapes
-from g4spec.server.fields import Body, ChatRequest, Json, Sampling
+from g4spec.server.fields import Body, ChatRequest, Json, LlamaCpp, Sampling
 from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Token
 from g4spec.server.refusals import Refused
@@ -22,20 +23,26 @@ from g4spec.server.streams import Events, event
 NEUTRAL: dict[str, tuple[float, ...]] = {
     "typical_p": (1,), "mirostat": (0,), "dynatemp_range": (0,), "xtc_probability": (0,),
     "dry_multiplier": (0,), "top_n_sigma": (-1,), "n_keep": (0, -1), "n_indent": (0,),
-    "t_max_predict_ms": (0, -1), "min_keep": (0, 1),
+    "t_max_predict_ms": (0, -1), "min_keep": (0, 1), "adaptive_target": (-1,),
 }  # fmt: skip
 """Fields with the values that ask for nothing."""
 
 IDLE = ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base",
-        "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "id_slot",
-        "n_cache_reuse", "response_fields")  # fmt: skip
+        "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "n_cache_reuse",
+        "adaptive_decay", "speculative.n_min", "speculative.p_min")  # fmt: skip
 """Fields that mean something only beside others, which are off, or are hints."""
 
 
-class CompletionBody(Sampling):
+class TextPrompt(Body):
+    """A prompt as an object."""
+
+    prompt_string: str
+
+
+class CompletionBody(Sampling, LlamaCpp):
     """A body of /completion."""
 
-    prompt: str | list[int] | list[str | int]
+    prompt: str | TextPrompt | list[int | str | list[int | str] | TextPrompt]
     n_predict: int | None = Field(None, ge=-1)
     max_tokens: int | None = Field(None, ge=-1)
     stream: bool | None = None
@@ -46,9 +53,10 @@ class CompletionBody(Sampling):
     repeat_penalty: float | None = Field(None, ge=0.01, le=100)
     repeat_last_n: int | None = Field(None, ge=-1)
     return_tokens: bool | None = None
-    timings_per_token: bool | None = None
+    response_fields: list[str] | None = None
     cache_prompt: bool | None = None
     model: str | None = None
+    logit_bias: dict[str, Any] | list[list[Any]] | None = None  # type: ignore[assignment]
 
 
 def without_neutral(value: Json) -> Json:
@@ -59,6 +67,8 @@ def without_neutral(value: Json) -> Json:
             if found is not None and found not in NEUTRAL[key]:
                 wanted = " or ".join(map(str, NEUTRAL[key]))
                 raise Refused(400, f"{key}: only {wanted} (off) is possible here", param=key)
+        elif key == "speculative.n_max":
+            out["draft_max"] = found
         elif key not in IDLE:
             out[key] = found
     return out
@@ -96,24 +106,65 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
         wanted = grammar.whole(None, user=grammar.written(body.grammar))
     if wanted is not None and body.ignore_eos:
         raise Refused(400, "ignore_eos and a grammar contradict each other", param="ignore_eos")
-    ids = await _prompt(service, body.prompt)
+    first, *others = [await _prompt(service, each) for each in completions.prompts(body.prompt)]
+    options.check_texts(service, 1 + len(others), "prompt")
     asked = body.n_predict if body.n_predict is not None else body.max_tokens
     if asked == 0:
         raise Refused(400, "n_predict: 0 asks for nothing; -1 sets no limit", param="n_predict")
-    limit = options.room(service, ids) if asked in (None, -1) else asked
-    fields = body
-    if penalty is not None and last != 0:
-        fields = body.model_copy(update={"repetition_penalty": penalty})
-    seed = None if body.seed == -1 else body.seed
-    fields = fields.model_copy(update={"seed": seed})
-    logprobs = body.n_probs or None
-    return Job(ids, options.options(service, fields, limit, logprobs=logprobs), 1, wanted)
+    room = max(options.room(service, ids) for ids in (first, *others))
+    bias, banned = _bias(service, body.logit_bias or {})
+    if body.ignore_eos:  # here it means that no text ends by itself
+        banned += sorted(service.engine.stop_ids)
+    changed = {"seed": None if body.seed == -1 else body.seed, "logit_bias": bias,
+               "repetition_penalty": None if last == 0 else penalty}  # fmt: skip
+    made = options.options(service, body.model_copy(update=changed),
+                           room if asked in (None, -1) else asked,
+                           logprobs=body.n_probs or None, banned=tuple(banned))  # fmt: skip
+    made = replace(made, progress=bool(body.stream and body.return_progress))
+    return Job(first, made, 1, wanted, others=tuple(others))
 
 
-async def _prompt(service: Service, prompt: str | list[Any]) -> list[int]:
+def _bias(
+    service: Service, given: dict[str, Any] | list[list[Any]]
+) -> tuple[dict[str, float], list[int]]:  # fmt: skip
+    """Return the biases of token ids, and the ids that are never chosen.
+
+    Args:
+        given: biases of ids or texts, whose tokens all get it; false bans them.
+    """
+    bias: dict[str, float] = {}
+    banned: list[int] = []
+    for pair in given.items() if isinstance(given, dict) else given:
+        where, value = pair if len(pair) == 2 else (None, None)
+        if isinstance(where, str):
+            decimal = where.isdecimal() and where.isascii()
+            ids = [int(where)] if decimal else service.tokenizer.encode(where, bos=False)
+        else:
+            ids = [where] if type(where) is int else [-1]
+        number = math.nan
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            number = float(value)
+        if not (value is False or -100 <= number <= 100):
+            raise Refused(400, "logit_bias: expected numbers from -100 to 100, or false",
+                          param="logit_bias")  # fmt: skip
+        if bad := [i for i in ids if not 0 <= i < service.engine.config.n_vocab]:
+            raise Refused(400, f"logit_bias: {bad[0]} is no token id", param="logit_bias")
+        if value is False:
+            banned += ids
+        else:
+            bias |= dict.fromkeys(map(str, ids), number)
+    return bias, banned
+
+
+async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> list[int]:
     """Tokenize a prompt: a text, tokens, or both in turns."""
+    if isinstance(prompt, TextPrompt):
+        prompt = prompt.prompt_string
     if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
         return await completions.prompt_ids(service, prompt)
+    if not all(isinstance(part, (int, str)) for part in prompt):
+        raise Refused(400, "prompt: texts and tokens in turns, or a list of prompts",
+                      param="prompt")  # fmt: skip
     ids: list[int] = []
     for part in prompt:
         if isinstance(part, int):
@@ -132,27 +183,48 @@ def _probabilities(service: Service, tokens: list[Token]) -> list[dict[str, Any]
     return out
 
 
+def _settings(text: Text, stream: bool) -> dict[str, Any]:
+    """Return `generation_settings`: what the text was sampled with."""
+    given = text.request.options
+    sampler = given.sampler
+    bias = [{"token": i, "bias": value if math.isfinite(value) else None}
+            for i, value in sampler.logit_bias]  # fmt: skip
+    return {
+        **{name: values[0] for name, values in NEUTRAL.items()}, "adaptive_decay": 0.0,
+        "n_predict": given.n_predict, "max_tokens": given.n_predict, "seed": sampler.seed,
+        "temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p,
+        "min_p": sampler.min_p, "repeat_last_n": -1, "repeat_penalty": sampler.repetition_penalty,
+        "presence_penalty": sampler.presence_penalty,
+        "frequency_penalty": sampler.frequency_penalty, "stop": list(given.stop),
+        "ignore_eos": given.ignore_eos, "n_probs": given.logprobs or 0, "logit_bias": bias,
+        "stream": stream, "speculative.n_max": given.draft_max,
+    }  # fmt: skip
+
+
 def _piece(
-    generation: Generation, words: str, tokens: list[Token], ids: list[int]
+    generation: Generation, text: Text, words: str, tokens: list[Token], ids: list[int]
 ) -> dict[str, Any]:  # fmt: skip
-    out: dict[str, Any] = {"index": 0, "content": words, "tokens": ids, "stop": False,
+    out: dict[str, Any] = {"index": text.index, "content": words, "tokens": ids, "stop": False,
                            "id_slot": -1}  # fmt: skip
     if tokens:
         out["completion_probabilities"] = _probabilities(generation.service, tokens)
     return out
 
 
-def _last(generation: Generation, text: Text) -> dict[str, Any]:
+def _last(generation: Generation, text: Text, stream: bool) -> dict[str, Any]:
     """Return the fields that only the last piece has."""
     stats = text.request.stats
     reason = stats.stop_reason
     kinds = {"stop text": "word", "length": "limit", "context": "limit"}
+    service = generation.service
     return {
         "stop": True,
-        "model": generation.service.settings.model,
+        "model": service.settings.model,
         "tokens_predicted": stats.tokens,
         "tokens_evaluated": stats.prompt_tokens,
         "tokens_cached": stats.cached_tokens,
+        "generation_settings": _settings(text, stream),
+        "prompt": service.tokenizer.decode(text.request.prompt, special=True),
         "truncated": reason == "context",
         "stop_type": kinds.get(reason, "eos"),
         "stopping_word": text.stop or "",
@@ -161,35 +233,50 @@ def _last(generation: Generation, text: Text) -> dict[str, Any]:
     }
 
 
-async def answer(generation: Generation, body: CompletionBody) -> dict[str, Any]:
-    """Return the whole response body."""
-    words, tokens = "", []
+def _chosen(answer: dict[str, Any], names: list[str] | None) -> dict[str, Any]:
+    """Return the fields of an answer that `response_fields` names, as `a/b` inside others."""
+    if not names:
+        return answer
+    out = {}
+    for name in names:
+        found: Any = answer
+        for part in name.split("/"):
+            found = found.get(part, _chosen) if isinstance(found, dict) else _chosen
+        if found is not _chosen:
+            out[name] = found
+    return out
+
+
+async def answer(generation: Generation, body: CompletionBody) -> Any:
+    """Return the whole response body; a list of them for several prompts."""
+    words = [""] * len(generation.texts)
+    tokens: list[list[Token]] = [[] for _ in words]
     async with aclosing(generation.deltas()) as deltas:
-        async for _, delta in deltas:
-            words += "".join(p.text for p in delta.events if isinstance(p, Words))
-            tokens += delta.tokens
-    text = generation.texts[0]
-    ids = list(text.request.ids) if body.return_tokens else []
-    prompt = generation.service.tokenizer.decode(generation.job.prompt, special=True)
-    return {**_piece(generation, words, tokens, ids), **_last(generation, text), "prompt": prompt}
+        async for text, delta in deltas:
+            words[text.index] += "".join(p.text for p in delta.events if isinstance(p, Words))
+            tokens[text.index] += delta.tokens
+    out = []
+    for text in generation.texts:
+        ids = list(text.request.ids) if body.return_tokens else []
+        piece = _piece(generation, text, words[text.index], tokens[text.index], ids)
+        whole = {**piece, **_last(generation, text, stream=False)}
+        out.append(_chosen(whole, body.response_fields))
+    return out if completions.several(body.prompt) else out[0]
 
 
 async def chunks(generation: Generation, body: CompletionBody) -> Events:
     """Yield the response as events; without one for the end, as llama.cpp has it."""
-    text, given = generation.texts[0], 0
     async with aclosing(generation.deltas()) as deltas:
-        async for _, delta in deltas:
+        async for text, delta in deltas:
             words = "".join(p.text for p in delta.events if isinstance(p, Words))
-            ids: list[int] = []
-            if body.return_tokens:
-                ids = text.request.ids[given:]
-                given += len(ids)
-            piece = _piece(generation, words, delta.tokens, ids)
+            piece = _piece(generation, text, words, delta.tokens, delta.ids)
             if body.timings_per_token:
-                piece["timings"] = shapes.timings(text)
+                piece["timings"] = shapes.timings(text, delta.progress)
+            if delta.progress is not None:
+                piece["prompt_progress"] = shapes.progress(text, delta.progress)
             if delta.finish:
-                piece |= _last(generation, text)
-            yield event(piece)
+                piece |= _last(generation, text, stream=True)
+            yield event(_chosen(piece, body.response_fields))
 
 
 # ---- texts and tokens
@@ -235,6 +322,7 @@ def props(service: Service) -> dict[str, Any]:
             "params": {
                 "temperature": sampler.temperature, "top_k": sampler.top_k,
                 "top_p": sampler.top_p, "min_p": sampler.min_p, "n_predict": -1,
+                "seed": -1 if service.settings.seed is None else service.settings.seed,
             },
         },
         "total_slots": engine.target.space.n_slots,
@@ -244,7 +332,7 @@ def props(service: Service) -> dict[str, Any]:
         "chat_template": tokenizer.template or "",
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
         "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
-        "build_info": f"g4spec {__version__}",
+        "build_info": shapes.FINGERPRINT,
         "is_sleeping": False,
         "speculative": engine.draft.name if engine.draft is not None else None,
     }  # fmt: skip

@@ -33,7 +33,7 @@ def sampler(
                           param="logit_bias")  # fmt: skip
         bias[int(key)] = value
     bias |= dict.fromkeys(banned, -math.inf)
-    seed = fields.seed
+    seed = fields.seed if fields.seed is not None else service.settings.seed
     top_k = _or(fields.top_k, default.top_k)
     return Sampler(
         temperature=_or(fields.temperature, default.temperature),
@@ -73,14 +73,20 @@ def options(
 def count(service: Service, fields: OpenAI) -> int:
     """Return how many texts a request asks for."""
     n = fields.n or 1
-    if n > service.settings.most_texts:
-        raise Refused(400, f"n: at most {service.settings.most_texts}", param="n")
+    check_texts(service, n, "n")
     return n
 
 
+def check_texts(service: Service, count: int, param: str) -> None:
+    """Refuse a request of more texts than one may ask for."""
+    if count > service.settings.most_texts:
+        raise Refused(400, f"{param}: at most {service.settings.most_texts} texts", param=param)
+
+
 def room(service: Service, prompt: list[int]) -> int:
-    """Count the tokens that a text may have behind a prompt."""
-    return max(1, service.engine.n_ctx - len(prompt))
+    """Count the tokens that a text may have behind a prompt if its request names no limit."""
+    left = max(1, service.engine.n_ctx - len(prompt))
+    return min(left, service.settings.n_predict or left)
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -72,12 +72,14 @@ class Prompter:
         *,
         thinking: bool = False,
         continued: bool = False,
+        opened: bool = True,
     ) -> Prompt:
         """Render and tokenize a conversation.
 
         Args:
             tools: as in OpenAI's API. thinking: let the model think first.
-            continued: the last message is the beginning of the answer.
+            continued: the last message is the beginning of the answer. opened: end with the
+                beginning of a turn of the model; that of a `continued` one is always there.
 
         Raises:
             Refused: the template has no place for what is asked.
@@ -98,7 +100,8 @@ class Prompter:
                 plain, aside = _set_aside(plain)
             if calls and able.results == "field":
                 plain = _embedded(plain)
-        text = await renderer.render(plain, tools=list(tools) or None, enable_thinking=thinking)
+        text = await renderer.render(plain, tools=list(tools) or None, enable_thinking=thinking,
+                                     add_generation_prompt=opened or continued)  # fmt: skip
         text = _put_back(text, aside) + begun
         ids = await self.encode(text)
         state = "may" if thinking else "no"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from g4spec.errors import EnvironmentProblem, G4Error
+from g4spec.errors import EnvironmentProblem, G4Error, PromptTooLong
 from g4spec.ops.sampling import NotFinite
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
@@ -22,6 +22,7 @@ class Refused(Exception):
     Args:
         status: of HTTP. param: the field that is to blame. code: a word for programs.
         retry_after: seconds after which it may be worth another try.
+        more: other fields of the error, or other values of those that all have.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class Refused(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        more: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after = retry_after
+        self.retry_after, self.more = retry_after, more or {}
 
     @classmethod
     def of(cls, error: G4Error) -> Refused:
@@ -44,14 +46,19 @@ class Refused(Exception):
             return cls(500, str(error), code="model_error")
         if isinstance(error, EnvironmentProblem):
             return cls(503, str(error), code="unavailable")
-        code = "context_length_exceeded" if "fit into the context" in error.what else None
-        return cls(400, str(error), code=code)
+        if isinstance(error, PromptTooLong):  # as OpenAI's and llama.cpp's clients know it
+            said = (f"the prompt does not fit: {error.found} exceeds the available context size of "
+                    f"{error.n_ctx} tokens")  # fmt: skip
+            more = {"type": "exceed_context_size_error", "n_prompt_tokens": error.tokens,
+                    "n_ctx": error.n_ctx}  # fmt: skip
+            return cls(400, said, code="context_length_exceeded", more=more)
+        return cls(400, str(error))
 
     def json(self) -> dict[str, Any]:
         """Return the body as OpenAI's API has it."""
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param,
-                          "code": self.code}}  # fmt: skip
+                          "code": self.code, **self.more}}  # fmt: skip
 
     def anthropic(self) -> dict[str, Any]:
         """Return the body as Anthropic's API has it."""

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
 from g4spec.errors import EnvironmentProblem
+from g4spec.server import models
 from g4spec.server.access import JsonLines
 from g4spec.server.app import app
 from g4spec.server.service import Service
@@ -35,6 +36,12 @@ class Place:
     key: Path | None = None
 
 
+class Drains(Protocol):
+    """What is served: it takes no more requests while `draining`."""
+
+    draining: bool
+
+
 class Server(uvicorn.Server):
     """Uvicorn that drains at the first signal of any kind and stops at the second.
 
@@ -42,7 +49,7 @@ class Server(uvicorn.Server):
         ready: called once requests are taken.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, service: Drains, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._service, self._ready = service, ready
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,7 +104,7 @@ def listen(place: Place) -> socket.socket:
 
 
 def server(
-    application: Starlette, service: Service, place: Place, ready: Callable[[], None]
+    application: Starlette, service: Drains, place: Place, ready: Callable[[], None]
 ) -> Server:  # fmt: skip
     """Make the server; run it with a socket.
 
@@ -123,6 +130,14 @@ def serve(
     logs()
     service.warm_up()
     server(app(service, **more), service, place, ready).run(sockets=[at])
+
+
+def serve_models(
+    found: models.Models, place: Place, at: socket.socket, ready: Callable[[], None], **more: Any
+) -> None:  # fmt: skip
+    """Serve several models until a signal; see `serve`."""
+    logs()
+    server(models.app(found, **more), found, place, ready).run(sockets=[at])
 
 
 def exposed(place: Place) -> bool:

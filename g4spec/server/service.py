@@ -15,7 +15,7 @@ from g4spec.errors import G4Error
 from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options, Request
+from g4spec.runtime.request import Options, Progress, Request
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
 from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
@@ -36,18 +36,21 @@ class Settings:
         stall_limit: seconds that a step may take before /health says that nothing moves.
         ping: seconds between comments in a stream that has nothing to say.
         send_limit: seconds that a client may take to accept a piece of a stream.
-        sampler: defaults of requests.
+        sampler: defaults of requests. seed: of requests that name none; None draws one for each.
+        n_predict: new tokens of requests that name no limit; None: what the context has room for.
     """
 
     model: str
     aliases: tuple[str, ...] = ()
     queue: int = 64
-    most_texts: int = 16
+    most_texts: int = 128
     time_limit: float = 600.0
     stall_limit: float = 60.0
     ping: float = 15.0
     send_limit: float = 60.0
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=1.0))
+    seed: int | None = None
+    n_predict: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Job:
 
     Attributes:
         options: of each text; the n-th has the seed + n. A mask is made for each from `grammar`.
+        n: texts of each prompt. others: more prompts; their texts follow those of the first.
         chat: read thoughts and calls; else the text is all there is.
         calls: functions were given. open_thought: the prompt ends inside a thought.
         thinking_budget: tokens of thoughts, after which they are ended; None: no limit.
@@ -69,6 +73,17 @@ class Job:
     calls: bool = False
     open_thought: bool = False
     thinking_budget: int | None = None
+    others: tuple[list[int], ...] = ()
+
+    @property
+    def prompts(self) -> tuple[list[int], ...]:
+        """All prompts."""
+        return (self.prompt, *self.others)
+
+    @property
+    def count(self) -> int:
+        """Texts in all."""
+        return self.n * len(self.prompts)
 
 
 class Service:
@@ -113,18 +128,18 @@ class Service:
         limit = self.settings.queue + self.engine.target.space.n_slots
         if self.draining:
             raise Refused(503, "the server is shutting down", retry_after=5)
-        if self.open and self.open + job.n > limit:
+        if self.open and self.open + job.count > limit:
             raise Refused(429, f"the queue is full: {self.open} texts are in it", retry_after=1)
-        self.open += job.n
+        self.open += job.count
         work = asyncio.get_running_loop().run_in_executor(None, self._submit, job)
         try:
             texts = await asyncio.shield(work)
         except asyncio.CancelledError:
             work.add_done_callback(_cancel)
-            self.open -= job.n
+            self.open -= job.count
             raise
         except BaseException:
-            self.open -= job.n
+            self.open -= job.count
             raise
         return Generation(self, job, texts)
 
@@ -132,15 +147,16 @@ class Service:
         """Submit each text. Runs in a thread: a step may hold the lock, and grammars take time."""
         texts: list[Text] = []
         try:
-            for i in range(job.n):
-                texts.append(self._text(job, i))
+            for prompt in job.prompts:
+                for i in range(job.n):
+                    texts.append(self._text(job, prompt, i, len(texts)))
         except G4Error:
             for text in texts:
                 text.request.cancel()
             raise
         return texts
 
-    def _text(self, job: Job, i: int) -> Text:
+    def _text(self, job: Job, prompt: list[int], i: int, index: int) -> Text:
         options = job.options
         sampler = replace(options.sampler, seed=(options.sampler.seed + i) % 2**64)
         mask: Mask | None = self.vocabulary.mask(job.grammar) if job.grammar else None
@@ -150,8 +166,8 @@ class Service:
                                   open_thought=job.open_thought, inner=mask)  # fmt: skip
         stream = self._answers(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
-        request = self.engine.submit(job.prompt, options)
-        return Text(i, request, Assembler(self._reader(job), options.stop, self._special))
+        request = self.engine.submit(prompt, options)
+        return Text(index, request, Assembler(self._reader(job), options.stop, self._special))
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -223,7 +239,7 @@ class Generation:
         if not self._closed:
             self._closed = True
             self._timer.cancel()
-            self.service.open -= self.job.n
+            self.service.open -= self.job.count
             for text in self.texts:
                 if text.finish is None:
                     text.request.cancel()
@@ -267,17 +283,22 @@ class Generation:
 
     async def _run(self, text: Text) -> AsyncGenerator[Delta, None]:
         metrics, last = self.service.metrics, self._began
-        first = True
+        first, ids = True, []
         try:
             async with aclosing(text.request.__aiter__()) as cycles:
                 async for cycle in cycles:
+                    if isinstance(cycle, Progress):
+                        yield Delta(progress=cycle.read)
+                        continue
                     now = time.perf_counter()
                     if first:
                         metrics.began(now - last)
                     else:
                         metrics.tokens(len(cycle.tokens), now - last)
                     first, last = False, now
+                    ids += cycle.tokens
                     if delta := text.assembler.cycle(cycle):
+                        delta.ids, ids = ids, []
                         yield delta
         except G4Error as error:
             raise Refused.of(error) from error
@@ -292,6 +313,7 @@ class Generation:
         if reason in ("cancelled", "closed", "interrupted"):
             raise Refused(503, f"the text was {reason}", code="unavailable")
         delta = text.assembler.finish(text.request.stats)
+        delta.ids = ids
         text.finish, text.stop = delta.finish, delta.stop
         seconds = time.perf_counter() - self._began
         metrics.finished(text.request.stats, seconds, str(text.finish))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from g4spec import __version__
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.generation import Token
 from g4spec.server.service import Generation, Text
@@ -14,37 +15,56 @@ from g4spec.server.service import Generation, Text
 def usage(generation: Generation) -> dict[str, Any]:
     """Write OpenAI's `usage` of a generation that has ended. Drafts change nothing of it."""
     texts = generation.texts
-    prompt = len(generation.job.prompt)
+    prompt = sum(map(len, generation.job.prompts))
     completion = sum(text.request.stats.tokens for text in texts)
+    cached = sum(text.request.stats.cached_tokens for text in texts[:: generation.job.n])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": texts[0].request.stats.cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {
             "reasoning_tokens": sum(text.assembler.thoughts for text in texts)
         },
     }
 
 
-def timings(text: Text) -> dict[str, Any]:
-    """Write llama.cpp's `timings` of a text, with what was drafted and accepted."""
+def timings(text: Text, read: int | None = None) -> dict[str, Any]:
+    """Write llama.cpp's `timings` of a text, with what was drafted and accepted.
+
+    Args:
+        read: tokens of the prompt that had been read then; default: those that have been by now.
+    """
     stats = text.request.stats
-    read = stats.prompt_tokens - stats.cached_tokens
-    per = {"prompt": (read, stats.prefill_seconds), "predicted": (stats.tokens, stats.seconds)}
+    read = (stats.read_tokens if read is None else read) - stats.cached_tokens
+    per = {"prompt": (read, stats.prefill_seconds if read else 0.0),
+           "predicted": (stats.tokens, stats.seconds)}  # fmt: skip
     out: dict[str, Any] = {"cache_n": stats.cached_tokens}
     for name, (count, seconds) in per.items():
+        timed = count - 1 if name == "predicted" else count  # the first one comes with the prompt
         out |= {
             f"{name}_n": count,
             f"{name}_ms": seconds * 1000,
-            f"{name}_per_token_ms": seconds * 1000 / count if count else 0.0,
-            f"{name}_per_second": count / seconds if seconds else 0.0,
+            f"{name}_per_token_ms": seconds * 1000 / timed if timed > 0 else 0.0,
+            f"{name}_per_second": timed / seconds if timed > 0 and seconds else 0.0,
         }
-    accepted = stats.accepted_by_position
     used = max((i + 1 for i, n in enumerate(stats.drafted_by_position) if n), default=0)
-    return {**out, "draft_n": stats.drafted, "draft_n_accepted": stats.accepted,
-            "draft_n_accepted_per_pos": accepted[:used], "queue_ms": stats.queue_seconds * 1000,
-            "notes": text.request.notes}  # fmt: skip
+    out |= {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted,
+            "queue_ms": stats.queue_seconds * 1000}  # fmt: skip
+    if used:
+        out["draft_n_accepted_per_pos"] = stats.accepted_by_position[:used]
+    return out | ({"notes": text.request.notes} if text.request.notes else {})
+
+
+def progress(text: Text, read: int) -> dict[str, Any]:
+    """Write llama.cpp's `prompt_progress`, after `read` tokens of the prompt."""
+    stats = text.request.stats
+    return {"total": stats.prompt_tokens, "cache": stats.cached_tokens, "processed": read,
+            "time_ms": int(stats.prefill_seconds * 1000)}  # fmt: skip
+
+
+FINGERPRINT = f"build-g4spec-{__version__}"
+"""OpenAI's `system_fingerprint`: answers depend on nothing else of a server but its files."""
 
 
 def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:

@@ -26,6 +26,10 @@ _WORKER = (
 )
 
 
+START_SECONDS = 120
+"""Time that the process may take to start."""
+
+
 class Renderer:
     """The process that renders. Usable from one event loop.
 
@@ -44,25 +48,34 @@ class Renderer:
         line = json.dumps(job).encode() + b"\n"
         async with self._lock:
             try:
+                with anyio.fail_after(START_SECONDS):  # its imports take long on a busy machine
+                    await self._started()
                 with anyio.fail_after(runtime_template.SECONDS):
                     answer = await self._ask(line)
             except TimeoutError:
                 await self.close()
-                raise _failed(f"no end after {runtime_template.SECONDS} s") from None
+                raise _stopped(f"no end after {runtime_template.SECONDS} s") from None
             except asyncio.CancelledError:
                 await self.close()  # its answer would be taken for that of the next text
                 raise
         if answer is None:
             await self.close()
-            raise _failed("it was stopped, probably for the memory it took")
+            raise _stopped("it was stopped, probably for the memory it took")
         if "error" in answer:
             raise _failed(answer["error"])
         return str(answer["text"])
 
-    async def _ask(self, line: bytes) -> dict[str, Any] | None:
+    async def _started(self) -> None:
+        """Start the process if there is none, and wait until it takes jobs."""
         process = self._process
         if process is None or process.returncode is not None:
             process = self._process = await self._start()
+            assert process.stdout is not None
+            await process.stdout.readline()
+
+    async def _ask(self, line: bytes) -> dict[str, Any] | None:
+        process = self._process
+        assert process is not None
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(line)
@@ -91,8 +104,16 @@ class Renderer:
             await process.wait()
 
 
+class Stopped(InputError):
+    """A template that was stopped: another try may succeed."""
+
+
 def _failed(why: str) -> InputError:
     return InputError("the chat template failed", found=why[:500])
+
+
+def _stopped(why: str) -> Stopped:
+    return Stopped("the chat template failed", found=why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +148,8 @@ async def abilities(renderer: Renderer) -> Abilities:
     async def attempt(messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         try:
             return await renderer.render(messages, **variables)
+        except Stopped:
+            raise
         except InputError:
             return ""
 

@@ -17,6 +17,8 @@ def work() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     except (ImportError, ValueError, OSError):
         pass  # a system without such limits
+    sys.stdout.writelines(["ready\n"])
+    sys.stdout.flush()
     for line in sys.stdin:
         job = json.loads(line)
         try:

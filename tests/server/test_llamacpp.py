@@ -97,7 +97,7 @@ def test_the_server_describes_itself(busy: Served) -> None:
     assert props["total_slots"] == 3 and props["chat_template"] == TEMPLATE
     assert props["default_generation_settings"]["n_ctx"] == 2048
     assert (props["bos_token"], props["eos_token"]) == ("<bos>", "<eos>")
-    assert props["build_info"].startswith("g4spec ") and props["speculative"]
+    assert props["build_info"].startswith("build-g4spec-") and props["speculative"]
     assert [s["is_processing"] for s in busy.http.get("/slots").json()] == [False] * 3
     body = {"prompt": "x", "n_predict": 300, "ignore_eos": True, "stream": True}
     with busy.http.stream("POST", "/completion", json=body) as response:
@@ -105,3 +105,89 @@ def test_the_server_describes_itself(busy: Served) -> None:
         slots = busy.http.get("/slots").json()
     working = [s for s in slots if s["is_processing"]]
     assert len(working) == 1 and working[0]["n_decoded"] >= 1 and working[0]["n_remain"] < 300
+
+
+def test_several_prompts_in_one_request(busy: Served) -> None:
+    ids = busy.post("/tokenize", content="cd", add_special=True)["tokens"]
+    body = {"n_predict": 4, "seed": 1, "draft_max": 2}
+    many = busy.post("/completion", prompt=["ab", ids, {"prompt_string": "ab"}], **body)
+    one = busy.post("/completion", prompt="ab", **body)
+    assert [m["index"] for m in many] == [0, 1, 2]
+    assert many[0]["content"] == many[2]["content"] == one["content"]
+    assert many[1]["content"] == busy.post("/completion", prompt="cd", **body)["content"]
+    as_object = busy.post("/completion", prompt={"prompt_string": "ab"}, **body)
+    assert as_object["content"] == one["content"]
+    pieces = busy.stream("/completion", prompt=["ab", ids], **body)
+    assert all(p["tokens"] or p["stop"] for p in pieces)
+    for i in (0, 1):
+        text = "".join(p["content"] for p in pieces if p["index"] == i)
+        assert text == many[i]["content"]
+    listed = busy.post("/v1/completions", prompt=["ab", "cd"], n=2, max_tokens=4, seed=1, echo=True)
+    texts = [choice["text"] for choice in listed["choices"]]
+    assert [t[:2] for t in texts] == ["ab", "ab", "cd", "cd"] and texts[0][2:] == one["content"]
+    assert listed["usage"]["completion_tokens"] == 16
+    assert listed["usage"]["prompt_tokens"] == one["tokens_evaluated"] + len(ids)
+
+
+def test_settings_and_fields_of_an_answer(busy: Served) -> None:
+    body = {"prompt": "x", "n_predict": 4, "seed": 9, "top_k": 7, "ignore_eos": True}
+    whole = busy.post("/completion", **body)
+    told = whole["generation_settings"]
+    assert (told["n_predict"], told["seed"], told["top_k"], told["mirostat"]) == (4, 9, 7, 0)
+    banned = [each["token"] for each in told["logit_bias"] if each["bias"] is None]
+    assert set(banned) == busy.engine.stop_ids
+    names = ["content", "generation_settings/seed", "none"]
+    some = busy.post("/completion", **body, response_fields=names)
+    assert some == {"content": whole["content"], "generation_settings/seed": 9}
+
+
+def test_biases_of_texts_and_bans(busy: Served) -> None:
+    body = {"prompt": "x", "n_predict": 8, "temperature": 0, "return_tokens": True}
+    first = busy.post("/completion", **body)["tokens"][0]
+    for bias in ([[first, False]], [[first, -100]], {str(first): -100}):
+        assert first not in busy.post("/completion", **body, logit_bias=bias)["tokens"]
+    pushed = busy.post("/completion", **body, logit_bias=[["q", 100]])
+    assert set(pushed["content"]) == {"q"}
+    for wrong in ([[1]], [[1, True]], [[True, 1]], {"x": "y"}, [[99999, 1]], [[1, 101]]):
+        assert "logit_bias" in busy.refused("/completion", {**body, "logit_bias": wrong})["message"]
+
+
+def test_progress_of_a_long_prompt(busy: Served) -> None:
+    busy.engine.prefix.clear()
+    body = {"prompt": [2] + [300] * 1100, "n_predict": 3, "max_tokens": 3, "seed": 1,
+            "return_progress": True, "timings_per_token": True}  # fmt: skip
+    for path in ("/completion", "/v1/completions"):
+        known = {k: v for k, v in body.items() if path == "/completion" or k != "n_predict"}
+        pieces = busy.stream(path, **known)
+        told = [p["prompt_progress"] for p in pieces if "prompt_progress" in p]
+        assert [t["total"] for t in told] == [1101] * len(told)
+        read = [t["processed"] for t in told]
+        assert read[0] == told[0]["cache"] == told[-1]["cache"] and read[-1] == 1101
+        assert read == sorted(set(read)) and len(read) > 1
+        assert all("timings" in p for p in pieces)
+    first = next(p for p in busy.stream("/completion", **body) if "prompt_progress" in p)
+    assert first["timings"]["prompt_n"] == 0 and first["timings"]["predicted_n"] == 0
+    alone = busy.post("/completion", **body)
+    assert alone["timings"]["cache_n"] == 1024 and alone["timings"]["prompt_n"] == 77
+
+
+def test_fields_of_chat_completions(busy: Served) -> None:
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6}
+    answer = busy.post("/chat/completions", **said, json_schema={"const": 42}, id_slot=0)
+    assert answer["choices"][0]["message"]["content"] == "42"
+    loose = {"type": "json_object", "schema": {"const": "a"}}
+    answer = busy.post("/chat/completions", **said, response_format=loose, verbose=True)
+    assert answer["choices"][0]["message"]["content"] == '"a"'
+    assert "Hi" in answer["__verbose"]["prompt"] and answer["system_fingerprint"]
+    count = busy.post("/chat/completions/input_tokens", **said)["input_tokens"]
+    assert count == answer["usage"]["prompt_tokens"]
+    pieces = busy.stream("/chat/completions", **said, return_progress=True, timings_per_token=True,
+                         stream_options={"include_usage": True})  # fmt: skip
+    assert pieces[0]["choices"][0]["delta"]["content"] is None and "timings" not in pieces[0]
+    assert pieces[1]["prompt_progress"]["total"] == count
+    assert all("timings" in p for p in pieces[1:])
+    opened = busy.post("/apply-template", messages=said["messages"])["prompt"]
+    closed = busy.post("/apply-template", messages=said["messages"], add_generation_prompt=False)
+    assert opened.startswith(closed["prompt"]) and len(opened) > len(closed["prompt"])
+    both = {**said, "continue_final_message": True, "add_generation_prompt": True}
+    assert "exclude each other" in busy.refused("/chat/completions", both)["message"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable
@@ -11,63 +10,8 @@ from typing import Any
 
 import httpx
 
+from tests.server.mixed import KINDS, Ask, Said, ask, draw, hang_up
 from tests.server.served import Served
-from tests.server.test_openai import HELLO, TOOLS, WEATHER
-
-LONG = [{"role": "user", "content": "Tell me of numbers. " * 100}]
-
-
-def requests() -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies of every kind."""
-    chat, raw, llama = "/v1/chat/completions", "/v1/completions", "/completion"
-    told = {"logprobs": True, "top_logprobs": 1}
-    schema = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
-    out: list[tuple[str, dict[str, Any]]] = [
-        (chat, {"messages": HELLO, "temperature": 0, "max_tokens": 14}),
-        (chat, {"messages": HELLO, "n": 2, "max_tokens": 6}),
-        (chat, {"messages": LONG, "max_tokens": 8, **told}),
-        (chat, {"messages": LONG, "max_tokens": 8, "stop": ["e"]}),
-        (chat, {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": 20}),
-        (chat, {"messages": LONG, "tools": TOOLS, "max_tokens": 8}),
-        (chat, {"messages": HELLO, "response_format": schema, "max_tokens": 20}),
-        (chat, {"messages": HELLO, "reasoning_effort": "low", "max_tokens": 8}),
-        (chat, {"messages": HELLO, "presence_penalty": 1, "frequency_penalty": 1,
-                "max_tokens": 10}),
-        (raw, {"prompt": "import os\n", "max_tokens": 12, "logprobs": 1}),
-        (raw, {"prompt": "def main(", "max_tokens": 10, "top_k": 5, "echo": True}),
-        (llama, {"prompt": "class A:", "n_predict": 10, "n_probs": 1, "return_tokens": True}),
-        (llama, {"prompt": "x", "n_predict": 6, "grammar": 'root ::= ("a" | "b")+\n'}),
-    ]  # fmt: skip
-    for i, (_, body) in enumerate(out):
-        body.update(seed=i, draft_max=i % 5)
-        body.setdefault("temperature", 0.9)
-    return out
-
-
-def essence(answer: dict[str, Any]) -> Any:
-    """What an answer says, without what names or times it."""
-    answer = json.loads(json.dumps(answer))
-    for key in ("id", "created", "timings", "id_slot", "tokens_cached"):
-        answer.pop(key, None)
-    answer.get("usage", {}).pop("prompt_tokens_details", None)
-    for choice in answer.get("choices", []):
-        for call in choice.get("message", {}).get("tool_calls", []):
-            del call["id"]
-    return answer
-
-
-async def hang_up(client: httpx.AsyncClient, path: str, body: Any, rng: random.Random) -> None:
-    """Ask, and go away after a while: while it waits, reads the prompt, or writes."""
-    stream = rng.random() < 0.6
-    try:
-        async with client.stream(
-            "POST", path, json={**body, "stream": stream}, timeout=rng.choice([0.01, 0.05, 0.2])
-        ) as response:
-            async for _ in response.aiter_lines():
-                if rng.random() < 0.3:
-                    return
-    except httpx.TimeoutException:
-        pass
 
 
 def wait(until: Callable[[], bool], seconds: float = 20) -> None:
@@ -78,30 +22,35 @@ def wait(until: Callable[[], bool], seconds: float = 20) -> None:
 
 
 def test_company_and_drafts_change_nothing(plain: Served, busy: Served) -> None:
-    todo = requests()
-    alone = [essence(plain.post(path, **{**body, "draft_max": 0})) for path, body in todo]
-    rng = random.Random(1)
+    rng = random.Random(3)
+    found: dict[str, Ask] = {}
+    while len(found) < len(set(KINDS)):
+        request = draw(rng, longest=12)
+        found.setdefault(request.kind, request)
+    requests = list(found.values())
 
-    async def run() -> list[Any]:
+    async def alone() -> list[Said]:
+        async with httpx.AsyncClient(base_url=plain.url, timeout=120) as client:
+            return [await ask(client, request.drafted(0, False)) for request in requests]
+
+    async def run() -> list[tuple[int, Said] | None]:
         limits = httpx.Limits(max_connections=64)
         async with httpx.AsyncClient(base_url=busy.url, timeout=120, limits=limits) as client:
 
-            async def ask(i: int) -> tuple[int, Any]:
-                response = await client.post(todo[i][0], json=todo[i][1])
-                assert response.status_code == 200, response.text
-                return i, essence(response.json())
+            async def one(i: int) -> tuple[int, Said]:
+                request = requests[i].drafted(rng.choice(["auto", 1, 3, 7]), rng.random() < 0.5)
+                return i, await ask(client, request)
 
-            order = [*range(len(todo)), *range(len(todo))]  # the second time on kept prefixes
-            rng.shuffle(order)
-            jobs: list[Any] = [ask(i) for i in order]
-            jobs += [hang_up(client, *rng.choice(todo), rng) for _ in range(12)]
+            jobs: list[Any] = [one(i) for i in range(len(requests)) for _ in range(2)]
+            jobs += [hang_up(client, rng.choice(requests), rng) for _ in range(12)]
             rng.shuffle(jobs)
             return await asyncio.gather(*jobs)
 
+    wanted = asyncio.run(alone())
     answers = [found for found in asyncio.run(run()) if found is not None]
-    assert len(answers) == 2 * len(todo)
+    assert len(answers) == 2 * len(requests)
     for i, answer in answers:
-        assert answer == alone[i], todo[i]
+        assert answer.told == wanted[i].told, requests[i]
     wait(busy.idle)
     assert len(busy.engine.pool.free_slots) == 3
     assert busy.service.metrics.value(busy.service.metrics.hits) > 0  # blocks of the long prompt

@@ -9,23 +9,10 @@ import jsonschema
 import openai
 import pytest
 
+from tests.server.mixed import TOOLS, WEATHER
 from tests.server.served import Served
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"enum": ["C", "F"]},
-    },
-    "required": ["days", "unit"],
-    "additionalProperties": False,
-}
 CLOCK = {"type": "object", "properties": {}}
-TOOLS: Any = [
-    {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
-    {"type": "function", "function": {"name": "clock", "description": "Time", "parameters": CLOCK}},
-]
 SCHEMAS = {"weather": WEATHER, "clock": CLOCK}
 HELLO: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 
@@ -257,7 +244,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
               "image_url is not supported"),
     "bias": ({"logit_bias": {"99999": 1}}, "logit_bias: '99999' is no token id"),
     "top": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
-    "many": ({"n": 99}, "n: at most 16"),
+    "many": ({"n": 999}, "n: at most 128 texts"),
     "stops": ({"stop": ["a"] * 17}, "stop: at most 16"),
     "choice": ({"tool_choice": "required"}, "there are no tools"),
     "tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
@@ -279,7 +266,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                  "contradict each other"),
     "arguments": ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{
         "function": {"name": "f", "arguments": "[1]"}}]}]}, r"tool_calls\[0\].*a JSON object"),
-    "long": ({"messages": [{"role": "user", "content": "word " * 4000}]}, "does not fit"),
+    "long": ({"messages": [{"role": "user", "content": "word " * 4000}]}, "context size of 2048"),
 }  # fmt: skip
 
 
@@ -304,9 +291,10 @@ def test_another_model_is_not_found(busy: Served) -> None:
 def test_completions_say_what_cannot_be(busy: Served) -> None:
     for more, said in (
         ({"best_of": 2}, "best_of"), ({"echo": True, "logprobs": 1}, "echo with logprobs"),
-        ({"suffix": "x"}, "suffix"), ({"prompt": ["a", "b"]}, "one at a time"),
+        ({"suffix": "x"}, "suffix"), ({"prompt": ["a"] * 99, "n": 2}, "at most 128 texts"),
         ({"prompt": []}, "empty"), ({"prompt": [99999]}, "outside the vocabulary"),
-        ({"prompt": [2] * 3000}, "does not fit"), ({"prompt": "\ud800"}, "JSON"),
+        ({"prompt": [2] * 3000}, "3000 exceeds the available context size of 2048"),
+        ({"prompt": "\ud800"}, "JSON"),
     ):  # fmt: skip
         body = {"prompt": "x", "max_tokens": 1, **more}
         assert said in busy.refused("/v1/completions", body)["message"]

@@ -1,0 +1,162 @@
+"""Answers over HTTP under load against the same requests alone: kept as dated JSON.
+
+    python benchmarks/serve_exactness.py [--requests 2000] [--distinct 500] [--seed 1]
+
+The bundled family, served with each of its drafts, with n-gram lookup, and with kept prefixes.
+Requests are drawn (`tests/server/mixed.py`): chat with and without tools, JSON schemas, grammars,
+thoughts, log-probabilities, stop texts, several texts, penalties, three endpoints, whole or in
+pieces, any draft length. They are sent 1 to 32 at once, in random order, while other clients hang
+up at random. Each text, call, log-probability and usage figure must be that of the same request
+sent alone, cold, to a server without a draft. Exit code 1 if one is not.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from watch import keep
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from g4spec import convert
+from g4spec.runtime.engine import Engine
+from g4spec.server.service import Settings
+from tests.server.mixed import Ask, Said, ask, draw, hang_up
+from tests.server.served import Served
+
+TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
+DRAFTS = ("dflash", "assistant", "dflash-speculators", "ngram")
+PATIENT = Settings("tiny", time_limit=36_000, send_limit=36_000)
+"""Machines that run this may have other work."""
+
+AT_ONCE = (1, 2, 4, 8, 16, 32)
+
+
+def client(served: Served) -> httpx.AsyncClient:
+    """Return a client whose connections are as many as it likes."""
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=served.url, timeout=None, limits=limits)
+
+
+async def alone(served: Served, requests: list[Ask]) -> list[Said]:
+    """Answer each request by itself."""
+    async with client(served) as http:
+        return [await ask(http, request.drafted(0, False)) for request in requests]
+
+
+async def load(
+    served: Served, todo: list[tuple[int, Ask]], at_once: int, rng: random.Random
+) -> list[tuple[int, Ask, Said]]:  # fmt: skip
+    """Answer all, `at_once` at a time, while a fifth as many others hang up."""
+    gate, out = asyncio.Semaphore(at_once), []
+    async with client(served) as http:
+
+        async def one(i: int, request: Ask) -> None:
+            async with gate:
+                out.append((i, request, await ask(http, request)))
+
+        async def gone(request: Ask) -> None:
+            async with gate:
+                await hang_up(http, request, rng)
+
+        jobs: list[Any] = [one(i, request) for i, request in todo]
+        jobs += [gone(rng.choice(todo)[1]) for _ in range(len(todo) // 5)]
+        rng.shuffle(jobs)
+        await asyncio.gather(*jobs)
+    return out
+
+
+def rounds(count: int, requests: list[Ask], rng: random.Random) -> list[list[tuple[int, Ask]]]:
+    """Deal out `count` requests, each of the distinct ones about as often as the others."""
+    order = [i % len(requests) for i in range(count)]
+    rng.shuffle(order)
+    todo = [(i, requests[i].drafted(rng.choice(["auto", *range(9)]), rng.random() < 0.5))
+            for i in order]  # fmt: skip
+    return [todo[at : at + 50] for at in range(0, count, 50)]
+
+
+def main() -> int:
+    """Ask all requests alone, then all again under load, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=2_000)
+    parser.add_argument("--distinct", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rng, began = random.Random(args.seed), time.perf_counter()
+    requests = [draw(rng) for _ in range(args.distinct)]
+    with tempfile.TemporaryDirectory() as name:
+        target, folder = Path(name) / "target.gguf", Path(name)
+        convert.convert(TINY / "target", target)
+        plain = Served(Engine.load(target, n_ctx=2048), PATIENT)
+        wanted = asyncio.run(alone(plain, requests))
+        plain.stop()
+        print(f"{len(wanted)} answers alone, {time.perf_counter() - began:.0f} s", flush=True)
+        servers = []
+        for draft in DRAFTS:
+            path: Path | str = draft
+            if draft != "ngram":
+                path = folder / f"{draft}.gguf"
+                convert.convert(TINY / draft, path, target=target)
+            engine = Engine.load(target, path, n_ctx=2048, parallel=8, pool=8192,
+                                 prefix_cache=32 << 20)  # fmt: skip
+            servers.append(Served(engine, PATIENT))
+        wrong = 0
+        for found in measure(servers, rounds(args.requests, requests, rng), wanted, rng):
+            wrong = len(found["wrong"])
+            keep(args.out, "serve-exactness", {
+                "distinct": args.distinct, "seed": args.seed, **found,
+                "seconds": round(time.perf_counter() - began),
+            })  # fmt: skip
+        for served in servers:
+            served.stop()
+            served.engine.close()
+    print(f"{args.requests} requests, {wrong} differ")
+    return 1 if wrong else 0
+
+
+def measure(
+    servers: list[Served], todo: list[list[tuple[int, Ask]]], wanted: list[Said],
+    rng: random.Random,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Run all rounds, servers and numbers at once in turn; yields what was found so far after
+    every fourth."""
+    counts: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    wrong = []
+    for turn, part in enumerate(todo):
+        served, at_once = servers[turn % len(servers)], AT_ONCE[turn // 2 % len(AT_ONCE)]
+        counts["hung up"] += len(part) // 5
+        for i, request, answer in asyncio.run(load(served, part, at_once, rng)):
+            kinds[request.kind] += 1
+            counts["texts"] += len(answer.texts)
+            counts["calls"] += sum(len(text["calls"]) for text in answer.texts)
+            counts["streams"] += bool(request.body["stream"])
+            counts["after a prefix hit"] += answer.cached > 0
+            if answer.told != wanted[i].told:
+                wrong.append({"request": request.body, "path": request.path, "at_once": at_once,
+                              "alone": wanted[i].told, "found": answer.told})  # fmt: skip
+                print(json.dumps(wrong[-1])[:2000], flush=True)
+        if turn % 4 < 3 and turn + 1 < len(todo):
+            continue
+        print(f"{sum(kinds.values())} requests, {len(wrong)} differ", flush=True)
+        for name in ("drafted", "accepted", "preempted"):
+            counts[name] = sum(int(m.value(getattr(m, name))) for m in
+                               (served.service.metrics for served in servers))  # fmt: skip
+        yield {"requests": sum(kinds.values()), **counts, "kinds": kinds, "at once": AT_ONCE,
+               "drafts": DRAFTS, "wrong": wrong}  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

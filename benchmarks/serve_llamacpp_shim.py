@@ -1,0 +1,284 @@
+"""Puts `g4spec serve` in the place of llama-server under llama.cpp's own server tests: a pytest
+plugin, which `serve_llamacpp_tests.py` loads.
+
+Their tests set attributes of a `ServerProcess` and start it. Here the same attributes become the
+command line of `g4spec serve`, which runs in a child process; the requests and the checks of the
+answers are theirs. What depends on the words and the vocabulary of their model is replaced by what
+is true of the bundled family: numbers of prompt tokens are counted by its tokenizer, and a text
+that is compared with words of their model has only to be there, which the result says of the test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch  # noqa: F401 - imported once, before children are forked
+
+from g4spec import cli
+from g4spec.gguf import GGUF
+from g4spec.runtime.template import expand
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server import run  # noqa: F401
+
+FAMILY = Path(os.environ["G4SPEC_FAMILY"])
+ANY_NAME = ("test", "davinci-002", "gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1",
+            "codellama70b")  # fmt: skip
+"""Names of models in their requests, which llama-server takes for its only one."""
+
+NEEDS = {
+    "enable_ctx_shift": "a shifting context", "server_embeddings": "embeddings",
+    "server_reranking": "reranking", "lora_files": "LoRA adapters", "mmproj_url": "images",
+    "media_path": "images", "spec_synth_len": "drafts accepted at given rates",
+    "spec_synth_rates": "drafts accepted at given rates", "slot_save_path": "slots saved to files",
+    "server_tools": "tools that the server runs", "gcp_compat": "Google's prediction route",
+    "mcp_servers_config": "MCP", "mcp_servers_json": "MCP", "ui_mcp_proxy": "a proxy for MCP",
+    "sleep_idle_seconds": "sleep", "no_ui": "a switch for the page",
+    "models_preset": "a router's presets",
+    "backend_sampling": "sampling inside llama.cpp's graphs",
+}  # fmt: skip
+"""Attributes that ask for what `g4spec serve` does not have."""
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""The template of that name."""
+
+WORDS: set[str] = set()
+"""Tests of which a text was compared with words of another model."""
+
+now = {"test": ""}
+
+
+class NotOffered(Exception):
+    """A test needs something that `g4spec serve` does not have."""
+
+
+def arguments(server: Any) -> list[str]:
+    """Translate the attributes of their ServerProcess into our command line."""
+    for name, what in NEEDS.items():
+        if getattr(server, name, None):
+            raise NotOffered(what)
+    if server.model_hf_repo is None and not server.model_file:
+        raise NotOffered("a router's presets")
+    if "gemma3" in str(server.model_hf_repo):
+        raise NotOffered("images")
+    split = "split-00001*" if "split" in str(server.model_hf_file) else "target.gguf"
+    model = next(FAMILY.glob(split))
+    slots = server.n_slots or 1
+    context = server.n_ctx // (1 if server.kv_unified else slots) if server.n_ctx else 512
+    out = ["serve", "-m", model, "--device", "cpu", "--host", server.server_host, "--port",
+           server.server_port, "-np", slots, "-c", context, "--temp", server.temperature,
+           "--seed", server.seed]  # fmt: skip
+    names = (server.model_alias or "tinyllama").split(",")
+    for name in [*sorted(names), *(ANY_NAME if len(names) == 1 else ())]:
+        out += ["-a", name]
+    if (server.n_predict or -1) > 0:
+        out += ["-n", server.n_predict]
+    if server.model_draft:
+        out += ["-md", FAMILY / "dflash.gguf"]
+    if server.api_key:
+        out += ["--api-key", server.api_key]
+    if server.cors_origins:
+        out += ["--cors-origin", server.cors_origins]
+    if server.chat_template_file:
+        out += ["--chat-template-file", server.chat_template_file]
+    elif server.chat_template:
+        out += ["--chat-template-file", named_template(server.chat_template)]
+    return [str(each) for each in out]
+
+
+def named_template(name: str) -> Path:
+    """Return a file with a template that llama-server has under a name, or with the text given."""
+    if name == "command-r":
+        raise NotOffered(f"llama.cpp's built-in template {name}")
+    if name == "llama3":
+        return Path("../../../models/templates/meta-llama-Llama-3.1-8B-Instruct.jinja")
+    path = FAMILY / "template.jinja"
+    path.write_text(CHATML if name == "chatml" else name)
+    return path
+
+
+opened = Tokenizer.from_gguf
+
+
+def endless(file: GGUF) -> Tokenizer:
+    """Open a tokenizer whose texts do not end before <eos>: their model goes on to the limit."""
+    tokenizer = opened(file)
+    tokenizer.stop_ids = frozenset({1})
+    return tokenizer
+
+
+class Child:
+    """`g4spec serve` in a forked process, with the methods of `subprocess.Popen` that are used."""
+
+    def __init__(self, argv: list[str], log: Path) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 70
+            try:
+                out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(out, 1)
+                os.dup2(out, 2)
+                sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+                Tokenizer.from_gguf = endless  # type: ignore[method-assign]
+                code = cli.run(argv)
+            except BaseException:
+                traceback.print_exc()
+                raise
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+
+    def poll(self) -> int | None:
+        """See `subprocess.Popen`."""
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """See `subprocess.Popen`."""
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("g4spec serve", timeout)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        """See `subprocess.Popen`."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """See `subprocess.Popen`."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def start(self: Any, timeout_seconds: float = 60) -> None:
+    """Take the place of their `ServerProcess.start`."""
+    import utils
+
+    log = FAMILY / "serve.log"
+    self.process = Child(arguments(self), log)
+    utils.server_instances.add(self)
+    end = time.monotonic() + timeout_seconds
+    while True:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"g4spec serve ended: {log.read_text()[-900:]}")
+        try:
+            if self.make_request("GET", "/health").status_code == 200:
+                return
+        except OSError:
+            pass
+        if time.monotonic() > end:
+            raise TimeoutError("g4spec serve does not answer")
+        time.sleep(0.05)
+
+
+# ---- what is true of the family in the place of what is true of their model
+
+
+class Facts:
+    """Numbers of prompt tokens."""
+
+    def __init__(self) -> None:
+        with GGUF(FAMILY / "target.gguf") as file:
+            self._tokenizer = Tokenizer.from_gguf(file)
+
+    def prompt(self, text: str) -> int:
+        """Count the tokens of a text."""
+        return len(self._tokenizer.encode(text))
+
+    def chat(self, system: str, user: Any, template: str | None) -> int:
+        """Count the tokens of a conversation."""
+        if not isinstance(user, str):
+            user = "\n".join(part["text"] for part in user)
+        piece = self._tokenizer.piece
+        bos, eos = (piece(i, special=True).decode() for i in (self._tokenizer.bos, 1))
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        text = expand(template or self._tokenizer.template or "", messages=messages, bos=bos,
+                      eos=eos, tools=None, enable_thinking=False)  # fmt: skip
+        return self.prompt(text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Replace the start of servers, before any test module imports it."""
+    sys.path.insert(0, str(config.rootpath))
+    import utils
+
+    utils.ServerProcess.start = start
+    utils.ServerPreset.load_all = staticmethod(lambda: None)
+    utils.download_file = lambda url, output_file_path=None: url
+    post = utils.ServerProcess.make_request
+
+    def make_request(self: Any, method: str, path: str, data: Any = None, *more: Any, **named: Any):  # type: ignore[no-untyped-def]
+        if self.debug and path.endswith("/chat/completions"):  # what --verbose is there
+            data = {"verbose": True, **data}
+        return post(self, method, path, data, *more, **named)
+
+    utils.ServerProcess.make_request = make_request
+    theirs = utils.match_regex
+
+    def match_regex(regex: str, text: str) -> bool:
+        if theirs(regex, text):
+            return True
+        WORDS.add(now["test"])
+        return bool(text)
+
+    utils.match_regex = match_regex
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Replace numbers of prompt tokens in the parameters of tests."""
+    facts = Facts()
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if "n_prompt" not in params:
+            continue
+        if "prompt" in params:
+            params["n_prompt"] = facts.prompt(params["prompt"])
+        else:
+            template = params.get("chat_template")
+            template = CHATML if template == "chatml" else template
+            params["n_prompt"] = facts.chat(params["system_prompt"], params["user_prompt"],
+                                            template)  # fmt: skip
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Note which test runs."""
+    now["test"] = item.nodeid
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Write a line of JSON for each test that has ended."""
+    report = yield
+    if report.when == "call" or report.outcome != "passed":
+        error = call.excinfo.value if call.excinfo else None
+        line = {"test": item.nodeid, "phase": report.when, "outcome": report.outcome,
+                "words": item.nodeid in WORDS, "not offered": None,
+                "seconds": round(report.duration, 2)}  # fmt: skip
+        if isinstance(error, NotOffered):
+            line["not offered"] = str(error)
+        elif error is not None:
+            where = call.excinfo.traceback[-1] if call.excinfo else None
+            line["error"] = f"{type(error).__name__}: {error}"[-900:]
+            line["line"] = f"{Path(str(where.path)).name}:{where.lineno + 1}" if where else ""
+        with (FAMILY / "report.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    return report

@@ -1,0 +1,345 @@
+"""Several models behind one port: loaded when they are asked for, the least recently used one out.
+
+A folder is looked through once: targets, and for each the drafts that fit it. A request chooses by
+`model`, in its body or in the query; one that names none gets the model that was used last. Each
+loaded model is an application of its own (`app.app`), to which requests are handed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from pydantic_core import from_json
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from g4spec import models, validate
+from g4spec.errors import EnvironmentProblem, G4Error, InputError
+from g4spec.gguf import GGUF
+from g4spec.server import app as one
+from g4spec.server.access import refusal
+from g4spec.server.json_text import JSONAnswer
+from g4spec.server.refusals import Refused
+from g4spec.server.service import Service
+
+log = logging.getLogger("g4spec.server")
+
+Load = Callable[[list[str], Path, "Path | None"], Service]
+"""Opens (names, target, draft). Raises EnvironmentProblem where they do not fit into memory."""
+
+
+@dataclass(slots=True)
+class Model:
+    """A target that may be loaded.
+
+    Attributes:
+        drafts: files that may be its draft, the likeliest first; those that turn out wrong are
+            taken out. draft: the one it was loaded with.
+        status: "unloaded", "loading" or "loaded". users: requests in it. used: when it was asked
+            for, as `time.monotonic` has it.
+        leaving: it is unloaded as soon as nobody uses it. life: ends what its application began.
+    """
+
+    name: str
+    target: Path
+    drafts: list[Path] = field(default_factory=list)
+    draft: Path | None = None
+    status: str = "unloaded"
+    service: Service | None = None
+    app: ASGIApp | None = None
+    users: int = 0
+    used: float = 0.0
+    leaving: bool = False
+    problem: str | None = None
+    life: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    def json(self) -> dict[str, Any]:
+        """Describe it, for /v1/models."""
+        draft = self.draft or (self.drafts[0] if self.drafts else None)
+        out: dict[str, Any] = {
+            "id": self.name, "object": "model", "created": int(self.target.stat().st_mtime),
+            "owned_by": "g4spec", "draft": draft.name if draft else None,
+            "status": {"value": self.status, **({"error": self.problem} if self.problem else {})},
+        }  # fmt: skip
+        if self.service is not None:
+            engine = self.service.engine
+            out["meta"] = {"n_ctx": engine.n_ctx, "n_ctx_train": engine.config.n_ctx,
+                           "n_vocab": engine.config.n_vocab,
+                           "n_embd": engine.config.n_embd}  # fmt: skip
+        return out
+
+
+def find(folder: Path | None) -> list[Model]:
+    """List the targets in a folder and in the folders in it, each with the drafts that fit it.
+
+    A draft fits if the rules on pairs find no error; among several the one with the fewest
+    warnings comes first: one that was converted beside this very target has none.
+
+    Raises:
+        InputError: there is no such folder, or no target in it.
+    """
+    if folder is None or not folder.is_dir():
+        raise InputError(f"{folder}: not a folder", expected="a folder of GGUF files")
+    targets, drafts = [], []
+    for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
+        with GGUF(path) as file:
+            arch = file.kv.get("general.architecture")
+            if arch in models.targets():
+                targets.append(path)
+            elif models.of_gguf(arch, file.tensors) is not None:
+                drafts.append(path)
+    if not targets:
+        raise InputError(f"{folder}: no target in it", expected="at least one GGUF of a Gemma 4",
+                         found=[path.name for path in drafts] or "none")  # fmt: skip
+    pairs = [name for name in validate.all_rules() if name.startswith("G4-PAIR-")]
+    names: set[str] = set()
+    out = []
+    for path in targets:
+        name = path.stem if path.stem not in names else f"{path.parent.name}/{path.stem}"
+        names.add(name)
+        reports = [validate.validate(draft, path, only=pairs) for draft in drafts]
+        fitting = [report for report in reports if report.ok]
+        fitting.sort(key=lambda report: (len(report.failures), report.path.name))
+        out.append(Model(name, path, [report.path for report in fitting]))
+    return out
+
+
+class Models:
+    """ASGI application that hands requests on to the model that they name.
+
+    Args:
+        found: see `find`. load: see `Load`. most: models that may be loaded at once.
+        patience: seconds that a request may wait until others have left a model.
+    """
+
+    def __init__(
+        self, found: Sequence[Model], load: Load, most: int, patience: float = 600.0
+    ) -> None:  # fmt: skip
+        self.all = {model.name: model for model in found}
+        self._opened, self._most, self._patience = load, most, patience
+        self._draining = False
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken; see `Service`."""
+        return self._draining
+
+    @draining.setter
+    def draining(self, value: bool) -> None:
+        self._draining = value
+        for model in self.all.values():
+            if model.service is not None:
+                model.service.draining = value
+
+    async def close(self) -> None:
+        """Unload all."""
+        for model in self.all.values():
+            await self._unload(model)
+
+    # ---- requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("model", [])
+        name = given[-1] if given else None
+        try:
+            if scope["method"] == "POST":
+                body, receive = await _whole(receive)
+                name = _model(body) or name
+            answer = await self._answer(scope["method"], scope["path"], name)
+            if answer is not None:
+                await JSONAnswer(answer)(scope, receive, send)
+                return
+            with self._using(await self._loaded(self._chosen(name))) as app:
+                await app(scope, receive, send)
+        except Refused as refused:
+            await refusal(refused, scope)(scope, receive, send)
+
+    async def _answer(self, method: str, path: str, name: str | None) -> Any:
+        """Answer what is about the models themselves; None for what one of them has to answer."""
+        if method == "GET" and path in ("/v1/models", "/models"):
+            return {"object": "list", "data": [model.json() for model in self.all.values()]}
+        if method == "GET" and path.startswith("/v1/models/"):
+            return self._named(path.removeprefix("/v1/models/")).json()
+        if method == "GET" and path in ("/health", "/v1/health") and self._current() is None:
+            return {"status": "ok"}
+        if method == "POST" and path in ("/models/load", "/models/unload"):
+            if name is None:
+                raise Refused(400, "model: which one?", param="model")
+            model = self._named(name)
+            if path == "/models/load":
+                await self._loaded(model)
+            else:
+                async with self._lock:
+                    await self._emptied(model)
+            return {"success": True, "model": model.json()}
+        return None
+
+    def _named(self, name: str) -> Model:
+        if name not in self.all:
+            raise Refused(404, f"the model {name!r} is not served here, only {', '.join(self.all)}",
+                          param="model", code="model_not_found")  # fmt: skip
+        return self.all[name]
+
+    def _chosen(self, name: str | None) -> Model:
+        if name is not None:
+            return self._named(name)
+        return self._current() or next(iter(self.all.values()))
+
+    def _current(self) -> Model | None:
+        """Return the model that was used last, of those that are loaded."""
+        loaded = [m for m in self.all.values() if m.status == "loaded"]
+        return max(loaded, key=lambda m: m.used, default=None)
+
+    @contextmanager
+    def _using(self, model: Model) -> Iterator[ASGIApp]:
+        assert model.app is not None
+        model.users += 1
+        model.used = time.monotonic()
+        try:
+            yield model.app
+        finally:
+            model.users -= 1
+            self._changed.set()
+
+    # ---- loading
+
+    async def _loaded(self, model: Model) -> Model:
+        """Return the model once it is loaded; nothing else happens before its caller uses it."""
+        while model.status != "loaded" or model.leaving:
+            async with self._lock:
+                if model.status != "loaded":
+                    await self._load(model)
+        return model
+
+    async def _load(self, model: Model) -> None:
+        """Load a model; unload others, the least recently used first, until it can be."""
+        if self._draining:
+            raise Refused(503, "the server is shutting down", retry_after=5)
+        model.status, model.problem = "loading", None
+        began = time.perf_counter()
+        log.info("loading a model", extra={"facts": {"model": model.name}})
+        try:
+            while sum(m.status == "loaded" for m in self.all.values()) >= self._most:
+                await self._make_room()
+            while True:
+                try:
+                    service = await asyncio.to_thread(self._open, model)
+                    break
+                except EnvironmentProblem:
+                    if not await self._make_room():
+                        raise
+            app = one.app(service, inner=True)
+            await model.life.enter_async_context(app.router.lifespan_context(app))
+            model.service, model.app = service, app
+        except G4Error as error:
+            model.problem = str(error)
+            raise Refused(503, f"{model.name} cannot be loaded: {error}", code="not_loaded",
+                          retry_after=5) from None  # fmt: skip
+        finally:
+            model.status = "loaded" if model.service is not None else "unloaded"
+            log.info("model " + model.status, extra={"facts": {
+                "model": model.name, "draft": model.draft.name if model.draft else None,
+                "seconds": round(time.perf_counter() - began, 3), "problem": model.problem,
+            }})  # fmt: skip
+
+    def _open(self, model: Model) -> Service:
+        """Load a target with the first of its drafts that all rules are content with."""
+        while model.drafts and not validate.validate(model.drafts[0], model.target).ok:
+            log.warning("a draft does not validate", extra={"facts": {
+                "model": model.name, "draft": model.drafts.pop(0).name}})  # fmt: skip
+        model.draft = model.drafts[0] if model.drafts else None
+        service = self._opened([model.name], model.target, model.draft)
+        service.warm_up()
+        return service
+
+    async def _make_room(self) -> bool:
+        """Unload the least recently used model; False if none is loaded."""
+        loaded = [m for m in self.all.values() if m.status == "loaded"]
+        if not loaded:
+            return False
+        await self._emptied(min(loaded, key=lambda m: (m.users > 0, m.used)))
+        return True
+
+    async def _emptied(self, model: Model) -> None:
+        """Unload a model when those who use it have done so."""
+        model.leaving = True
+        end = time.monotonic() + self._patience
+        try:
+            while model.users:
+                self._changed.clear()
+                try:
+                    await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
+                except asyncio.TimeoutError:
+                    raise Refused(503, f"{model.name} is in use, and there is no memory for "
+                                  "another model", retry_after=10) from None  # fmt: skip
+            await self._unload(model)
+        finally:
+            model.leaving = False
+
+    async def _unload(self, model: Model) -> None:
+        if model.service is None:
+            return
+        service, model.service, model.app = model.service, None, None
+        model.status = "unloaded"
+        log.info("model unloaded", extra={"facts": {"model": model.name}})
+        await model.life.aclose()
+        await asyncio.to_thread(service.engine.close)
+
+
+async def _whole(receive: Receive) -> tuple[bytes, Receive]:
+    """Read a body; returns it, and what gives it to whoever reads it next."""
+    parts, more = [], True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            break
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    body, given = b"".join(parts), False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return body, again
+
+
+def _model(body: bytes) -> str | None:
+    """Return the model that a body names; whoever handles it says what is wrong with it."""
+    try:
+        value = from_json(body)
+    except ValueError:
+        return None
+    name = value.get("model") if isinstance(value, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def app(found: Models, **more: Any) -> Starlette:
+    """Make the application of several models.
+
+    Args:
+        more: see `app.around`.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
+        yield
+        found.draining = True
+        await found.close()
+
+    return Starlette(routes=[Mount("/", found)], middleware=one.around(**more), lifespan=lifespan)

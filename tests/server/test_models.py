@@ -1,0 +1,168 @@
+"""Several models behind one port."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from g4spec import convert
+from g4spec.errors import EnvironmentProblem, InputError
+from g4spec.runtime.engine import Engine
+from g4spec.server import models, run
+from g4spec.server.service import Service, Settings
+from tests.server.conftest import TINY
+from tests.server.served import Served
+
+ASK: dict[str, Any] = {"prompt": "import os\n", "max_tokens": 8, "temperature": 0, "draft_max": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(family: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two targets, a draft in the folder of one of them, and one that was made for neither."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "sub").mkdir()
+    shutil.copy(family / "target.gguf", folder / "first.gguf")
+    shutil.copy(family / "dflash.gguf", folder / "sub" / "dflash.gguf")
+    convert.convert(TINY / "target", folder / "sub" / "second.gguf", type="q4_0")
+    (folder / "sub" / "notes.txt").write_text("no model")
+    return folder
+
+
+class Room:
+    """Opens models while there is room for `most`; counts what it opened."""
+
+    def __init__(self, most: int = 9) -> None:
+        self.most, self.opened = most, []  # type: ignore[var-annotated]
+        self.live: list[Engine] = []
+
+    def __call__(self, names: list[str], target: Path, draft: Path | None) -> Service:
+        self.live = [engine for engine in self.live if not engine._closed]
+        if len(self.live) >= self.most:
+            raise EnvironmentProblem("not enough memory")
+        self.opened += names
+        engine = Engine.load(target, draft, n_ctx=512, parallel=2)
+        self.live.append(engine)
+        return Service(engine, Settings(*names))
+
+
+class Several:
+    """A folder behind HTTP."""
+
+    def __init__(self, folder: Path, room: Room, **more: Any) -> None:
+        self.models = models.Models(models.find(folder), room, **more)
+        place, ready = run.Place(port=0), threading.Event()
+        socket = run.listen(place)
+        application = models.app(self.models)
+        self.server = run.server(application, self.models, place, ready.set)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [socket]})
+        self._thread.start()
+        assert ready.wait(20)
+        self.http = httpx.Client(base_url=run.address(place, socket), timeout=120)
+
+    def status(self) -> dict[str, str]:
+        data = self.http.get("/v1/models").json()["data"]
+        return {model["id"]: model["status"]["value"] for model in data}
+
+    def stop(self) -> None:
+        self.http.close()
+        self.server.should_exit = True
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def room() -> Room:
+    return Room()
+
+
+@pytest.fixture
+def several(folder: Path, room: Room) -> Iterator[Several]:
+    served = Several(folder, room, most=2)
+    yield served
+    served.stop()
+    assert all(engine._closed for engine in room.live)
+
+
+def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
+    found = {model.name: [path.name for path in model.drafts] for model in models.find(folder)}
+    assert found == {"first": ["dflash.gguf"], "second": ["dflash.gguf"]}
+    for wrong, said in ((folder / "sub" / "notes.txt", "not a folder"),
+                        (folder / "none", "not a folder")):  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            models.find(wrong)
+
+
+def test_requests_choose_a_model(several: Several, room: Room, plain: Served) -> None:
+    http = several.http
+    assert several.status() == {"first": "unloaded", "second": "unloaded"}
+    assert http.get("/health").status_code == 200
+    answer = http.post("/v1/completions", json={**ASK, "model": "first"}).json()
+    assert answer["model"] == "first" and answer["timings"]["draft_n"] > 0
+    assert answer["choices"] == plain.post("/v1/completions", **ASK)["choices"]
+    assert http.post("/v1/completions", json=ASK).json()["model"] == "first"  # used last
+    other = http.post("/v1/completions", json={**ASK, "model": "second"}).json()
+    assert other["model"] == "second" and other["usage"] == answer["usage"]
+    assert several.status() == {"first": "loaded", "second": "loaded"}
+    assert room.opened == ["first", "second"]
+    data = http.get("/v1/models/second").json()
+    assert data["draft"] == "dflash.gguf" and data["meta"]["n_ctx"] == 512
+    assert http.get("/props?model=first").json()["model_alias"] == "first"
+    assert "vllm:" in http.get("/metrics?model=second").text
+    for method, path, body in (("POST", "/v1/completions", {**ASK, "model": "third"}),
+                               ("GET", "/v1/models/third", None),
+                               ("POST", "/models/load", {"model": "third"})):  # fmt: skip
+        refused = http.request(method, path, json=body)
+        assert refused.status_code == 404, refused.text
+        assert refused.json()["error"]["code"] == "model_not_found"
+    assert http.post("/models/load", json={}).status_code == 400
+    assert http.post("/v1/completions", content=b"{").status_code == 400
+    assert http.post("/v1/completions", content=b"[]").status_code == 400
+    assert http.post("/models/unload", json={"model": "first"}).json()["success"]
+    assert several.status() == {"first": "unloaded", "second": "loaded"}
+
+
+@pytest.mark.parametrize("by", ["count", "memory"])
+def test_the_least_recently_used_one_goes(folder: Path, by: str) -> None:
+    room = Room(1 if by == "memory" else 9)
+    served = Several(folder, room, most=1 if by == "count" else 9)
+    try:
+        http, seen = served.http, set()
+        with http.stream("POST", "/v1/completions", json={
+            **ASK, "model": "first", "max_tokens": 60, "ignore_eos": True, "stream": True,
+        }) as response:  # fmt: skip
+            lines = response.iter_lines()
+            next(lines)
+            answers: list[Any] = []
+            asks = threading.Thread(target=lambda: answers.append(httpx.post(
+                f"{http.base_url}/v1/completions", json={**ASK, "model": "second"}, timeout=60)))
+            asks.start()
+            while not seen >= {"loading"}:  # it waits until nobody uses the first one any more
+                seen.add(served.status()["second"])
+                time.sleep(0.01)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        asks.join()
+        assert answers[0].json()["model"] == "second"
+        assert served.status() == {"first": "unloaded", "second": "loaded"}
+        assert http.post("/v1/completions", json={**ASK, "model": "first"}).status_code == 200
+        assert room.opened == ["first", "second", "first"]
+    finally:
+        served.stop()
+
+
+def test_a_model_that_cannot_be_loaded_says_why(folder: Path) -> None:
+    served = Several(folder, Room(0), most=2)
+    try:
+        refused = served.http.post("/v1/completions", json={**ASK, "model": "first"})
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert "not enough memory" in refused.json()["error"]["message"]
+        status = served.http.get("/v1/models/first").json()["status"]
+        assert status == {"value": "unloaded", "error": "not enough memory"}
+    finally:
+        served.stop()
