@@ -260,6 +260,7 @@ class Cycle:
             pairs, if they were asked for.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
         error: why this sequence cannot go on (its target's logits are not finite), or None.
+        share: what was planned for it and why (`g4spec.runtime.plan.Share`); None without a step.
     """
 
     tokens: list[int]
@@ -271,6 +272,7 @@ class Cycle:
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     draft_failed: str | None = None
     error: Exception | None = None
+    share: Any = None
 
 
 class Chooser(Protocol):
