@@ -60,7 +60,7 @@ async def job_of(service: Service, request: ChatRequest) -> Job:
     made = options.options(service, request, min(limits or [options.room(service, prompt.ids)]),
                            logprobs=logprobs, banned=banned)  # fmt: skip
     return Job(prompt.ids, made, n, wanted, chat=True, calls=choice != "none",
-               open_thought=prompt.thinking == "open")  # fmt: skip
+               open_thought=prompt.thinking == "open", live=request.live)  # fmt: skip
 
 
 def _choice(request: ChatRequest) -> str | NamedTool:

@@ -33,7 +33,7 @@ async def job_of(service: Service, request: CompletionRequest) -> Job:
         wanted = grammar.whole(None, user=grammar.written(request.grammar))
     made = options.options(service, request, request.max_tokens or DEFAULT_TOKENS,
                            logprobs=request.logprobs)  # fmt: skip
-    return Job(await prompt_ids(service, request.prompt), made, n, wanted)
+    return Job(await prompt_ids(service, request.prompt), made, n, wanted, live=request.live)
 
 
 async def prompt_ids(service: Service, prompt: str | list[Any]) -> list[int]:

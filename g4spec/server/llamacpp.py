@@ -107,7 +107,8 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
     seed = None if body.seed == -1 else body.seed
     fields = fields.model_copy(update={"seed": seed})
     logprobs = body.n_probs or None
-    return Job(ids, options.options(service, fields, limit, logprobs=logprobs), 1, wanted)
+    made = options.options(service, fields, limit, logprobs=logprobs)
+    return Job(ids, made, 1, wanted, live=body.live)
 
 
 async def _prompt(service: Service, prompt: str | list[Any]) -> list[int]:

@@ -18,6 +18,7 @@ from g4spec.runtime.request import Options, Request
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
 from g4spec.server.grammar import Grammar, Vocabulary
+from g4spec.server.live import Followed, Live
 from g4spec.server.metrics import Metrics
 from g4spec.server.prompt import Prompter
 from g4spec.server.refusals import Refused
@@ -57,6 +58,7 @@ class Job:
         options: of each text; the n-th has the seed + n. A mask is made for each from `grammar`.
         chat: read thoughts and calls; else the text is all there is.
         calls: functions were given. open_thought: the prompt ends inside a thought.
+        live: word of those who may read it at /v1/live, or None.
     """
 
     prompt: list[int]
@@ -66,6 +68,7 @@ class Job:
     chat: bool = False
     calls: bool = False
     open_thought: bool = False
+    live: str | None = None
 
 
 class Service:
@@ -76,6 +79,7 @@ class Service:
         self.tokenizer = engine.tokenizer
         self.prompter = Prompter(engine.tokenizer, engine.n_ctx)
         self.metrics = Metrics(engine, settings.model)
+        self.live = Live(engine, settings.model)
         self.started = int(time.time())
         self.draining = False
         self.open = 0
@@ -144,7 +148,8 @@ class Service:
         stream = self._answers(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(job.prompt, options)
-        return Text(i, request, Assembler(self._reader(job), options.stop, self._special))
+        assembler = Assembler(self._reader(job), options.stop, self._special)
+        return Text(i, request, assembler, self.live.follow(request, job.live))
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -182,12 +187,14 @@ class Text:
     """One of the texts of a job.
 
     Attributes:
+        live: how it is told of at /v1/live.
         finish, stop: see `Delta`; of a text that has ended.
     """
 
     index: int
     request: Request
     assembler: Assembler
+    live: Followed
     finish: str | None = None
     stop: str | None = None
 
@@ -205,6 +212,8 @@ class Generation:
         self._expired = self._closed = False
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(service.settings.time_limit, self._expire)
+        for text in texts:
+            service.live.began(text.live)
 
     def _expire(self) -> None:
         self._expired = True
@@ -222,6 +231,7 @@ class Generation:
                     text.request.cancel()
                     seconds = time.perf_counter() - self._began
                     self.service.metrics.finished(text.request.stats, seconds, "abort")
+                    self.service.live.ended(text.live, "abort")
 
     async def deltas(self) -> AsyncGenerator[tuple[Text, Delta], None]:
         """Yield the pieces of all texts; Refused where one cannot go on."""
@@ -270,7 +280,9 @@ class Generation:
                     else:
                         metrics.tokens(len(cycle.tokens), now - last)
                     first, last = False, now
-                    if delta := text.assembler.cycle(cycle):
+                    delta = text.assembler.cycle(cycle)
+                    self.service.live.cycle(text.live, cycle, text.assembler.parts)
+                    if delta:
                         yield delta
         except G4Error as error:
             raise Refused.of(error) from error
@@ -288,4 +300,5 @@ class Generation:
         text.finish, text.stop = delta.finish, delta.stop
         seconds = time.perf_counter() - self._began
         metrics.finished(text.request.stats, seconds, str(text.finish))
+        self.service.live.ended(text.live, str(text.finish))
         yield delta
