@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from g4spec.cli import _inputs
-from g4spec.errors import EnvironmentProblem
+from g4spec.errors import EnvironmentProblem, UsageError
 
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
@@ -53,6 +54,34 @@ Pool = Annotated[
     typer.Option("--pool", metavar="TOKENS", help="Tokens that all texts together may keep. "
                  "Default: one context."),
 ]  # fmt: skip
+
+
+Daemon = Annotated[
+    bool, typer.Option("--daemon", help="Speak no HTTP: read lines `PROMPT_BIN N_GEN [samp=...]` "
+                       "from stdin and write tokens to --stream-fd (see docs/serving.md).")
+]  # fmt: skip
+StreamFd = Annotated[
+    int | None,
+    typer.Option("--stream-fd", min=0, help="File descriptor of --daemon's tokens: int32, -1 at "
+                 "the end of a text."),
+]  # fmt: skip
+OF_HTTP = ("host", "port", "parallel", "queue", "api_key", "api_key_file", "alias", "cors_origin",
+           "ssl_cert_file", "ssl_key_file", "timeout")  # fmt: skip
+"""Parameters that say nothing to --daemon."""
+
+
+def check_daemon(daemon: bool, stream_fd: int | None, typed: dict[str, str]) -> int:
+    """The file descriptor of a daemon; UsageError where the options do not go together."""
+    if not daemon or stream_fd is None:
+        raise UsageError("--daemon and --stream-fd need each other")
+    if given := [flag for name, flag in typed.items() if name in OF_HTTP]:
+        raise UsageError(f"{', '.join(given)}: --daemon speaks no HTTP", fix="leave it out")
+    try:
+        os.fstat(stream_fd)
+    except OSError:
+        raise UsageError("--stream-fd", expected="a file descriptor that is open",
+                         found=stream_fd) from None  # fmt: skip
+    return stream_fd
 
 
 def require_packages() -> None:
