@@ -79,7 +79,7 @@ class Browser:
         self._answers: dict[int, dict] = {}
         self._number, self._changed = 0, threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
-        target = self._call("Target.createTarget", url="about:blank", width=wide, height=high)
+        target = self._call("Target.createTarget", url="about:blank")
         self._session = self._call("Target.attachToTarget", targetId=target["targetId"],
                                    flatten=True)["sessionId"]  # fmt: skip
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -291,7 +291,7 @@ def hostile(server: Page, page: Browser) -> list[str]:
         wrong.append("a text became markup")
     if page.run("pwned"):
         wrong.append("a text ran")
-    if page.run(f"$('messages').innerText.split({json.dumps(BAD)}).length - 1") < 4:
+    if page.run(f"$('messages').textContent.split({bad}).length - 1") != 6:
         wrong.append("a text is not shown as it is")
     return wrong
 

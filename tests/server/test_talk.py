@@ -176,7 +176,7 @@ def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Scree
 def test_ctrl_c_stops_the_answer_and_then_the_program(
     busy: Served, screens: Callable[..., Screen]
 ) -> None:
-    screen = screens("--url", busy.url, "-n", "1800", "--seed", "3", "--temp", "30")
+    screen = screens("--url", busy.url, "-n", "900", "--seed", "3", "--temp", "30")
     screen.until(PROMPT)
     screen.type("hello\n")
     screen.until("hello\r\n.{40}")
@@ -330,10 +330,10 @@ def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> No
 
         path = tmp_path / "a prompt.bin"
         path.write_bytes(struct.pack(f"<{len(ids)}i", *ids))
-        assert client.ask(f"{path} 20") == alone(20)
+        assert client.ask(f"{path} 12") == alone(12)
         sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "repetition_penalty": 1.1}
-        assert client.ask(f"{path} 20 samp=0.8,0.9,40,1.1,77") == alone(20, seed=77, **sampled)
-        new = [client.ask(f"{path} 30 samp=2,1,0,1") for _ in range(2)]
+        assert client.ask(f"{path} 8 samp=0.8,0.9,40,1.1,77") == alone(8, seed=77, **sampled)
+        new = [client.ask(f"{path} 9 samp=9,1,0,1") for _ in range(2)]
         assert new[0] != new[1], "without a seed each text is another one"
         (tmp_path / "odd.bin").write_bytes(b"12345")
         for wrong in ("RESTORE 3", f"{path}", f"{path} 0", f"{path} 5000", f"{path} 5 samp=1,2",
