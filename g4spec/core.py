@@ -345,7 +345,9 @@ class Budget(Protocol):
     def slots(self, sequences: int) -> int:
         """Slots for so many sequences, with a spare one where the device keeps one."""
 
-    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int: ...
+    def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
+        """Of a prompt's chunk, or of a step of so many sequences."""
+
     def available(self) -> int: ...
 
 

@@ -1,6 +1,6 @@
 """Answers in company against the same alone: drawn requests, a crowded engine, and the comparison.
 
-`tests/cpu/test_company.py` runs some, `benchmarks/cpu_company.py` thousands.
+`tests/cpu/test_company.py` runs some, `benchmarks/company.py` thousands.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Alternating:
     """A mask that depends on the text so far: tokens of every residue but one, which its length and
     newest token choose."""
 
-    def __init__(self, modulus: int) -> None:
-        self.modulus = modulus
+    def __init__(self, modulus: int, vocab: int) -> None:
+        self.modulus, self.vocab = modulus, vocab
 
     def __call__(self, output: Sequence[int]) -> torch.Tensor | None:
         if len(output) % 5 == 4:
             return None
         refused = (len(output) + (output[-1] if output else 0)) % self.modulus
-        return torch.arange(mm.V) % self.modulus != refused
+        return torch.arange(self.vocab) % self.modulus != refused
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,15 @@ class Answer:
         return made
 
 
-def draw(rng: random.Random, count: int, longest: int = 200) -> list[Ask]:
+def draw(
+    rng: random.Random, count: int, longest: int = 200, vocab: int = mm.V
+) -> list[Ask]:  # fmt: skip
     """`count` requests of at most `longest` tokens each. Some prompts share 512 tokens or more."""
-    bases = [tokens(rng, 1100) for _ in range(2)]
+    bases = [tokens(rng, 1100, vocab) for _ in range(2)]
     return [
         Ask(
-            prompt=_prompt(rng, bases),
-            options=_options(rng, longest),
+            prompt=_prompt(rng, bases, vocab),
+            options=_options(rng, longest, vocab),
             wait=rng.choice((0, 0, 0, 0, 1, 4)),
             patience=rng.choice((0, 2, 9, 40)) if rng.random() < 0.15 else None,
         )
@@ -102,23 +104,23 @@ def _log_uniform(rng: random.Random, most: int) -> int:
     return int(math.exp(rng.uniform(0, math.log(most + 1))))
 
 
-def tokens(rng: random.Random, count: int) -> list[int]:
+def tokens(rng: random.Random, count: int, vocab: int = mm.V) -> list[int]:
     """Random tokens in which short runs come again."""
-    runs = [[rng.randrange(5, mm.V) for _ in range(rng.randint(2, 9))] for _ in range(8)]
+    runs = [[rng.randrange(5, vocab) for _ in range(rng.randint(2, 9))] for _ in range(8)]
     out: list[int] = []
     while len(out) < count:
-        out += rng.choice(runs) if rng.random() < 0.7 else [rng.randrange(5, mm.V)]
+        out += rng.choice(runs) if rng.random() < 0.7 else [rng.randrange(5, vocab)]
     return out[:count]
 
 
-def _prompt(rng: random.Random, bases: list[list[int]]) -> list[int]:
+def _prompt(rng: random.Random, bases: list[list[int]], vocab: int) -> list[int]:
     if rng.random() < 0.35:
         shared = rng.choice((512, 513, 600, 1024, 1030))
-        return [2, *rng.choice(bases)[: shared - 1], *tokens(rng, rng.randint(1, 40))]
-    return [2, *tokens(rng, _log_uniform(rng, 600) - 1)]
+        return [2, *rng.choice(bases)[: shared - 1], *tokens(rng, rng.randint(1, 40), vocab)]
+    return [2, *tokens(rng, _log_uniform(rng, 600) - 1, vocab)]
 
 
-def _options(rng: random.Random, longest: int) -> Options:
+def _options(rng: random.Random, longest: int, vocab: int) -> Options:
     sampler = Sampler(seed=rng.randrange(2**40))
     if rng.random() < 0.7:
         sampler = replace(sampler, temperature=rng.choice((0.5, 1.0, 1.5)),
@@ -129,7 +131,7 @@ def _options(rng: random.Random, longest: int) -> Options:
                           presence_penalty=rng.choice((0.0, 0.8)),
                           frequency_penalty=rng.choice((0.0, 0.4)))  # fmt: skip
     if rng.random() < 0.2:
-        biased = rng.sample(range(mm.V), 3)
+        biased = rng.sample(range(vocab), 3)
         values = (-math.inf, rng.uniform(-9, 9), 4.0)
         sampler = replace(sampler, logit_bias=tuple(zip(biased, values, strict=True)))
     letters = [chr(32 + i) for i in range(90)]
@@ -139,9 +141,9 @@ def _options(rng: random.Random, longest: int) -> Options:
         draft_max=rng.choice((0, 1, 2, 3, 5, 8, 15, "auto")),
         stop=tuple(rng.sample(letters, 2)) if rng.random() < 0.2 else (),
         ignore_eos=rng.random() < 0.7,
-        logprobs=rng.choice((None, None, 0, 3, mm.V + 5)),
+        logprobs=rng.choice((None, None, 0, 3, vocab + 5)),
         n=rng.choice((1, 1, 1, 1, 2)),
-        mask=Alternating(rng.randint(2, 7)) if rng.random() < 0.15 else None,
+        mask=Alternating(rng.randint(2, 7), vocab) if rng.random() < 0.15 else None,
     )
 
 
@@ -196,25 +198,45 @@ def together(engine: Engine, asks: Sequence[Ask]) -> Crowd:
     return Crowd(answers, requests, most)
 
 
+class Engines:
+    """Where engines come from: small random models in memory, on the CPU.
+
+    Attributes:
+        vocab: of the target.
+    """
+
+    vocab = mm.V
+
+    def alone(self, kind: str | None) -> Engine:
+        """Make one for a text at a time, without a prefix cache."""
+        return memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=N_CTX)
+
+    def crowded(self, kind: str | None, parallel: int, tight: bool) -> Engine:
+        """Make one with a prefix cache; `tight`: its pool is too small for all that may be live."""
+        make, pool = DRAFTS[kind] if kind else None, pool_of(parallel, tight)
+        return memory_engine.engine(make, n_ctx=N_CTX, parallel=parallel, pool=pool,
+                                    prefix_bytes=PREFIX_BYTES)  # fmt: skip
+
+
+def pool_of(parallel: int, tight: bool) -> int:
+    """Tokens of the pool of a crowded engine."""
+    return N_CTX if tight else N_CTX * min(parallel, 6)
+
+
+IN_MEMORY = Engines()
+
+
 class Alone:
     """The same requests one at a time, each as if the engine were new: nothing is reused."""
 
-    def __init__(self, kind: str | None = None) -> None:
-        self._engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=N_CTX)
+    def __init__(self, kind: str | None = None, engines: Engines = IN_MEMORY) -> None:
+        self._engine = engines.alone(kind)
 
     def __call__(self, ask: Ask, choice: int = 0) -> Answer:
         seed = ask.options.sampler.seed + choice
         options = replace(ask.options, n=1, sampler=replace(ask.options.sampler, seed=seed))
         request = self._engine.generate(ask.prompt, options)
         return Answer.of(request, list(request))
-
-
-def crowded(kind: str | None, parallel: int, *, tight: bool = False) -> Engine:
-    """An engine with a prefix cache; `tight`: its pool is too small for all that may be live."""
-    pool = N_CTX if tight else N_CTX * min(parallel, 6)
-    make = DRAFTS[kind] if kind else None
-    return memory_engine.engine(make, n_ctx=N_CTX, parallel=parallel, pool=pool,
-                                prefix_bytes=PREFIX_BYTES)  # fmt: skip
 
 
 @dataclass
@@ -241,17 +263,19 @@ def judge(
     *,
     tight: bool = False,
     plain: Alone | None = None,
+    engines: Engines = IN_MEMORY,
 ) -> Verdict:
     """Draw `count` requests from a seed, answer them in company and alone, and compare.
 
     Args:
         plain: answers without a draft, if there is such an engine already.
     """
-    asks = draw(random.Random(seed), count, longest)
-    engine = crowded(kind, parallel, tight=tight)
+    asks = draw(random.Random(seed), count, longest, engines.vocab)
+    engine = engines.crowded(kind, parallel, tight)
     crowd = together(engine, asks)
     wrong = [f"{name}: {n}" for name, n in left_over(engine).items() if n]
-    plain, same = plain or Alone(), Alone(kind) if kind else None
+    plain = plain or Alone(engines=engines)
+    same = Alone(kind, engines) if kind else None
     for number, (ask, answers) in enumerate(zip(asks, crowd.answers, strict=True)):
         for choice, got in enumerate(answers):
             found = difference(got, plain(ask, choice))

@@ -37,10 +37,9 @@ class HostBudget:
         """One for each sequence."""
         return sequences
 
-    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
+    def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
         """An upper bound of what a step or a chunk holds at once."""
-        return memory.workspace_bytes(config.n_vocab, config.n_embd, config.row_width,
-                                      config.layers, n_ctx, chunk)  # fmt: skip
+        return memory.workspace_bytes(config, n_ctx, chunk, sequences)
 
     def available(self) -> int:
         """Bytes this process may still take."""

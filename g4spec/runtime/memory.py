@@ -84,7 +84,7 @@ def plan(
         cache=kept(caches, backend.slack(chunk)),
         draft_weights=budget.weights(draft_tensors),
         draft_cache=kept(draft_caches, backend.slack(chunk)),
-        workspace=budget.workspace(config, size.n_ctx, chunk),
+        workspace=budget.workspace(config, size.n_ctx, chunk, size.slots),
     )
 
 
@@ -94,14 +94,14 @@ def weight_bytes(shapes: Sequence[tuple[int, ...]]) -> int:
     return FLOAT * (sum(sizes) + 2 * max(sizes, default=0))
 
 
-def workspace_bytes(
-    n_vocab: int, n_embd: int, n_ff: int, layers: Sequence[LayerSpec], n_ctx: int, chunk: int
-) -> int:
-    """Upper bound of what a step or a chunk holds at once: logits, activations, one attention."""
-    logits = 3 * MAX_STEP_ROWS * n_vocab
-    activations = chunk * (8 * n_embd + 3 * n_ff)
-    attention = max(_attention(s, min(n_ctx, (s.window or n_ctx) + chunk)) for s in layers)
-    return FLOAT * (logits + activations + attention)
+def workspace_bytes(config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
+    """Upper bound of what a chunk or a step of so many sequences holds at once: logits,
+    activations, one attention."""
+    rows = MAX_STEP_ROWS * sequences
+    logits = 3 * rows * config.n_vocab
+    activations = max(rows, chunk) * (8 * config.n_embd + 3 * config.row_width)
+    attention = max(_attention(s, min(n_ctx, (s.window or n_ctx) + chunk)) for s in config.layers)
+    return int(FLOAT * (logits + activations + attention))
 
 
 def _attention(layer: LayerSpec, positions: int) -> int:

@@ -168,7 +168,7 @@ def test_doctor_counts_what_prompts_take(
     card = memory.Card(torch.device("cuda", 0), "q8_0", arch in ("sm_70", "sm_75"))
     for size, shape in synthetic.TARGETS.items():
         config = gemma4.parse_hf(Checkpoint(shape, {}))
-        needed = card.workspace(config, 8192, memory.chunk(gib << 30))
+        needed = card.workspace(config, 8192, memory.chunk(gib << 30), 1)
         large = gib << 30 >= LARGE
         row = facts().get(Fixed, f"fixed-g4spec-{size.split('-')[0]}{'-large' * large}")
         assert needed <= row.gib * 2**30
@@ -180,7 +180,7 @@ def test_no_cache_has_more_chunks_than_are_added(head_dim: int, n_kv: int) -> No
     for n_ctx in (4096, 131_072, 262_144):
         cache = CudaKV(CacheShape(n_kv, head_dim, None), Space(1, n_ctx, 0))
         assert cache.positions == pages_of(n_ctx + 2 * MAX_STEP_ROWS) * PAGE
-        chunks = attention.Chunks.of(cache)
+        chunks = attention.Chunks.of(cache, cache.positions)
         assert chunks.most(cache.positions, cache.positions) <= 256
         narrow = head_dim <= 128 and n_kv < 4
         assert chunks.shift == (6 if narrow and n_ctx < 262_144 else 7)

@@ -135,7 +135,9 @@ def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> N
 @pytest.mark.parametrize("kind", family.TARGETS)
 def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: str) -> None:
     calm = folder / f"{kind}-calm.gguf"
-    near(load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, 1.0, 0.1)
+    # Where two experts are nearly as good, rounding decides which one a row goes to.
+    share = 0.15 if kind == "experts" else 0.1
+    near(load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, 1.0, share)
     exact(load(folder / f"{kind}.gguf", cache_type=cache_type), PROMPT,
           build.prompt(16, family.VOCAB, 9))  # fmt: skip
 
@@ -214,5 +216,5 @@ def test_types_without_kernels_run_as_torch(kind: str, tmp_path: Path) -> None:
     family.random(tmp_path, kind, "q3_k_m")
     calm = tmp_path / f"{kind}-calm.gguf"
     gpu = load(calm)
-    near(load(calm, device="cpu"), gpu, PROMPT)
+    near(load(calm, device="cpu"), gpu, PROMPT, 1.0, 0.1)
     assert "q3_k matrices" in gpu.target.ops.without_kernel

@@ -87,7 +87,8 @@ def test_parity(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         rows = want.double().abs().amax(-1).clamp(min=1e-30)
         error = (got.double().cpu() - want.double()).abs().amax(-1) / rows
         assert float(error.max()) <= tolerance
-    assert not cuda.without_kernel
+    # One of the cases has heads of 96, which no kernel takes.
+    assert cuda.without_kernel == ({"attend"} if name == "attend" else set())
 
 
 @pytest.mark.parametrize(("kind", "type"), TARGETS)
@@ -111,7 +112,7 @@ def test_a_target_is_near_the_reference_and_exact(
         for begin in (1, 11):
             assert torch.equal(target.step(MORE[begin:], at + begin).logits, one[begin:]), begin
     assert {"portable.cu", "attention_plain.cu"} <= launched
-    named = {"choice of experts", "experts of long chunks, one by one"}
+    named = {"choice of experts", "experts of prompts, one by one"}
     assert gpu.target.ops.without_kernel == (named if kind == "experts" else set())
     assert gpu.target.ops.title.endswith("portable kernels")
 

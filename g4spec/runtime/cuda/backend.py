@@ -42,6 +42,8 @@ class CudaBackend:
     ) -> None:
         number = isinstance(device, int)
         self.device = torch.device("cuda", int(device)) if number else torch.device(device)
+        if self.device == torch.device("cuda"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.cache_type = cache_type
         self.enter()
         gpu_memory.join_free(self.device.index or 0)

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from g4spec.core import MAX_STEP_ROWS, CacheShape
+from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.gguf.reader import TensorInfo
+from g4spec.ops.kv_size import BEHIND, pages_of
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
+from g4spec.runtime.cuda.step import attention
 from g4spec.runtime.cuda.weights import packing
 
 FLOAT = 4
@@ -83,14 +85,20 @@ class Card:
         """One for each sequence, and a spare one where recorded batches may be filled up."""
         return sequences + spare_slots(sequences)
 
-    def workspace(self, config: Any, n_ctx: int, chunk: int) -> int:
-        """Logits of the largest steps, what reading a chunk takes, and what is fixed."""
-        logits = 4 * FLOAT * MAX_STEP_ROWS * config.n_vocab
+    def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
+        """Logits and sums of attention of the largest steps, what reading a chunk takes, and what
+        is fixed."""
+        logits = 4 * FLOAT * MAX_STEP_ROWS * sequences * config.n_vocab
+        sums = max(
+            (attention.partial_bytes(CacheShape(s.n_kv, s.head_dim, s.window), s.n_head,
+                                     pages_of(n_ctx + BEHIND) * PAGE, sequences)
+             for s in config.layers if s.window is None), default=0,
+        )  # fmt: skip
         # Residual, taps, and a draft's features.
         wide = 12 * FLOAT * plan.most_rows(chunk, n_ctx) * config.n_embd
         arch = "" if self.portable else launch.arch(self.device.index)
         long = sum(plan.workspace(config, chunk, n_ctx, arch))
-        return int(logits + wide + long + PACKING + FIXED)
+        return int(logits + sums + wide + long + PACKING + FIXED)
 
     def available(self) -> int:
         """Free memory, and what torch holds without using it."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from g4spec.core import Batch
+from g4spec.core import Batch, CacheShape
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
@@ -134,12 +134,12 @@ class Chunks:
     growing: bool
 
     @classmethod
-    def of(cls, kv: CudaKV) -> Chunks:
-        """A constant of the layer: it decides the order of sums."""
+    def of(cls, kv: CudaKV | CacheShape, positions: int) -> Chunks:
+        """A constant of a layer that holds so many positions: it decides the order of sums."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
             chunks = cls(_log2(max(tile, 32 * kv.n_kv)), True)
-            fits = chunks.most(kv.positions, kv.positions) <= _CHUNKS
+            fits = chunks.most(positions, positions) <= _CHUNKS
             return chunks if fits else cls(chunks.shift + 1, True)
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
         return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
@@ -157,6 +157,13 @@ class Chunks:
         if self.growing:
             return self.index(positions - 1) + 1
         return (span - 1 + (1 << self.shift) - 1 >> self.shift) + 1
+
+
+def partial_bytes(shape: CacheShape, n_head: int, positions: int, sequences: int) -> int:
+    """Bytes of the sums of chunks (`attend`) in the largest step of so many sequences, each of
+    which may have so many positions."""
+    chunks = Chunks.of(shape, positions).most(positions, positions)
+    return sequences * MAX_ROWS * n_head * chunks * (shape.head_dim + 2) * 4
 
 
 def _log2(n: int) -> int:
@@ -204,7 +211,7 @@ def attend(
     assert q.dtype == torch.float16 and head_dim == kv.head_dim and head_dim in HEAD_DIMS
     assert 1 <= tokens <= MAX_ROWS and len(q) == len(batch), batch.sizes
     assert n_head % kv.n_kv == 0, (n_head, kv.n_kv)
-    group, chunks = n_head // kv.n_kv, Chunks.of(kv)
+    group, chunks = n_head // kv.n_kv, Chunks.of(kv, kv.positions)
     room = chunks.most(kv.positions, kv.positions)
     assert room <= _CHUNKS, (room, kv.positions)
     sums = torch.empty(sequences, room, kv.n_kv, tokens * group, head_dim, device=q.device)

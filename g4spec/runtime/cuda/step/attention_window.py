@@ -109,14 +109,14 @@ def instance(tiles: int, slices: int, fours: int) -> str:
 
 def _tiles(kv: CudaKV) -> int:
     """Tiles of a chunk."""
-    return (1 << Chunks.of(kv).shift) // TILE
+    return (1 << Chunks.of(kv, kv.positions).shift) // TILE
 
 
 def _chunks(kv: CudaKV) -> int:
     """Most chunks that the rows of a step see: at most the window in front of the first row, and as
     many positions as there are rows."""
     assert kv.window is not None
-    return Chunks.of(kv).most(min(kv.window + MOST, kv.positions), kv.positions)
+    return Chunks.of(kv, kv.positions).most(min(kv.window + MOST, kv.positions), kv.positions)
 
 
 def _shared(tiles: int, fours: int) -> int:
