@@ -252,8 +252,7 @@ class Cycle:
 
     Attributes:
         tokens: newly chosen tokens; all but the last were drafted and accepted.
-        logits: the target's logit of each of `tokens`.
-        drafted: what the draft proposed. `accepted`: how many of them held.
+        logits: the target's logit of each. drafted: what was proposed. accepted: how many held.
         draft_seconds, step_seconds: time of the whole batch: proposing (bringing the draft up to
             date included), and the target's step with the choice of tokens.
         logprobs: for each token, its log-probability and the most likely (id, log-probability)
