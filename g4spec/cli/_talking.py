@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from g4spec.cli._lines import HELP, interrupting, read
 from g4spec.cli._spoken import LEGEND, answer_figures
 from g4spec.cli.render import Output
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import G4Error
 
 if TYPE_CHECKING:
     from g4spec.server.talk import Piece, Told, Voice
@@ -77,7 +77,7 @@ class Conversation:
                 loop.run_until_complete(task)
             except asyncio.CancelledError:
                 told.finish = "stopped"
-            except (InputError, UsageError) as error:  # the next message may be better
+            except G4Error as error:  # the next message may be better
                 self._messages.pop()
                 self._out.say(str(error))
                 return

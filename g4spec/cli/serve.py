@@ -44,7 +44,8 @@ def command(
     """Serve the model to OpenAI's and llama.cpp's clients, and a page to chat with it; a draft
     makes it faster and never changes an answer. The first SIGTERM or Ctrl-C lets requests end, a
     second one stops."""
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type,
+                          1 if daemon else parallel)  # fmt: skip
     asked: dict[str, float | None] = {"temperature": temp, "top_k": top_k, "top_p": top_p,
                                       "min_p": min_p}  # fmt: skip
     if daemon or stream_fd is not None:
@@ -62,7 +63,7 @@ def command(
         path, draft_file = _engine.files(model, draft, setup, out)
         sampler, names = _defaults.sampler(path, out, **asked), alias or [path.stem]
         where = f"{names[0]} is served at {run.address(place, at)}"
-        with _engine.load(path, draft_file, setup, out, parallel=parallel, pool=pool,
+        with _engine.load(path, draft_file, setup, out, pool=pool,
                           prefix_cache=prefix_cache << 20) as engine:  # fmt: skip
             settings = Settings(names[0], tuple(names[1:]), queue, time_limit=timeout,
                                 sampler=sampler)  # fmt: skip

@@ -20,7 +20,7 @@ import anyio
 from g4spec.core import Cycle
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.plan import WHY, Share
-from g4spec.runtime.request import Request
+from g4spec.runtime.request import Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
 
 News = tuple[str, dict[str, Any]]
@@ -85,6 +85,14 @@ class Followed:
         return {"text": self.number, "prompt_tokens": self.request.stats.prompt_tokens,
                 "draft_max": options.draft_max, "most_tokens": options.n_predict}  # fmt: skip
 
+    def add(self, share: Share) -> None:
+        """Count a step."""
+        self.cycles += 1
+        if share.plain_seconds is None or self.plain_seconds is None:
+            self.plain_seconds = None
+        else:
+            self.plain_seconds += share.plain_seconds
+
     def speed(self) -> dict[str, Any]:
         """Compare with plain decoding, which takes a step a token."""
         plain, stats = self.plain_seconds, self.request.stats
@@ -125,18 +133,11 @@ class Live:
         if share is None:
             self._queries += stats.prompt_tokens
             self._hits += stats.cached_tokens
-            told = {"prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens,
-                    "queue_seconds": stats.queue_seconds,
-                    "prefill_seconds": stats.prefill_seconds}  # fmt: skip
         else:
-            told = _told(share, cycle)
-            text.cycles += 1
-            if share.plain_seconds is None or text.plain_seconds is None:
-                text.plain_seconds = None
-            else:
-                text.plain_seconds += share.plain_seconds
+            text.add(share)
         if not self._watchers:
             return
+        told = _read(stats) if share is None else _told(share, cycle)
         told = {"text": text.number, **told, "tokens": len(cycle.tokens), **text.speed()}
         words = {}
         if text.word is not None:
@@ -200,6 +201,11 @@ class Live:
             "pages": engine.pool.n_pages, "pages_free": engine.pool.free,
             "prompt_tokens": self._queries, "cached_tokens": self._hits, "lost": lost,
         }  # fmt: skip
+
+
+def _read(stats: Stats) -> dict[str, Any]:
+    names = ("prompt_tokens", "cached_tokens", "queue_seconds", "prefill_seconds")
+    return {name: getattr(stats, name) for name in names}
 
 
 def _told(share: Share, cycle: Cycle) -> dict[str, Any]:

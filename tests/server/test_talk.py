@@ -282,14 +282,22 @@ def test_options_that_cannot_mean_anything(
 
 
 class Client:
-    """A client of the daemon's protocol, written from its description alone."""
+    """A client of the daemon's protocol, written from its description alone: it starts a program
+    by name, with the options that such clients give, which is the script of the docs."""
 
-    def __init__(self, *argv: object) -> None:
+    def __init__(self, folder: Path, *argv: object) -> None:
+        (script,) = re.findall("```sh\n(.*?)```", (ROOT / "docs/serving.md").read_text(), re.DOTALL)
+        g4spec = f'#!/bin/sh\nexec {sys.executable} -m g4spec "$@"\n'
+        for name, text in (("daemon", script), ("g4spec", g4spec)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o700)
         self.tokens, write = os.pipe()
+        path = {"PATH": f"{folder}:{os.environ['PATH']}"}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "g4spec", "serve", "--daemon", f"--stream-fd={write}",
-             *map(str, argv)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, pass_fds=(write,), env=ENVIRONMENT, cwd=ROOT,
+            [folder / "daemon", *map(str, argv), "--daemon", "--fast-rollback", "--ddtree",
+             "--ddtree-budget=22", "--max-ctx=512", f"--stream-fd={write}"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(write,),
+            env=ENVIRONMENT | path, cwd=ROOT,
         )  # fmt: skip
         os.close(write)
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -321,7 +329,7 @@ class Client:
 
 
 def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> None:
-    client = Client("-m", family / "target.gguf", "-md", family / "dflash.gguf", "-c", 512)
+    client = Client(tmp_path, "--model", family / "target.gguf", "--draft", family / "dflash.gguf")
     with Engine.load(family / "target.gguf", n_ctx=512) as engine:
         ids = engine.tokenizer.encode("The quick brown fox")
 
