@@ -23,8 +23,10 @@ from typing import Any
 import pytest
 
 from g4spec import cli
+from g4spec.cli import _defaults
+from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
-from g4spec.gguf import GGUF
+from g4spec.gguf import T, Value, string, write
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
@@ -378,6 +380,22 @@ def test_options_that_no_daemon_has(
     assert said in capsys.readouterr().err
 
 
-def test_files_name_their_sampling(family: Path) -> None:
-    with GGUF(family / "target.gguf") as file:
-        assert file.kv["general.sampling.top_k"] == 64
+def test_files_name_their_sampling(
+    family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(**keys: Value) -> Path:
+        path = tmp_path / "x.gguf"
+        kv = {f"general.sampling.{name}": value for name, value in keys.items()}
+        write(path, {"general.architecture": string("gemma4"), **kv}, {})
+        return path
+
+    out = Output()
+    found = _defaults.sampler(family / "target.gguf", out, temperature=0.5)
+    assert (found.temperature, found.top_k, found.top_p) == (0.5, 64, pytest.approx(0.95))
+    assert "top_k 64, top_p 0.95, from" in capsys.readouterr().err, "temp was given"
+    assert _defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
+    found = _defaults.sampler(made(top_k=Value(T.I32, -1), mirostat=Value(T.I32, 2)), out)
+    assert found.top_k == 0
+    assert "not used: general.sampling.mirostat" in capsys.readouterr().err
+    with pytest.raises(InputError, match="expected a number"):
+        _defaults.sampler(made(temp=string("hot")), out)
