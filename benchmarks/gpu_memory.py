@@ -27,6 +27,7 @@ from g4spec.convert import convert
 from g4spec.errors import EnvironmentProblem
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda import gpu_memory as memory
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.engine import Engine, Options
 
@@ -78,7 +79,7 @@ def main() -> int:
     """Make the files, run, write the result."""
     parser = gpu_first_token.options(__doc__)
     parser.add_argument("--gib", type=float, default=23.0)
-    parser.add_argument("--cache-type", default="q8_0", choices=["f16", "q8_0"])
+    parser.add_argument("--cache-type", default="q8_0", choices=KINDS)
     args = parser.parse_args()
     with gpu_first_token.made(args.work, args.layers) as target:
         draft = target.with_name("draft.gguf")

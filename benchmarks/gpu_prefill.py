@@ -26,6 +26,7 @@ from benchmarks import watch
 from g4spec.core import PROMPT_BLOCK, Draft
 from g4spec.measure import synthetic
 from g4spec.runtime.cuda.backend import CudaBackend
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.prefill.long_ops import LongOps
 from g4spec.runtime.cuda.prefill.prefill_attention import Attention, Flash, Scores, Wide
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts
@@ -160,7 +161,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=["31b", "26b-a4b"])
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 4096, 32768])
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--kv", default="f16", choices=["f16", "q8_0"])
+    parser.add_argument("--kv", default="f16", choices=KINDS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     results, exact = [], {}

@@ -28,6 +28,7 @@ sys.path.insert(0, str(ROOT.parent))
 
 from g4spec.measure import synthetic_bench as steps  # noqa: E402
 from g4spec.runtime import devices  # noqa: E402
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS  # noqa: E402
 
 # Model, context, figure: required and stretch, milliseconds.
 GOALS = {
@@ -114,7 +115,7 @@ def main() -> int:
     parser.add_argument("--type", default="q4_k_m")
     parser.add_argument("--draft", default="dflash", choices=["dflash", "assistant"])
     parser.add_argument("--streams", type=int, nargs="*", default=[], help="texts in one step")
-    parser.add_argument("--cache-type", default="q8_0", choices=["f16", "q8_0"])
+    parser.add_argument("--cache-type", default="q8_0", choices=KINDS)
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
     protocol = steps.Protocol(type=args.type, draft=args.draft, contexts=tuple(args.contexts),

@@ -182,7 +182,8 @@ sequences, whose rows are consecutive."""
 
 
 class Draft(Protocol):
-    """Anything that proposes tokens. The engine knows nothing else about it.
+    """Anything that proposes tokens. The engine knows nothing else about it. What the other verbs
+    know of a kind of draft is `g4spec.models.spec.DraftKind`; CONTRIBUTING.md has the steps.
 
     Attributes:
         taps: target layers whose input it is given.
@@ -255,8 +256,7 @@ class Cycle:
         logits: the target's logit of each. drafted: what was proposed. accepted: how many held.
         draft_seconds, step_seconds: time of the whole batch: proposing (bringing the draft up to
             date included), and the target's step with the choice of tokens.
-        logprobs: for each token, its log-probability and the most likely (id, log-probability)
-            pairs, if they were asked for.
+        logprobs: if asked for, each token's log-probability and the likeliest (id, its own) pairs.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
         error: why this sequence cannot go on (its target's logits are not finite), or None.
         share: what was planned for it and why (`g4spec.runtime.plan.Share`); None without a step.

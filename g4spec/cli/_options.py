@@ -9,6 +9,7 @@ import typer
 
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import UsageError
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 
 Model = Annotated[
     Path, typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one.")
@@ -64,7 +65,7 @@ Device = Annotated[
 ]
 CacheType = Annotated[
     str | None,
-    typer.Option(metavar="f16|q8_0", help="How a GPU stores keys and values. Default: f16."),
+    typer.Option(metavar="|".join(KINDS), help="How a GPU stores keys and values. Default: f16."),
 ]
 Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the K likeliest tokens; 0 keeps all.")]

@@ -52,7 +52,7 @@ PrefixCache = Annotated[
 Pool = Annotated[
     int | None,
     typer.Option("--pool", metavar="TOKENS", help="Tokens that all texts together may keep. "
-                 "Default: one context."),
+                 "Default, and least: one context."),
 ]  # fmt: skip
 
 

@@ -83,8 +83,9 @@ def command(
 
     out = Output(json, quiet)
     bias = _logits.logit_bias(logit_bias)
-    sampler = Sampler(temp, top_k, top_p, min_p, seed, (), bias, repeat_penalty, presence_penalty,
-                      frequency_penalty)  # fmt: skip
+    sampler = Sampler(temp, top_k, top_p, min_p, seed, logit_bias=bias,
+                      repetition_penalty=repeat_penalty, presence_penalty=presence_penalty,
+                      frequency_penalty=frequency_penalty)  # fmt: skip
     options = Options(n_predict, sampler, _options.draft_max(draft_max), tuple(stop or ()),
                       ignore_eos)  # fmt: skip
     _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft)

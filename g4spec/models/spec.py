@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from g4spec.errors import InputError
 
 if TYPE_CHECKING:
-    pass
+    from g4spec.core import CacheShape
+    from g4spec.gguf import GGUF, KV
 
 GEMMA_STOP_IDS = frozenset({1, 106, 50})
 """`<eos>`, `<turn|>`, `<|tool_response>`; a file's own stop ids are added to these."""
@@ -134,3 +135,73 @@ class Checkpoint:
 def stop_ids(*sources: Iterable[int]) -> frozenset[int]:
     """Union of Gemma's stop ids and those that a file or configuration names."""
     return GEMMA_STOP_IDS.union(*sources)
+
+
+class DraftConfig(Protocol):
+    """What every verb may read of a draft's configuration.
+
+    Attributes:
+        arch: `general.architecture` of its file.
+        layers: those with attention, or none.
+    """
+
+    arch: str
+    n_vocab: int
+    n_embd: int
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]: ...
+
+
+class DraftKind(Protocol):
+    """What a file of `g4spec/models/` has that is a kind of draft. `Drafter` is its draft, called
+    as `models.drafter.WeightedDrafter` is.
+
+    Where it needs them it also has:
+        NAME, MARKS: name of the kind and tensors that no other kind has, where kinds share ARCH.
+        ARCHS: all architectures of its files, with `upstream.OWN` behind what upstream must refuse.
+        ALIASES: other spellings of tensor names in checkpoints -> usual ones.
+        CONFIDENCE: ends of the names of tensors that say how sure the draft is of a token.
+        notes(checkpoint): what users should know about a checkpoint's configuration.
+        metadata_tensors(config): tensors that become metadata (see `models.assistant`).
+
+    Attributes:
+        ARCH: `general.architecture` of its files. TITLE: what people call it.
+        PREFIXES: what is stripped from the names of a checkpoint's tensors, the first that fits.
+        DROPS: checkpoint tensors that are left out on purpose.
+        LIMITS: `upstream.Limit` of each property that upstream computes otherwise.
+    """
+
+    ARCH: str
+    TITLE: str
+    PREFIXES: tuple[str, ...]
+    DROPS: tuple[Drop, ...]
+    LIMITS: tuple[Any, ...]
+    Drafter: Any
+
+    def claims(self, checkpoint: Checkpoint) -> bool:
+        """Whether the checkpoint is of this kind and no other."""
+
+    def parse_hf(self, checkpoint: Checkpoint, target: Any) -> DraftConfig:
+        """Configuration of a checkpoint; `target` is its gemma4.Config. InputError or Unsupported
+        for what is missing, wrong or not implemented."""
+
+    def parse_gguf(
+        self, kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]
+    ) -> DraftConfig:
+        """The same from metadata and tensor shapes (PyTorch order) of a GGUF file."""
+
+    def metadata(self, config: Any) -> KV:
+        """Keys from which `parse_gguf` reads the same configuration."""
+
+    def tensors(self, config: Any) -> list[TensorSpec]:
+        """Every tensor of the GGUF file, in order."""
+
+    def caches(self, config: Any, window: int | None) -> list[CacheShape]:
+        """Caches of its own; `window` bounds those of layers without one (`--draft-window`)."""
+
+    def check_pair(self, config: Any, target: Any) -> None:
+        """InputError unless the draft fits a target (its gemma4.Config)."""
+
+    def token_ids(self, config: Any, file: GGUF) -> dict[str, Any]:
+        """Tokens that the file names outside its index tensors, by what names them."""

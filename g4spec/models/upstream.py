@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 Case = Literal["same", "differs", "refused"]
 
+ARCHITECTURES = ("dflash", "eagle3", "gemma4-assistant")
+"""Of drafts that upstream has code for. It refuses a file of any other."""
+
 OWN = "-g4spec"
 """Ends the architecture name of a file that upstream must not load."""
 
@@ -43,9 +46,13 @@ class Verdict:
     reasons: tuple[Limit, ...] = ()
 
 
+UNKNOWN = Limit("refused", "an architecture of our own", "has no code for it",
+                lambda c: c.arch.removesuffix(OWN) not in ARCHITECTURES)  # fmt: skip
+
+
 def judge(limits: Iterable[Limit], config: Any) -> Verdict:
     """What upstream makes of a draft of this configuration; the worst limit decides."""
-    hit = tuple(limit for limit in limits if limit.applies(config))
+    hit = tuple(limit for limit in (*limits, UNKNOWN) if limit.applies(config))
     cases = {limit.case for limit in hit}
     if "refused" in cases:
         return Verdict("refused", hit)
@@ -54,4 +61,5 @@ def judge(limits: Iterable[Limit], config: Any) -> Verdict:
 
 def architecture(arch: str, limits: Iterable[Limit], config: Any) -> str:
     """`arch`, or its name that upstream refuses if upstream would compute something else."""
-    return arch + OWN if judge(limits, config).case == "refused" else arch
+    refused = judge(limits, config).case == "refused"
+    return arch + OWN if refused and arch in ARCHITECTURES else arch

@@ -20,6 +20,15 @@ from g4spec.errors import InputError, Unsupported, UsageError
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
+EDITS = {
+    "logit_bias": "--logit-bias",
+    "repetition_penalty": "--repeat-penalty",
+    "presence_penalty": "--presence-penalty",
+    "frequency_penalty": "--frequency-penalty",
+}
+"""Fields of `Sampler` that edit logits before they are filtered, and their options.
+`g4spec.ops.logits.edited` applies them."""
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = np.uint64(0xFFFFFFFF)
@@ -132,31 +141,25 @@ class Sampler:
     @property
     def uses_history(self) -> bool:
         """True where a choice depends on the tokens so far: a penalty is on."""
-        return (
-            self.repetition_penalty != 1
-            or self.presence_penalty != 0
-            or self.frequency_penalty != 0
-        )
+        return any(name != "logit_bias" for name in self._edits())
 
     @property
     def plain(self) -> bool:
         """True where raw logits and a position are enough: no bias and no penalty."""
-        return not self.logit_bias and not self.uses_history
+        return not self._edits()
+
+    def _edits(self) -> list[str]:
+        """Names of the `EDITS` that are on."""
+        return [name for name in EDITS if getattr(self, name) != getattr(_DEFAULT, name)]
 
     def without_edits(self) -> Sampler:
         """Return the same sampler without bias and penalties: for logits that are edited already,
         and for drafts, whose choices the target corrects."""
-        return replace(self, logit_bias=(), repetition_penalty=1.0, presence_penalty=0.0,
-                       frequency_penalty=0.0)  # fmt: skip
+        return replace(self, **{name: getattr(_DEFAULT, name) for name in EDITS})
 
     def require_plain(self) -> None:
         """Raise Unsupported, naming the options, unless the sampler is `plain`."""
-        given = [flag for flag, on in (
-            ("--logit-bias", self.logit_bias),
-            ("--repeat-penalty", self.repetition_penalty != 1),
-            ("--presence-penalty", self.presence_penalty),
-            ("--frequency-penalty", self.frequency_penalty),
-        ) if on]  # fmt: skip
+        given = [EDITS[name] for name in self._edits()]
         if given:
             raise Unsupported(f"{', '.join(given)}: not applied where raw logits are sampled",
                               fix="leave it out")  # fmt: skip
@@ -199,3 +202,6 @@ class Sampler:
             keep = int((values >= values[0] + math.log(self.min_p)).sum())
             values, ids = values[:keep], ids[:keep]
         return torch.full_like(logits, -math.inf).index_put((ids,), values)
+
+
+_DEFAULT = Sampler()

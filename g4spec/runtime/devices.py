@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from g4spec.core import Backend
 from g4spec.errors import EnvironmentProblem, UsageError
 from g4spec.runtime.backend import TorchBackend
-
-CACHE_TYPES = ("f16", "q8_0")
-"""How keys and values may be stored on a GPU; on a CPU they are always F32."""
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 
 EXTRA = "install g4spec[cuda]"
 
 
-def select(
-    device: str, cache_type: Literal["f16", "q8_0"] | str | None = None
-) -> Backend:
+def select(device: str, cache_type: str | None = None) -> Backend:
     """Open a device.
 
     Args:
         device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it can be used.
             "cuda:portable" or "cuda:1:portable": with the kernels for GPUs before sm_80, which run
             on every other too.
-        cache_type: see `CACHE_TYPES`; None: F16 on a GPU.
+        cache_type: one of `cuda_kv_size.KINDS`; None: F16 on a GPU.
 
     Raises UsageError or EnvironmentProblem where the device cannot be used.
     """
@@ -43,8 +39,8 @@ def select(
 def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None:
     """What `select` would raise, without taking a device. The GPU's number, and whether with
     portable kernels only; None for the CPU."""
-    if cache_type not in (None, *CACHE_TYPES):
-        raise UsageError("--cache-type", expected=" or ".join(CACHE_TYPES), found=cache_type)
+    if cache_type not in (None, *KINDS):
+        raise UsageError("--cache-type", expected=" or ".join(KINDS), found=cache_type)
     if device == "auto":
         device = "cpu" if _missing() else "cuda"
     if device == "cpu":

@@ -10,7 +10,7 @@ from pathlib import Path
 from g4spec import models
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
-from g4spec.models.upstream import Case, Verdict, judge
+from g4spec.models.upstream import ARCHITECTURES, UNKNOWN, Case, Verdict, judge
 
 CASES: dict[Case, str] = {
     "same": "runs the draft as it was trained",
@@ -55,6 +55,9 @@ def document() -> str:
     """The page: a row for each limit of each kind."""
     rows = []
     for kind in models.drafts().values():
+        if kind.ARCH not in ARCHITECTURES:
+            rows.append(f"| {kind.TITLE} | {UNKNOWN.what} | {UNKNOWN.case} | {UNKNOWN.does} |")
+            continue
         rows.append(f"| {kind.TITLE} | nothing of what follows | same | {CASES['same']} |")
         rows += [f"| {kind.TITLE} | {limit.what} | {limit.case} | {limit.does} |"
                  for limit in getattr(kind, "LIMITS", ())]  # fmt: skip

@@ -46,6 +46,20 @@ def test_all_files_named_are_there() -> None:
     assert len(names) > 30 and missing == []
 
 
+def test_contributing_names_what_is_there() -> None:
+    """Files by the end of their paths, and constants by their names."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    files = [p for folder in ("g4spec", "tests", "benchmarks", "docs")
+             for p in (ROOT / folder).rglob("*.*")]  # fmt: skip
+    named = set(re.findall(r"`([\w/]+\.(?:py|cuh?|toml|md))\b", page))
+    ends = ["/" + str(p.relative_to(ROOT)) for p in files]
+    missing = [name for name in sorted(named) if not any(e.endswith(f"/{name}") for e in ends)]
+    assert len(named) > 40 and missing == []
+    code = "\n".join(p.read_text() for p in files if p.suffix in (".py", ".cu", ".cuh"))
+    constants = set(re.findall(r"`(?:\w+\.)?(_?[A-Z][A-Z_0-9]{2,})`", page))
+    assert [c for c in sorted(constants) if not re.search(rf"\b{c}\b", code)] == []
+
+
 def test_every_folder_of_the_package_is_named() -> None:
     folders = [p for p in (ROOT / "g4spec").rglob("*") if p.is_dir() and any(p.glob("*.py"))]
     missing = {str(p.relative_to(ROOT)) for p in folders if f"{p.name}/" not in PAGE}

@@ -22,7 +22,7 @@ def plain() -> Alone:
 @pytest.mark.parametrize("number,kind", enumerate(company.KINDS), ids=str)
 def test_answers_in_company_equal_those_alone(plain: Alone, number: int, kind: str | None) -> None:
     parallel = company.PARALLEL[number % 4]
-    verdict = company.judge(kind, parallel, f"suite {kind}", 3, 24, plain=plain)
+    verdict = company.judge(kind, parallel, f"suite {kind}", 4, 24, plain=plain)
     assert not verdict.wrong
     assert verdict.tokens and (verdict.most_live > 1 or parallel == 1)
 

@@ -48,7 +48,7 @@ def randn(*shape: int, seed: int = 2) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", kv_size.KINDS)
 def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind) -> None:
     cache = made(CacheShape(2, 32, 100), kind)
     assert cache.capacity == 128  # 100 + 16, in tiles of 128
@@ -67,7 +67,7 @@ def test_a_ring_keeps_its_window_and_shows_what_was_never_written(kind: kv.Kind)
         assert all(bool(x.isnan().all()) for x in cache.read(slot, 0, 127))
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", kv_size.KINDS)
 def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
     cache, rows = made(CacheShape(2, 32, None), kind, n_ctx=500), randn(3, 400, 2, 32)
     assert cache.keys.shape == (3 * 5 + 1, 2, PAGE, 32) and cache.positions == 5 * PAGE
@@ -81,7 +81,7 @@ def test_pages_keep_everything_of_every_slot(kind: kv.Kind) -> None:
         assert all(bool(x.isnan().all()) for x in cache.read(slot, 400, 5 * PAGE - 1))
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", kv_size.KINDS)
 def test_rows_without_a_page_harm_nobody(kind: kv.Kind) -> None:
     """They go to the spare page: those of a slot without pages, those before position 0."""
     cache = made(CacheShape(1, 32, None), kind, n_ctx=500)
@@ -91,7 +91,7 @@ def test_rows_without_a_page_harm_nobody(kind: kv.Kind) -> None:
     assert not held[0].isnan().all() and bool(held[1:].isnan().all())
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", kv_size.KINDS)
 @pytest.mark.parametrize("end", [3, 90, 301])
 def test_a_ring_that_is_put_back_elsewhere(kind: kv.Kind, end: int) -> None:
     cache, other = made(CacheShape(2, 64, 100), kind), made(CacheShape(2, 64, 100), kind)
@@ -108,7 +108,7 @@ def test_a_ring_that_is_put_back_elsewhere(kind: kv.Kind, end: int) -> None:
         assert torch.equal(plane.view(torch.uint8), kept.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", kv_size.KINDS)
 def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
     values, weight = randn(9, 2, 512, seed=3), 1 + torch.rand(512)
     keys = values * weight
@@ -127,7 +127,7 @@ def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
     assert torch.equal(whole[100:109] * cache.taken_over(weight), cache.read(1, 100, 108)[0])
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", kv_size.KINDS)
 @pytest.mark.parametrize(
     "shape", [CacheShape(4, 512, None, 64), CacheShape(4, 512, None), CacheShape(2, 512, 200, 32),
               CacheShape(2, 256, None, 64), CacheShape(1, 512, None, 256)]

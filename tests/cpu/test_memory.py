@@ -21,7 +21,7 @@ from g4spec.ops.kv import LayerKV, Space
 from g4spec.runtime import memory
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.cuda.backend import CudaBackend
-from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, slot_bytes
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, Kind, slot_bytes
 from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
@@ -39,7 +39,7 @@ def test_cache_bytes_are_those_of_the_caches() -> None:
     assert planned == got == 4 * 2 * (3 * (24 + 64) * 32 + 7 * 128 * 32)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("parallel", [1, 2, 3, 8])
 def test_a_plan_for_a_gpu_counts_the_spare_slot_and_the_spare_page(
     kind: Kind, parallel: int

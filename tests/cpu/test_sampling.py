@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
+from g4spec.cli import generate
 from g4spec.errors import UsageError
-from g4spec.ops.sampling import NotFinite, Sampler, gumbel, philox
+from g4spec.ops.sampling import EDITS, NotFinite, Sampler, gumbel, philox
+from g4spec.runtime.cuda.step import choose
+from g4spec.server.fields import Sampling
+from tests import company
 
 
 @pytest.mark.parametrize(
@@ -105,3 +112,17 @@ def test_edits_out_of_range_name_their_option(message: str, kw: dict[str, float]
 def test_edits_at_their_limits_are_taken() -> None:
     Sampler(logit_bias=((0, -math.inf), (1, -100), (2, 100)), repetition_penalty=0.01,
             presence_penalty=-2, frequency_penalty=2)  # fmt: skip
+
+
+def test_every_field_has_its_places() -> None:
+    """A field that a device does not read would be left out there without a word."""
+    names = {f.name for f in fields(Sampler)} - {"suppress"}
+    assert names == {*choose.NUMBERS, *EDITS}, "kernels read a field, or the host edits logits"
+    spelt = {"temperature": "temp", "repetition_penalty": "repeat_penalty"}
+    options = inspect.signature(generate.command).parameters
+    assert {spelt.get(name, name) for name in names} <= set(options), "g4spec generate"
+    assert names <= set(Sampling.model_fields), "requests to the server"
+    drawn = [ask.options.sampler for ask in company.draw(random.Random(0), 300)]
+    still = {name for name in names if all(getattr(s, name) == getattr(Sampler(), name)
+                                           for s in drawn)}  # fmt: skip
+    assert not still, "tests/company.py never draws it"

@@ -11,6 +11,7 @@ from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention
@@ -21,7 +22,6 @@ from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import stored
 
 pytestmark = pytest.mark.gpu
-KINDS: tuple[Kind, ...] = ("f16", "q8_0")
 HEADS = [(8, 8), (16, 8), (12, 4), (32, 4), (16, 1), (5, 1)]
 
 LAYERS = [

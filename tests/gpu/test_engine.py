@@ -11,6 +11,7 @@ import torch
 from g4spec import convert
 from g4spec.measure import prompts, verify
 from g4spec.ops.sampling import Sampler
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending import joined
 from g4spec.runtime.request import Options
@@ -131,7 +132,7 @@ def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> N
         assert verdict.accepted > 0.05 * verdict.drafted
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", KINDS)
 @pytest.mark.parametrize("kind", family.TARGETS)
 def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: str) -> None:
     calm = folder / f"{kind}-calm.gguf"

@@ -18,6 +18,7 @@ from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.prefill import long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
@@ -165,7 +166,7 @@ def test_bytes_of_keys_that_are_values(portable: bool) -> None:
     check(small(layers, {"": "q8_0"}), 150, "q8_0", loose=5, portable=portable)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_256_without_a_window(kind: Kind) -> None:
     layers = tuple(replace(s, head_dim=256, n_head=2, n_kv=1) for s in dense(3))
     check(small(layers, {"": "q4_k"}), 300, kind, loose=5 if kind == "q8_0" else 1)

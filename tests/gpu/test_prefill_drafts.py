@@ -13,6 +13,7 @@ from g4spec.models import dflash, eagle3
 from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS as CACHES
 from g4spec.runtime.cuda.prefill import draft_ops, long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.weights.matrix import Matrix
@@ -91,7 +92,7 @@ def rows_of(taps: torch.Tensor, start: int, slot: int) -> StepRows:
     return StepRows(batch, taps[:, :E], taps)
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_prompt_in_blocks(name: str, kind: Kind) -> None:
     drafts, by = Drafts(name), small(dense(3), {"": "q8_0"}).reader(N_CTX, 2 * BLOCK, kind)

@@ -9,6 +9,7 @@ from g4spec.core import PAGE, Batch, CacheShape
 from g4spec.ops.kv import Space
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV, Kind
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.step import packed_rows as rows
 from tests.gpu.batches import rows_of, spread
@@ -196,7 +197,7 @@ def written(kv: CudaKV, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize("dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("pairs", [True, False])
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["target", "v_from_k", "draft", "plain", "q", "kv"])
 def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None) -> None:
     n_q, n_kv = {"q": (6, 0), "kv": (0, 3)}.get(form, (6, 3))
@@ -240,7 +241,7 @@ def test_heads(dim: int, pairs: bool, kind: Kind, form: str, window: int | None)
         assert torch.equal(left.view(torch.uint8), before.view(torch.uint8))
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_keys_that_are_values(kind: Kind) -> None:
     """Only the columns that turn are stored; queries take the norm's weight over in the others."""
     n_q, n_kv, dim, turning = 3, 2, 512, 64

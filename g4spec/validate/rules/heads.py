@@ -54,7 +54,7 @@ def refused(s: Subject) -> Findings:
     """A gated Markov head, a P-EAGLE block or drafts read from another row load in an engine that
     does not know them, and are slow there for no visible reason."""
     verdict = upstream.judge(getattr(s.kind, "LIMITS", ()), s.config)
-    if verdict.case == "refused" and not str(s.arch).endswith(upstream.OWN):
+    if verdict.case == "refused" and s.arch in upstream.ARCHITECTURES:
         why = next(limit for limit in verdict.reasons if limit.case == "refused")
         yield Finding("general.architecture", f"{s.arch}{upstream.OWN}, for {why.what}", s.arch,
                       RECONVERT)  # fmt: skip

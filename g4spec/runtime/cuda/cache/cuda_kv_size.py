@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from g4spec.core import MAX_STEP_ROWS, PAGE, CacheShape
 from g4spec.ops.kv_size import pages_of
 
 Kind = Literal["f16", "q8_0"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""How keys and values may be stored on a GPU: the values of `--cache-type`. On a CPU they are
+always F32."""
 
 TILE = PAGE
 """Positions of an aligned tile, consecutive in memory."""

@@ -19,7 +19,7 @@ from g4spec.core import Batch, CacheShape
 from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
-from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING, Kind, shares
+from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, TURNING, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles, empty_tiles
 
@@ -291,14 +291,13 @@ def plain_instance(head_dim: int, kind: Kind, turning: int) -> str:
 
 def _units() -> list[Unit]:
     """Every instance that `choose` can pick, by architecture, and the second phase."""
-    kinds: tuple[Kind, ...] = ("f16", "q8_0")
     combine = tuple(f"combine_chunks<{d}, {w}>" for d in HEAD_DIMS for w in (1, 8))
     ways = [(d, t) for d in HEAD_DIMS for t in (0, TURNING) if not t or shares(d, t)]
-    plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in kinds)
+    plain = tuple(plain_instance(d, kind, t) for d, t in ways for kind in KINDS)
     units = [Unit("attention_combine.cu", combine, max_registers=64)]
     units.append(Unit("attention_plain.cu", plain, max_registers=128))
     for arch in TENSOR_ARCHS:
-        for (head_dim, turning), kind in itertools.product(ways, kinds):
+        for (head_dim, turning), kind in itertools.product(ways, KINDS):
             rows = range(1, MAX_ROWS * 16 + 1)
             shapes = sorted({choose(head_dim, kind, r, arch, turning)[0] for r in rows}, key=str)
             most = max(shape.shared for shape in shapes)

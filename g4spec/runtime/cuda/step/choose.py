@@ -24,6 +24,11 @@ from g4spec.runtime.cuda.build.units import Unit
 SPAN, THREADS = 4096, 256
 """Columns and threads of a block."""
 
+NUMBERS = {"seed": "Q", "temperature": "f", "top_p": "f", "min_p": "f", "top_k": "i"}
+"""Fields of `Sampler` that kernels read, in the order of `Sampling` in choose.cu, and their types
+as `struct` spells them. `suppress` is a mask of the columns; fields of `sampling.EDITS` do not come
+here, and a filter that is missing here would be left out on a GPU without a word."""
+
 MOST = 128
 """Largest top-k that has a kernel; and room for each block's candidates."""
 
@@ -104,7 +109,7 @@ class Choice:
         self.samplers = samplers
         self.modes = tuple(sorted({mode_of(s, self.columns) for s in samplers}))
         data = b"".join(
-            struct.pack("<Qfffiii", s.seed, s.temperature, s.top_p, s.min_p, s.top_k,
+            struct.pack(f"<{''.join(NUMBERS.values())}ii", *(getattr(s, n) for n in NUMBERS),
                         CODES[mode_of(s, self.columns)], 0)
             for s in (*samplers, *samplers[:1] * (self.room - len(samplers)))
         )  # fmt: skip

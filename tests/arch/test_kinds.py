@@ -1,0 +1,82 @@
+"""A kind of draft that lies in `g4spec/models/` has what the verbs ask of it, and is in every table
+of the tests that should know it. A quant type is described once."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from g4spec import models
+from g4spec.models import gemma4, ngram
+from g4spec.models.spec import DraftConfig, DraftKind
+from g4spec.quant import readable
+from g4spec.quant.sizes import FORMATS
+from tests import memory_engine, tiny
+from tests.cpu import test_convert_kinds, test_hostile_models, test_upstream
+from tests.emulator import test_graph_runner
+from tests.gpu import family
+from tests.oracle import build
+
+DRAFTS = models.drafts()
+TABLES: dict[str, list[Any]] = {
+    "tests/cpu/test_convert_kinds.py": list(test_convert_kinds.KINDS.values()),
+    "tests/cpu/test_upstream.py": list(test_upstream.CASES.values()),
+    "tests/cpu/test_hostile_models.py": [(f, {}) for f in test_hostile_models.DRAFTS.values()],
+    "tests/gpu/family.py": [(f, {}) for f in family.DRAFTS.values()],
+    "tests/emulator/test_graph_runner.py": [(f, {}) for f in test_graph_runner.MAKE.values()],
+}
+"""(maker of a checkpoint folder, its options, ...) of each table."""
+
+
+def members(protocol: type) -> list[str]:
+    """Public names of a protocol."""
+    return [n for n in {**vars(protocol), **inspect.get_annotations(protocol)} if n[0] != "_"]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_kind_has_what_the_verbs_ask_of_it(name: str) -> None:
+    kind = DRAFTS[name]
+    for member in members(DraftKind):
+        assert hasattr(kind, member), f"{kind.__name__} has no {member}: see models.spec.DraftKind"
+        if inspect.isfunction(asked := vars(DraftKind).get(member)):
+            wanted = list(inspect.signature(asked).parameters)[1:]
+            assert list(inspect.signature(getattr(kind, member)).parameters) == wanted, member
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.target(tmp_path_factory.mktemp("kinds") / "target")
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_tables_of_checkpoints_know_every_kind(table: str, target: Path, tmp_path: Path) -> None:
+    missing: dict[str, ModuleType] = dict(DRAFTS)
+    on = gemma4.parse_hf(build.checkpoint(target))
+    for i, (make, options, *_) in enumerate(TABLES[table]):
+        if not missing:
+            break
+        make(tmp_path / str(i), target, **options)
+        read = build.checkpoint(tmp_path / str(i))
+        (name,) = (n for n, kind in DRAFTS.items() if kind.claims(read))
+        if kind := missing.pop(name, None):
+            config = kind.parse_hf(read, on)
+            assert all(hasattr(config, member) for member in members(DraftConfig)), name
+            assert config.arch in models.architectures(), "ARCH or ARCHS of its kind"
+    assert not missing, f"{table} makes no checkpoint of {list(missing)}"
+
+
+def test_engines_in_memory_know_every_kind() -> None:
+    on = memory_engine.target()
+    made = {type(make(on)) for make in memory_engine.DRAFTS.values()}
+    assert made == {kind.Drafter for kind in DRAFTS.values()} | {ngram.Drafter}
+
+
+def test_a_quant_type_is_described_once() -> None:
+    both = {f.name for f in FORMATS} & readable().keys()
+    assert not both, "has a codec in quant/formats: its line in quant/sizes.py is not read any more"
+    numbers = [f.type for f in (*FORMATS, *readable().values())]
+    assert len(set(numbers)) == len(numbers)
