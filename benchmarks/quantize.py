@@ -1,9 +1,11 @@
 """Holds `g4spec quantize` against llama.cpp's `llama-quantize`: time, error, type of every tensor.
 
     python benchmarks/quantize.py --tool LLAMA_BUILD/bin/llama-quantize [--file BF16.gguf]
+                                  [--imatrix FILE]
 
 Both run on one core, in turn, with one thread; what counts is processor time, start-up included,
 which a busy machine disturbs least. Without --file a random target of 110 million weights serves.
+With --imatrix both take it, and errors are weighted by it; tensors that it lacks are left out.
 The result is kept as dated JSON. Exit code 1 when the types of a tensor differ, the bytes of a
 type without a search differ, or an error is larger than llama.cpp's.
 """
@@ -25,7 +27,7 @@ ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent))
 
 from g4spec import convert  # noqa: E402
-from g4spec.gguf import GGUF  # noqa: E402
+from g4spec.gguf import GGUF, imatrix  # noqa: E402
 from g4spec.measure import run_record as provenance  # noqa: E402
 from g4spec.quant import policy  # noqa: E402
 from g4spec.validate.loss import losses, total  # noqa: E402
@@ -35,6 +37,8 @@ PLAIN = {"q5_k": "Q5_K_S", "q3_k": "Q3_K_S"}
 """What llama-quantize calls types that it has under the name of a mix. Q4_K alone it has not."""
 NAMES = {n: PLAIN.get(n, n.upper()) for n in policy.names()
          if policy.asked(n).base.quantized and n != "q4_k"}  # fmt: skip
+WEIGHTED = ("q4_0", "q4_1", "q5_0", "q5_1")
+"""Types that are searched for, too, with an imatrix."""
 SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
 SIZE = {"layers": 8, "hidden": 1024, "inter": 4096, "heads": 8, "head_dim": 128, "kv": 4,
         "global_head_dim": 256}  # fmt: skip
@@ -51,11 +55,29 @@ def timed(core: int, *command: object) -> float:
     return after.ru_utime - before.ru_utime
 
 
-def compared(source: Path, ours: Path, theirs: Path) -> dict[str, Any]:
+def weighted(source: Path, path: Path, weights: imatrix.Imatrix) -> dict[str, float]:
+    """Weighted relative RMS error of each quantized tensor that the imatrix knows."""
+    out = {}
+    with GGUF(source) as a, GGUF(path) as b:
+        for name, info in b.tensors.items():
+            w = weights.weights(name, info.shape) if info.format.quantized else None
+            if w is None:
+                continue
+            x, y = (g.array(name).astype(float).reshape(len(w), -1, info.shape[-1])
+                    for g in (a, b))  # fmt: skip
+            of = w[:, None].astype(float)
+            out[name] = float(((of * (y - x) ** 2).sum() / (of * x**2).sum()) ** 0.5)
+    return out
+
+
+def compared(
+    source: Path, ours: Path, theirs: Path, weights: imatrix.Imatrix | None
+) -> dict[str, Any]:
     """Types, bytes and errors of two results."""
+    searched = (*SEARCHED, *WEIGHTED) if weights else SEARCHED
     with GGUF(ours) as a, GGUF(theirs) as b:
         types = [{n: t.format.name for n, t in f.tensors.items()} for f in (a, b)]
-        exact = [n for n, t in types[1].items() if t not in SEARCHED]
+        exact = [n for n, t in types[1].items() if t not in searched]
         bytes_equal = all((a.raw(n) == b.raw(n)).all() for n in exact if types[0][n] == types[1][n])
     found: dict[str, Any] = {"types_equal": types[0] == types[1], "bytes_equal": bytes_equal}
     errors = []
@@ -63,23 +85,30 @@ def compared(source: Path, ours: Path, theirs: Path) -> dict[str, Any]:
         lost = losses(source, path)
         summed = total(lost)
         found[side] = summed.json() if summed else None
-        errors.append({loss.difference.name: loss.difference.relative_rms for loss in lost})
+        errors.append(
+            weighted(source, path, weights) if weights else
+            {loss.difference.name: loss.difference.relative_rms for loss in lost})  # fmt: skip
+        if weights:
+            found[side]["weighted_errors"] = errors[-1]
     found["larger_errors"] = [n for n, e in errors[0].items() if e > errors[1].get(n, 0)]
     return found
 
 
-def one(tool: Path, source: Path, name: str, repeats: int, folder: Path) -> dict[str, Any]:
+def one(tool: Path, source: Path, name: str, repeats: int, folder: Path,
+        matrix: Path | None) -> dict[str, Any]:  # fmt: skip
     """Everything about one type."""
+    more = ["--imatrix", matrix] if matrix else []
     ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
     core = min(os.sched_getaffinity(0))
     seconds: dict[str, list[float]] = {"g4spec": [], "llama_cpp": []}
     for _ in range(repeats):
-        seconds["llama_cpp"].append(timed(core, tool, source, theirs, NAMES[name], 1))
+        seconds["llama_cpp"].append(timed(core, tool, *more, source, theirs, NAMES[name], 1))
         seconds["g4spec"].append(timed(core, sys.executable, "-m", "g4spec", "quantize", source,
-                                       ours, "--type", name))  # fmt: skip
+                                       ours, "--type", name, *more))  # fmt: skip
     middle = {side: statistics.median(s) for side, s in seconds.items()}
     return {"seconds": seconds, "speedup": middle["llama_cpp"] / middle["g4spec"],
-            **compared(source, ours, theirs)}  # fmt: skip
+            **compared(source, ours, theirs, imatrix.read(matrix) if matrix else None),
+            }  # fmt: skip
 
 
 def main() -> int:
@@ -87,6 +116,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tool", type=Path, required=True)
     parser.add_argument("--file", type=Path)
+    parser.add_argument("--imatrix", type=Path)
     parser.add_argument("--types", nargs="*", default=list(NAMES), choices=list(NAMES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "results")
@@ -100,7 +130,7 @@ def main() -> int:
         with GGUF(source) as g:
             weights = sum(prod(t.shape) for t in g.tensors.values() if len(t.shape) > 1)
         for name in args.types:
-            r = found[name] = one(args.tool, source, name, args.repeats, folder)
+            r = found[name] = one(args.tool, source, name, args.repeats, folder, args.imatrix)
             errors = [r[side]["relative_rms"] for side in ("g4spec", "llama_cpp")]
             print(f"{name}: {r['speedup']:.2f} times as fast as llama.cpp; error {errors[0]:.4%}, "
                   f"there {errors[1]:.4%}; types equal {r['types_equal']}, bytes "
@@ -111,7 +141,7 @@ def main() -> int:
             "commit": provenance.commit(), "tool": args.tool.name, "types": found,
         }  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{result['date']}-quantize.json"
+    path = args.out / f"{result['date']}-quantize{'-imatrix' if args.imatrix else ''}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path}")
     good = all(r["types_equal"] and r["bytes_equal"] and not r["larger_errors"]

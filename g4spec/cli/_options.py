@@ -65,7 +65,8 @@ Device = Annotated[
 ]
 CacheType = Annotated[
     str | None,
-    typer.Option(metavar="|".join(KINDS), help="How a GPU stores keys and values. Default: f16."),
+    typer.Option(metavar="|".join(KINDS), help="How keys and values are stored. Default: f16 on a "
+                 "GPU; a CPU keeps 32 bits, of numbers rounded as this type rounds them."),
 ]
 Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the K likeliest tokens; 0 keeps all.")]

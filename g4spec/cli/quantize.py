@@ -24,6 +24,11 @@ def command(
         typer.Option("--allow-requantize", help="Accept sources that are quantized already."),
     ] = False,
     tensor_type: _types.TensorTypes = None,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Importance matrix (`g4spec imatrix`, llama-imatrix): "
+                     "weighs the errors by how large each column's inputs are."),
+    ] = None,
     split_max_size: _types.SplitMaxSize = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
@@ -38,15 +43,18 @@ def command(
     if report and dry_run:
         raise UsageError("--report needs the written file", fix="leave out --dry-run")
     from g4spec import convert
+    from g4spec.gguf import imatrix as importance
     from g4spec.validate import loss
 
     said, parts = Output(json, quiet), _types.split_size(split_max_size)
     convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
+    weights = importance.read(imatrix) if imatrix else None
     source = _inputs.local(source, said, "gguf")
     with said.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(source, out, type, allow_requantize=allow_requantize,
-                                  tensor_types=tensor_type or (), split_max_size=parts,
-                                  dry_run=dry_run, progress=progress)  # fmt: skip
+                                  tensor_types=tensor_type or (), importance=weights,
+                                  split_max_size=parts, dry_run=dry_run,
+                                  progress=progress)  # fmt: skip
     if not report:
         _types.show(result, said)
         return

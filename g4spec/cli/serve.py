@@ -41,9 +41,9 @@ def command(
     stream_fd: _serving.StreamFd = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve the model to OpenAI's and llama.cpp's clients, and a page to chat with it; a draft
-    makes it faster and never changes an answer. The first SIGTERM or Ctrl-C lets requests end, a
-    second one stops."""
+    """Serve the model to OpenAI's, Anthropic's and llama.cpp's clients, and a page to chat with it;
+    a draft makes it faster and never changes an answer. The first SIGTERM or Ctrl-C lets requests
+    end, a second stops."""
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type,
                           1 if daemon else parallel)  # fmt: skip
     asked: dict[str, float | None] = {"temperature": temp, "top_k": top_k, "top_p": top_p,

@@ -23,9 +23,11 @@ from g4spec.convert.target import Target
 from g4spec.convert.tensors import Stored, recode, workers
 from g4spec.convert.unchanged import Unchanged
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF, KV, T, TensorData, array, parts, string, u32
+from g4spec.gguf import GGUF, KV, T, TensorData, array, imatrix, parts, string, u32
+from g4spec.gguf.imatrix import Imatrix
 from g4spec.gguf.writer import Progress
 from g4spec.quant import policy
+from g4spec.quant.format import Floats
 from g4spec.quant.mix import Mix
 from g4spec.quant.policy import Policy
 
@@ -147,17 +149,21 @@ def _read(
 
 
 def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
-             tensor_types: Sequence[str] = (), split_max_size: int | None = None,
-             dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
+             tensor_types: Sequence[str] = (), importance: Imatrix | None = None,
+             split_max_size: int | None = None, dry_run: bool = False,
+             progress: Progress | None = None) -> Result:  # fmt: skip
     """Write a GGUF again with matrices in another type, all metadata kept.
 
     A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
     twice, or grows without gaining any.
+
+    Args:
+        importance: weights of the columns' errors, see `g4spec.gguf.imatrix.read`.
     """
     asked, unchanged = checked(out, type, dry_run, tensor_types), Unchanged(Path(source))
     with GGUF(source) as file:
         to = Output(Path(out), split_max_size, dry_run, progress, unchanged)
-        return _requantize(file, to, asked, allow_requantize, [])
+        return _requantize(file, to, asked, allow_requantize, [], importance)
 
 
 def checked(out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()) -> Mix:
@@ -217,7 +223,7 @@ def _made(
 
 
 def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
-          pool: ThreadPoolExecutor) -> TensorData:  # fmt: skip
+          pool: ThreadPoolExecutor, weights: Floats | None = None) -> TensorData:  # fmt: skip
     form = quant.get(row.type)
     assert row.name is not None
     if row.action == "make":
@@ -227,7 +233,7 @@ def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
         tensor = tensor.first_rows(row.shape[0])
     if row.pairs:
         tensor = make.paired(tensor, row.pairs)
-    return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool))
+    return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool, weights))
 
 
 def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping[str, Any],
@@ -271,23 +277,52 @@ def _file_type(plan: Plan, asked: Mix) -> KV:
     return {} if number is None else {"general.file_type": u32(number)}
 
 
-def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str]) -> Result:
+def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str],
+                importance: Imatrix | None = None) -> Result:  # fmt: skip
     start = time.perf_counter()
     _check_output(to, [part.path for part in file.parts])
-    choice = Policy(asked, file.shapes())
+    choice = Policy(asked, file.shapes(), importance is not None)
     rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
     plan = Plan(rows)
+    weights = _weights(file, plan, importance, notes) if importance else {}
     if to.dry_run:
         return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
     named = _file_type(plan, asked)
     kv = {key: file.value(key) for key in file if named or key != "general.file_type"} | named
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
+    kv |= imatrix.keys(importance) if importance and weights else {}
     with ExitStack() as stack:
         pool = stack.enter_context(workers())
         stored = {name: rewriting.stored(file, name) for name in file.tensors}
-        data = [_data(r, stored, {}, pool) for r in rows]
+        data = [_data(r, stored, {}, pool, weights.get(r.name or "")) for r in rows]
         out, size = to.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
+
+
+def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> dict[str, Floats]:
+    """Weights of the columns of each matrix that becomes a quantized one; a note says which have
+    none. InputError if the imatrix is of another model."""
+    out, without = {}, []
+    for row in plan.rows:
+        name = row.name or ""
+        if not quant.get(row.type).weighted or file.tensors[name].format.quantized:
+            continue
+        found = importance.weights(name, row.shape)
+        if found is not None:
+            out[name] = found
+        elif name not in policy.TABLES:  # which llama-imatrix never has
+            without.append(name)
+    if without and not out:
+        raise InputError(f"{importance.name}: nothing about any matrix of {file.path.name}",
+                         expected=without[0], found=next(iter(importance.entries)),
+                         fix="use an imatrix of this model")  # fmt: skip
+    if not without and not out:
+        notes.append(f"{importance.name} changes nothing: no matrix gets a type that uses weights")
+    if without:
+        notes.append(f"{importance.name} has nothing about {', '.join(without[:4])}"
+                     f"{f' and {len(without) - 4} more' if len(without) > 4 else ''}: quantized "
+                     "without weights")  # fmt: skip
+    return out
 
 
 def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> Row:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from g4spec.errors import InputError
 from g4spec.quant import Format, Unrepresentable
-from g4spec.quant.format import Bytes
+from g4spec.quant.format import Bytes, Floats
 
 BLOCK_VALUES = 1 << 18
 """Values converted at once: the temporaries of a block stay in a core's cache."""
@@ -143,34 +143,51 @@ def workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=min(mine or 1, 8))
 
 
-def recode(tensor: Stored, to: Format, pool: ThreadPoolExecutor) -> Iterator[Bytes]:
-    """The tensor's bytes in format `to`, in order. InputError for values it cannot hold."""
+def recode(tensor: Stored, to: Format, pool: ThreadPoolExecutor,
+           weights: Floats | None = None) -> Iterator[Bytes]:  # fmt: skip
+    """The tensor's bytes in format `to`, in order. InputError for values it cannot hold.
+
+    Args:
+        weights: of the squared errors, by column, [1 or experts, columns]; see
+            `g4spec.quant.Format.quantize`.
+    """
     source = tensor.format
     assert source is not None, tensor.name
-    if source is to and not isinstance(tensor, Packed):
-        for at in range(0, tensor.nbytes, COPY_BYTES):
-            yield tensor.read(at, min(at + COPY_BYTES, tensor.nbytes))
-        return
     width = tensor.shape[-1] if tensor.shape else 1
+    if source is to and not isinstance(tensor, Packed):
+        size = COPY_BYTES // to.block_bytes * to.block_bytes
+        for at in range(0, tensor.nbytes, size):
+            raw = tensor.read(at, min(at + size, tensor.nbytes))
+            if (bad := to.not_finite(raw)) is not None:
+                first = at // to.block_bytes * to.block
+                raise _refused(tensor, to, first + bad.index, width, bad)
+            yield raw
+        return
     rows = prod(tensor.shape[:-1])
     step = max(1, BLOCK_VALUES // max(width, 1))
+    each = rows // len(weights) if weights is not None else rows
 
     def block(first: int) -> Bytes:
         raw = tensor.rows(first, min(first + step, rows))
         if source is to:
             return raw.reshape(-1)
         try:
-            return to.quantize(source.dequantize(raw)).reshape(-1)
+            of = None if weights is None else weights[np.arange(first, first + len(raw)) // each]
+            return to.quantize(source.dequantize(raw), of).reshape(-1)
         except Unrepresentable as e:
-            row, column = divmod(first * width + e.index, width)
-            raise InputError(
-                f"tensor {tensor.name} cannot be stored as {to.name.upper()}: value at row {row}, "
-                f"column {column}",
-                expected="a finite number within its range",
-                found=e.value,
-            ) from e
+            raise _refused(tensor, to, first * width + e.index, width, e) from e
 
     yield from _ordered(pool, block, range(0, rows, step))
+
+
+def _refused(tensor: Stored, to: Format, index: int, width: int, e: Unrepresentable) -> InputError:
+    row, column = divmod(index, max(width, 1))
+    return InputError(
+        f"tensor {tensor.name} cannot be stored as {to.name.upper()}: value at row {row}, "
+        f"column {column}",
+        expected="a finite number within its range",
+        found=e.value,
+    )
 
 
 def _ordered(pool: ThreadPoolExecutor, work: Any, items: Iterable[int]) -> Iterator[Bytes]:

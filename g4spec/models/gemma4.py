@@ -141,6 +141,8 @@ def tensors(config: Config) -> list[TensorSpec]:
     for spec in config.layers:
         out += layer_tensors(spec, h)
     out.append(TensorSpec("output_norm.weight", (h,), "vector", "norm.weight"))
+    if config.own_head:
+        out.append(TensorSpec("output.weight", (config.n_vocab, h), "output", "lm_head.weight"))
     return out
 
 

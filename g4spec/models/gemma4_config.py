@@ -31,6 +31,7 @@ class Config:
 
     Attributes:
         n_ctx: trained positions. `softcap`: final logits are cap * tanh(z / cap); 0 is none.
+        own_head: the output table is not the token table.
     """
 
     n_vocab: int
@@ -40,6 +41,7 @@ class Config:
     softcap: float
     layers: tuple[LayerSpec, ...]
     arch: str = GEMMA4
+    own_head: bool = False
 
     @property
     def embed_scale(self) -> float:
@@ -82,7 +84,14 @@ def parse_hf(checkpoint: Checkpoint) -> Config:
         eps=text.get(float, "rms_norm_eps", 1e-6),
         softcap=text.get(float, "final_logit_softcapping", 0.0),
         layers=layers_hf(text),
+        own_head=not _tied(raw, text),
     )
+
+
+def _tied(raw: Mapping[str, Any], text: Fields) -> bool:
+    """Whether the output table is the token table. It is, unless either level says otherwise."""
+    outer = Fields(raw, text.where).get(bool, "tie_word_embeddings", True)
+    return outer and text.get(bool, "tie_word_embeddings", True)
 
 
 def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
@@ -198,6 +207,7 @@ def parse_gguf(
         layers=tuple(_layer_gguf(f, tensors, i, s, sources[i], k_eq_v and not s)
                      for i, s in enumerate(sliding)),
         arch=arch,
+        own_head=arch == GEMMA4 and "output.weight" in tensors,
     )
 
 

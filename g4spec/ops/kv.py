@@ -10,12 +10,14 @@ visible. Buffers start as NaN: whatever reads a place that was never written sho
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from g4spec.core import PAGE, CacheShape
 from g4spec.ops.kv_size import BEHIND, capacity, pages_of
+
+Rounded = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Space:
@@ -63,9 +65,13 @@ class LayerKV:
         shape: of the layer's rows.
         space: slots and pages.
         slack: most rows of one sequence that are appended in one call (a step or a chunk).
+        rounded: rows [T, n_kv, head_dim] -> the same as a smaller type would give them back.
     """
 
-    def __init__(self, shape: CacheShape, space: Space, slack: int) -> None:
+    def __init__(
+        self, shape: CacheShape, space: Space, slack: int, rounded: Rounded | None = None
+    ) -> None:
+        self._rounded = rounded or (lambda rows: rows)
         self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
         self.space = space
         self.capacity = capacity(space.n_ctx, shape.window, slack)
@@ -95,8 +101,8 @@ class LayerKV:
     ) -> None:
         """Write rows [T, n_kv, head_dim] at `positions` [T] of `slots` [T]."""
         at = self.places(slots, positions)
-        self._rows[0, at] = keys
-        self._rows[1, at] = values
+        self._rows[0, at] = self._rounded(keys)
+        self._rows[1, at] = self._rounded(values)
 
     def read(self, slot: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of positions first .. last, both included: [n, n_kv, head_dim] each."""

@@ -73,12 +73,11 @@ class Fitted:
     codes: Floats
 
 
-def fit(x: Floats, layout: Layout) -> Fitted:
+def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
     """Quantize whole blocks [256 * n]. Raises Unrepresentable."""
     n, groups, size = len(x) // BLOCK, layout.groups, layout.size
-    columns = np.ascontiguousarray(x.reshape(n, groups, size).transpose(2, 1, 0))
     with np.errstate(all="ignore"):
-        search = _Search(columns.reshape(size, -1), layout)
+        search = _Search(x, layout, weights)
         scale, least = (a.reshape(groups, n) for a in search.groups())
         d, scale = _whole(scale, layout.most)
         dmin, least = _whole(least, layout.most)
@@ -88,6 +87,32 @@ def fit(x: Floats, layout: Layout) -> Fitted:
         codes = search.codes(d, dmin, scale, least).reshape(size, groups, n)
     refuse_infinite(x, d, dmin)
     return Fitted(d, dmin, scale, least, codes)
+
+
+def fit_alone(
+    x: Floats, layout: Layout, weights: Floats
+) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
+    """Quantize blocks of one group, whose scale d and minimum m, of either sign, are half-precision
+    numbers [n] themselves; codes [size, n]. Raises Unrepresentable."""
+    with np.errstate(all="ignore"):
+        above = np.maximum(x.reshape(-1, layout.size).min(axis=1), F(0))
+        search = _Search(x - np.repeat(above, layout.size), layout, weights)
+        scale, least = search.groups()
+        d, m = scale.astype(np.float16), (above - least).astype(np.float16)
+        refuse_infinite(x, d, m)
+        inverse = np.where(d > 0, 1 / d.astype(F), F(0))
+        total = search.shift(above - m)  # then the minimum that fits the rounded scale
+        code = np.einsum("ij,ij->j", search.round(inverse), search.weights)
+        m = (m + (total - d * code) / search.weight).astype(np.float16)
+        search.shift(above - m)
+        codes = search.round(inverse)
+    return d, m, codes.astype(np.uint8)
+
+
+def _columns(x: Floats, layout: Layout) -> Floats:
+    """Whole blocks as [size, groups * blocks], the groups of a block `blocks` apart."""
+    groups = x.reshape(-1, layout.groups, layout.size)
+    return np.ascontiguousarray(groups.transpose(2, 1, 0)).reshape(layout.size, -1)
 
 
 def _whole(values: Floats, most: int) -> tuple[NDArray[np.float16], Floats]:
@@ -101,11 +126,15 @@ def _whole(values: Floats, most: int) -> tuple[NDArray[np.float16], Floats]:
 class _Search:
     """One batch, [size, groups]. `y`: values from their minimum on; `code`, `part`: scratch."""
 
-    def __init__(self, x: Floats, layout: Layout) -> None:
-        self.x, self.layout = x, layout
+    def __init__(self, x: Floats, layout: Layout, weights: Floats | None = None) -> None:
+        self.layout, self.x = layout, _columns(x, layout)
+        x = self.x
         self.top, self.most = F(layout.top), F(layout.most)
         self.weights = np.abs(x)
         self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(layout.size))
+        if weights is not None:  # see `Format.weighted`
+            np.sqrt(self.weights, out=self.weights)
+            self.weights *= _columns(weights, layout)
         self.weight = np.maximum(np.einsum("ij->j", self.weights), TINY)
         self.y, self.code, self.part = (np.empty_like(x) for _ in range(3))
 
@@ -167,13 +196,17 @@ class _Search:
             scale[above], low[above] = rest / square[above], most
             gain[above] = rest * rest / square[above] + most * (
                 2 * total[above[1]] - most * self.weight[above[1]])  # fmt: skip
-        # One code for all values, which leaves only rounding, or numbers too small to be squared.
-        gain[~((determinant > F(1e-4) * self.weight * square) & (scale > 0))] = -np.inf
+        # Nearly one code for all weight: what is left is rounding, or too small to be squared.
+        bad = np.nonzero(~((determinant > F(1e-4) * self.weight * square) & (scale > 0)))
+        if len(bad[0]):
+            s = 1 / np.stack(inverses)[bad]
+            at = np.minimum((total[bad[1]] - s * code[bad]) / self.weight[bad[1]], least[bad[1]])
+            scale[bad], low[bad] = s, at
+            gain[bad] = s * (2 * product[bad] - s * square[bad] - 2 * at * code[bad]) + at * (
+                2 * total[bad[1]] - at * self.weight[bad[1]])  # fmt: skip
+        gain[~np.isfinite(gain)] = -np.inf
         best = gain.argmax(axis=0), np.arange(len(total))
-        scale, low, gain = scale[best], low[best], gain[best]
-        none = gain == -np.inf
-        scale[none], low[none] = 1 / inverses[0][none], 0
-        return scale, least - low, gain
+        return scale[best], least - low[best], gain[best]
 
     def neighbours(self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats,
                    least: Floats) -> tuple[Floats, Floats]:  # fmt: skip
@@ -230,11 +263,11 @@ class _Search:
         return np.where(better, new[0], d), np.where(better, new[1], dmin)
 
 
-def blocks(x: Floats, dtype: np.dtype[np.void],
-           layout: Layout) -> tuple[NDArray[np.void], Bytes]:  # fmt: skip
+def blocks(x: Floats, dtype: np.dtype[np.void], layout: Layout,
+           weights: Floats | None = None) -> tuple[NDArray[np.void], Bytes]:  # fmt: skip
     """The blocks of Q4_K or Q5_K that `fit` makes of x [256 * n], records [n] of `dtype` with the
     lower four bits of each code in place, and all bits of the codes [32, 8, n]."""
-    found = fit(x, layout)
+    found = fit(x, layout, weights)
     out = np.empty(len(found.d), dtype)
     out["d"], out["dmin"] = found.d, found.dmin
     out["scales"] = pack_scales(found.scale, found.least)

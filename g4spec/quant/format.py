@@ -71,6 +71,10 @@ class Format:
         file_type: `general.file_type` of a file that has this type where `--type` of its name
             puts it, or None if llama.cpp has no number for that.
         encode: float32 [n] (n a multiple of `block`) -> uint8, or None: cannot be written.
+        weighted: `encode` takes weights of the squared errors [n], above 0, as a second argument.
+            What is minimised are these times the root of rms + |x|. By the weights alone large
+            values would be cut off too readily, which costs Q2_K and Q3_K more divergence than
+            the weights gain; by rms + |x|, as in ggml, the weighted error is larger than need be.
         decode: uint8 -> float32, or None: cannot be read.
         stored: numpy type of plain numbers, None for blocks.
         bound: values [n] -> largest error of each that quantizing explains, or None if unknown.
@@ -83,12 +87,13 @@ class Format:
     block: int
     block_bytes: int
     file_type: int | None = None
-    encode: Callable[[Floats], Bytes] | None = None
+    encode: Callable[..., Bytes] | None = None
     decode: Callable[[Bytes], Floats] | None = None
     stored: str | None = None
     bound: Callable[[Floats], Floats] | None = None
     fallback: str | None = None
     factors: Factors | None = None
+    weighted: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -114,13 +119,46 @@ class Format:
         row = shape[-1] if shape else 1
         return prod(shape[:-1]) * self.row_bytes(row, name)
 
-    def quantize(self, x: Floats) -> Bytes:
-        """Values [..., n] -> bytes [..., row_bytes]. Raises Unrepresentable."""
+    def quantize(self, x: Floats, weights: Floats | None = None) -> Bytes:
+        """Values [..., n] -> bytes [..., row_bytes]. Raises Unrepresentable.
+
+        Args:
+            weights: of the values' squared errors, above 0, broadcast to x; without a meaning for
+                types that are not `weighted`.
+        """
         if self.encode is None:
             raise Unsupported(f"type {self.name.upper()} cannot be written")
         rows = x.shape[:-1]
         size = self.row_bytes(x.shape[-1])
-        return self.encode(np.ascontiguousarray(x, np.float32).reshape(-1)).reshape(*rows, size)
+        flat = np.ascontiguousarray(x, np.float32).reshape(-1)
+        if not self.quantized and not (good := np.isfinite(flat)).all():
+            raise first_bad(flat, good)  # blocks refuse by themselves
+        if weights is None or not self.weighted:
+            return self.encode(flat).reshape(*rows, size)
+        spread = np.ascontiguousarray(np.broadcast_to(weights, x.shape), np.float32)
+        return self.encode(flat, spread.reshape(-1)).reshape(*rows, size)
+
+    def not_finite(self, raw: Bytes) -> Unrepresentable | None:
+        """The first value that is NaN or infinite in flat bytes of whole blocks, or None. Blocks
+        are judged by their factors."""
+        if self.integer or self.decode is None or not len(raw):
+            return None
+        if self.quantized:
+            assert self.factors is not None, self.name
+            blocks = raw.reshape(-1, self.block_bytes)
+            good: NDArray[np.bool_] = np.isfinite(self.factors.read(blocks)).min(axis=0)
+            at = int(np.argmin(good))
+            if good[at]:
+                return None
+            with np.errstate(all="ignore"):
+                x = self.decode(np.ascontiguousarray(blocks[at]))
+            bad = first_bad(x, np.isfinite(x))
+            return Unrepresentable(at * self.block + bad.index, bad.value)
+        ones = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}[self.name]  # all of the exponent
+        if int((raw.view(f"<u{self.block_bytes}") & ones).max()) < ones:
+            return None
+        x = self.decode(raw)
+        return first_bad(x, np.isfinite(x))
 
     def dequantize(self, raw: Bytes) -> Floats:
         """Bytes [..., row_bytes] -> float32 [..., n]."""
@@ -161,12 +199,14 @@ def first_bad(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
     return Unrepresentable(index, float(x.reshape(-1)[index]))
 
 
-def in_batches(x: Floats, size: int, encode: Callable[[Floats], Bytes]) -> Bytes:
+def in_batches(x: Floats, size: int, encode: Callable[..., Bytes],
+               weights: Floats | None = None) -> Bytes:  # fmt: skip
     """`encode` on `size` values at a time, whose temporaries then stay in a core's cache."""
     parts = []
     for at in range(0, max(len(x), 1), size):
         try:
-            parts.append(encode(x[at : at + size]))
+            part = () if weights is None else (weights[at : at + size],)
+            parts.append(encode(x[at : at + size], *part))
         except Unrepresentable as e:
             raise Unrepresentable(at + e.index, e.value) from None
     return np.concatenate(parts)

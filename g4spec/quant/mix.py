@@ -12,11 +12,17 @@ from g4spec.quant.format import Format
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a matrix is: the `i`-th of `n` of its kind. `gqa`: query heads for each key head."""
+    """Where a matrix is: the `i`-th of `n` of its kind. `gqa`: query heads for each key head.
+    `imatrix`: errors are weighted by an importance matrix."""
 
     i: int
     n: int
     gqa: int
+    imatrix: bool = False
+
+    @property
+    def first_eighth(self) -> bool:
+        return self.i < self.n // 8
 
     @property
     def more_bits(self) -> bool:

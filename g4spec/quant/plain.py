@@ -4,13 +4,18 @@ Codes are byte for byte those of ggml's C reference on x86: the scale is divided
 rounded to half precision, codes are truncated after adding a half, and where the scale has no
 finite inverse (below 2**-128) they are 0, as the C cast of infinity to a byte.
 Arrays are [32, blocks] meanwhile: numpy is faster on long rows.
+
+With weights of the errors, scales are searched for instead, as in the larger types.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 from numpy.typing import NDArray
 
+from g4spec.quant import affine, scaled
 from g4spec.quant.format import Bytes, Floats, refuse_infinite
 
 BLOCK = 32
@@ -21,14 +26,24 @@ HALF = F(2.0**-11)
 """Relative error of a number in half precision."""
 TINY = F(2.0**-25)
 """Its absolute error below the normal range."""
+STEPS = np.arange(-10, 11, 2) / 10
+"""With weights: where the largest value may lie, counted from the last code on its side."""
+SPANS = (-3.0, -2.5, -2.0, -1.7, -1.4, -1.1, -0.9, -0.6, -0.4, -0.2, 0.0, 0.2, 0.35, 0.5, 0.7, 0.9,
+         1.3)  # fmt: skip
+"""With weights and a minimum: `affine.Layout.steps`."""
 
 
-def symmetric(x: Floats, half: int) -> tuple[NDArray[np.float16], Bytes]:
+def symmetric(
+    x: Floats, half: int, weights: Floats | None = None
+) -> tuple[NDArray[np.float16], Bytes]:
     """Scales [n] and codes [32, n] of values code - `half` times the scale.
 
     The value of largest magnitude (the first of several) becomes code 0, whatever its sign.
     Source: ggml `quantize_row_q4_0_ref`, `quantize_row_q5_0_ref`.
     """
+    if weights is not None:
+        d, values = scaled.fit_alone(x, _symmetric(half), weights)
+        return d, scaled.unpacked(values, -half)
     t = _columns(x)
     low, high = t.min(axis=0), t.max(axis=0)
     largest = np.where(-low > high, low, high)
@@ -44,11 +59,16 @@ def symmetric(x: Floats, half: int) -> tuple[NDArray[np.float16], Bytes]:
     return d, _codes(t, scale, half + 0.5, 2 * half - 1)
 
 
-def shifted(x: Floats, top: int) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
+def shifted(
+    x: Floats, top: int, weights: Floats | None = None
+) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
     """Scales and minima [n], and codes [32, n] of values minimum + code * scale, code <= `top`.
 
     Source: ggml `quantize_row_q4_1_ref`, `quantize_row_q5_1_ref`.
     """
+    if weights is not None:
+        layout = affine.Layout(top, rounds=0, groups=1, size=BLOCK, steps=SPANS)
+        return affine.fit_alone(x, layout, weights)
     t = _columns(x)
     low, high = t.min(axis=0), t.max(axis=0)
     zero = np.flatnonzero(low == 0)
@@ -62,6 +82,13 @@ def shifted(x: Floats, top: int) -> tuple[NDArray[np.float16], NDArray[np.float1
         refuse_infinite(x, d, m)
     t -= low
     return d, m, _codes(t, scale, 0.5, top)
+
+
+@cache
+def _symmetric(half: int) -> scaled.Codes:
+    """Codes - `half` to `half` - 1 with a scale of either sign."""
+    ends = (*(STEPS - half), *(STEPS + half - 1))
+    return scaled.Codes(1, BLOCK, ends, -half, -1, 1, scaled.linear(-half, half - 1))
 
 
 def _columns(x: Floats) -> Floats:

@@ -89,12 +89,15 @@ class Policy:
         shapes: of all tensors of the file, by name. The choice depends on how many layers there
             are, which of them have values of their own, how many query heads share a key head, and
             whether the output is tied to the token table.
+        imatrix: whether errors are weighted by an importance matrix.
 
     Raises UsageError for a pattern that no name fits.
     """
 
-    def __init__(self, asked: Mix, shapes: Mapping[str, Sequence[int]]) -> None:
-        self.asked = asked
+    def __init__(
+        self, asked: Mix, shapes: Mapping[str, Sequence[int]], imatrix: bool = False
+    ) -> None:
+        self.asked, self.imatrix = asked, imatrix
         self.tied = OUTPUT not in shapes
         self.n_layer = 1 + max(map(_layer, shapes), default=0)
         values = sorted((n for n in shapes if VALUES in n), key=_layer)
@@ -149,8 +152,8 @@ class Policy:
 
     def _place(self, name: str) -> Place:
         if name in self.values:
-            return Place(self.values[name], len(self.values), self.gqa)
-        return Place(_layer(name), self.n_layer, self.gqa)
+            return Place(self.values[name], len(self.values), self.gqa, self.imatrix)
+        return Place(_layer(name), self.n_layer, self.gqa, self.imatrix)
 
 
 def never_quantized(name: str) -> bool:

@@ -81,11 +81,15 @@ def table(values: Floats) -> Callable[[Floats], Floats]:
 class Search:
     """One batch, values [size, groups * blocks]. `code`, `part`: scratch."""
 
-    def __init__(self, x: Floats, codes: Codes) -> None:
-        self.x, self.codes = x, codes
+    def __init__(self, x: Floats, codes: Codes, weights: Floats | None = None) -> None:
+        self.codes, self.x = codes, columns(x, codes)
+        x = self.x
         self.weights = np.abs(x)
-        if codes.rms:
+        if codes.rms or weights is not None:
             self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(codes.size))
+        if weights is not None:  # see `Format.weighted`
+            np.sqrt(self.weights, out=self.weights)
+            self.weights *= columns(weights, codes)
         self.code, self.part = np.empty_like(x), np.empty_like(x)
 
     def sums(self, inverse: Floats) -> tuple[Floats, Floats]:
@@ -148,11 +152,12 @@ def columns(x: Floats, codes: Codes) -> Floats:
     return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(codes.size, -1)
 
 
-def fit(x: Floats, codes: Codes) -> tuple[NDArray[np.float16], Floats, Floats]:
+def fit(x: Floats, codes: Codes,
+        weights: Floats | None = None) -> tuple[NDArray[np.float16], Floats, Floats]:  # fmt: skip
     """Quantize whole blocks [groups * size * n] -> d [n], whole scales [groups, n], and values of
     codes [size, groups, n]. Raises Unrepresentable."""
     n = len(x) // (codes.groups * codes.size)
-    search = Search(columns(x, codes), codes)
+    search = Search(x, codes, weights)
     with np.errstate(all="ignore"):
         scale = search.groups()
         largest = scale[np.abs(scale).argmax(axis=0), np.arange(n)]
@@ -167,9 +172,10 @@ def fit(x: Floats, codes: Codes) -> tuple[NDArray[np.float16], Floats, Floats]:
     return d, scale, code.reshape(codes.size, codes.groups, n)
 
 
-def fit_alone(x: Floats, codes: Codes) -> tuple[NDArray[np.float16], Floats]:
+def fit_alone(x: Floats, codes: Codes,
+              weights: Floats | None = None) -> tuple[NDArray[np.float16], Floats]:  # fmt: skip
     """`fit` for blocks of one group, whose scale is d itself: d [n], values of codes [size, n]."""
-    search = Search(columns(x, codes), codes)
+    search = Search(x, codes, weights)
     with np.errstate(all="ignore"):
         d = search.groups()[0].astype(np.float16)
         refuse_infinite(x, d)

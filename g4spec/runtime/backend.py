@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from g4spec import quant
 from g4spec.core import MAX_STEP_ROWS, PAGE, PROMPT_BLOCK, CacheShape, Draft, Runner, StepRows
 from g4spec.gguf import GGUF
 from g4spec.gguf.reader import TensorInfo
@@ -12,6 +18,7 @@ from g4spec.ops.kv import LayerKV, Space
 from g4spec.ops.kv_size import capacity
 from g4spec.ops.reference import Ops
 from g4spec.ops.sampling import Sampler
+from g4spec.quant.format import Format
 from g4spec.runtime import memory
 from g4spec.runtime.runner import EagerRunner
 from g4spec.runtime.target import Target, batch_of
@@ -50,17 +57,31 @@ def _row_bytes(shape: CacheShape) -> int:
     return 2 * memory.FLOAT * shape.n_kv * shape.head_dim
 
 
+def as_stored(form: Format, rows: torch.Tensor) -> torch.Tensor:
+    """Rows [..., D] as a cache of this type gives them back, on the CPU."""
+    if not bool(torch.isfinite(rows).all()):
+        return rows  # which the logits show
+    values: NDArray[np.float32] = rows.numpy()
+    return torch.from_numpy(form.dequantize(form.quantize(values)))
+
+
 class TorchBackend:
-    """Plain torch (`g4spec.core.Backend`). Any row has the same bits in every batch."""
+    """Plain torch (`g4spec.core.Backend`). Any row has the same bits in every batch.
+
+    Args:
+        cache_type: a type whose rounding keys and values get, "f16" or "q8_0"; they take the room
+            of F32 all the same. None: F32.
+    """
 
     name = "torch"
     title = "CPU"
     chunk = PROMPT_BLOCK
     padded = False
 
-    def __init__(self) -> None:
+    def __init__(self, cache_type: str | None = None) -> None:
         self.ops = Ops()
         self.budget = HostBudget()
+        self._rounded = partial(as_stored, quant.get(cache_type)) if cache_type else None
 
     def enter(self) -> None:
         """Any thread may compute."""
@@ -79,7 +100,7 @@ class TorchBackend:
 
     def cache(self, shape: CacheShape, space: Space, slack: int) -> LayerKV:
         """An empty cache of one layer."""
-        return LayerKV(shape, space, slack)
+        return LayerKV(shape, space, slack, self._rounded)
 
     def read(self, target: Target, slot: int, ids: Sequence[int], start: int) -> StepRows:
         """Run prompt rows; see `g4spec.core.Backend`."""

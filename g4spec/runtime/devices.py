@@ -23,13 +23,14 @@ def select(device: str, cache_type: str | None = None) -> Backend:
         device: "cpu", "cuda", "cuda:1" and so on, or "auto": the first GPU if it can be used.
             "cuda:portable" or "cuda:1:portable": with the kernels for GPUs before sm_80, which run
             on every other too.
-        cache_type: one of `cuda_kv_size.KINDS`; None: F16 on a GPU.
+        cache_type: one of `cuda_kv_size.KINDS`; None: F16 on a GPU. A CPU keeps F32, by default
+            not rounded.
 
     Raises UsageError or EnvironmentProblem where the device cannot be used.
     """
     found = check(device, cache_type)
     if found is None:
-        return TorchBackend()
+        return TorchBackend(cache_type)
     from g4spec.runtime.cuda.backend import CudaBackend
 
     chosen: Any = cache_type or "f16"
@@ -44,8 +45,6 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
     if device == "auto":
         device = "cpu" if _missing() else "cuda"
     if device == "cpu":
-        if cache_type is not None:
-            raise UsageError("--cache-type is for GPUs", fix="leave it out, or use --device cuda")
         return None
     index, portable = _gpu(device)
     if (missing := _missing()) is not None:

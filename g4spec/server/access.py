@@ -23,12 +23,16 @@ OPEN = ("/", "/health", "/v1/health")
 """Paths that need no key; the page asks for one and sends it with its requests."""
 
 
-def refusal(refused: Refused) -> JSONResponse:
-    """Make the response to a refused request."""
+def refusal(refused: Refused, scope: Scope) -> JSONResponse:
+    """Make the response to a refused request, in the form of the API that it speaks."""
     headers = {}
     if refused.retry_after is not None:
         headers["retry-after"] = str(refused.retry_after)
-    return JSONResponse(refused.json(), refused.status, headers)
+    if scope["path"].startswith("/v1/messages"):
+        body = {**refused.anthropic(), "request_id": scope.get("state", {}).get("id")}
+    else:
+        body = refused.json()
+    return JSONResponse(body, refused.status, headers)
 
 
 class Keys:
@@ -46,7 +50,7 @@ class Keys:
             known = [hmac.compare_digest(given, digest) for digest in self._known]
             if not any(known):
                 refused = Refused(401, "the API key is missing or wrong", code="invalid_api_key")
-                await refusal(refused)(scope, receive, send)
+                await refusal(refused, scope)(scope, receive, send)
                 return
             scope.setdefault("state", {})["key"] = given.hex()[:8]
         await self._app(scope, receive, send)
@@ -100,7 +104,7 @@ class BodyLimit:
             if started:
                 raise
             refused = Refused(413, f"the body has more than {self._limit} bytes", code="too_large")
-            response = refusal(refused)
+            response = refusal(refused, scope)
             response.headers["connection"] = "close"
             await response(scope, receive, send)
 
@@ -119,13 +123,14 @@ class Log:
         began, status = time.perf_counter(), 0
         number = uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        state["facts"] = {}
+        state["facts"], state["id"] = {}, number
 
         async def numbered(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = number
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = headers["request-id"] = number  # OpenAI's, Anthropic's
             await send(message)
 
         try:

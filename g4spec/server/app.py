@@ -17,11 +17,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from g4spec.errors import G4Error
-from g4spec.server import chat, completions, fields, llamacpp, page
+from g4spec.server import (
+    chat,
+    completions,
+    fields,
+    llamacpp,
+    message_fields,
+    messages,
+    page,
+    response_fields,
+    responses,
+)
 from g4spec.server.access import BodyLimit, Keys, Log, refusal
 from g4spec.server.refusals import Refused
+from g4spec.server.response_store import ResponseStore
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.streams import Events, EventStream, Gone, event, unless_gone
+from g4spec.server.streams import PING, Events, EventStream, Gone, event, unless_gone
 
 log = logging.getLogger("g4spec.server")
 
@@ -43,11 +54,14 @@ def app(
         origins: of web pages that may ask from a browser.
     """
 
+    store = ResponseStore()
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
         service.engine.start()
         yield
         service.draining = True
+        await store.close()
         await service.close()
 
     middleware = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
@@ -57,8 +71,8 @@ def app(
     middleware.append(Middleware(Keys, keys=keys))
     handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
                                 Gone: _gone, 500: _unexpected}  # fmt: skip
-    made = Starlette(routes=_routes(Endpoints(service)), middleware=middleware, lifespan=lifespan,
-                     exception_handlers=handlers)  # fmt: skip
+    made = Starlette(routes=_routes(Endpoints(service, store)), middleware=middleware,
+                     lifespan=lifespan, exception_handlers=handlers)  # fmt: skip
     made.state.service = service
     return made
 
@@ -66,7 +80,7 @@ def app(
 async def _refused(request: Request, refused: Exception) -> Response:
     assert isinstance(refused, Refused)
     request.app.state.service.metrics.refuse(refused.status)
-    return refusal(refused)
+    return refusal(refused, request.scope)
 
 
 async def _error(request: Request, error: Exception) -> Response:
@@ -88,14 +102,15 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("a mistake of ours", exc_info=error)
-    return refusal(Refused(500, "an error inside the server, which its log describes"))
+    refused = Refused(500, "an error inside the server, which its log describes")
+    return refusal(refused, request.scope)
 
 
 class Endpoints:
     """The handlers of all paths."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        self._service, self._store = service, store
 
     # ---- generation
 
@@ -126,6 +141,58 @@ class Endpoints:
             lambda g: llamacpp.answer(g, body), lambda g: llamacpp.chunks(g, body),
         )  # fmt: skip
 
+    async def messages(self, request: Request) -> Response:
+        """Answer POST /v1/messages, of Anthropic."""
+        messages.check_version(request)
+        body = fields.read(message_fields.MessagesRequest, await request.body())
+        return await self._run(
+            request, lambda: messages.job_of(self._service, body), bool(body.stream),
+            lambda g: messages.answer(g, body), lambda g: messages.chunks(g, body),
+            lambda refused: event(refused.anthropic(), "error"), messages.PING,
+        )  # fmt: skip
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer POST /v1/messages/count_tokens, of Anthropic."""
+        messages.check_version(request)
+        body = fields.read(message_fields.CountRequest, await request.body())
+        return JSONResponse(await messages.count(self._service, body))
+
+    async def responses(self, request: Request) -> Response:
+        """Answer POST /v1/responses."""
+        body = fields.read(response_fields.ResponsesRequest, await request.body())
+        writer = responses.Writer(self._service, self._store, body, _owner(request))
+        if body.background:
+            return JSONResponse(await writer.start())
+        return await self._run(request, writer.job, bool(body.stream), writer.answer,
+                               writer.chunks, writer.failed)  # fmt: skip
+
+    async def input_tokens(self, request: Request) -> Response:
+        """Answer POST /v1/responses/input_tokens."""
+        body = fields.read(response_fields.InputRequest, await request.body())
+        return JSONResponse(
+            await responses.count(self._service, self._store, body, _owner(request))
+        )
+
+    async def response(self, request: Request) -> Response:
+        """Answer GET and DELETE /v1/responses/{id}."""
+        name, owner = request.path_params["id"], _owner(request)
+        if request.method == "DELETE":
+            return JSONResponse(self._store.delete(name, owner))
+        if request.query_params:
+            raise Refused(400, "a stored response comes whole, without any options",
+                          param=next(iter(request.query_params)))  # fmt: skip
+        return JSONResponse(self._store.get(name, owner).response)
+
+    async def cancel(self, request: Request) -> Response:
+        """Answer POST /v1/responses/{id}/cancel."""
+        found = await self._store.cancel(request.path_params["id"], _owner(request))
+        return JSONResponse(found)
+
+    async def input_items(self, request: Request) -> Response:
+        """Answer GET /v1/responses/{id}/input_items."""
+        record = self._store.get(request.path_params["id"], _owner(request))
+        return JSONResponse(self._store.list_items(record, request.query_params))
+
     async def _run(
         self,
         request: Request,
@@ -133,13 +200,15 @@ class Endpoints:
         stream: bool,
         answer: Callable[[Generation], Awaitable[dict[str, Any]]],
         chunks: Callable[[Generation], Events],
+        failed: Callable[[Refused], str] = lambda refused: event(refused.json()),
+        ping: str = PING,
     ) -> Response:
         """Generate what a request asks for, whole or in pieces."""
         service = self._service
         if stream:
             generation = await service.submit(await job_of())
             return EventStream(generation, self._noted(request, generation, chunks(generation)),
-                               lambda refused: event(refused.json()), service.settings)  # fmt: skip
+                               failed, service.settings, ping=ping)  # fmt: skip
 
         async def whole() -> dict[str, Any]:
             generation = await service.submit(await job_of())
@@ -246,16 +315,26 @@ def _routes(at: Endpoints) -> list[Route]:
         "/v1/chat/completions": at.chat, "/chat/completions": at.chat,
         "/v1/completions": at.completions, "/completion": at.completion,
         "/completions": at.completion, "/tokenize": at.tokenize, "/detokenize": at.detokenize,
-        "/apply-template": at.apply_template,
+        "/apply-template": at.apply_template, "/v1/messages": at.messages,
+        "/v1/messages/count_tokens": at.count_tokens, "/v1/responses": at.responses,
+        "/responses": at.responses, "/v1/responses/input_tokens": at.input_tokens,
+        "/v1/responses/{id}/cancel": at.cancel,
     }  # fmt: skip
     gets = {
         "/": at.page, "/v1/live": at.live,
         "/v1/models": at.models, "/models": at.models, "/v1/models/{id:path}": at.model,
         "/health": at.health, "/v1/health": at.health, "/metrics": at.metrics,
-        "/props": at.props, "/slots": at.slots,
+        "/props": at.props, "/slots": at.slots, "/v1/responses/{id}/input_items": at.input_items,
     }  # fmt: skip
     return [*(Route(path, run, methods=["POST"]) for path, run in posts.items()),
-            *(Route(path, run, methods=["GET"]) for path, run in gets.items())]  # fmt: skip
+            *(Route(path, run, methods=["GET"]) for path, run in gets.items()),
+            Route("/v1/responses/{id}", at.response, methods=["GET", "DELETE"])]  # fmt: skip
+
+
+def _owner(request: Request) -> str | None:
+    """Return what tells apart the keys of requests, None where none is asked for."""
+    key: str | None = request.scope.get("state", {}).get("key")
+    return key
 
 
 def _object(body: bytes) -> dict[str, Any]:

@@ -27,7 +27,8 @@ async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
     tools = [t.model_dump(exclude_none=True) for t in request.tools or []]
     for tool in tools:  # templates take a description for granted
         tool["function"].setdefault("description", "")
-    return await service.prompter.chat(messages, tools, thinking=thinks(request))
+    return await service.prompter.chat(messages, tools, thinking=thinks(request),
+                                       continued=bool(request.continue_final_message))  # fmt: skip
 
 
 def thinks(request: ChatRequest) -> bool:
@@ -59,8 +60,13 @@ async def job_of(service: Service, request: ChatRequest) -> Job:
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
     made = options.options(service, request, min(limits or [options.room(service, prompt.ids)]),
                            logprobs=logprobs, banned=banned)  # fmt: skip
+    budget = request.thinking_budget_tokens
+    if budget is not None and prompt.thinking == "no":
+        raise Refused(400, "thinking_budget_tokens needs thinking, which is off",
+                      param="thinking_budget_tokens")  # fmt: skip
     return Job(prompt.ids, made, n, wanted, chat=True, calls=choice != "none",
-               open_thought=prompt.thinking == "open", live=request.live)  # fmt: skip
+               open_thought=prompt.thinking == "open", thinking_budget=budget,
+               live=request.live)  # fmt: skip
 
 
 def _choice(request: ChatRequest) -> str | NamedTool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from g4spec.core import MAX_DRAFT
@@ -12,6 +13,14 @@ from g4spec.server.refusals import Refused
 
 Text = Annotated[str, Field(max_length=1 << 26)]
 Json = dict[str, Any]
+
+
+def _blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Content = Annotated[list[Any], BeforeValidator(_blocks)]
+"""Blocks of content, each for `variant`; a text is one block."""
 
 
 class Body(BaseModel):
@@ -29,6 +38,22 @@ class Loose(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
+def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: str = "") -> Body:
+    """Validate a part of a body by the model that its `type` names.
+
+    Args:
+        models: by type. where: name of the part. default: its type where it names none.
+    """
+    if not isinstance(value, dict):
+        raise Refused(400, f"{where}: expected an object (found {value!r:.60})", param=where)
+    kind = value.get("type") or default
+    model = models.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise Refused(400, f"{where}.type: {kind!r:.60} is not supported here, only "
+                      f"{', '.join(models)}", param=f"{where}.type")  # fmt: skip
+    return check(model, value, where)
+
+
 def read(model: type[Model], body: bytes) -> Model:
     """Parse and validate a body; Refused, naming the field, for a wrong one."""
     try:
@@ -40,13 +65,12 @@ def read(model: type[Model], body: bytes) -> Model:
     return check(model, value)
 
 
-def check(model: type[Model], value: Json) -> Model:
-    """Validate a body that has been parsed."""
+def check(model: type[Model], value: Json, where: str = "") -> Model:
+    """Validate a body that has been parsed, or the part of it at `where`."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    where = ""
     for part in first["loc"]:
         where += f"[{part}]" if isinstance(part, int) else f"{'.' if where else ''}{part}"
     if first["type"] == "extra_forbidden":
@@ -106,6 +130,9 @@ class OpenAI(Sampling, Hints):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     grammar: Text | None = None
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 # ---- chat completions
@@ -212,8 +239,10 @@ class ChatRequest(OpenAI):
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: TemplateOptions | None = None
+    thinking_budget_tokens: int | None = Field(None, ge=0)
+    continue_final_message: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
 

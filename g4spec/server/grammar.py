@@ -20,6 +20,7 @@ import torch
 from llguidance import gbnf_to_lark
 
 from g4spec.errors import InputError
+from g4spec.ops import logits
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import call_grammar
 from g4spec.server.call_grammar import Function
@@ -203,6 +204,48 @@ class Mask:
 
     def _broken(self, matcher: llguidance.LLMatcher) -> InputError:
         return InputError("the grammar's parser gave up", found=_first(matcher.get_error()))
+
+
+class ThinkingBudget:
+    """Ends thoughts after so many tokens, of one text (`g4spec.ops.logits.Mask`).
+
+    Args:
+        budget: tokens of all thoughts together, their header included.
+        open_thought: the text begins inside a thought.
+        inner: a mask that holds, too; where it refuses the end of a thought, that waits.
+    """
+
+    def __init__(
+        self, budget: int, marks: Marks, n_vocab: int, *, open_thought: bool = False,
+        inner: logits.Mask | None = None,
+    ) -> None:  # fmt: skip
+        self._budget, self._marks, self._n_vocab, self._inner = budget, marks, n_vocab, inner
+        self._ids: list[int] = []
+        self._states = [(open_thought, 0)]  # before each token: inside a thought, tokens spent
+
+    def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
+        """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
+        shared = _shared(self._ids, tokens)
+        del self._ids[shared:], self._states[shared + 1 :]
+        for token in tokens[shared:]:
+            inside, spent = self._states[-1]
+            self._ids.append(token)
+            ends = token in (self._marks.channel_end, self._marks.call)
+            after = token == self._marks.channel or (inside and not ends)
+            self._states.append((after, spent + inside))
+        allowed = self._inner(tokens) if self._inner is not None else None
+        inside, spent = self._states[-1]
+        if spent < self._budget:
+            return allowed
+        end, begin = self._marks.channel_end, self._marks.channel
+        if allowed is None:
+            allowed = torch.ones(self._n_vocab, dtype=torch.bool)
+        if not inside:
+            allowed[begin] = False
+        elif allowed[end]:
+            allowed = torch.zeros_like(allowed)
+            allowed[end] = True
+        return allowed
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from g4spec.errors import InputError
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.gemma import Marks
 from g4spec.server.refusals import Refused
@@ -69,11 +71,13 @@ class Prompter:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         thinking: bool = False,
+        continued: bool = False,
     ) -> Prompt:
         """Render and tokenize a conversation.
 
         Args:
             tools: as in OpenAI's API. thinking: let the model think first.
+            continued: the last message is the beginning of the answer.
 
         Raises:
             Refused: the template has no place for what is asked.
@@ -81,6 +85,8 @@ class Prompter:
         """
         renderer = self._template()
         plain = [_plain(m, i) for i, m in enumerate(messages)]
+        begun = _begun(plain) if continued else ""
+        aside: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
         if thinking or tools or calls:
             able = await self.abilities()
@@ -88,9 +94,12 @@ class Prompter:
                 raise Refused(400, "the model's template has no thinking", param="reasoning_effort")
             if (tools and not (able.tools and self.marks)) or (calls and able.results is None):
                 raise Refused(400, "the model's chat template has no tools", param="tools")
+            if able.text_last:
+                plain, aside = _set_aside(plain)
             if calls and able.results == "field":
                 plain = _embedded(plain)
         text = await renderer.render(plain, tools=list(tools) or None, enable_thinking=thinking)
+        text = _put_back(text, aside) + begun
         ids = await self.encode(text)
         state = "may" if thinking else "no"
         if self.marks is not None and self.marks.thinking(ids):
@@ -113,6 +122,15 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     return plain
 
 
+def _begun(messages: list[dict[str, Any]]) -> str:
+    """Take the last message, the beginning of the answer, off a conversation."""
+    last = messages.pop()
+    if last["role"] != "assistant" or last.get("tool_calls") or not messages:
+        raise Refused(400, "an answer can be continued only where the last of several messages is "
+                      "the assistant's and has no calls", param="messages")  # fmt: skip
+    return str(last["content"])
+
+
 def _text(content: Any, where: str) -> str:
     """Join the text of a message."""
     if content is None or isinstance(content, str):
@@ -133,6 +151,37 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise Refused(400, f"{where}.function.arguments: expected a JSON object", param=where)
     return {**call, "function": {**function, "arguments": value}}
+
+
+def _set_aside(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Take the text out of messages with calls, for templates that would write it behind the calls
+    and their results, as if it was the answer to them, and end the turn there.
+
+    Returns:
+        The messages, the first call of each marked by its name, and the texts by their marks.
+    """
+    aside: dict[str, str] = {}
+    out = list(messages)
+    for i, message in enumerate(messages):
+        words = message["content"].strip()
+        if words and message.get("tool_calls"):
+            mark = f"{secrets.token_hex(16)}_"
+            aside[mark] = words
+            first, *others = message["tool_calls"]
+            function = {**first["function"], "name": mark + first["function"]["name"]}
+            calls = [{**first, "function": function}, *others]
+            out[i] = {**message, "content": "", "tool_calls": calls}
+    return out, aside
+
+
+def _put_back(text: str, aside: Mapping[str, str]) -> str:
+    """Write texts that were set aside before the calls of their messages, as the model does."""
+    for mark, words in aside.items():
+        call = "<|tool_call>call:"
+        if call + mark not in text:
+            raise InputError("the chat template failed", found="it leaves a call out")
+        text = text.replace(call + mark, words + call + mark, 1).replace(mark, "")
+    return text
 
 
 def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -12,6 +12,10 @@ TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_fo
          429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
 
 
+ANTHROPIC = {**TYPES, 413: "request_too_large"}
+"""Types of errors in Anthropic's API, which has `api_error` for others."""
+
+
 class Refused(Exception):
     """A request that is not answered.
 
@@ -48,3 +52,8 @@ class Refused(Exception):
         kind = TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param,
                           "code": self.code}}  # fmt: skip
+
+    def anthropic(self) -> dict[str, Any]:
+        """Return the body as Anthropic's API has it."""
+        kind = ANTHROPIC.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}

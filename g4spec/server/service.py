@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from g4spec.errors import G4Error
+from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
-from g4spec.server.grammar import Grammar, Vocabulary
+from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
 from g4spec.server.live import Followed, Live
 from g4spec.server.metrics import Metrics
 from g4spec.server.prompt import Prompter
@@ -59,6 +60,7 @@ class Job:
         chat: read thoughts and calls; else the text is all there is.
         calls: functions were given. open_thought: the prompt ends inside a thought.
         live: word of those who may read it at /v1/live, or None.
+        thinking_budget: tokens of thoughts, after which they are ended; None: no limit.
     """
 
     prompt: list[int]
@@ -69,6 +71,7 @@ class Job:
     calls: bool = False
     open_thought: bool = False
     live: str | None = None
+    thinking_budget: int | None = None
 
 
 class Service:
@@ -144,7 +147,11 @@ class Service:
     def _text(self, job: Job, i: int) -> Text:
         options = job.options
         sampler = replace(options.sampler, seed=(options.sampler.seed + i) % 2**64)
-        mask = self.vocabulary.mask(job.grammar) if job.grammar else None
+        mask: Mask | None = self.vocabulary.mask(job.grammar) if job.grammar else None
+        if job.thinking_budget is not None:
+            assert self.prompter.marks is not None
+            mask = ThinkingBudget(job.thinking_budget, self.prompter.marks, self.vocabulary.n_vocab,
+                                  open_thought=job.open_thought, inner=mask)  # fmt: skip
         stream = self._answers(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(job.prompt, options)

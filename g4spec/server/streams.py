@@ -19,6 +19,9 @@ from g4spec.server.service import Settings
 
 log = logging.getLogger("g4spec.server")
 
+PING = ": ping\n\n"
+"""A comment, which clients skip."""
+
 Events = AsyncGenerator[str, None]
 T = TypeVar("T")
 
@@ -73,7 +76,7 @@ class EventStream(Response):
 
     Args:
         source: what is streamed. events: made of it.
-        failed: an event for a reason to end early.
+        failed: an event for a reason to end early. ping: what is sent in silences.
     """
 
     media_type = "text/event-stream"
@@ -85,15 +88,16 @@ class EventStream(Response):
         failed: Callable[[Refused], str],
         settings: Settings,
         headers: Mapping[str, str] | None = None,
+        ping: str = PING,
     ) -> None:
         self._source, self._events, self._failed = source, events, failed
-        self._settings = settings
+        self._settings, self._ping = settings, ping
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no",
                                   **(headers or {})})  # fmt: skip
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, with comments in silences, until the end or the client's."""
+        """Send all events, with pings in silences, until the end or the client's."""
         watch = asyncio.ensure_future(_until_gone(receive))
         work = asyncio.ensure_future(self._stream(send))
         try:
@@ -130,7 +134,7 @@ class EventStream(Response):
                 while True:
                     done, _ = await asyncio.wait({following}, timeout=self._settings.ping)
                     if not done:
-                        await text(": ping\n\n")
+                        await text(self._ping)
                         continue
                     await text(following.result())
                     following = asyncio.ensure_future(anext(events))

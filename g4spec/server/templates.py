@@ -104,11 +104,13 @@ class Abilities:
         tools: it writes what functions there are.
         results: how it takes a function's results: as messages of the role `tool`, as
             `tool_responses` of the message with the calls, or not at all.
+        text_last: it writes the text of a message behind its calls, and their results.
     """
 
     thinking: bool
     tools: bool
     results: str | None
+    text_last: bool = False
 
 
 async def abilities(renderer: Renderer) -> Abilities:
@@ -138,4 +140,6 @@ async def abilities(renderer: Renderer) -> Abilities:
         results = "messages"
     elif f"response:{name}" in as_field and "g4spec_result" in as_field:
         results = "field"
-    return Abilities(bool(thinking) and thinking != plain, name in declared, results)
+    talking = await attempt([user, {**calling, "content": "g4spec_text"}], tools=tools)
+    text_last = 0 <= talking.find(f"<|tool_call>call:{name}") < talking.find("g4spec_text")
+    return Abilities(bool(thinking) and thinking != plain, name in declared, results, text_last)

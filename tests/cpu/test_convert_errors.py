@@ -10,10 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from g4spec.convert import cached, convert, detect, quantize
 from g4spec.errors import G4Error, InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF
+from g4spec.measure import chunks
+from g4spec.runtime.engine import Engine
+from g4spec.validate import validate
 from tests import tiny
 
 
@@ -46,9 +50,10 @@ def retensor(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     tiny.save(folder / "model.safetensors", kept)
 
 
-def refused(source: Path, out: Path, target: Path | None, error: type[G4Error], says: str) -> str:
+def refused(source: Path, out: Path, target: Path | None, error: type[G4Error], says: str,
+            **options: Any) -> str:  # fmt: skip
     with pytest.raises(error, match=says) as e:
-        convert(source, out, target=target)
+        convert(source, out, target=target, **options)
     assert not out.exists() and not list(out.parent.glob("*.tmp")), "something was left"
     return str(e.value)
 
@@ -109,16 +114,16 @@ def test_d2t_must_be_integers_and_t2d_as_long_as_the_vocabulary(
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_values_that_q8_0_cannot_hold_are_named(bad: float, family: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_named(bad: float, family: Path, tmp_path: Path) -> None:
     draft = copy(family, "zlab", tmp_path)
 
     def change(t: dict[str, Any]) -> None:
         t["layers.1.mlp.up_proj.weight"][0][7, 11] = bad
 
     retensor(draft, change)
-    refused(draft, tmp_path / "o.gguf", family / "target", InputError,
-            r"layers\.1\.mlp\.up_proj\.weight.*row 7, column 11")  # fmt: skip
-    convert(draft, tmp_path / "o.gguf", target=family / "target", type="bf16")
+    for type in ("q8_0", "q4_k_m", "bf16", "f16", "f32"):
+        refused(draft, tmp_path / "o.gguf", family / "target", InputError,
+                r"layers\.1\.mlp\.up_proj\.weight.*row 7, column 11", type=type)  # fmt: skip
 
 
 def test_an_untied_head_is_not_dropped_in_silence(family: Path, tmp_path: Path) -> None:
@@ -133,6 +138,31 @@ def test_an_untied_head_is_not_dropped_in_silence(family: Path, tmp_path: Path) 
     retensor(target, lambda t: t.update({"lm_head.weight": (t[embed][0] + 1, "BF16")}))
     refused(target, tmp_path / "o.gguf", None, Unsupported, "lm_head.weight differs")
 
+
+@pytest.mark.parametrize("level", ["outer", "text_config"])
+def test_a_target_with_an_output_table_of_its_own(
+    level: str, family: Path, tmp_path: Path
+) -> None:
+    target = copy(family, "target", tmp_path)
+    embed = "model.language_model.embed_tokens.weight"
+    retensor(target, lambda t: t.update({"lm_head.weight": (t[embed][0][::-1].copy(), "BF16")}))
+
+    raw = json.loads((target / "config.json").read_text())
+    (raw if level == "outer" else raw["text_config"])["tie_word_embeddings"] = False
+    config(target, **raw)
+    out, plain = tmp_path / "o.gguf", tmp_path / "plain.gguf"
+    convert(target, out, type="f32")
+    convert(family / "target", plain, type="f32")
+    with GGUF(out) as g:
+        assert np.array_equal(g.array("output.weight"), g.array("token_embd.weight")[::-1])
+    with Engine.load(out, n_ctx=64) as one, Engine.load(plain, n_ctx=64) as other:
+        own, tied = (chunks.read(e, [2, 9, 11]) for e in (one, other))
+        assert torch.equal(own, tied)
+        assert torch.equal(one.target.logits(own), other.target.logits(tied).flip(1))
+    assert validate(out).ok
+    out.unlink()
+    retensor(target, lambda t: t.__delitem__("lm_head.weight"))
+    refused(target, out, None, InputError, "lm_head.weight.*is missing")
 
 def test_drafts_need_their_target(family: Path, tmp_path: Path) -> None:
     text = refused(family / "spec", tmp_path / "o.gguf", None, UsageError, "needs the target")

@@ -248,19 +248,47 @@ def test_what_cannot_be_held_is_refused(name: str, bad: float) -> None:
     assert e.value.index == 1080 * 256 + 40
 
 
-def test_f16_refuses_to_overflow_but_keeps_what_was_infinite() -> None:
-    x = np.array([1, np.inf, np.nan, 65504, 65520], np.float32)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+def test_plain_types_refuse_what_is_not_finite(name: str, bad: float) -> None:
+    x = np.ones((3, 5), np.float32)
+    x[2, 1] = bad
     with pytest.raises(quant.Unrepresentable) as e:
-        quant.get("f16").quantize(x)
-    assert e.value.index == 4
-    got = quant.get("f16").dequantize(quant.get("f16").quantize(x[:4]))
-    assert np.array_equal(got, x[:4], equal_nan=True)
+        quant.get(name).quantize(x)
+    assert e.value.index == 11
+
+
+def test_f16_refuses_to_overflow() -> None:
+    with pytest.raises(quant.Unrepresentable) as e:
+        quant.get("f16").quantize(np.array([1, 65504, 65520], np.float32))
+    assert e.value.index == 2
+
+
+@pytest.mark.parametrize("name", quant.readable())
+def test_what_is_not_finite_is_found_in_bytes(name: str) -> None:
+    form = quant.get(name)
+    if form.quantized:
+        raw = np.random.default_rng(8).integers(0, 256, (3000, form.block_bytes), np.uint8)
+        raw = raw.reshape(-1)
+    else:
+        raw = np.random.default_rng(8).integers(0, 256, 3000 * form.block_bytes, np.uint8)
+    with np.errstate(all="ignore"):
+        bad = np.flatnonzero(~np.isfinite(form.dequantize(raw)))
+    found = form.not_finite(raw)
+    if not len(bad):  # e.g. a scale of all possible bytes is finite
+        assert found is None
+        return
+    assert found is not None and found.index == bad[0]
+    good = raw[: bad[0] // form.block * form.block_bytes]
+    assert form.not_finite(good) is None
 
 
 def test_bf16_of_nan_and_infinity() -> None:
     bits = np.array([0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x3F808000,
                      0x3F818000], np.uint32)  # fmt: skip
-    got = quant.get("bf16").quantize(bits.view(np.float32)).view("<u2")
+    encode = quant.get("bf16").encode
+    assert encode is not None
+    got = encode(bits.view(np.float32)).view("<u2")
     assert [hex(v) for v in got] == ["0x7fc0", "0xffff", "0x7f80", "0xff80", "0x7f80", "0x3f80",
                                      "0x3f82"]  # fmt: skip
 

@@ -240,6 +240,16 @@ def test_a_length_nobody_knows_is_not_written() -> None:
     assert not r.works and r.unknown
 
 
+@pytest.mark.parametrize(("draft", "type"), [
+    ("redhat-dspark", "draft-dspark"), ("redhat-dflash2", "draft-dflash"),
+    ("zlab-31b", "draft-dflash"),
+])  # fmt: skip
+def test_llama_cpp_is_told_the_kind_of_draft(draft: str, type: str) -> None:
+    r = make("llama.cpp", "RTX 4090", "31b:q4_k_m", draft, c=8192)
+    assert f"--spec-type {type} " in " ".join(r.commands[0].split()) + " "
+    assert not any("unknown" in p.text for p in r.pieces)
+
+
 # ---- versions
 
 

@@ -61,13 +61,17 @@ class Served:
 
     def stream(self, path: str, **body: Any) -> list[Any]:
         """The events of a stream, up to its end."""
-        out = []
+        out, named = [], None
         with self.http.stream("POST", path, json={**body, "stream": True}) as response:
             assert response.status_code == 200, response.read()
             assert response.headers["content-type"].startswith("text/event-stream")
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     out.append(json.loads(line[6:]))
+                    assert named is None or named == out[-1]["type"]
+                    named = None
+                elif line.startswith("event: "):
+                    named = line[7:]
                 elif line:
                     assert line in ("data: [DONE]", ": ping"), line
         return out

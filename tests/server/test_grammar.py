@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from g4spec.errors import InputError, Unsupported
 from g4spec.runtime.engine import Engine
@@ -342,3 +343,30 @@ def test_a_draft_changes_nothing_under_a_mask(
             texts.append(request.ids)
     assert texts[0::2] == [texts[0]] * 3 and texts[1::2] == [texts[1]] * 3
     assert tokenizer.decode(texts[0], special=True).startswith("<|tool_call>call:f{")
+
+
+def test_thoughts_have_a_budget(vocabulary: Vocabulary) -> None:
+    channel, end, call = MARKS.channel, MARKS.channel_end, MARKS.call
+    budget = grammar.ThinkingBudget(2, MARKS, 4096)
+
+    def only(allowed: torch.Tensor | None) -> list[int]:
+        assert allowed is not None
+        return allowed.nonzero().flatten().tolist()
+
+    thought = [300, channel, 301, 302]
+    for ids in ([], [300], thought[:2], thought[:3], [300, channel, call, 301, 302]):
+        assert budget(ids) is None, ids
+    assert only(budget(thought)) == [end]
+    after = only(budget([*thought, end]))
+    assert len(after) == 4095 and channel not in after
+    assert budget(thought[:3]) is None and only(budget(thought)) == [end]  # drafts are taken back
+    assert only(grammar.ThinkingBudget(1, MARKS, 4096, open_thought=True)([300])) == [end]
+    # A grammar that does not let a thought end yet is waited for.
+    inner = vocabulary.mask(grammar.whole(MARKS, user='start: "x"', thinking="may"))
+    under = grammar.ThinkingBudget(0, MARKS, 4096, inner=inner)
+    alone = vocabulary.mask(grammar.whole(MARKS, user='start: "x"', thinking="may"))
+    assert only(under([channel])) == only(alone([channel])) != [end]
+    ids = [channel]
+    while (allowed := only(under(ids))) != [end]:
+        ids.append(allowed[0])
+    assert len(ids) > 1 and only(under([*ids, end])) == only(alone([*ids, end]))

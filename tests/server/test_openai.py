@@ -90,7 +90,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
               "tool_choice": {"type": "function", "function": {"name": "weather"}}},
     "auto": {"tools": TOOLS, "temperature": 1.2},
     "none": {"tools": TOOLS, "tool_choice": "none"},
-    "thinking": {"reasoning_effort": "low"},
+    "thinking": {"reasoning_effort": "low", "extra_body": {"thinking_budget_tokens": 8}},
     "thinking json": {"reasoning_effort": "high", "response_format": {"type": "json_object"}},
     "hints": {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
               "max_completion_tokens": 9, "parallel_tool_calls": True, "top_p": 0},
@@ -273,6 +273,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
              "exclude each other"),
     "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "contradict each other"),
+    "budget": ({"thinking_budget_tokens": 9}, "needs thinking, which is off"),
+    "continued": ({"continue_final_message": True}, "can be continued only"),
     "thinking": ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
                  "contradict each other"),
     "arguments": ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{

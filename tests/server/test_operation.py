@@ -31,7 +31,8 @@ from tests.server.served import Served
 
 ROOT = Path(__file__).resolve().parents[2]
 POSTS = ["/v1/chat/completions", "/v1/completions", "/completion", "/tokenize", "/detokenize",
-         "/apply-template"]  # fmt: skip
+         "/apply-template", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+         "/v1/responses/input_tokens"]  # fmt: skip
 DEEP = b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
 BODIES = [b"", b"null", b"[]", b"{", b"\xff\xfe", DEEP, b'{"prompt": NaN}',
           b'{"prompt": "\\ud800"}', b'{"prompt": 1e999}', b'"x"', b'{"messages": null}',
@@ -62,19 +63,22 @@ VALUES = st.recursive(
         max_size=4), max_leaves=10)  # fmt: skip
 FIELDS = ["messages", "prompt", "tools", "tool_choice", "response_format", "stop", "logit_bias",
           "n", "temperature", "grammar", "json_schema", "stream_options", "logprobs", "seed",
-          "top_logprobs", "n_probs", "content", "tokens", "reasoning_effort"]  # fmt: skip
+          "top_logprobs", "n_probs", "content", "tokens", "reasoning_effort", "input", "system",
+          "text", "thinking", "reasoning", "output_config", "include"]  # fmt: skip
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
        st.booleans())  # fmt: skip
 def test_bodies_of_any_kind_never_break_the_server(
     busy: Served, path: str, body: dict[str, Any], sound: bool
 ) -> None:
     if sound:  # only the rest is wrong
-        body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **body}
-        body.pop("messages" if path in POSTS[1:3] else "prompt")
-        body["max_tokens"] = 1
+        main = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
+        named = "messages" if path in (POSTS[0], *POSTS[5:8]) else "prompt"
+        named = "input" if "responses" in path else named
+        body = {named: main[named], **{k: v for k, v in body.items() if k not in main}}
+        body["max_output_tokens" if named == "input" else "max_tokens"] = 1
     content = json.dumps(body).encode()
     response = busy.http.post(path, content=content)
     assert response.status_code in (200, 400), (response.status_code, response.text)

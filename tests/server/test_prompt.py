@@ -17,6 +17,14 @@ from g4spec.server.refusals import Refused
 from g4spec.server.templates import Abilities, Renderer
 from tests.server.served import TEMPLATE
 
+LATE = """\
+{% if tools %}{{ tools[0].function.name }}{% endif %}
+{%- for m in messages %}<|turn>{{ m.role }}
+{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name }}{ }<tool_call|>{% endfor %}
+{%- for r in m.tool_responses or [] %}response:{{ r.name }}={{ r.response }};{% endfor %}
+{{- m.content }}{% endfor %}"""
+"""A template that writes the text of a message behind calls and results that it contains."""
+
 USER: Any = {"role": "user", "content": "Hi"}
 TOOL: Any = {"type": "function", "function": {"name": "f", "description": ""}}
 CALLED: Any = [
@@ -65,7 +73,7 @@ def test_what_templates_can_do_is_found_out(tokenizer: Tokenizer) -> None:
         assert isinstance(found, Abilities)
         return found
 
-    assert able(TEMPLATE) == Abilities(True, True, "messages")
+    assert able(TEMPLATE) == Abilities(True, True, "messages", True)
     assert able(FIRST) == Abilities(False, True, "field")
     assert able(tokenizer.template) == Abilities(False, False, None)
     assert able("{{ raise_exception('no') }}") == Abilities(False, False, None)
@@ -130,3 +138,26 @@ def test_a_template_that_does_not_end_is_replaced(
         await renderer.close()
 
     asyncio.run(work())
+
+
+def test_an_answer_is_continued(tokenizer: Tokenizer) -> None:
+    begun = [USER, {"role": "assistant", "content": "Well, "}]
+    prompt: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(begun, continued=True))
+    asked: Prompt = run(tokenizer, TEMPLATE, lambda p: p.chat([USER]))
+    assert prompt.text == asked.text + "Well, " and prompt.thinking == "no"
+    for messages in ([USER], begun[1:], CALLED[:2]):
+        with pytest.raises(Refused, match="can be continued only"):
+            run(tokenizer, TEMPLATE, lambda p, m=messages: p.chat(m, continued=True))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, LATE], ids=["messages", "field"])
+def test_words_before_calls_stay_there(tokenizer: Tokenizer, template: str) -> None:
+    first, *results = CALLED[1:4]
+    asked = [USER, {**first, "content": " I look. "}, *results]
+    tool = {"type": "function", "function": {"name": "g4spec_probe", "description": ""}}
+    texts: list[str] = [run(tokenizer, template, lambda p, m=m: p.chat(m, [tool])).text
+                        for m in ([USER, first, *results], asked, [*asked, CALLED[4]])]  # fmt: skip
+    call = "<|tool_call>call:f1{"
+    assert call in texts[0] and "response:f1" in texts[0]
+    assert texts[1] == texts[0].replace(call, f"I look.{call}")
+    assert texts[2].startswith(texts[1]) and "Done" in texts[2][len(texts[1]) :]

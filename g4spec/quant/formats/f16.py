@@ -6,14 +6,11 @@ from g4spec.quant.format import Bytes, Floats, Format, first_bad
 
 
 def encode(x: Floats) -> Bytes:
-    """Finite values beyond 65504 are refused: they would become infinite."""
+    """Values beyond 65504 are refused: they would become infinite."""
     with np.errstate(over="ignore"):
         half = x.astype("<f2")
-    good = np.isfinite(half)
-    if not good.all():
-        good |= ~np.isfinite(x)
-        if not good.all():
-            raise first_bad(x, good)
+    if not (good := np.isfinite(half)).all():
+        raise first_bad(x, good)
     return half.view(np.uint8)
 
 

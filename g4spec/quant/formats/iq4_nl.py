@@ -19,12 +19,12 @@ WIDEST = np.float32(24)
 """Largest distance of two values in the table, which lie up to so many steps apart."""
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, BLOCK * 8 * scaled.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, BLOCK * 8 * scaled.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    d, value = scaled.fit_alone(x, CODES)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    d, value = scaled.fit_alone(x, CODES, weights)
     out = np.empty(len(d), DTYPE)
     out["d"], out["q"] = d, packed(value.T)
     return out.view(np.uint8)
@@ -51,4 +51,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("iq4_nl", 20, BLOCK, DTYPE.itemsize, 25, encode, decode, bound=bound,
-                factors=Factors(halves(0), 127, b"\x88" * 16))  # fmt: skip
+                weighted=True, factors=Factors(halves(0), 127, b"\x88" * 16))  # fmt: skip

@@ -18,12 +18,12 @@ CODES = scaled.Codes(GROUPS, SIZE, iq4_nl.ENDS, -127, -32, 31, iq4_nl.CODES.roun
 _GROUP = np.arange(GROUPS, dtype=np.uint16)
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, BLOCK * scaled.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, BLOCK * scaled.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    d, scale, value = scaled.fit(x, CODES)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    d, scale, value = scaled.fit(x, CODES, weights)
     whole = scaled.unpacked(scale, -32).T  # [n, groups]
     out = np.empty(len(d), DTYPE)
     out["d"] = d
@@ -47,4 +47,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("iq4_xs", 23, BLOCK, DTYPE.itemsize, 30, encode, decode, bound=bound,
-                fallback="iq4_nl", factors=Factors(halves(0), 32 * 127))  # fmt: skip
+                fallback="iq4_nl", weighted=True, factors=Factors(halves(0), 32 * 127))  # fmt: skip

@@ -6,6 +6,8 @@ d * scale * code - dmin * minimum.
 Source: ggml `block_q2_K`; how scales are found: `g4spec.quant.affine`.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from g4spec.quant import affine
@@ -14,17 +16,19 @@ from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batch
 BLOCK, GROUPS, SIZE = 256, 16, 16
 STEPS = (-1.0, -1.3, -0.7, -0.35, 0.0, 0.4, 0.8, 1.2)
 LAYOUT = affine.Layout(top=3, rounds=1, groups=GROUPS, size=SIZE, most=15, steps=STEPS)
+WEIGHTED = replace(LAYOUT, rounds=2, steps=(*STEPS, -0.5, -0.2, 0.2, 0.6))
+"""With few codes and uneven weights, scales lie farther from the first guess."""
 F = np.float32
 DTYPE = np.dtype([("scales", "u1", GROUPS), ("q", "u1", (2, 32)), ("d", "<f2"), ("dmin", "<f2")])
 _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, BLOCK * affine.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, BLOCK * affine.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    found = affine.fit(x, LAYOUT)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    found = affine.fit(x, LAYOUT if weights is None else WEIGHTED, weights)
     code = found.codes.astype(np.uint8).transpose(2, 1, 0).reshape(-1, 2, 4, 32)
     out = np.empty(len(found.d), DTYPE)
     out["d"], out["dmin"] = found.d, found.dmin
@@ -48,4 +52,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q2_k", 10, BLOCK, DTYPE.itemsize, 10, encode, decode, bound=bound, fallback="q4_0",
-                factors=Factors(halves(80, 82), 15 * 3))  # fmt: skip
+                weighted=True, factors=Factors(halves(80, 82), 15 * 3))  # fmt: skip

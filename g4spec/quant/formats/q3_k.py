@@ -22,12 +22,12 @@ _GROUP = np.arange(8, dtype=np.uint8)[:, None]
 _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, BLOCK * scaled.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, BLOCK * scaled.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    d, scale, value = scaled.fit(x, CODES)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    d, scale, value = scaled.fit(x, CODES, weights)
     code = scaled.unpacked(value, -4).transpose(2, 1, 0).reshape(-1, 2, 4, 32)
     out = np.empty(len(d), DTYPE)
     out["d"], out["scales"] = d, pack_scales(scaled.unpacked(scale, -32).T)
@@ -66,4 +66,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q3_k", 11, BLOCK, DTYPE.itemsize, 11, encode, decode, bound=bound, fallback="q4_0",
-                factors=Factors(halves(108), 32 * 4))  # fmt: skip
+                weighted=True, factors=Factors(halves(108), 32 * 4))  # fmt: skip

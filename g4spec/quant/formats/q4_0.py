@@ -1,4 +1,5 @@
-"""Q4_0: 32 values of 4 bits with a scale, byte for byte as ggml's C reference.
+"""Q4_0: 32 values of 4 bits with a scale, byte for byte as ggml's C reference
+without an importance matrix.
 
 Layout: half-precision scale d, 16 bytes of codes: value j in the lower half of byte j, value j + 16
 in the upper. A value is d * (code - 8).
@@ -13,12 +14,12 @@ from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batch
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, plain.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, plain.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    d, codes = plain.symmetric(x, 8)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    d, codes = plain.symmetric(x, 8, weights)
     out = np.empty(len(d), DTYPE)
     out["d"] = d
     out["q"] = plain.nibbles(codes)
@@ -38,4 +39,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q4_0", 2, plain.BLOCK, DTYPE.itemsize, 2, encode, decode, bound=bound,
-                factors=Factors(halves(0), 8, b"\x88" * 16))  # fmt: skip
+                weighted=True, factors=Factors(halves(0), 8, b"\x88" * 16))  # fmt: skip

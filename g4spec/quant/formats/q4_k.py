@@ -15,12 +15,12 @@ LAYOUT = affine.Layout(top=15, rounds=2)
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, affine.BLOCK * affine.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    out, _ = affine.blocks(x, DTYPE, LAYOUT)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    out, _ = affine.blocks(x, DTYPE, LAYOUT, weights)
     return out.view(np.uint8)
 
 
@@ -35,4 +35,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q4_k", 12, affine.BLOCK, DTYPE.itemsize, None, encode, decode, bound=bound,
-                fallback="q5_0", factors=Factors(halves(0, 2), 63 * 15))  # fmt: skip
+                fallback="q5_0", weighted=True, factors=Factors(halves(0, 2), 63 * 15))  # fmt: skip

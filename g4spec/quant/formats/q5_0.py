@@ -1,4 +1,5 @@
-"""Q5_0: 32 values of 5 bits with a scale, byte for byte as ggml's C reference.
+"""Q5_0: 32 values of 5 bits with a scale, byte for byte as ggml's C reference
+without an importance matrix.
 
 Layout: half-precision scale d, the fifth bits (value j at bit j of 32), 16 bytes of lower four
 bits: value j in the lower half of byte j, value j + 16 in the upper. A value is d * (code - 16).
@@ -13,12 +14,12 @@ from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batch
 DTYPE = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, plain.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, plain.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    d, codes = plain.symmetric(x, 16)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    d, codes = plain.symmetric(x, 16, weights)
     out = np.empty(len(d), DTYPE)
     out["d"] = d
     out["high"], out["q"] = plain.fifths(codes), plain.nibbles(codes)
@@ -38,4 +39,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q5_0", 6, plain.BLOCK, DTYPE.itemsize, 8, encode, decode, bound=bound,
-                factors=Factors(halves(0), 16, b"\xff" * 4 + bytes(16)))  # fmt: skip
+                weighted=True, factors=Factors(halves(0), 16, b"\xff" * 4 + bytes(16)))  # fmt: skip

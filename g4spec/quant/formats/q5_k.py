@@ -17,12 +17,12 @@ DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", 
 _GROUP = np.arange(affine.GROUPS, dtype=np.uint8)
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, affine.BLOCK * affine.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    out, codes = affine.blocks(x, DTYPE, LAYOUT)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    out, codes = affine.blocks(x, DTYPE, LAYOUT, weights)
     high = codes >> 4 << _GROUP[:, None]
     out["high"] = np.bitwise_or.reduce(high, axis=1).T
     return out.view(np.uint8)
@@ -40,4 +40,4 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q5_k", 13, affine.BLOCK, DTYPE.itemsize, 16, encode, decode, bound=bound,
-                fallback="q5_1", factors=Factors(halves(0, 2), 63 * 31))  # fmt: skip
+                fallback="q5_1", weighted=True, factors=Factors(halves(0, 2), 63 * 31))  # fmt: skip

@@ -21,12 +21,12 @@ DTYPE = np.dtype([("low", "u1", (2, 2, 32)), ("high", "u1", (2, 32)), ("scale", 
                   ("d", "<f2")])  # fmt: skip
 
 
-def encode(x: Floats) -> Bytes:
-    return in_batches(x, BLOCK * scaled.BATCH, _encode)
+def encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    return in_batches(x, BLOCK * scaled.BATCH, _encode, weights)
 
 
-def _encode(x: Floats) -> Bytes:
-    d, scale, code = scaled.fit(x, CODES)
+def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
+    d, scale, code = scaled.fit(x, CODES, weights)
     return _packed(d, scale, scaled.unpacked(code, -32))
 
 
@@ -62,4 +62,5 @@ def bound(x: Floats) -> Floats:
 
 
 FORMAT = Format("q6_k", 14, BLOCK, DTYPE.itemsize, 18, encode, decode,
-                bound=bound, fallback="q8_0", factors=Factors(halves(208), 127 * 32))  # fmt: skip
+                bound=bound, fallback="q8_0", weighted=True,
+                factors=Factors(halves(208), 127 * 32))  # fmt: skip

@@ -5,5 +5,6 @@ from g4spec.quant.mix import Better, Mix
 
 MIX = Mix("iq4_nl", get("iq4_nl"), 25, (
     Better("attn_v.weight", get("q5_k"), "shared by many heads", lambda p: p.gqa >= 4),
-    Better("ffn_down", get("q5_k"), "the first eighth", lambda p: p.i < p.n // 8),
+    Better("ffn_down", get("q5_k"), "the first eighth, without an imatrix",
+           lambda p: p.first_eighth and not p.imatrix),
 ))  # fmt: skip

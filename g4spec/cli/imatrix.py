@@ -1,0 +1,49 @@
+"""`g4spec imatrix`: how large the inputs of a model's matrices are, for `quantize --imatrix`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import _engine, _inputs, _options
+from g4spec.cli.render import Json, Output, Quiet
+
+
+def command(
+    model: _options.Model,
+    file: Annotated[Path, typer.Argument(help="Text of the kind that the model is used for.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")] = Path(
+        "imatrix.gguf"
+    ),
+    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens of a chunk.")] = 512,
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", help="Read only so many chunks. Default: all.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Collect an importance matrix over a text, in llama.cpp's format. Runs on the CPU."""
+    said, text = Output(json, quiet), _inputs.read_text(file)
+    from g4spec import gguf
+    from g4spec.gguf import imatrix
+
+    gguf.check_place(out)
+    setup = _engine.Setup(ctx_size, None, None, "cpu", None)
+    model, _ = _engine.files(model, None, setup, said)
+    from g4spec.measure import chunks as cutting
+    from g4spec.measure import importance
+
+    engine = _engine.load(model, None, setup, said)
+    parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
+    with said.progress(f"reading {file.name}") as progress:
+        found = importance.collect(engine, parts, file.name, progress)
+    imatrix.save(out, found)
+    silent = sum(int((e.counts == 0).sum()) for e in found.entries.values())
+    if silent:
+        said.note(f"{silent} experts were never chosen: they get equal weights; take a longer text")
+    said.line(f"wrote {out}: {len(found.entries)} matrices, {found.chunks} chunks of "
+              f"{found.chunk_size} tokens")  # fmt: skip
+    said.result({"out": str(out), "matrices": len(found.entries), "chunks": found.chunks,
+                 "chunk_size": found.chunk_size, "experts_never_chosen": silent})  # fmt: skip

@@ -1,0 +1,77 @@
+"""`g4spec perplexity`: how well a target predicts a text, and what a smaller type costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from g4spec.cli import _engine, _inputs, _options
+from g4spec.cli.render import Json, Output, Quiet
+
+if TYPE_CHECKING:
+    from g4spec.measure.perplexity import Against, Figure
+
+
+def command(
+    model: _options.Model,
+    file: Annotated[Path, typer.Argument(help="A text; - is stdin.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="Base to compare with, as the BF16 file: shows the KL "
+                     "divergence from it. Both are loaded at once."),
+    ] = None,
+    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens of a chunk.")] = 512,
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", help="Read only so many chunks. Default: all.")
+    ] = None,
+    device: _options.Device = "auto",
+    cache_type: _options.CacheType = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure the perplexity of a target, and its KL divergence from another file of it.
+
+    Chunks and figures are those of `llama-perplexity --kl-divergence`. `--cache-type` is for the
+    model; the base keeps its keys and values as a run without the option does.
+    """
+    said, text = Output(json, quiet), _inputs.read_text(file)
+    setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
+    model, _ = _engine.files(model, None, setups[0], said)
+    base = None
+    if against is not None:
+        against, _ = _engine.files(against, None, setups[1], said)
+    from g4spec.measure import chunks as cutting
+    from g4spec.measure import perplexity
+
+    engine = _engine.load(model, None, setups[0], said)
+    if against is not None:
+        base = _engine.load(against, None, setups[1], said)
+    parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
+    with said.progress(f"reading {file.name}") as progress:
+        found = perplexity.measure(engine, parts, base, progress)
+    _engine.tell(engine, said)
+    said.line(f"perplexity {_shown(found.perplexity)}: {found.tokens:,} tokens, the second halves "
+              f"of {found.chunks} chunks of {found.size}")  # fmt: skip
+    if found.against is not None:
+        _compared(found.against, said)
+    said.result(found.json())
+
+
+def _compared(found: Against, out: Output) -> None:
+    rows = [
+        ("base's perplexity", _shown(found.base)),
+        ("perplexity over the base's", _shown(found.ratio, 5)),
+        ("mean KL divergence", _shown(found.divergence, 6)),
+        *((f"KL divergence, {p} % are below" if p != "100" else "largest KL divergence", f"{x:.6f}")
+          for p, x in found.divergences.items() if float(p) >= 50),
+        ("same likeliest token", _shown(found.same_top, 3, 100)),
+        ("RMS change of the text's probability", _shown(found.moved, 3, 100)),
+    ]  # fmt: skip
+    out.table("Against the base", ("figure", "value"), rows)
+
+
+def _shown(figure: Figure, digits: int = 4, percent: int = 1) -> str:
+    unit = " %" if percent == 100 else ""
+    return f"{figure.value * percent:.{digits}f} ± {figure.error * percent:.{digits}f}{unit}"

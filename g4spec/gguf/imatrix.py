@@ -1,0 +1,146 @@
+"""Importance matrices ("imatrix" files): how large the inputs of each matrix are, by column.
+
+A file holds two F32 tensors for a matrix W: `W.in_sum2`, the sums of the squared inputs over all
+rows that W was multiplied with, and `W.counts`, how many these were; for a stack of experts, both
+for each expert. Quantizers take the means for weights of the squared errors of W's columns.
+Source: llama.cpp `tools/imatrix` and `common/imatrix-loader.cpp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec import quant
+from g4spec.errors import InputError
+from g4spec.gguf.reader import GGUF, is_gguf
+from g4spec.gguf.values import KV, T, array, string, u32
+from g4spec.gguf.writer import TensorData, write
+
+SUMS, COUNTS = ".in_sum2", ".counts"
+CHUNKS, CHUNK_SIZE, DATASETS = "imatrix.chunk_count", "imatrix.chunk_size", "imatrix.datasets"
+LEAST = 1e-4
+"""Smallest weight of a column, as a part of the mean: inputs that the text never had may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one matrix, or each of `n` experts, was given.
+
+    Attributes:
+        sums: of squared inputs, float32 [n, columns]. counts: of rows, int64 [n].
+    """
+
+    sums: NDArray[np.float32]
+    counts: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Imatrix:
+    """A file's content.
+
+    Attributes:
+        entries: by the name of the matrix. name: of the file.
+        chunks, chunk_size: how many pieces of so many tokens were read. datasets: of which files.
+    """
+
+    entries: Mapping[str, Entry]
+    chunks: int
+    chunk_size: int
+    datasets: Sequence[str] = ()
+    name: str = field(default="", compare=False)
+
+    def weights(self, name: str, shape: Sequence[int]) -> NDArray[np.float32] | None:
+        """Weights of a matrix's columns, mean 1, float32 [1 or experts, columns]; None where the
+        file has none. An expert that was never chosen gets equal weights, as in llama.cpp.
+
+        Args:
+            shape: of the matrix, PyTorch order.
+
+        Raises InputError for an entry of another shape.
+        """
+        entry = self.entries.get(name)
+        if entry is None:
+            return None
+        experts = shape[0] if len(shape) > 2 else 1
+        if entry.sums.shape[1] != shape[-1] or len(entry.counts) not in (1, experts):
+            raise InputError(f"{self.name}: {name}{SUMS}: shape",
+                             expected=[experts, shape[-1]], found=list(entry.sums.shape),
+                             fix="use an imatrix of this model")  # fmt: skip
+        mean = entry.sums / np.maximum(entry.counts, 1)[:, None].astype(np.float32)
+        mean[entry.counts == 0] = 1
+        level = mean.mean(axis=1, keepdims=True, dtype=np.float64)
+        level[level == 0] = 1
+        out: NDArray[np.float32] = np.maximum(mean / level, LEAST).astype(np.float32)
+        return out
+
+
+def read(path: Path) -> Imatrix:
+    """Open an imatrix file. InputError if it is none, or holds what cannot be."""
+    if path.is_file() and not is_gguf(path):
+        raise InputError(f"{path}: not a GGUF file; an older llama-imatrix writes another format",
+                         fix=f"turn that into GGUF: `llama-imatrix --in-file {path.name} "
+                         "-o imatrix.gguf`")  # fmt: skip
+    with GGUF(path) as file:
+        names = [n.removesuffix(SUMS) for n in file.tensors if n.endswith(SUMS)]
+        if file.get("general.type") != "imatrix" or not names:
+            raise InputError(f"{path}: not an importance matrix",
+                             expected=f"general.type imatrix, and tensors NAME{SUMS}",
+                             fix="make one with `g4spec imatrix`")  # fmt: skip
+        entries = {name: _entry(file, name) for name in names}
+        chunks, size, datasets = (file.get(k) for k in (CHUNKS, CHUNK_SIZE, DATASETS))
+        if not isinstance(chunks, int) or not isinstance(size, int):
+            raise InputError(f"{path}: {CHUNKS} or {CHUNK_SIZE} is missing or no number")
+        said = [str(x) for x in datasets] if isinstance(datasets, list) else []
+        return Imatrix(entries, chunks, size, said, path.name)
+
+
+def _entry(file: GGUF, name: str) -> Entry:
+    found = []
+    for suffix in (SUMS, COUNTS):
+        info = file.tensors.get(name + suffix)
+        if info is None or info.format.name != "f32" or not 1 <= len(info.shape) <= 3:
+            raise InputError(f"{file.path}: {name}{suffix}", expected="an F32 tensor",
+                             found=info.format.name.upper() if info else "none")  # fmt: skip
+        found.append(file.array(name + suffix))
+    sums, counts = found
+    if not counts.size or sums.size % counts.size or not sums.size:
+        raise InputError(f"{file.path}: {name}: sums of {sums.size} values do not divide by "
+                         f"{counts.size} counts")  # fmt: skip
+    for values in found:
+        if not (np.isfinite(values) & (values >= 0)).all():
+            raise InputError(f"{file.path}: {name}: a sum or count is below 0 or not finite")
+    return Entry(np.array(sums.reshape(counts.size, -1)),
+                 np.rint(counts.reshape(-1)).astype(np.int64))  # fmt: skip
+
+
+def save(path: Path, found: Imatrix) -> int:
+    """Write a file that llama-quantize and `read` open; returns its size in bytes."""
+    kv: KV = {
+        "general.type": string("imatrix"),
+        DATASETS: array(T.STRING, list(found.datasets)),
+        CHUNKS: u32(found.chunks),
+        CHUNK_SIZE: u32(found.chunk_size),
+    }
+    f32 = quant.get("f32").type
+    tensors = []
+    for name, entry in sorted(found.entries.items()):
+        counts = entry.counts.astype(np.float32)
+        for suffix, values in ((SUMS, entry.sums), (COUNTS, counts[:, None])):
+            tensors.append(TensorData(name + suffix, values.shape, f32,
+                                      [np.ascontiguousarray(values)]))  # fmt: skip
+    return write(path, kv, tensors)
+
+
+def keys(found: Imatrix) -> KV:
+    """What a file quantized with it says about it, under llama.cpp's keys."""
+    return {
+        "quantize.imatrix.file": string(found.name),
+        "quantize.imatrix.dataset": string(found.datasets[0] if found.datasets else ""),
+        "quantize.imatrix.entries_count": u32(len(found.entries)),
+        "quantize.imatrix.chunks_count": u32(found.chunks),
+    }

@@ -1,0 +1,81 @@
+"""Collects an importance matrix: sums of the squared inputs of every matrix over a text.
+
+What llama-imatrix does (llama.cpp `tools/imatrix`): the matrices of the layers, in chunks of 512
+tokens with BOS first; a stack of experts counts each expert's rows by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from g4spec.gguf.imatrix import Entry, Imatrix
+from g4spec.measure import chunks
+from g4spec.ops.reference import Ops
+from g4spec.runtime.engine import Engine
+
+Progress = Callable[[int, int], None]
+PREFIX = "blk."
+"""Of the names of matrices that are counted: the token table's rows are no products."""
+
+
+class InputSums(Ops):
+    """The reference ops, which add up the squared inputs of the matrices of a model.
+
+    Args:
+        weights: of the model, by name. A matrix is known again by the memory that it is in, and an
+            expert by its place there.
+    """
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._names = {w.untyped_storage().data_ptr(): name for name, w in weights.items()
+                       if name.startswith(PREFIX) and w.ndim > 1}  # fmt: skip
+        self._experts = {name: w.shape[0] if w.ndim > 2 else 1 for name, w in weights.items()}
+        self._size = {name: w.numel() // self._experts[name] for name, w in weights.items()}
+        self.sums: dict[str, torch.Tensor] = {}
+        self.counts: dict[str, torch.Tensor] = {}
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, *, parts: bool = False) -> torch.Tensor:
+        name = self._names.get(weight.untyped_storage().data_ptr())
+        if name is not None:
+            expert, rest = divmod(int(weight.storage_offset()), self._size[name])
+            if not rest:  # gate and up in one matrix have the same input: counted with the gate
+                self._add(name, expert, x)
+        return super().linear(x, weight, parts=parts)
+
+    def _add(self, name: str, expert: int, x: torch.Tensor) -> None:
+        if name not in self.sums:
+            n = self._experts[name]
+            self.sums[name] = torch.zeros(n, x.shape[1], dtype=torch.float64)
+            self.counts[name] = torch.zeros(n, dtype=torch.int64)
+        self.sums[name][expert] += x.double().square().sum(0)
+        self.counts[name][expert] += len(x)
+
+    def entries(self) -> dict[str, Entry]:
+        """What was counted, by matrix."""
+        return {name: Entry(np.asarray(sums, np.float32), np.asarray(self.counts[name]))
+                for name, sums in self.sums.items()}  # fmt: skip
+
+
+def collect(engine: Engine, parts: Sequence[list[int]], dataset: str,
+            progress: Progress = lambda done, total: None) -> Imatrix:  # fmt: skip
+    """Read the chunks of `chunks.cut`, all of one size, and return what the matrices were given.
+
+    Args:
+        engine: on the CPU.
+        dataset: name of the text's file.
+    """
+    model: Any = engine.target.model
+    plain, model.ops = model.ops, InputSums(model.w)
+    try:
+        for i, ids in enumerate(parts):
+            chunks.read(engine, ids)
+            progress(i + 1, len(parts))
+        found = model.ops.entries()
+    finally:
+        model.ops = plain
+    return Imatrix(found, len(parts), len(parts[0]), [dataset])

@@ -1,0 +1,150 @@
+"""Perplexity of a target on a text, and how far its distributions are from another's.
+
+Chunks, rows and figures are those of `llama-perplexity --kl-divergence`: of each chunk the second
+half is predicted, and of the predicted distributions are reported the Kullback-Leibler divergence
+from the base's, how often both have the same likeliest token, and by how much the probability of
+the text's token changed. The base's distributions are kept whole here, there in 16 bits and cut off
+16 nats below the likeliest, which moves the base's perplexity in the third digit.
+Source: llama.cpp `tools/perplexity/perplexity.cpp`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from g4spec.core import MAX_STEP_ROWS
+from g4spec.errors import InputError
+from g4spec.measure import chunks
+from g4spec.runtime.engine import Engine
+
+Progress = Callable[[int, int], None]
+Read = Callable[[Engine, list[int]], torch.Tensor]
+Values = NDArray[np.float64]
+PERCENTILES = (100.0, 99.9, 99.0, 95.0, 90.0, 50.0, 10.0, 5.0, 1.0, 0.1, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number and its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def mean(cls, values: Values) -> Figure:
+        """Of independent values [n]."""
+        return cls(float(values.mean()), math.sqrt(values.var() / max(len(values) - 1, 1)))
+
+    def exp(self) -> Figure:
+        """e to the number."""
+        grown = math.exp(self.value)
+        return Figure(grown, grown * self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """A model beside a base, over the same tokens.
+
+    Attributes:
+        base: the base's perplexity. ratio: of the perplexities, their errors correlated.
+        divergence: mean divergence in nats; divergences: by percentile.
+        same_top: share of rows with the same likeliest token.
+        moved: root mean square of what the probability of the text's token changed by.
+    """
+
+    base: Figure
+    ratio: Figure
+    divergence: Figure
+    divergences: dict[str, float]
+    same_top: Figure
+    moved: Figure
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What was measured over `tokens` predicted tokens of `chunks` chunks of `size` tokens."""
+
+    chunks: int
+    size: int
+    tokens: int
+    perplexity: Figure
+    against: Against | None
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(engine: Engine, parts: Sequence[list[int]], base: Engine | None = None,
+            progress: Progress = lambda done, total: None, read: Read = chunks.read,
+            ) -> Quality:  # fmt: skip
+    """Predict the second halves of the chunks of `chunks.cut`, all of one size.
+
+    Args:
+        base: another model of the same vocabulary, to compare with.
+        read: reads a chunk; for who compares several models with one base.
+
+    Raises InputError if the vocabularies differ, or logits are not finite.
+    """
+    if base is not None and base.config.n_vocab != engine.config.n_vocab:
+        raise InputError("the two models have different vocabularies",
+                         expected=base.config.n_vocab, found=engine.config.n_vocab)  # fmt: skip
+    rows = []
+    for i, ids in enumerate(parts):
+        rows.append(_chunk(engine, base, ids, read))
+        progress(i + 1, len(parts))
+    own, *beside = np.concatenate(rows, axis=1)
+    against = None if base is None else _against(own, *beside)
+    return Quality(len(parts), len(parts[0]), len(own), Figure.mean(own).exp(), against)
+
+
+def _chunk(engine: Engine, base: Engine | None, ids: list[int], read: Read) -> Values:
+    """Of each predicted token: its negative log-probability; with a base also the base's, the
+    divergence, and 1 where the likeliest token is the same; [1 or 4, n]."""
+    both = [_log_probs(e, ids, read) for e in (engine, base) if e is not None]
+    found = []
+    for at, *parts in zip(_starts(ids), *both, strict=True):
+        wanted = torch.tensor(ids[at + 1 : at + 1 + len(parts[0])])[:, None]
+        lines = [-p.gather(1, wanted)[:, 0] for p in parts]
+        if base is not None:
+            q, p = parts
+            lines += [(p.exp() * (p - q)).sum(1), (p.argmax(1) == q.argmax(1)).double()]
+        found.append(torch.stack(lines).numpy())
+    return np.concatenate(found, axis=1)
+
+
+def _starts(ids: list[int]) -> range:
+    """First rows of what is computed together: the rows that predict the second half."""
+    return range(len(ids) // 2, len(ids) - 1, MAX_STEP_ROWS)
+
+
+def _log_probs(engine: Engine, ids: list[int], read: Read) -> Iterator[torch.Tensor]:
+    """Log-probabilities float64 [up to 16, V] after the rows of `_starts`, on the CPU."""
+    hidden = read(engine, ids)
+    for at in _starts(ids):
+        last = min(at + MAX_STEP_ROWS, len(ids) - 1)
+        logits = engine.target.logits(hidden[at:last])
+        if not bool(torch.isfinite(logits).all()):
+            raise InputError("the target's logits are not finite",
+                             fix="run `g4spec validate` on the file")  # fmt: skip
+        yield torch.log_softmax(logits.double(), 1).cpu()
+
+
+def _against(own: Values, base: Values, divergence: Values, same: Values) -> Against:
+    top, ratio = Figure.mean(same), Figure.mean(own - base).exp()
+    square = Figure.mean(np.square(np.exp(-own) - np.exp(-base)))
+    moved = math.sqrt(square.value)
+    return Against(
+        base=Figure.mean(base).exp(),
+        ratio=ratio,
+        divergence=Figure.mean(divergence),
+        divergences={f"{p:g}": float(np.percentile(divergence, p)) for p in PERCENTILES},
+        same_top=top,
+        moved=Figure(moved, square.error / (2 * moved) if moved else 0.0),
+    )

@@ -1,0 +1,9 @@
+"""Q4_0; with an imatrix Q4_1 where llama.cpp's mix of that name has it."""
+
+from g4spec.quant import get
+from g4spec.quant.mix import Better, Mix
+
+MIX = Mix("q4_0", get("q4_0"), get("q4_0").file_type, (
+    Better("ffn_down", get("q4_1"), "the first eighth, with an imatrix",
+           lambda p: p.first_eighth and p.imatrix),
+))  # fmt: skip

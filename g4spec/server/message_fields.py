@@ -1,0 +1,280 @@
+"""The fields of Anthropic's Messages API, converted to a request of chat completions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from g4spec.server import fields
+from g4spec.server.fields import Body, ChatRequest, Content, Json, Sampling
+from g4spec.server.options import MOST_STOPS
+from g4spec.server.refusals import Refused
+
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
+"""A line that Claude Code puts before its system prompt. It holds a hash of the request, and would
+so keep every prompt from having a prefix in common with the one before."""
+
+
+class TextBlock(Body):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Json | None = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(Body):
+    """A thought of the assistant's; its signature means nothing here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedBlock(Body):
+    """A thought that only Anthropic can read: left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+class Caller(Body):
+    """Who made a call: the model itself."""
+
+    type: Literal["direct"]
+
+
+class ToolUseBlock(Body):
+    """A call."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Json
+    cache_control: Json | None = None
+    caller: Caller | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(Body):
+    """The result of a call; one that `is_error` begins with "Error: "."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Content | None = None
+    is_error: bool | None = None
+    cache_control: Json | None = None
+    toolset_name: None = None
+
+
+TEXT: dict[str, type[Body]] = {"text": TextBlock}
+USER: dict[str, type[Body]] = {**TEXT, "tool_result": ToolResultBlock}
+ASSISTANT: dict[str, type[Body]] = {**TEXT, "thinking": ThinkingBlock,
+                                    "redacted_thinking": RedactedBlock,
+                                    "tool_use": ToolUseBlock}  # fmt: skip
+BLOCKS = {"system": TEXT, "user": USER, "assistant": ASSISTANT}
+"""Content blocks by the role of their message."""
+
+
+class MessageParam(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Content
+
+
+class ToolParam(Body):
+    """A function that may be called. Arguments are always streamed as they come."""
+
+    name: str
+    description: str | None = None
+    input_schema: Json
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: Json | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class ToolChoice(Body):
+    """Whether functions are called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model thinks first, for how many tokens, and whether its thoughts are shown."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, ge=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class AnswerFormat(Body):
+    """A schema of answers."""
+
+    type: Literal["json_schema"]
+    schema_: Json = Field(alias="schema")
+
+
+class OutputConfig(Body):
+    """What answers are like; `effort` is a hint, since Gemma 4 knows thinking on and off only."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: AnswerFormat | None = None
+
+
+class KeepThinking(Body):
+    """An edit of the context that changes nothing: all thoughts are kept."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class ContextManagement(Body):
+    """Edits of the context."""
+
+    edits: list[KeepThinking] | None = None
+
+
+class CountRequest(Body):
+    """A body of /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: list[MessageParam] = Field(min_length=1)
+    system: Content | None = None
+    tools: list[Any] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
+    cache_control: Json | None = None
+    speed: Literal["standard"] | None = None
+
+
+class MessagesRequest(CountRequest, Sampling):
+    """A body of /v1/messages; with the sampling fields of the other endpoints."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = Field(None, max_length=MOST_STOPS)
+    stop: None = None
+    stream: bool | None = None
+    metadata: Json | None = None
+    service_tier: str | None = None
+
+
+def chat_request(request: CountRequest) -> ChatRequest:
+    """Convert a request to that of chat completions which asks for the same."""
+    messages = [*_system(request.system or []), *_messages(request.messages)]
+    value: Json = {"model": request.model, "messages": messages}
+    value["continue_final_message"] = messages[-1]["role"] == "assistant"
+    if request.tools:
+        value["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    if request.tool_choice is not None:
+        value |= _choice(request.tool_choice)
+    if request.thinking is not None:
+        value |= _thinking(request.thinking)
+    if request.output_config is not None and request.output_config.format is not None:
+        schema = {"name": "answer", "schema": request.output_config.format.schema_, "strict": True}
+        value["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(request, MessagesRequest):
+        value |= {name: getattr(request, name) for name in Sampling.model_fields}
+        value |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
+    return fields.check(ChatRequest, value)
+
+
+def _system(blocks: Sequence[Any]) -> list[Json]:
+    texts = _texts(blocks, "system")
+    texts[:1] = [_BILLING.sub("", text) for text in texts[:1]]
+    texts = [text for text in texts if text]
+    return [{"role": "system", "content": _parts(texts)}] if texts else []
+
+
+def _texts(blocks: Sequence[Any], where: str) -> list[str]:
+    """Return the texts of blocks that are nothing else."""
+    found = [fields.variant(TEXT, block, f"{where}[{i}]") for i, block in enumerate(blocks)]
+    return [block.text for block in found if isinstance(block, TextBlock)]
+
+
+def _parts(texts: Sequence[str]) -> list[Json]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _messages(messages: Sequence[MessageParam]) -> list[Json]:
+    """Convert messages; neighbours of one role are one turn, in which results come first."""
+    out: list[Json] = []
+    for i, message in enumerate(messages):
+        for j, value in enumerate(message.content):
+            where = f"messages[{i}].content[{j}]"
+            block = fields.variant(BLOCKS[message.role], value, where)
+            if isinstance(block, ToolResultBlock):
+                at = len(out) - (bool(out) and out[-1]["role"] == "user")
+                out.insert(at, _result(block, out[:at], where))
+                continue
+            if not out or out[-1]["role"] != message.role:
+                out.append({"role": message.role, "content": []})
+            _add(out[-1], block)
+    found = [m for m in out if m["content"] or m["role"] == "tool" or m.get("tool_calls")]
+    if not found:
+        raise Refused(400, "messages: there is no content", param="messages")
+    return found
+
+
+def _add(message: Json, block: Body) -> None:
+    """Add a block to the message it belongs to."""
+    if isinstance(block, TextBlock):
+        message["content"] += _parts([block.text])
+    elif isinstance(block, ThinkingBlock) and block.thinking:
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = f"{before}\n{block.thinking}" if before else block.thinking
+    elif isinstance(block, ToolUseBlock):
+        function = {"name": block.name, "arguments": block.input}
+        call = {"id": block.id, "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+
+
+def _result(block: ToolResultBlock, before: Sequence[Json], where: str) -> Json:
+    """Convert a result to a message of its own."""
+    last = next((m for m in reversed(before) if m["role"] != "tool"), {})
+    if all(call["id"] != block.tool_use_id for call in last.get("tool_calls", [])):
+        raise Refused(400, f"{where}: there is no tool_use {block.tool_use_id!r} in the turn "
+                      "before", param=where)  # fmt: skip
+    text = "\n".join(_texts(block.content or [], f"{where}.content"))
+    return {"role": "tool", "tool_call_id": block.tool_use_id,
+            "content": f"Error: {text}" if block.is_error else text}  # fmt: skip
+
+
+def _tool(tool: Any, where: str) -> Json:
+    found = fields.variant({"custom": ToolParam}, tool, where, "custom")
+    assert isinstance(found, ToolParam)
+    function = {"name": found.name, "description": found.description,
+                "parameters": found.input_schema, "strict": found.strict}  # fmt: skip
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: ToolChoice) -> Json:
+    if (choice.name is not None) != (choice.type == "tool"):
+        raise Refused(400, "tool_choice.name: needed with the type tool, and only there",
+                      param="tool_choice.name")  # fmt: skip
+    out: Json = {"tool_choice": "required" if choice.type == "any" else choice.type}
+    if choice.type == "tool":
+        out["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if choice.disable_parallel_tool_use:
+        out["parallel_tool_calls"] = False
+    return out
+
+
+def _thinking(thinking: Thinking) -> Json:
+    if thinking.type == "disabled":
+        return {"reasoning_effort": "none"}
+    if thinking.budget_tokens is not None and thinking.type != "enabled":
+        raise Refused(400, "thinking.budget_tokens: only with the type enabled",
+                      param="thinking.budget_tokens")  # fmt: skip
+    return {"reasoning_effort": "high", "thinking_budget_tokens": thinking.budget_tokens}

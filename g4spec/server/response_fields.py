@@ -1,0 +1,353 @@
+"""The fields of OpenAI's Responses API, converted to a request of chat completions."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
+
+from g4spec.server import fields
+from g4spec.server.fields import Body, ChatRequest, Content, Effort, Hints, Json, Sampling
+from g4spec.server.message_fields import Caller
+from g4spec.server.refusals import Refused
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextPart(Body):
+    """A text of a message."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: Json | None = None
+
+
+class RefusalPart(Body):
+    """A refusal of the assistant's, which is text here."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ThoughtPart(Body):
+    """A thought, or what was summed up of one."""
+
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+INPUT: dict[str, type[Body]] = dict.fromkeys(("input_text", "text"), TextPart)
+OUTPUT: dict[str, type[Body]] = {"output_text": TextPart, **INPUT, "refusal": RefusalPart}
+THOUGHT: dict[str, type[Body]] = dict.fromkeys(("reasoning_text", "summary_text", "text"),
+                                               ThoughtPart)  # fmt: skip
+
+
+class Item(Body):
+    """What all items have."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(Item):
+    """A message; its phase is a hint."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    phase: str | None = None
+
+
+class CallItem(Item):
+    """A call."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    caller: Caller | None = None
+    namespace: None = None
+
+
+class CallOutputItem(Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    caller: Caller | None = None
+    name: str | None = None
+    namespace: None = None
+    created_by: str | None = None
+
+
+class ReasoningItem(Item):
+    """A thought of the assistant's. What is encrypted was not written here and is left out."""
+
+    type: Literal["reasoning"]
+    summary: Content = Field(default_factory=list)
+    content: Content | None = None
+    encrypted_content: str | None = None
+
+
+class ReferenceItem(Body):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+ITEMS: dict[str, type[Body]] = {
+    "message": MessageItem, "function_call": CallItem, "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem, "item_reference": ReferenceItem,
+}  # fmt: skip
+
+
+class FunctionTool(Body):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: str
+    parameters: Json | None = None
+    strict: bool | None = None
+    description: str | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class NamedFunction(Body):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class PlainFormat(Body):
+    """Answers of free text, or of any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Body):
+    """A schema of answers."""
+
+    type: Literal["json_schema"]
+    name: str
+    schema_: Json = Field(alias="schema")
+    strict: bool | None = None
+    description: str | None = None
+
+
+FORMATS: dict[str, type[Body]] = {"text": PlainFormat, "json_object": PlainFormat,
+                                  "json_schema": SchemaFormat}  # fmt: skip
+
+
+class TextOptions(Body):
+    """What answers are like."""
+
+    format: Any = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    """Whether the model thinks first. Nothing is summed up: thoughts come whole, as `content`."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+def _items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class InputRequest(Body):
+    """A body of /v1/responses/input_tokens."""
+
+    model: str | None = None
+    input: Annotated[list[Any], BeforeValidator(_items)] = Field(default_factory=list)
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    conversation: None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_obfuscation: Literal[False] | None = None
+
+
+class ResponsesRequest(InputRequest, Sampling, Hints):
+    """A body of /v1/responses; with the sampling fields of the other endpoints."""
+
+    max_output_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    background: bool | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    max_tool_calls: None = None
+    prompt: None = None
+
+
+def new_id(prefix: str) -> str:
+    """Make an id."""
+    return f"{prefix}_{secrets.token_hex(16)}"
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco",
+             "reasoning": "rs"}  # fmt: skip
+
+
+def items(request: InputRequest) -> list[Json]:
+    """Return the items of a request's input in the form in which responses keep them."""
+    out = []
+    for i, value in enumerate(request.input):
+        where = f"input[{i}]"
+        item = fields.variant(ITEMS, value, where, "message")
+        kept = item.model_dump(exclude_none=True)
+        if isinstance(item, MessageItem):
+            kept["content"] = _parts(item, where)
+        elif isinstance(item, CallOutputItem):
+            parts = _texts(INPUT, item.output, f"{where}.output")
+            kept["output"] = [{"type": "input_text", "text": text} for text in parts]
+        elif isinstance(item, CallItem):
+            _check_arguments(item, where)
+        elif isinstance(item, ReasoningItem):
+            for name in ("summary", "content"):
+                _texts(THOUGHT, kept.get(name, []), f"{where}.{name}")
+        if not isinstance(item, ReferenceItem):
+            kept.setdefault("id", new_id(_PREFIXES[kept["type"]]))
+            kept.setdefault("status", "completed")
+        out.append(kept)
+    return out
+
+
+def _check_arguments(item: CallItem, where: str) -> None:
+    try:
+        whole = isinstance(from_json(item.arguments or "{}"), dict)
+    except ValueError:
+        whole = False
+    if not whole and item.status != "incomplete":
+        raise Refused(400, f"{where}.arguments: expected a JSON object",
+                      param=f"{where}.arguments")  # fmt: skip
+
+
+def _parts(item: MessageItem, where: str) -> list[Json]:
+    if item.role != "assistant":
+        texts = _texts(INPUT, item.content, f"{where}.content")
+        return [{"type": "input_text", "text": text} for text in texts]
+    texts = _texts(OUTPUT, item.content, f"{where}.content")
+    return [{"type": "output_text", "text": text, "annotations": []} for text in texts]
+
+
+def _texts(models: dict[str, type[Body]], parts: Sequence[Any], where: str) -> list[str]:
+    found = [fields.variant(models, part, f"{where}[{i}]") for i, part in enumerate(parts)]
+    return [part.refusal if isinstance(part, RefusalPart) else part.text  # type: ignore[attr-defined]
+            for part in found]  # fmt: skip
+
+
+def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
+    """Convert a request to that of chat completions which asks for the same.
+
+    Args:
+        context: items of the conversation, the request's own included.
+    """
+    messages = _messages(context)
+    if not messages:
+        raise Refused(400, "input: there is no content", param="input")
+    if request.instructions:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    value: Json = {"model": request.model, "messages": messages,
+                   "parallel_tool_calls": request.parallel_tool_calls}  # fmt: skip
+    if request.tools:
+        value["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    choice = request.tool_choice
+    if isinstance(choice, dict):
+        named = fields.variant({"function": NamedFunction}, choice, "tool_choice")
+        choice = {"type": "function", "function": named.model_dump(include={"name"})}
+    value["tool_choice"] = choice
+    if request.reasoning is not None:
+        value["reasoning_effort"] = request.reasoning.effort
+    if request.text is not None and request.text.format is not None:
+        value["response_format"] = _format(request.text.format)
+    if isinstance(request, ResponsesRequest):
+        value |= {name: getattr(request, name) for name in Sampling.model_fields}
+        value["max_tokens"] = request.max_output_tokens
+        if request.top_logprobs or LOGPROBS in (request.include or []):
+            value |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    return fields.check(ChatRequest, value)
+
+
+def _tool(tool: Any, where: str) -> Json:
+    found = fields.variant({"function": FunctionTool}, tool, where)
+    names = {"name", "description", "parameters", "strict"}
+    return {"type": "function", "function": found.model_dump(include=names)}
+
+
+def _format(value: Any) -> Json:
+    form = fields.variant(FORMATS, value, "text.format")
+    if isinstance(form, SchemaFormat):
+        return {"type": "json_schema",
+                "json_schema": form.model_dump(exclude={"type"}, by_alias=True)}  # fmt: skip
+    return form.model_dump()
+
+
+def _messages(context: Sequence[Json]) -> list[Json]:
+    """Convert items; a thought, a text and calls behind each other are one message."""
+    out: list[Json] = []
+    called: set[str] = set()
+    for item in context:
+        kind = item["type"]
+        if kind == "function_call_output":
+            if item["call_id"] not in called:
+                raise Refused(400, "function_call_output: there is no function_call before it with "
+                              f"the call_id {item['call_id']!r}", param="input")  # fmt: skip
+            out.append({"role": "tool", "tool_call_id": item["call_id"],
+                        "content": _plain(item["output"])})  # fmt: skip
+        elif kind == "message" and item["role"] != "assistant":
+            out.append({"role": item["role"], "content": _plain(item["content"])})
+        elif kind != "function_call" or item["status"] != "incomplete":
+            _add(_turn(out, kind), item)
+            called |= {item["call_id"]} if kind == "function_call" else set()
+    return [m for m in out if m["role"] != "assistant" or m["content"] or m.get("tool_calls")]
+
+
+def _turn(out: list[Json], kind: str) -> Json:
+    """Return the assistant's message that an item of this kind belongs to, a new one if none."""
+    last = out[-1] if out else {"role": None}
+    begun = kind != "function_call" and (last.get("content") or last.get("tool_calls"))
+    if last["role"] != "assistant" or begun:
+        out.append({"role": "assistant", "content": []})
+    return out[-1]
+
+
+def _plain(parts: Sequence[Json]) -> list[Json]:
+    return [{"type": "text", "text": part["text"]} for part in parts]
+
+
+def _add(message: Json, item: Json) -> None:
+    """Add an item to the assistant's message that it belongs to."""
+    if item["type"] == "message":
+        message["content"] = _plain(item["content"])
+    elif item["type"] == "function_call":
+        function = {"name": item["name"], "arguments": item["arguments"]}
+        call = {"id": item["call_id"], "type": "function", "function": function}
+        message.setdefault("tool_calls", []).append(call)
+    else:
+        texts = [part["text"] for part in item.get("content") or item["summary"]]
+        before = [message["reasoning_content"]] if message.get("reasoning_content") else []
+        message["reasoning_content"] = "\n".join([*before, *texts])

@@ -1,0 +1,153 @@
+"""Responses that are kept for a while, so that requests can go on from them, and those that are
+worked on in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from g4spec.server.fields import Json
+from g4spec.server.refusals import Refused
+from g4spec.server.service import Generation
+from g4spec.server.streams import dumps
+
+MOST = 1000
+"""Responses that are kept."""
+
+MOST_BYTES = 64 << 20
+"""Bytes of JSON that they may have together; the least recently used are dropped first."""
+
+
+@dataclass(slots=True)
+class Record:
+    """A response.
+
+    Attributes:
+        owner: the key of the request, whose bearers alone see it.
+        response: as it is answered. It grows while it is worked on.
+        items: what the model was given: those of the responses before it, and the request's own.
+        generation, work: of one in the background, until it has ended.
+    """
+
+    owner: str | None
+    response: Json
+    items: list[Json]
+    generation: Generation | None = None
+    work: asyncio.Task[None] | None = None
+    cancelled: bool = False
+    size: int = field(default=0, init=False)
+
+    @property
+    def context(self) -> list[Json]:
+        """Return the items of the conversation up to the end of the response."""
+        return [*self.items, *self.response["output"]]
+
+
+class ResponseStore:
+    """Responses by their id, in memory. Belongs to one event loop."""
+
+    def __init__(self, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._size = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def run(self, record: Record, work: Coroutine[Any, Any, None]) -> None:
+        """Work on a response in the background."""
+        record.work = asyncio.create_task(work)
+        self._tasks.add(record.work)
+        record.work.add_done_callback(self._tasks.discard)
+
+    def put(self, record: Record) -> None:
+        """Keep a response, or what has become of it."""
+        name = record.response["id"]
+        if name in self._records:
+            self._drop(name)
+        record.size = len(dumps([record.response, record.items]).encode())
+        self._records[name] = record
+        self._size += record.size
+        while len(self._records) > self._most or self._size > self._most_bytes:
+            self._drop(next(iter(self._records)))
+
+    def get(self, name: str, owner: str | None) -> Record:
+        """Return a response; Refused if there is none, or it is somebody else's."""
+        record = self._records.get(name)
+        if record is None or record.owner != owner:
+            raise Refused(404, f"there is no response {name!r}: it was not stored, or deleted, or "
+                          "dropped for newer ones", code="response_not_found")  # fmt: skip
+        self._records.move_to_end(name)
+        return record
+
+    def delete(self, name: str, owner: str | None) -> Json:
+        """Delete a response; one that is worked on is cancelled."""
+        record = self.get(name, owner)
+        if record.generation is not None:
+            record.generation.close()
+        self._drop(name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    def _drop(self, name: str) -> None:
+        self._size -= self._records.pop(name).size
+
+    def keeps(self, record: Record) -> bool:
+        """Return True if a response is still kept."""
+        return self._records.get(record.response["id"]) is record
+
+    async def cancel(self, name: str, owner: str | None) -> Json:
+        """Cancel a response that is worked on in the background; one that has ended stays."""
+        record = self.get(name, owner)
+        if not record.response["background"]:
+            raise Refused(400, "only a response with background: true can be cancelled; hang up to "
+                          "cancel another one")  # fmt: skip
+        if record.generation is not None and record.work is not None:
+            record.cancelled = True
+            record.generation.close()
+            await asyncio.wait({record.work})
+        return record.response
+
+    def find(self, items: Sequence[Json], owner: str | None) -> list[Json]:
+        """Replace references by the items of stored responses."""
+        return [self._found(i["id"], owner) if i["type"] == "item_reference" else i for i in items]
+
+    def _found(self, name: str, owner: str | None) -> Json:
+        for record in reversed(self._records.values()):
+            for item in record.context if record.owner == owner else ():
+                if item["id"] == name:
+                    return item
+        raise Refused(400, f"item_reference: there is no item {name!r} in the stored responses",
+                      param="input")  # fmt: skip
+
+    def list_items(self, record: Record, query: Any) -> Json:
+        """Return a page of the items that a response was made from.
+
+        Args:
+            query: parameters `limit` (1 to 100), `order` ("asc" or "desc"), `after` (an id).
+        """
+        known = {"limit", "order", "after"}
+        for name in query:
+            if name not in known:
+                raise Refused(400, f"unknown parameter {name}", param=name, code="unknown_field")
+        limit, order = query.get("limit", "20"), query.get("order", "desc")
+        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= 100:
+            raise Refused(400, "limit: 1 to 100", param="limit")
+        if order not in ("asc", "desc"):
+            raise Refused(400, "order: asc or desc", param="order")
+        found = record.items if order == "asc" else record.items[::-1]
+        if (after := query.get("after")) is not None:
+            at = next((i for i, item in enumerate(found) if item["id"] == after), None)
+            if at is None:
+                raise Refused(400, f"after: there is no item {after!r}", param="after")
+            found = found[at + 1 :]
+        page = found[: int(limit)]
+        return {"object": "list", "data": page, "has_more": len(found) > len(page),
+                "first_id": page[0]["id"] if page else "",
+                "last_id": page[-1]["id"] if page else ""}  # fmt: skip
+
+    async def close(self) -> None:
+        """End what is worked on in the background."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

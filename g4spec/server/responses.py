@@ -1,0 +1,290 @@
+"""/v1/responses, of OpenAI's API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from pydantic_core import from_json
+
+from g4spec.server import chat, shapes
+from g4spec.server.fields import Json
+from g4spec.server.gemma import Argument, Call, Event, Thought
+from g4spec.server.gemma import Text as Words
+from g4spec.server.generation import Delta, Token
+from g4spec.server.refusals import Refused
+from g4spec.server.response_fields import (
+    InputRequest,
+    ResponsesRequest,
+    chat_request,
+    items,
+    new_id,
+)
+from g4spec.server.response_store import Record, ResponseStore
+from g4spec.server.service import Generation, Job, Service
+from g4spec.server.streams import Events, event
+
+
+def context(store: ResponseStore, request: InputRequest, owner: str | None) -> list[Json]:
+    """Return the items that a request is about: those it goes on from, and its own."""
+    before: list[Json] = []
+    if request.previous_response_id is not None:
+        record = store.get(request.previous_response_id, owner)
+        if record.generation is not None:
+            raise Refused(400, "previous_response_id: this response has not ended yet",
+                          param="previous_response_id")  # fmt: skip
+        before = record.context
+    return [*before, *store.find(items(request), owner)]
+
+
+async def count(
+    service: Service, store: ResponseStore, request: InputRequest, owner: str | None
+) -> Json:  # fmt: skip
+    """Return the answer of /v1/responses/input_tokens."""
+    service.check_model(request.model)
+    asked = chat_request(request, context(store, request, owner))
+    prompt = await chat.prompt_of(service, asked)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
+
+
+class Writer:
+    """Writes one response: as a stream of events, which all others are made of, as a whole, or
+    into the store.
+
+    Args:
+        owner: see `Record`.
+
+    Attributes:
+        response: the response so far.
+    """
+
+    def __init__(
+        self, service: Service, store: ResponseStore, request: ResponsesRequest, owner: str | None
+    ) -> None:  # fmt: skip
+        if request.background and (request.store is False or request.stream):
+            raise Refused(400, "background: only with store and without stream",
+                          param="background")  # fmt: skip
+        self._service, self._store, self._request = service, store, request
+        self._items = context(store, request, owner)
+        self._chat = chat_request(request, self._items)
+        self.response = _head(service, request)
+        self._record = Record(owner, self.response, self._items)
+        self._number = 0
+        self._open: type[Event] | None = None
+        self._told: list[Token] = []
+
+    async def job(self) -> Job:
+        """Build the job of the request."""
+        return await chat.job_of(self._service, self._chat)
+
+    async def answer(self, generation: Generation) -> Json:
+        """Return the whole response body."""
+        async with aclosing(self._events(generation)) as events:
+            async for _ in events:
+                pass
+        return self.response
+
+    async def chunks(self, generation: Generation) -> Events:
+        """Yield the response as events."""
+        async with aclosing(self._events(generation)) as events:
+            async for each in events:
+                yield event(each, each["type"])
+
+    def failed(self, refused: Refused) -> str:
+        """Write the event that says why a stream ends early."""
+        self._end("failed", {"error": {"code": "server_error", "message": refused.message}})
+        return event(self._event("response.failed", response=self.response), "response.failed")
+
+    async def start(self) -> Json:
+        """Begin to work in the background; returns the response as it is then."""
+        generation = await self._service.submit(await self.job())
+        self._record.generation = generation
+        self._store.put(self._record)
+        self._store.run(self._record, self._work(generation))
+        return self.response
+
+    async def _work(self, generation: Generation) -> None:
+        try:
+            await self.answer(generation)
+        except Refused as refused:
+            if self._record.cancelled:
+                self._end("cancelled", {})
+            else:
+                self.failed(refused)
+        finally:
+            generation.close()
+            if self._record.generation is not None:  # the server ends, or has made a mistake
+                self.failed(Refused(500, "an error inside the server"))
+
+    # ---- events
+
+    def _event(self, kind: str, **more: Any) -> Json:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **more}
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[Json, None]:
+        for kind in ("created", "in_progress"):
+            now = {**self.response, "output": []}
+            yield self._event(f"response.{kind}", response=now)
+        async with aclosing(generation.deltas()) as deltas:
+            async for _, delta in deltas:
+                for each in self._pieces(delta):
+                    yield each
+        text = generation.texts[0]
+        status = "incomplete" if text.finish == "length" else "completed"
+        more: Json = {"usage": _usage(generation), "timings": shapes.timings(text)}
+        if status == "incomplete":
+            more["incomplete_details"] = {"reason": "max_output_tokens"}
+        self._end(status, more)
+        yield self._event(f"response.{status}", response=self.response)
+
+    def _end(self, status: str, more: Json) -> None:
+        """End the response, and keep it if that is wanted."""
+        self.response |= {"status": status, "completed_at": int(time.time()), **more}
+        running, self._record.generation = self._record.generation, None
+        kept = self._store.keeps(self._record) if running else self._request.store is not False
+        if kept:
+            self._store.put(self._record)
+
+    def _pieces(self, delta: Delta) -> Iterator[Json]:
+        """Write the events of a piece."""
+        self._told += delta.tokens
+        for piece in delta.events:
+            kind = Call if isinstance(piece, Argument) else type(piece)
+            if kind is not self._open or isinstance(piece, Call):
+                yield from self._close()
+                yield from self._begin(piece)
+                self._open = kind
+            yield from self._grow(piece)
+        if delta.finish:
+            yield from self._close(cut=delta.finish == "length")
+
+    @property
+    def _item(self) -> Json:
+        """Return the item that is being written."""
+        item: Json = self.response["output"][-1]
+        return item
+
+    def _at(self, **more: Any) -> Json:
+        """Return the fields that say where an event belongs."""
+        at = {"item_id": self._item["id"], "output_index": len(self.response["output"]) - 1}
+        return {**at, **({} if self._open is Call else {"content_index": 0}), **more}
+
+    def _begin(self, piece: Event) -> Iterator[Json]:
+        output = self.response["output"]
+        item = _item(piece)
+        output.append(item)
+        shown = {**item, "content": []} if "content" in item else dict(item)
+        index = len(output) - 1
+        yield self._event("response.output_item.added", output_index=index, item=shown)
+        if "content" in item:
+            yield self._event("response.content_part.added", item_id=item["id"],
+                              output_index=index, content_index=0,
+                              part=dict(item["content"][0]))  # fmt: skip
+
+    def _grow(self, piece: Event) -> Iterator[Json]:
+        item = self._item
+        if isinstance(piece, Words):
+            yield self._words(piece.text)
+        elif isinstance(piece, Thought):
+            item["content"][0]["text"] += piece.text
+            yield self._event("response.reasoning_text.delta", **self._at(delta=piece.text))
+        elif isinstance(piece, Argument):
+            item["arguments"] += piece.json
+            yield self._event("response.function_call_arguments.delta",
+                              **self._at(delta=piece.json))  # fmt: skip
+
+    def _words(self, text: str) -> Json:
+        """Add to the text of a message, with the tokens that were told since."""
+        tokens = shapes.tokens(self._service.tokenizer, self._told)
+        self._told.clear()
+        part = self._item["content"][0]
+        part["text"] += text
+        part["logprobs"] += tokens
+        return self._event("response.output_text.delta", **self._at(delta=text, logprobs=tokens))
+
+    def _close(self, *, cut: bool = False) -> Iterator[Json]:
+        """End the item that is being written.
+
+        Args:
+            cut: the text ended for its length.
+        """
+        if self._open is None:
+            return
+        item = self._item
+        if self._open is Words and self._told:
+            yield self._words("")
+        item["status"] = "incomplete" if cut and not _whole(item) else "completed"
+        if self._open is Call:
+            whole = {"arguments": item["arguments"], "name": item["name"]}
+            yield self._event("response.function_call_arguments.done", **self._at(**whole))
+        else:
+            part = item["content"][0]
+            kind, text = part["type"], {"text": part["text"]}
+            if self._open is Words:
+                text["logprobs"] = part["logprobs"]
+            yield self._event(f"response.{kind}.done", **self._at(**text))
+            yield self._event("response.content_part.done", **self._at(part=part))
+        at = len(self.response["output"]) - 1
+        yield self._event("response.output_item.done", output_index=at, item=item)
+        self._open = None
+
+
+def _whole(item: Json) -> bool:
+    """Return True if an item is known to be complete: a call whose arguments have been closed."""
+    try:
+        return isinstance(from_json(item.get("arguments", "")), dict)
+    except ValueError:
+        return False
+
+
+def _item(piece: Event) -> Json:
+    """Make the item that begins with a piece."""
+    if isinstance(piece, Words):
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return {"id": new_id("msg"), "type": "message", "role": "assistant", "content": [part],
+                "status": "in_progress"}  # fmt: skip
+    if isinstance(piece, Thought):
+        return {"id": new_id("rs"), "type": "reasoning", "summary": [],
+                "content": [{"type": "reasoning_text", "text": ""}],
+                "status": "in_progress"}  # fmt: skip
+    assert isinstance(piece, Call)
+    return {"id": new_id("fc"), "type": "function_call", "call_id": new_id("call"),
+            "name": piece.name, "arguments": "", "status": "in_progress"}  # fmt: skip
+
+
+def _head(service: Service, request: ResponsesRequest) -> Json:
+    """Make a response with nothing in it yet."""
+    text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
+    reasoning = request.reasoning
+    tools = [{"parameters": None, "strict": None, **tool} for tool in request.tools or []]
+    return {
+        "id": new_id("resp"), "object": "response", "created_at": int(time.time()),
+        "status": "in_progress", "background": bool(request.background), "error": None,
+        "incomplete_details": None, "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens, "model": service.settings.model,
+        "output": [], "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "store": request.store is not False, "temperature": request.temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": request.tool_choice or ("auto" if tools else "none"), "tools": tools,
+        "top_logprobs": request.top_logprobs or 0, "top_p": request.top_p,
+        "truncation": "disabled", "usage": None, "user": request.user,
+        "metadata": request.metadata or {},
+    }  # fmt: skip
+
+
+def _usage(generation: Generation) -> Json:
+    """Write the `usage` of the Responses API."""
+    usage = shapes.usage(generation)
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"],
+        "total_tokens": usage["total_tokens"],
+    }
