@@ -253,14 +253,13 @@ class Cycle:
 
     Attributes:
         tokens: newly chosen tokens; all but the last were drafted and accepted.
-        logits: the target's logit of each of `tokens`.
-        drafted: what the draft proposed. `accepted`: how many of them held.
+        logits: the target's logit of each. drafted: what was proposed. accepted: how many held.
         draft_seconds, step_seconds: time of the whole batch: proposing (bringing the draft up to
             date included), and the target's step with the choice of tokens.
-        logprobs: for each token, its log-probability and the most likely (id, log-probability)
-            pairs, if they were asked for.
+        logprobs: if asked for, each token's log-probability and the likeliest (id, its own) pairs.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
         error: why this sequence cannot go on (its target's logits are not finite), or None.
+        share: what was planned for it and why (`g4spec.runtime.plan.Share`); None without a step.
     """
 
     tokens: list[int]
@@ -272,6 +271,7 @@ class Cycle:
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     draft_failed: str | None = None
     error: Exception | None = None
+    share: Any = None
 
 
 class Chooser(Protocol):

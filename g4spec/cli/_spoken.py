@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from g4spec.core import Cycle
     from g4spec.runtime.request import Stats
     from g4spec.runtime.tokenizer import Tokenizer
+    from g4spec.server.talk import Told
 
 LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))
 
@@ -67,10 +68,7 @@ class Writer:
             if later:
                 self._waiting.appendleft((later, style))
             self._written += len(now)
-            if style is None:
-                self.out.stream(now)
-            else:
-                self.out.mark(now, style)
+            self.out.stream(now) if style is None else self.out.mark(now, style)
 
 
 def figures(stats: Stats, drafting: bool) -> str:
@@ -108,3 +106,15 @@ def greedy_note(**given: float) -> str | None:
     names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
     said = f"{', '.join(names)}: no effect at --temp 0, which takes the likeliest token"
     return said if names else None
+
+
+def answer_figures(told: Told) -> str:
+    """One line about an answer in a conversation."""
+    t, parts = told.timings, []
+    if "predicted_n" in t:
+        parts.append(f"{t['predicted_n']} tokens, {t.get('predicted_per_second', 0):.1f} tok/s")
+    if t.get("draft_n"):
+        parts.append(f"drafted {t['draft_n']}, accepted {t.get('draft_n_accepted', 0)}")
+    if t.get("cache_n"):
+        parts.append(f"{t['cache_n']} prompt tokens cached")
+    return " | ".join([*parts, f"ended by {told.finish or 'the server'}"])

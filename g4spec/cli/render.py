@@ -148,6 +148,30 @@ class Output:
                 text = styled(text.replace("\r\n", "\n"), style, sys.stdout)
             _put(text, sys.stdout, end="")
 
+    def aside(self, text: str) -> None:
+        """Text beside the product as it comes, dim: a model's thoughts. Where stdout is a pipe, it
+        goes to stderr."""
+        file = sys.stdout if sys.stdout.isatty() else sys.stderr
+        if not self.quiet and not self.json:
+            _put(styled(text.replace("\r\n", "\n"), "dim", file), file, end="")
+
+    def say(self, text: str) -> None:
+        """Lines about the run on stderr, said each time."""
+        if not self.quiet:
+            for line in text.split("\n"):
+                _put(styled(flat(line), "dim", sys.stderr), sys.stderr)
+
+    def ask(self, prompt: str) -> str:
+        """Read a line; EOFError at the end. `prompt` is shown where a person types."""
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")  # what is no UTF-8 must not end a run
+        if sys.stdin.isatty() and sys.stdout.isatty():
+            return input(prompt)
+        line = sys.stdin.readline()
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
     def mark(self, text: str, style: str) -> None:
         """Like `stream`, for a colour that means something: brackets where colours are off."""
         if text and not colour(sys.stdout):

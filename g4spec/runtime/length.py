@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from g4spec.core import MAX_DRAFT
 from g4spec.runtime.costs import Costs
+from g4spec.runtime.plan import Share
 
 MARGIN = 0.02
 """Most that `auto` may cost, as a share of the time without it."""
@@ -162,6 +163,7 @@ class Lengths:
         self.since_draft = 0
         self._plan: dict[TextState, int] = {}  # of the cycles that have not been observed yet
         self._newest = 0.0, 1  # seconds of the base and number of texts of the last one observed
+        self._why = "unmeasured"  # of the newest plan
 
     @property
     def wants_costs(self) -> bool:
@@ -199,6 +201,26 @@ class Lengths:
             return False
         self._commit(texts, counts)
         return True
+
+    def shares(
+        self, step: int, texts: Sequence[TextState], counts: Sequence[int], most: Sequence[int]
+    ) -> list[Share]:
+        """Tell what the newest plan, of cycle number `step`, gives each text and why."""
+        seconds = plain = None
+        if self.costs is not None:
+            seconds, plain = self.costs(counts), self.costs([0] * len(counts))
+        rows = len(counts) + sum(counts)
+        out = []
+        for text, count, room in zip(texts, counts, most, strict=True):
+            chosen = text.auto and room > 0
+            expected = text.acceptance.expected(count)[-1] if chosen else None
+            why = self._why if chosen else "room" if text.asked else "off"
+            if count and not text.auto:
+                why = "asked"
+            elif chosen and self._why == "pays" and not count:
+                why = "others"
+            out.append(Share(step, count, why, expected, len(counts), rows, seconds, plain))
+        return out
 
     def observe(
         self,
@@ -251,15 +273,17 @@ class Lengths:
         seconds less."""
         fixed = [0 if t.asked == "auto" else min(t.asked, m)
                  for t, m in zip(texts, most, strict=True)]  # fmt: skip
+        self._why = "unmeasured"
         if self.costs is None or not any(t.auto and m for t, m in zip(texts, most, strict=True)):
             return fixed
         saved = min(self.account.balance, *(t.account.balance for t in texts)) - lost
         choice = Choice(self.costs, texts, most, fixed)
-        counts = choice.best(saved)
+        counts, self._why = choice.best(saved)
         for i, text in enumerate(texts):
             if text.auto and text.since_draft >= PROBE and most[i] and not counts[i]:
                 probe = [*counts[:i], min(2, most[i]), *counts[i + 1 :]]
-                counts = probe if choice.plan(probe).needed <= saved else counts
+                if choice.plan(probe).needed <= saved:
+                    counts, self._why = probe, "probe"
         return counts
 
 
@@ -286,9 +310,9 @@ class Choice:
         self._auto = [i for i, t in enumerate(texts) if t.auto]
         self._tokens = [t.acceptance.expected(m) for t, m in zip(texts, self._room, strict=True)]
 
-    def best(self, saved: float) -> list[int]:
+    def best(self, saved: float) -> tuple[list[int], str]:
         """Return the counts with the most expected tokens per second, if accounts with `saved`
-        seconds can afford them.
+        seconds can afford them, and why it is these (`plan.WHY`).
 
         Where some texts win much by their drafts, others may lose by waiting for them. If the best
         plan of all is not affordable, the next one is the best in which nobody is expected to lose:
@@ -300,11 +324,12 @@ class Choice:
         top = max([plain, *plans], key=_rate)
         top = top if equal else self._fewer(top)
         if top.needed <= saved:
-            return top.counts
+            return top.counts, "plain" if top.counts == self._fixed else "pays"
         if self._losers(top) and not equal:
             plans += self._attainable(self._ranked(help_losers=True))
         fair = (p for p in plans if p.needed <= saved and p.rate > plain.rate)
-        return max((p for p in fair if not self._losers(p)), key=_rate, default=plain).counts
+        best = max((p for p in fair if not self._losers(p)), key=_rate, default=plain)
+        return best.counts, "saving"
 
     def _fewer(self, plan: Plan) -> Plan:
         """Return the plan without texts that slow it down: the first token of a text may cost more

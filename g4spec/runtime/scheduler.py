@@ -28,6 +28,7 @@ from g4spec.errors import InputError
 from g4spec.runtime import pending
 from g4spec.runtime.length import Lengths
 from g4spec.runtime.measuring import costs
+from g4spec.runtime.plan import Share
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
 from g4spec.runtime.target import Target, batch_of
@@ -47,6 +48,7 @@ class Started:
     runner: Runner
     tasks: list[Task]
     counts: list[int]
+    shares: list[Share]
     began: float
 
 
@@ -72,6 +74,7 @@ class Scheduler:
         self.waiting: deque[Task] = deque()
         self.live: list[Task] = []
         self._started: deque[Started] = deque()
+        self._steps = 0
 
     def submit(self, task: Task) -> None:
         """Queue a request."""
@@ -295,7 +298,10 @@ class Scheduler:
         work = [Work(t.live, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
         runner = runner or next(r for r in self.runners if r.takes(work))
         runner.start(work)
-        self._started.append(Started(runner, tasks, counts, began))
+        self._steps += 1
+        shares = self.length.shares(self._steps, [t.text for t in tasks], counts,
+                                    [self._room(t) for t in tasks])  # fmt: skip
+        self._started.append(Started(runner, tasks, counts, shares, began))
 
     def _again(self, now: Started) -> bool:
         """Whether the next cycle is certain to be of the same texts and counts, whatever this one
@@ -322,6 +328,7 @@ class Scheduler:
             cycle = cycles[i]
             # The longer of both: cycles may have run while nobody waited, or waited for the host.
             cycle.step_seconds = max(waited - cycle.draft_seconds, cycle.step_seconds)
+            cycle.share = now.shares[i]
         if alive:
             seconds = cycles[alive[0]].draft_seconds + cycles[alive[0]].step_seconds
             self.length.observe(

@@ -18,8 +18,8 @@ from g4spec.server.refusals import Refused
 
 log = logging.getLogger("g4spec.server")
 
-OPEN = ("/health", "/v1/health")
-"""Paths that need no key."""
+OPEN = ("/", "/health", "/v1/health")
+"""Paths that need no key; the page asks for one and sends it with its requests."""
 
 
 def refusal(refused: Refused, scope: Scope) -> JSONAnswer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from pydantic_core import from_json
@@ -24,6 +24,7 @@ from g4spec.server import (
     llamacpp,
     message_fields,
     messages,
+    page,
     response_fields,
     responses,
 )
@@ -262,6 +263,27 @@ class Endpoints:
 
     # ---- the server
 
+    async def page(self, request: Request) -> Response:
+        """Answer GET /: a page to chat, which loads nothing else."""
+        return page.response()
+
+    async def live(self, request: Request) -> Response:
+        """Answer GET /v1/live: what happens, as events."""
+        service, word = self._service, request.query_params.get("of")
+        if word is not None and not 16 <= len(word) <= 64:
+            raise Refused(400, "of: a word has 16 to 64 characters", param="of")
+        watcher = service.live.watch(word)
+        if watcher is None:
+            raise Refused(429, "too many watch already", retry_after=5)
+
+        async def events() -> Events:
+            async with aclosing(watcher.events(lambda: service.draining)) as found:
+                async for name, told in found:
+                    yield event(told, name)
+
+        return EventStream(watcher, events(), lambda refused: event(refused.json()),
+                           service.settings)  # fmt: skip
+
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
         return JSONAnswer({"object": "list", "data": [self._model()]})
@@ -318,6 +340,7 @@ def _routes(at: Endpoints) -> list[Route]:
         "/v1/responses/{id}/cancel": at.cancel,
     }  # fmt: skip
     gets = {
+        "/": at.page, "/v1/live": at.live,
         "/v1/models": at.models, "/models": at.models, "/v1/models/{id:path}": at.model,
         "/health": at.health, "/v1/health": at.health, "/metrics": at.metrics,
         "/props": at.props, "/slots": at.slots, "/v1/responses/{id}/input_items": at.input_items,

@@ -70,7 +70,8 @@ async def job_of(service: Service, request: ChatRequest) -> Job:
         raise Refused(400, "thinking_budget_tokens needs thinking, which is off",
                       param="thinking_budget_tokens")  # fmt: skip
     return Job(prompt.ids, made, n, wanted, chat=True, calls=choice != "none",
-               open_thought=prompt.thinking == "open", thinking_budget=budget)  # fmt: skip
+               open_thought=prompt.thinking == "open", thinking_budget=budget,
+               live=request.live)  # fmt: skip
 
 
 def _choice(request: ChatRequest) -> str | NamedTool:

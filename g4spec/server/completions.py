@@ -38,6 +38,7 @@ async def job_of(service: Service, request: CompletionRequest) -> Job:
     first, *others = prompts(request.prompt)
     options.check_texts(service, n * (1 + len(others)), "prompt")
     return Job(await prompt_ids(service, first), made, n, wanted,
+               live=request.live,
                others=tuple([await prompt_ids(service, each) for each in others]))  # fmt: skip
 
 

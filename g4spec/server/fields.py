@@ -83,7 +83,7 @@ class Sampling(Body):
     """Sampling parameters, in all requests.
 
     Fields of other servers: top_k, min_p, repetition_penalty, ignore_eos (vLLM); our own:
-    draft_max, most drafted tokens a step.
+    draft_max, most drafted tokens a step; live, a word that shows the text at /v1/live.
     """
 
     temperature: float | None = Field(None, ge=0, le=100)
@@ -97,6 +97,7 @@ class Sampling(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
     ignore_eos: bool | None = None
+    live: str | None = Field(None, min_length=16, max_length=64)
     draft_max: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
 
 

@@ -100,6 +100,9 @@ class _In(Enum):
     CALL_TAIL = auto()
 
 
+_PARTS = {_In.TEXT: "text", _In.THOUGHT: "thought", _In.HEADER: "mark"}
+
+
 class Parser:
     """Turns the tokens of one text into events.
 
@@ -131,6 +134,11 @@ class Parser:
     def thinking(self) -> bool:
         """True if the next token belongs to a thought."""
         return self._in in (_In.THOUGHT, _In.HEADER)
+
+    @property
+    def part(self) -> str:
+        """What the next token belongs to: "text", "thought", "call", or "mark" for none of them."""
+        return _PARTS.get(self._in, "call")
 
     @property
     def calling(self) -> bool:

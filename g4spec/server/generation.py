@@ -21,6 +21,9 @@ class Reader(Protocol):
     @property
     def thinking(self) -> bool: ...
 
+    @property
+    def part(self) -> str: ...
+
     def push(self, ids: Iterable[int]) -> list[Event]: ...
 
     def finish(self, *, whole: bool = True) -> list[Event]: ...
@@ -29,7 +32,7 @@ class Reader(Protocol):
 class Plain:
     """Reads a text without any structure."""
 
-    answering, thinking = True, False
+    answering, thinking, part = True, False, "text"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = tokenizer.stream()
@@ -85,6 +88,7 @@ class Assembler:
 
     Attributes:
         thoughts: tokens that belonged to thoughts.
+        parts: what each token of the newest cycle belongs to: "text", "thought", "call" or "mark".
     """
 
     def __init__(
@@ -95,10 +99,13 @@ class Assembler:
         self._called = False
         self._stop: str | None = None
         self.thoughts = 0
+        self.parts: list[str] = []
 
     def cycle(self, cycle: Cycle) -> Delta:
         """Take in a cycle of the engine."""
+        self.parts = []
         for i, token in enumerate(cycle.tokens):
+            self.parts.append("mark" if token in self._special else self._reader.part)
             self.thoughts += self._reader.thinking
             events = self._reader.push([token])
             told = None

@@ -122,7 +122,7 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
                            room if asked in (None, -1) else asked,
                            logprobs=body.n_probs or None, banned=tuple(banned))  # fmt: skip
     made = replace(made, progress=bool(body.stream and body.return_progress))
-    return Job(first, made, 1, wanted, others=tuple(others))
+    return Job(first, made, 1, wanted, live=body.live, others=tuple(others))
 
 
 def _bias(

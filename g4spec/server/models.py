@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import GGUF
 from g4spec.server import app as one
+from g4spec.server import page
 from g4spec.server.access import refusal
 from g4spec.server.json_text import JSONAnswer
 from g4spec.server.refusals import Refused
@@ -161,7 +162,14 @@ class Models:
             if answer is not None:
                 await JSONAnswer(answer)(scope, receive, send)
                 return
-            with self._using(await self._loaded(self._chosen(name))) as app:
+            if scope["path"] == "/":
+                await page.response()(scope, receive, send)
+                return
+            model = await self._loaded(self._chosen(name))
+            # Who only watches does not keep a model from leaving; its stream ends then.
+            watching = scope["path"] == "/v1/live"
+            with nullcontext(model.app) if watching else self._using(model) as app:
+                assert app is not None
                 await app(scope, receive, send)
         except Refused as refused:
             await refusal(refused, scope)(scope, receive, send)

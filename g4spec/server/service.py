@@ -19,6 +19,7 @@ from g4spec.runtime.request import Options, Progress, Request
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
 from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
+from g4spec.server.live import Followed, Live
 from g4spec.server.metrics import Metrics
 from g4spec.server.prompt import Prompter
 from g4spec.server.refusals import Refused
@@ -62,6 +63,7 @@ class Job:
         n: texts of each prompt. others: more prompts; their texts follow those of the first.
         chat: read thoughts and calls; else the text is all there is.
         calls: functions were given. open_thought: the prompt ends inside a thought.
+        live: word of those who may read it at /v1/live, or None.
         thinking_budget: tokens of thoughts, after which they are ended; None: no limit.
     """
 
@@ -72,6 +74,7 @@ class Job:
     chat: bool = False
     calls: bool = False
     open_thought: bool = False
+    live: str | None = None
     thinking_budget: int | None = None
     others: tuple[list[int], ...] = ()
 
@@ -94,6 +97,7 @@ class Service:
         self.tokenizer = engine.tokenizer
         self.prompter = Prompter(engine.tokenizer, engine.n_ctx)
         self.metrics = Metrics(engine, settings.model)
+        self.live = Live(engine, settings.model)
         self.started = int(time.time())
         self.draining = False
         self.open = 0
@@ -167,7 +171,8 @@ class Service:
         stream = self._answers(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(prompt, options)
-        return Text(index, request, Assembler(self._reader(job), options.stop, self._special))
+        assembler = Assembler(self._reader(job), options.stop, self._special)
+        return Text(index, request, assembler, self.live.follow(request, job.live))
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -205,12 +210,14 @@ class Text:
     """One of the texts of a job.
 
     Attributes:
+        live: how it is told of at /v1/live.
         finish, stop: see `Delta`; of a text that has ended.
     """
 
     index: int
     request: Request
     assembler: Assembler
+    live: Followed
     finish: str | None = None
     stop: str | None = None
 
@@ -228,6 +235,8 @@ class Generation:
         self._expired = self._closed = False
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(service.settings.time_limit, self._expire)
+        for text in texts:
+            service.live.began(text.live)
 
     def _expire(self) -> None:
         self._expired = True
@@ -245,6 +254,7 @@ class Generation:
                     text.request.cancel()
                     seconds = time.perf_counter() - self._began
                     self.service.metrics.finished(text.request.stats, seconds, "abort")
+                    self.service.live.ended(text.live, "abort")
 
     async def deltas(self) -> AsyncGenerator[tuple[Text, Delta], None]:
         """Yield the pieces of all texts; Refused where one cannot go on."""
@@ -297,7 +307,9 @@ class Generation:
                         metrics.tokens(len(cycle.tokens), now - last)
                     first, last = False, now
                     ids += cycle.tokens
-                    if delta := text.assembler.cycle(cycle):
+                    delta = text.assembler.cycle(cycle)
+                    self.service.live.cycle(text.live, cycle, text.assembler.parts)
+                    if delta:
                         delta.ids, ids = ids, []
                         yield delta
         except G4Error as error:
@@ -317,4 +329,5 @@ class Generation:
         text.finish, text.stop = delta.finish, delta.stop
         seconds = time.perf_counter() - self._began
         metrics.finished(text.request.stats, seconds, str(text.finish))
+        self.service.live.ended(text.live, str(text.finish))
         yield delta

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import anyio
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from g4spec.server.json_text import dumps
 from g4spec.server.refusals import Refused
-from g4spec.server.service import Generation, Settings
+from g4spec.server.service import Settings
 
 log = logging.getLogger("g4spec.server")
 
@@ -56,11 +56,21 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
+class Source(Protocol):
+    """What is streamed: a generation, or a watcher of `g4spec.server.live`."""
+
+    @property
+    def id(self) -> str: ...
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
 class EventStream(Response):
-    """A generation as server-sent events. It is closed however the stream ends.
+    """A source as server-sent events. It is closed however the stream ends.
 
     Args:
-        generation: what is streamed. events: made of it.
+        source: what is streamed. events: made of it.
         failed: an event for a reason to end early. ping: what is sent in silences.
     """
 
@@ -68,14 +78,14 @@ class EventStream(Response):
 
     def __init__(
         self,
-        generation: Generation,
+        source: Source,
         events: Events,
         failed: Callable[[Refused], str],
         settings: Settings,
         headers: Mapping[str, str] | None = None,
         ping: str = PING,
     ) -> None:
-        self._generation, self._events, self._failed = generation, events, failed
+        self._source, self._events, self._failed = source, events, failed
         self._settings, self._ping = settings, ping
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no",
                                   **(headers or {})})  # fmt: skip
@@ -93,7 +103,7 @@ class EventStream(Response):
             for each in (work, watch):
                 each.cancel()
             await asyncio.gather(work, watch, return_exceptions=True)
-            self._generation.close()
+            self._source.close()
 
     async def _stream(self, send: Send) -> None:
         async def put(message: Message) -> None:
@@ -110,7 +120,7 @@ class EventStream(Response):
                 await self._pump(events, text)
             await put({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, OSError):
-            log.warning("a client does not read", extra={"id": self._generation.id})
+            log.warning("a client does not read", extra={"id": self._source.id})
 
     async def _pump(self, events: Events, text: Callable[[str], Awaitable[None]]) -> None:
         try:

@@ -447,3 +447,55 @@ def test_costs_by_texts_and_rows() -> None:
     assert dense([0, 5, 0, 0]) == pytest.approx(1.6 + max((7.0 - 1.6) / 4, 2.5 - 1.0))
     dense.update([5, 0], 3 * dense([5, 0]), weight=1.0)
     assert dense([1] * 4) == pytest.approx(9.0) and dense([0] * 4) == pytest.approx(1.6)
+
+
+def reasons(run: Simulation, cycles: int) -> list[list[tuple[str, int]]]:
+    """Why each text drafted what it did: (reason, length) of each, a list a cycle."""
+    out = []
+    for number in range(cycles):
+        run.cycle()
+        run._planned = run._planned or run._plan()
+        texts, counts = run._planned
+        most = [MAX_DRAFT] * len(texts)
+        shares = run.lengths.shares(number, [t.state for t in texts], counts, most)
+        assert [s.length for s in shares] == counts
+        assert {(s.step, s.texts, s.rows) for s in shares} == {
+            (number, len(texts), len(texts) + sum(counts))
+        }
+        costs = run.lengths.costs
+        assert costs is not None
+        assert {(s.seconds, s.plain_seconds) for s in shares} == {
+            (costs(counts), costs([0] * len(counts)))
+        }
+        out.append([(s.why, s.length) for s in shares])
+    return out
+
+
+def test_each_length_has_its_reason() -> None:
+    lengths = Lengths()
+    texts = [lengths.text("auto"), lengths.text(4), lengths.text(0)]
+    for most, wanted in ((5, ["unmeasured", "asked", "off"]), (0, ["room", "room", "off"])):
+        counts = lengths.plan(texts, [most] * 3)
+        shares = lengths.shares(1, texts, counts, [most] * 3)
+        assert [s.why for s in shares] == wanted
+        assert [s.expected is None for s in shares] == [most == 0, True, True]
+        assert {s.plain_seconds for s in shares} == {None}
+    good = Simulation(table())
+    good.join(chance(0.9, 0))
+    told = [why for (why,) in reasons(good, 60)]
+    assert told[0][0] == "saving" and told[-1][0] == "pays"
+    bad = Simulation(table(1.2, 2.0))
+    bad.join(lambda count: 0)
+    told = [why for (why,) in reasons(bad, 6 * PROBE)]
+    assert {why for why, count in told[-3 * PROBE :]} == {"plain", "probe"}
+    assert all((why == "probe") == bool(count) for why, count in told[-3 * PROBE :])
+    lengths.measured(table(1.06, 3.0, 1.0))
+    lengths.account.balance = CREDIT * 1.0
+    both = [lengths.text("auto"), lengths.text("auto")]
+    lengths.plan(both, [0, 0])
+    for _ in range(50):
+        both[0].acceptance.observe(MAX_DRAFT, MAX_DRAFT)
+        both[1].acceptance.observe(MAX_DRAFT, 0)
+    counts = lengths.plan(both, [MAX_DRAFT] * 2)
+    told = lengths.shares(1, both, counts, [MAX_DRAFT] * 2)
+    assert [(s.why, s.length > 0) for s in told] == [("pays", True), ("others", False)]

@@ -156,6 +156,21 @@ def test_the_least_recently_used_one_goes(folder: Path, by: str) -> None:
         served.stop()
 
 
+def test_who_watches_keeps_no_model(several: Several) -> None:
+    """The page needs none, and the live view of a model ends when the model goes."""
+    http = several.http
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert several.status() == {"first": "unloaded", "second": "unloaded"}
+    with http.stream("GET", "/v1/live?model=first") as watched:
+        lines = watched.iter_lines()
+        assert next(lines) == "event: hello"
+        unloaded = httpx.post(f"{http.base_url}/models/unload", json={"model": "first"}, timeout=60)
+        assert unloaded.json()["success"]
+        assert "event: end" not in list(lines)
+    assert several.status() == {"first": "unloaded", "second": "unloaded"}
+
+
 def test_a_model_that_cannot_be_loaded_says_why(folder: Path) -> None:
     served = Several(folder, Room(0), most=2)
     try:

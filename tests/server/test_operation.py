@@ -250,6 +250,8 @@ def test_the_first_signal_drains_and_the_second_stops(family: Path) -> None:
     body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True, "draft_max": 0}
     try:
         with httpx.Client(base_url=url, timeout=60) as client:
+            params = client.get("/props").json()["default_generation_settings"]["params"]
+            assert (params["temperature"], params["top_k"]) == (1.0, 64)  # what the file says
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
                 assert next(lines).startswith("data:")

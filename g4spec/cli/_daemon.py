@@ -1,0 +1,65 @@
+"""`serve --daemon`: a line protocol on stdin and a file descriptor instead of HTTP."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import _engine
+from g4spec.cli.render import Output
+from g4spec.errors import UsageError
+
+Daemon = Annotated[
+    bool, typer.Option("--daemon", help="Speak no HTTP: read lines `PROMPT_BIN N_GEN [samp=...]` "
+                       "from stdin and write tokens to --stream-fd (see docs/serving.md).")
+]  # fmt: skip
+StreamFd = Annotated[
+    int | None,
+    typer.Option("--stream-fd", min=0, help="File descriptor of --daemon's tokens: int32, -1 at "
+                 "the end of a text."),
+]  # fmt: skip
+OF_HTTP = ("models", "models_max", "host", "port", "parallel", "queue", "api_key", "api_key_file",
+           "alias", "cors_origin", "ssl_cert_file", "ssl_key_file", "timeout", "seed", "n_predict",
+           "chat_template_file")  # fmt: skip
+"""Parameters of `serve` that say nothing to --daemon."""
+
+
+def check(daemon: bool, stream_fd: int | None, typed: dict[str, str]) -> int:
+    """Return the file descriptor of a daemon; UsageError where the options do not go together."""
+    if not daemon or stream_fd is None:
+        raise UsageError("--daemon and --stream-fd need each other")
+    if given := [flag for name, flag in typed.items() if name in OF_HTTP]:
+        raise UsageError(f"{', '.join(given)}: --daemon speaks no HTTP", fix="leave it out")
+    try:
+        os.fstat(stream_fd)
+    except OSError:
+        raise UsageError("--stream-fd", expected="a file descriptor that is open",
+                         found=stream_fd) from None  # fmt: skip
+    return stream_fd
+
+
+def run(
+    model: Path | None, draft: str | None, setup: _engine.Setup, out: Output, fd: int,
+    asked: dict[str, float | None], pool: int | None, prefix_cache: int,
+) -> None:  # fmt: skip
+    """Answer lines of stdin on a file descriptor, with the sampling that was `asked` for.
+
+    Args:
+        pool, prefix_cache: as for `Engine.load`.
+    """
+    from g4spec.ops.sampling import Sampler
+    from g4spec.server import daemon
+
+    if model is None:
+        raise UsageError("--daemon serves one model", fix="name it with -m")
+    sampler = Sampler(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
+    path, file = _engine.files(model, draft, setup, out)
+    with (open(fd, "wb", buffering=0) as stream,
+          _engine.load(path, file, setup, out, pool=pool, prefix_cache=prefix_cache)
+          as engine):  # fmt: skip
+        out.stream(f"{daemon.READY}\n")
+        daemon.serve(engine, sys.stdin, stream, sampler, out.say)

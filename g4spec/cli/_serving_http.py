@@ -1,0 +1,101 @@
+"""`serve` over HTTP: one model, or several that are loaded when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4spec.cli import _defaults, _engine, _serving
+from g4spec.cli.render import Output
+
+if TYPE_CHECKING:
+    from g4spec.server.run import Place
+    from g4spec.server.service import Service, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Web:
+    """Where a server listens, and to whom; certificate and key are PEM files."""
+
+    host: str
+    port: int
+    certificate: Path | None
+    key: Path | None
+    origins: Sequence[str]
+    keys: Sequence[str]
+
+    def place(self, out: Output) -> Place:
+        """Return where to listen; says so if anybody may come in."""
+        from g4spec.server import run
+
+        place = run.Place(self.host, self.port, self.certificate, self.key)
+        _serving.warn(out, exposed=run.exposed(place) and not self.keys, host=self.host)
+        return place
+
+    @property
+    def guards(self) -> dict[str, Any]:
+        """Arguments of `g4spec.server.app.around`."""
+        return {"keys": self.keys, "origins": self.origins}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Opens models alike.
+
+    Attributes:
+        template: chat template instead of the models' own. asked: sampling that the command line
+            says. more: see `Engine.load`.
+    """
+
+    setup: _engine.Setup
+    out: Output
+    template: str | None
+    asked: dict[str, float | None]
+    more: dict[str, Any]
+
+    def service(self, settings: Settings, target: Path, draft: Path | str | None) -> Service:
+        """Load a target and serve it."""
+        from g4spec.server.service import Service
+
+        sampler = _defaults.sampler(target, self.out, **self.asked)
+        engine = _engine.load(target, draft, self.setup, self.out, **self.more)
+        engine.tokenizer.template = self.template or engine.tokenizer.template
+        return Service(engine, replace(settings, sampler=sampler))
+
+
+def one(
+    opened: Opened, web: Web, limits: dict[str, Any], model: Path, draft: str | None,
+    alias: Sequence[str] | None,
+) -> None:  # fmt: skip
+    """Serve a target under its file's name, or under `alias`; `limits`: of `Settings`."""
+    from g4spec.server import run
+    from g4spec.server.service import Settings
+
+    place = web.place(opened.out)
+    with run.listen(place) as at:
+        target, file = _engine.files(model, draft, opened.setup, opened.out)
+        names = alias or [target.stem]
+        service = opened.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
+        note = f"{names[0]} is served at {run.address(place, at)}"
+        with service.engine:
+            run.serve(service, place, at, lambda: opened.out.note(note), **web.guards)
+
+
+def several(
+    opened: Opened, web: Web, limits: dict[str, Any], folder: Path | None, most: int
+) -> None:  # fmt: skip
+    """Serve all targets in a folder, at most so many loaded at once."""
+    from g4spec.server import models, run
+    from g4spec.server.service import Settings
+
+    def load(names: Sequence[str], target: Path, draft: Path | None) -> Service:
+        return opened.service(Settings(names[0], tuple(names[1:]), **limits), target, draft)
+
+    assert folder is not None  # see `_serving.check_models`
+    place = web.place(opened.out)
+    with run.listen(place) as at:
+        found = models.Models(models.find(folder), load, most, limits["time_limit"])
+        note = f"{len(found.all)} models are served at {run.address(place, at)}"
+        run.serve_models(found, place, at, lambda: opened.out.note(note), **web.guards)

@@ -1,0 +1,96 @@
+"""Talks with a target in the terminal, or with one that a server has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from g4spec.cli import _chatting, _defaults, _engine, _inputs, _options
+from g4spec.cli.render import Output, Quiet
+from g4spec.errors import UsageError
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from g4spec.server.talk import Voice
+
+
+def command(
+    context: typer.Context,
+    model: _chatting.Model = None,
+    draft: _options.DraftModel = None,
+    url: _chatting.Url = None,
+    api_key: _chatting.ApiKey = None,
+    system: _chatting.System = None,
+    think: _chatting.Think = False,
+    show_draft: _options.ShowDraft = False,
+    n_predict: _chatting.NPredict = None,
+    temp: _chatting.Temperature = None,
+    top_k: _chatting.TopK = None,
+    top_p: _chatting.TopP = None,
+    min_p: _chatting.MinP = None,
+    seed: _chatting.Seed = None,
+    draft_max: _options.DraftMax = "auto",
+    ctx_size: _options.ContextSize = None,
+    draft_window: _options.DraftWindow = None,
+    draft_p_min: _options.DraftPMin = None,
+    device: _options.Device = "auto",
+    cache_type: _options.CacheType = None,
+    quiet: Quiet = False,
+) -> None:
+    """Talk with the model; /help lists what else can be typed."""
+    given, out = _inputs.typed(context), Output(quiet=quiet)
+    if (model is None) == (url is None):
+        raise UsageError("give the model by -m, or a server that has it by --url")
+    if url and (here := [flag for name, flag in given.items() if name in _chatting.ONLY_HERE]):
+        raise UsageError(f"{', '.join(here)}: the server at --url decides that")
+    length = _options.draft_max(draft_max)
+    if url is None:
+        _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft)
+    asked: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    from g4spec.cli._talking import Conversation
+
+    with _loop() as loop, ExitStack() as stack:
+        voice: Voice
+        if url is not None:
+            voice = _remote(url, api_key, think, n_predict, show_draft, out, loop, asked
+                            | {"draft_max": length if "draft_max" in given else None})  # fmt: skip
+        else:
+            from g4spec.server.local import Local
+
+            assert model is not None
+            setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
+            path, file = _engine.files(model, draft, setup, out)
+            sampler = _defaults.sampler(path, out, **asked)
+            engine = _engine.load(path, file, setup, out, prefix_cache=256 << 20)
+            stack.enter_context(engine)
+            voice = Local(engine, sampler, n_predict=n_predict, draft_max=length, thinking=think,
+                          colours=show_draft)  # fmt: skip
+        stack.callback(lambda: loop.run_until_complete(voice.close()))
+        Conversation(voice, out, system=system, seed=seed, show=show_draft).run(loop)
+
+
+@contextmanager
+def _loop() -> Iterator[asyncio.AbstractEventLoop]:
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def _remote(
+    url: str, key: str | None, think: bool, most: int | None, colours: bool, out: Output,
+    loop: asyncio.AbstractEventLoop, fields: dict[str, Any],
+) -> Voice:  # fmt: skip
+    from g4spec.server.talk import Remote
+
+    fields |= {"max_tokens": most, "reasoning_effort": "high" if think else None}
+    voice = Remote(url, key, {k: v for k, v in fields.items() if v is not None}, colours=colours)
+    out.note(f"{loop.run_until_complete(voice.model())} answers, at {voice.url}")
+    return voice

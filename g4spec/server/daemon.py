@@ -1,0 +1,110 @@
+"""A line protocol for programs that drive the engine, as lucebox' Gemma 4 daemon speaks it.
+
+A line on stdin asks for a text:
+
+    PROMPT_BIN N_GEN [samp=TEMPERATURE,TOP_P,TOP_K,REPETITION_PENALTY[,SEED]]
+
+PROMPT_BIN is a file of token ids, int32, little-endian. Chosen tokens come in the same form on a
+file descriptor, -1 after the last one; a stop token is not sent. Seed 0 means a new one. What
+cannot be done is answered by -1 alone, and a line on stderr.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from g4spec.errors import G4Error, InputError, UsageError
+from g4spec.gguf.regular import opened
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
+
+READY = "[daemon] ready"
+"""What stdout says once lines are read."""
+
+_LINE = re.compile(r"(?P<path>\S.*?)\s+(?P<count>\d{1,9})(?:\s+samp=(?P<samp>\S+))?")
+_SAMP = "TEMPERATURE,TOP_P,TOP_K,REPETITION_PENALTY[,SEED]"
+
+
+class Stream(Protocol):
+    """A file without a buffer, as `open(..., buffering=0)` gives it."""
+
+    def write(self, data: bytes, /) -> int:
+        """Write some bytes, and return how many."""
+
+
+def serve(
+    engine: Engine,
+    lines: Iterable[str],
+    stream: Stream,
+    sampler: Sampler,
+    complain: Callable[[str], None],
+) -> None:
+    """Answer lines until they end, or nobody reads the stream any more.
+
+    Args:
+        sampler: of lines without `samp`. complain: told why a line was not answered.
+    """
+    try:
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                _answer(engine, line.strip(), stream, sampler)
+            except (G4Error, OSError) as error:
+                if isinstance(error, BrokenPipeError):
+                    raise
+                complain(f"[daemon] {error}")
+            _send(stream, [-1])
+    except BrokenPipeError:
+        complain("[daemon] nobody reads the stream any more")
+
+
+def _answer(engine: Engine, line: str, stream: Stream, sampler: Sampler) -> None:
+    found = _LINE.fullmatch(line)
+    if found is None:
+        raise UsageError("a line that asks for nothing known here", expected="PROMPT_BIN N_GEN "
+                         "[samp=...]", found=repr(line[:200]))  # fmt: skip
+    count = int(found["count"])
+    prompt = _prompt(Path(found["path"]), engine.n_ctx)
+    if count < 1 or len(prompt) + count > engine.n_ctx:
+        raise InputError("N_GEN", found=count,
+                         expected=f"1 to {engine.n_ctx - len(prompt)}, what the context has left "
+                         f"behind {len(prompt)} tokens")  # fmt: skip
+    if found["samp"] is not None:
+        sampler = _sampler(found["samp"])
+    sampler = sampler if sampler.seed else replace(sampler, seed=secrets.randbits(63))
+    for cycle in engine.submit(prompt, Options(count, sampler)):
+        _send(stream, cycle.tokens)
+
+
+def _prompt(path: Path, n_ctx: int) -> list[int]:
+    """Read the ids of a file, one more than fit into the context at most."""
+    with opened(path) as file:
+        data = file.read(4 * (n_ctx + 1))
+    if not data or len(data) % 4:
+        raise InputError(f"{path}: no list of tokens", expected="int32 numbers, at least one",
+                         found=f"{len(data)} bytes")  # fmt: skip
+    return [token for (token,) in struct.iter_unpack("<i", data)]
+
+
+def _sampler(text: str) -> Sampler:
+    parts = text.split(",")
+    try:
+        temperature, top_p, top_k, penalty, *seed = parts
+        return Sampler(float(temperature), int(top_k), float(top_p),
+                       seed=int(*seed) % 2**64, repetition_penalty=float(penalty))  # fmt: skip
+    except (ValueError, TypeError):
+        raise UsageError("samp", expected=_SAMP, found=repr(text[:80])) from None
+
+
+def _send(stream: Stream, tokens: list[int]) -> None:
+    data = struct.pack(f"<{len(tokens)}i", *tokens)
+    while data:
+        data = data[stream.write(data) :]

@@ -1,0 +1,197 @@
+"""Ask for answers, one after the other; here of a server, in `local.py` of an engine.
+
+Nothing here imports torch: who talks with a server needs none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx
+
+from g4spec.errors import EnvironmentProblem, G4Error, InputError
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some text of an answer.
+
+    Attributes:
+        part: "text", "thought", "call" or "mark". kind: where it comes from, as
+            `g4spec.server.live.Colours` says, or "rejected", which is no part of the text; "" where
+            that was not asked for.
+    """
+
+    text: str
+    part: str = "text"
+    kind: str = ""
+
+
+@dataclass(slots=True)
+class Told:
+    """An answer so far.
+
+    Attributes:
+        content: without thoughts. finish: as OpenAI's API has it; "" for one that has not ended.
+        timings: as llama.cpp has them, as far as they are known.
+    """
+
+    content: str = ""
+    finish: str = ""
+    timings: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Voice(Protocol):
+    """What answers."""
+
+    def answer(
+        self, messages: Sequence[Message], seed: int, told: Told
+    ) -> AsyncGenerator[Piece, None]:
+        """Yield the next answer of a conversation in pieces, and fill `told`; to close it early
+        ends the work for it. G4Error if there is none."""
+
+    async def close(self) -> None:
+        """Free what it holds."""
+
+
+def coloured(pieces: Sequence[Mapping[str, Any]], rejected: Sequence[str]) -> list[Piece]:
+    """Return pieces with the first drafted token that did not hold before its correction."""
+    out = []
+    for piece in pieces:
+        if piece["kind"] == "corrected" and rejected:
+            out.append(Piece(rejected[0], str(piece["part"]), "rejected"))
+        out.append(Piece(str(piece["text"]), str(piece["part"]), str(piece["kind"])))
+    return out
+
+
+class Remote:
+    """Answers with a server: ours, or another that has OpenAI's chat completions.
+
+    Args:
+        url: with or without /v1. fields: of each request. colours: tell where tokens come from, by
+            our own server's /v1/live.
+    """
+
+    def __init__(
+        self, url: str, key: str | None, fields: Mapping[str, Any], *, colours: bool = False
+    ) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._fields, self._colours = dict(fields), colours
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=10))
+
+    async def model(self) -> str:
+        """Return the name of the model that the server has."""
+        try:
+            response = await self._http.get(f"{self.url}/v1/models")
+            await _check(response)
+            return str(response.json()["data"][0]["id"])
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._silent(error) from None
+        except (ValueError, LookupError, TypeError):
+            raise InputError(f"{self.url}/v1/models is no list of models") from None
+
+    def _silent(self, error: Exception) -> G4Error:
+        return EnvironmentProblem(f"no answer from {self.url}", found=str(error) or repr(error),
+                                  fix="check the address, and that the server runs")  # fmt: skip
+
+    async def answer(
+        self, messages: Sequence[Message], seed: int, told: Told
+    ) -> AsyncGenerator[Piece, None]:
+        """See `Voice`."""
+        body = {"messages": list(messages), "stream": True, "seed": seed, **self._fields}
+        run = self._watched(body, told) if self._colours else self._asked(body, told)
+        try:
+            async with aclosing(run) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except httpx.HTTPError as error:
+            raise self._silent(error) from None
+
+    async def _asked(self, body: Mapping[str, Any], told: Told) -> AsyncGenerator[Piece, None]:
+        url = f"{self.url}/v1/chat/completions"
+        async with self._http.stream("POST", url, json=body) as response:
+            await _check(response)
+            async for _, data in _events(response):
+                if "error" in data:
+                    raise InputError(str(data["error"].get("message", data["error"])))
+                told.timings = data.get("timings") or told.timings
+                told.notes = told.timings.get("notes", [])
+                for choice in data.get("choices", [])[:1]:
+                    delta = choice.get("delta", {})
+                    told.content += delta.get("content") or ""
+                    told.finish = choice.get("finish_reason") or told.finish
+                    thought = delta.get("reasoning_content") or delta.get("reasoning")
+                    for part, text in (("thought", thought), ("text", delta.get("content"))):
+                        if text:
+                            yield Piece(text, part)
+
+    async def _watched(self, body: dict[str, Any], told: Told) -> AsyncGenerator[Piece, None]:
+        """Take the pieces from the live view; the answer itself comes as always."""
+        word = secrets.token_hex(16)
+        url = f"{self.url}/v1/live?of={word}"
+
+        async def ask() -> None:
+            async for _ in self._asked({**body, "live": word}, told):
+                pass
+
+        async with self._http.stream("GET", url) as response:
+            await _check(response)
+            events = _events(response)
+            await anext(events)  # it listens
+            asked = asyncio.ensure_future(ask())
+            try:
+                async for name, data in events:
+                    if asked.done() and asked.exception() is not None:
+                        break
+                    if data.get("yours"):
+                        for piece in coloured(data.get("pieces", []), data.get("rejected", [])):
+                            yield piece
+                    if data.get("yours") and name == "end":
+                        break
+                await asked
+            finally:
+                asked.cancel()
+                await asyncio.gather(asked, return_exceptions=True)
+
+    async def close(self) -> None:
+        """See `Voice`."""
+        await self._http.aclose()
+
+
+async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
+    """Yield name and data of server-sent events."""
+    name = "message"
+    async for line in response.aiter_lines():
+        if line.startswith("event:"):
+            name = line[6:].strip()
+        elif line.startswith("data:") and line[5:].strip() != "[DONE]":
+            try:
+                yield name, dict(json.loads(line[5:]))
+            except (ValueError, TypeError):
+                raise InputError("the server sent an event that is no JSON object",
+                                 found=f"{line:.80}") from None  # fmt: skip
+        elif not line:
+            name = "message"
+
+
+async def _check(response: httpx.Response) -> None:
+    """Raise what a server refuses, in its own words."""
+    if response.status_code < 400:
+        return
+    try:
+        error = json.loads(await response.aread())["error"]
+        message = str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, LookupError, TypeError):
+        message = ""
+    fix = "pass its key with --api-key" if response.status_code == 401 else None
+    raise InputError(f"{response.url.path}: {message or response.status_code}", fix=fix)
