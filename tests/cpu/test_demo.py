@@ -90,10 +90,11 @@ def test_bench_and_compare(
         (c, n) for c in ("maths", "long", "all") for n in (0, 2, "auto")
     ]
     assert cli.run(["bench", "compare", str(a), str(a)]) == 0
-    worse = read(a)
-    worse["rows"][1]["acceptance"] = -1.0
-    (tmp_path / "b.json").write_text(json.dumps(worse))
-    assert cli.run(["bench", "compare", str(a), str(tmp_path / "b.json")]) == 1
+    better = read(a)
+    assert better["rows"][1]["acceptance"] < 1
+    better["rows"][1]["acceptance"] = 1.0
+    (tmp_path / "b.json").write_text(json.dumps(better))
+    assert cli.run(["bench", "compare", str(tmp_path / "b.json"), str(a)]) == 1
     assert "acceptance fell" in capsys.readouterr().err
 
 

@@ -338,7 +338,7 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
 
 def test_more_pairs_that_turn_than_the_cache_has() -> None:
     model = small(published(24, 2), {"": "q8_0"})
-    model.reference["rope_freqs.weight"][70] = 1.0
+    model.reference["rope_freqs.weight"][64:71] = 1.0
     with pytest.raises(InputError, match="the first 64 pairs"):
         model.reader(N_CTX, BLOCK)
 
