@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from g4spec import __version__  # noqa: E402
-from tests import fuzzing  # noqa: E402
+from tests.fuzz import readers as fuzzing  # noqa: E402
 
 RUNS = {"gguf": 12000, "dialect": 3000, "safetensors": 26000, "config": 20000,
         "target config": 10000, "tokenizer.json": 3000, "tokenizer_config.json": 2500,

@@ -1,4 +1,19 @@
-from g4spec.cli import main
+"""Entry point of `g4spec` and of `python -m g4spec`."""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C during its imports, before there is anything to clear away,
+    ends the process without a word."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    from g4spec import cli
+
+    cli.main()
+
 
 if __name__ == "__main__":
     main()

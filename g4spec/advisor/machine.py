@@ -187,7 +187,7 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
     bare = re.sub(r"\b(with )?nvlink\b", "", text, flags=re.IGNORECASE)
     for part in bare.split("+"):
         counted = _COUNT.match(part.strip())
-        n, name = (int(counted[1]), counted[2]) if counted else (1, part.strip())
+        n, name = (int(counted[1][:9]), counted[2]) if counted else (1, part.strip())
         if not 1 <= n <= 64:
             raise UsageError(f"--assume {text!r}", expected="1 to 64 cards", found=n)
         gpus += [_assume_one(facts, name.strip(), text)] * n

@@ -356,10 +356,16 @@ def _wrap(parts: list[str]) -> str:
     return " \\\n  ".join(parts)
 
 
+MAX_NODES = 64
+"""A recipe has commands for each."""
+
+
 def on_nodes(machine: Machine, nodes: int | None) -> Machine:
     """The machine repeated over nodes. A 4x GB10 is four nodes already."""
     if nodes is None or nodes == machine.nodes:
         return machine
+    if nodes > MAX_NODES:
+        raise UsageError("--nodes", expected=f"at most {MAX_NODES}", found=nodes)
     if machine.nodes > 1:
         raise UsageError(f"--nodes {nodes}, but the machine has {machine.nodes}", fix="say it once")
     return replace(machine, nodes=nodes)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import signal
 import sys
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from contextlib import suppress
+from typing import Annotated
 
 import typer
 
 from g4spec import __version__
-from g4spec.cli import render
+from g4spec.cli import _signals, render
 from g4spec.cli._problems import CLICK_ERROR, as_error
 from g4spec.errors import G4Error
 
@@ -86,24 +86,12 @@ def run(argv: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Entry point of `g4spec`."""
+    """Run the command line of this process (see `g4spec.__main__`)."""
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character must not end a run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _asked_to_end)
-    try:
-        sys.exit(run(sys.argv[1:]))
-    except KeyboardInterrupt:  # before a command began, or after it
-        sys.exit(130)
-
-
-def _asked_to_end(number: int, frame: object) -> NoReturn:
-    """Unwind, so that half-written files are removed. Asked again, end at once and in silence:
-    what is left then, the next run removes."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
-    if number == signal.SIGTERM:
-        sys.exit(128 + number)
-    raise KeyboardInterrupt
+    code = 130
+    with _signals.handled(), suppress(KeyboardInterrupt):  # before a command began, or after it
+        code = run(sys.argv[1:])
+    sys.exit(code)

@@ -29,6 +29,8 @@ def as_error(problem: Exception) -> G4Error | None:
         return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
     if isinstance(problem, RecursionError):  # only files nest: nothing here recurses by itself
         return InputError("a file is nested too deep", expected="JSON of a few levels")
+    if isinstance(problem, RuntimeError) and "Symlink loop" in str(problem):  # Path.resolve
+        return InputError(f"cannot open: {problem}", fix="check the path")
     return _refused(problem) if isinstance(problem, OSError) else None
 
 

@@ -94,7 +94,7 @@ def measure(
     idle = bench.memory_in_use()
     engine = _engine.load(model, draft_file, setup, out)
     protocol = replace(protocol, lengths=bench.lengths_of(wanted, bench.longest(engine)))
-    room = long_tokens or min(2048, engine.n_ctx - protocol.n_predict)
+    room = prompts.room(long_tokens, engine.n_ctx, protocol.n_predict, 2048)
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     if parallel > 1:

@@ -33,6 +33,9 @@ CLOSED_PIPE = 141
 
 Progress = Callable[[int, int], None]
 
+MOST_ROWS = 2000
+"""Of a table: no model has that many tensors, and a file that claims them should not take long."""
+
 STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1", "struck": "9;31"}
 """Names that commands may use for colours -> ANSI code."""
 
@@ -179,10 +182,12 @@ class Output:
             numeric = bool(rows) and all(isinstance(r[i], (int, float)) for r in rows)
             side: Literal["left", "right"] = "right" if numeric else "left"
             table.add_column(Text(one_line(name)), justify=side, overflow="fold")
-        for row in rows:
+        for row in rows[:MOST_ROWS]:
             table.add_row(*(Text(one_line(str(cell))) for cell in row))
         console.print(table)
         _put(text.getvalue().rstrip(), sys.stdout)
+        if len(rows) > MOST_ROWS:
+            self.note(f"{len(rows) - MOST_ROWS:,} more rows are not shown; --json has all")
 
     def result(self, value: Mapping[str, Any]) -> None:
         """The whole answer as one JSON object on stdout; nothing without `json`."""

@@ -47,7 +47,7 @@ def command(
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
-    room = long_tokens or min(1024, engine.n_ctx - n_predict)
+    room = prompts.room(long_tokens, engine.n_ctx, n_predict, 1024)
     texts = prompts.prompts(engine.tokenizer, long_tokens=room)
     todo = verify.cases(texts, cases, engine.draft.max_tokens, seed)
     with out.progress("verifying") as progress:

@@ -15,7 +15,7 @@ from g4spec.convert.run import convert
 from g4spec.convert.unchanged import stamps
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
-from g4spec.gguf.replacing import replacing
+from g4spec.gguf.replacing import clear, replacing
 from g4spec.gguf.writer import Progress
 
 
@@ -36,6 +36,8 @@ def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
     parts += [f"{path.name} {size} {time}" for path, (_, size, time) in stamps(source).items()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
+    for path in (out, _beside(out)):
+        clear(path)  # what a run that was killed left
     there = out.exists()
     if there and _whole(out):
         return out, f"{source}: using its conversion {out}"

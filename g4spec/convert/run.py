@@ -27,6 +27,7 @@ from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, KV, T, TensorData, array, imatrix, parts, string, u32
 from g4spec.gguf.imatrix import Imatrix
 from g4spec.gguf.writer import Progress
+from g4spec.models.spec import check_heads
 from g4spec.quant import policy
 from g4spec.quant.format import Floats
 from g4spec.quant.mix import Mix
@@ -141,10 +142,12 @@ def read(
     if isinstance(found.source, GGUF):
         assert found.dialect is not None
         got = rewriting.rewrite(found.source, found.dialect, found.kind, pair)
+        check_heads(got.config.layers)
         return got.config, got.tensors, got.shorts, got.notes, got.dropped
     checkpoint = found.source.checkpoint
     config = (found.kind.parse_hf(checkpoint) if found.is_target
               else found.kind.parse_hf(checkpoint, pair.config))  # fmt: skip
+    check_heads(config.layers)
     said = getattr(found.kind, "notes", None)
     return config, found.source.tensors, None, said(checkpoint) if said else [], []
 

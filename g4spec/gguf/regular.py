@@ -58,7 +58,7 @@ def stays(path: Path) -> Path:
     """`path`, if it lies in its folder also when links are followed, or in the blobs of a Hugging
     Face cache. InputError otherwise: what it leads to would become part of a file that may be
     published."""
-    real = path.resolve()
+    real = Path(os.path.realpath(path))  # unlike `resolve`, also of links that lead in a circle
     if path.parent.resolve() not in real.parents and not _BLOB.fullmatch(real.as_posix()):
         raise InputError(f"{path}: a link that leads out of its folder",
                          fix="put the file itself there, if it belongs there")  # fmt: skip

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.errors import InputError, UsageError
+from g4spec.gguf import regular
 from g4spec.measure.bench import SCHEMA
 
 ACCEPTANCE = 0.001
 """A fixed length accepts the same tokens every time; more than this less is another draft."""
+
+_NUMBER, LARGEST = (int, float), 1e15
+"""A JSON number may be too large for a float; no measured one is."""
 
 _FIELDS: dict[str, type] = {
     "provenance": dict, "options": dict, "rows": list, "texts": dict, "identical": bool,
@@ -21,8 +25,13 @@ _FIELDS: dict[str, type] = {
 }  # fmt: skip
 
 _ROW: dict[str, type | tuple[type, ...]] = {
-    "category": str, "length": (int, str), "tokens_per_second": (int, float), "spread": list,
-    "ratio": (int, float), "acceptance": (int, float), "committed": (int, float),
+    "category": str, "length": (int, str), "tokens_per_second": _NUMBER, "spread": list,
+    "ratio": _NUMBER, "acceptance": _NUMBER, "committed": _NUMBER,
+}  # fmt: skip
+
+_FILE: dict[str, type | tuple[type, ...]] = {
+    "name": (str, type(None)), "sha256": (str, type(None)), "kind": (str, type(None)),
+    "types": (dict, type(None)),
 }  # fmt: skip
 
 
@@ -55,26 +64,44 @@ class Comparison:
 def read(path: Path) -> dict[str, Any]:
     """A result file, checked. Raises InputError for anything else."""
     try:
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
+        data: dict[str, Any] = json.loads(regular.read(path))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON", found=error,
                          expected="a file written by `g4spec bench -o`") from None  # fmt: skip
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise InputError(f"{path}: not a result of `g4spec bench`", expected=f"schema {SCHEMA}",
-                         found=repr(schema))  # fmt: skip
+                         found=f"{schema!r:.80}")  # fmt: skip
     _check(data, _FIELDS, str(path))
     for number, row in enumerate(data["rows"]):
         if not isinstance(row, dict):
-            raise InputError(f"{path}: rows[{number}]", expected="an object", found=row)
+            raise InputError(f"{path}: rows[{number}]", expected="an object", found=f"{row!r:.80}")
         _check(row, _ROW, f"{path}: rows[{number}]")
         speeds = [row["tokens_per_second"], *row["spread"]]
         if len(speeds) != 3 or not all(
-            isinstance(s, (int, float)) and math.isfinite(s) and s >= 0 for s in speeds
+            isinstance(s, _NUMBER) and 0 <= s < LARGEST for s in speeds
         ):
-            raise InputError(f"{path}: rows[{number}]", expected="tokens_per_second and two "
-                             "numbers of spread, none below 0", found=speeds)  # fmt: skip
+            wanted = "tokens_per_second and two numbers of spread, none below 0"
+            raise InputError(f"{path}: rows[{number}]", expected=wanted, found=f"{speeds!r:.80}")
+        if not 0 <= row["acceptance"] <= 1:
+            raise InputError(f"{path}: rows[{number}]: acceptance", expected="0 to 1")
+    _check_origin(data, str(path))
     return data
+
+
+def _check_origin(data: Mapping[str, Any], where: str) -> None:
+    """Raise InputError unless the two files and the texts are described as `bench` does it."""
+    for name, text in data["texts"].items():
+        if not isinstance(text, dict):
+            raise InputError(f"{where}: texts: {name}", expected="an object", found=f"{text!r:.80}")
+    for name in ("target", "draft"):
+        file = data["provenance"].get(name) or {}
+        if not isinstance(file, dict):
+            raise InputError(f"{where}: {name}", expected="an object", found=f"{file!r:.80}")
+        _check({key: file.get(key) for key in _FILE}, _FILE, f"{where}: {name}")
+        counts = (file.get("types") or {}).values()
+        if not all(isinstance(n, int) for n in counts):
+            raise InputError(f"{where}: {name}: types", expected="a number of tensors for each")
 
 
 def _check(data: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:

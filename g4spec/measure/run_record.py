@@ -29,11 +29,11 @@ def describe(
 
     Args:
         draft: a draft file, "ngram", or None.
-        command: the arguments as they were typed.
+        command: the arguments as they were typed; paths are cut to their last part.
     """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(command),
+        "command": shlex.join(without_folders(command)),
         "target": file(target),
         "draft": file(draft)
         if isinstance(draft, Path)
@@ -48,6 +48,18 @@ def describe(
         "overridden_ops": overridden(backend.ops),
         "ops_without_kernel": sorted(backend.ops.without_kernel),
     }
+
+
+def without_folders(command: Sequence[str]) -> list[str]:
+    """Arguments with the folders of every path left out: a result is shared, and folders name the
+    user, the machine and other work. Hub ids stay."""
+    shown = []
+    for argument in command:
+        flag, equals, value = argument.partition("=") if argument[:1] == "-" else ("", "", argument)
+        path = Path(value)
+        away = path.is_absolute() or value[:1] in ("~", ".") or path.exists()
+        shown.append(flag + equals + path.name if "/" in value and away else argument)
+    return shown
 
 
 def file(path: Path) -> dict[str, Any]:

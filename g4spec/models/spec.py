@@ -8,6 +8,7 @@ so that converting, inspecting and `--help` stay light.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -78,6 +79,8 @@ class LayerSpec:
         n_expert, n_expert_used, n_ff_expert: experts beside the dense feed-forward, how many a
             token visits, and their width; 0: none. `split_experts`: their gate and up rows lie in
             two tensors, as in older files, not in one.
+
+    Raises InputError where nothing could rotate such heads or choose such experts.
     """
 
     index: int
@@ -97,10 +100,31 @@ class LayerSpec:
     n_ff_expert: int = 0
     split_experts: bool = False
 
+    def __post_init__(self) -> None:
+        where, base = f"layer {self.index}", self.rope_base
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise InputError(f"{where}: size of a head", expected="an even number",
+                             found=self.head_dim)  # fmt: skip
+        if not 0 < base < math.inf or not 0 <= self.rope_partial <= 1:
+            raise InputError(f"{where}: rotation", expected="a base above 0, a share of 0 to 1",
+                             found=f"base {base}, share {self.rope_partial}")  # fmt: skip
+        if not 0 <= self.n_expert_used <= self.n_expert:
+            raise InputError(f"{where}: experts of a token", expected=f"at most {self.n_expert}",
+                             found=self.n_expert_used)  # fmt: skip
+
     @property
     def rotary_pairs(self) -> int:
         """Pairs of a head that rotate, the first ones."""
         return int(self.rope_partial * self.head_dim / 2)
+
+
+def check_heads(layers: Iterable[LayerSpec]) -> None:
+    """Raise InputError unless the query heads of each layer divide among those of its keys."""
+    for spec in layers:
+        if spec.n_kv < 1 or spec.n_head < 1 or spec.n_head % spec.n_kv:
+            raise InputError(f"layer {spec.index}: heads of queries",
+                             expected=f"a multiple of those of keys, {spec.n_kv}",
+                             found=spec.n_head)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from g4spec import models
 from g4spec.core import Backend, CacheShape, Draft
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF
+from g4spec.models.fields import MAX_SIZE
+from g4spec.models.spec import check_heads
 from g4spec.runtime import loading
 from g4spec.runtime.target import Target
 
@@ -17,8 +19,8 @@ from g4spec.runtime.target import Target
 def check_options(p_min: float | None, window: int | None, has_file: bool) -> None:
     """UsageError for a `draft_p_min` or `draft_window` that is out of range, or without the file of
     a draft."""
-    if window is not None and window < 1:
-        raise UsageError("--draft-window", expected="1 or more", found=window)
+    if window is not None and not 1 <= window <= MAX_SIZE:
+        raise UsageError("--draft-window", expected=f"1 to {MAX_SIZE}", found=window)
     if window is not None and not has_file:
         raise UsageError("--draft-window needs a draft with a cache", fix="pass one with -md")
     if p_min is not None and not 0 <= p_min <= 1:
@@ -56,6 +58,7 @@ class DraftFile:
                              found=f"architecture {arch!r}",
                              fix="convert it with `g4spec convert`")  # fmt: skip
         self.config: Any = self.kind.parse_gguf(file.kv, file.shapes())
+        check_heads(self.config.layers)
         caches, window = self.kind.caches, self.window
         if window is not None and caches(self.config, window) == caches(self.config, None):
             raise UsageError("--draft-window does nothing with this draft: it has no cache of all "

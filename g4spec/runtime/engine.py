@@ -23,6 +23,7 @@ from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft
 from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
 from g4spec.gguf import GGUF
 from g4spec.models import gemma4, ngram, pairing
+from g4spec.models.spec import check_heads
 from g4spec.runtime import devices, loading, memory
 from g4spec.runtime.choosing import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
@@ -291,7 +292,9 @@ def _target_config(file: GGUF) -> Any:
             raise models.misplaced(file.path, kind)
         raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
                          found=f"architecture {arch!r}")  # fmt: skip
-    return gemma4.parse_gguf(file.kv, file.shapes())
+    config = gemma4.parse_gguf(file.kv, file.shapes())
+    check_heads(config.layers)
+    return config
 
 
 def _tokenizer(file: GGUF, config: Any) -> Tokenizer:

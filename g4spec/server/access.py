@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import logging
 import time
 import uuid
@@ -12,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from g4spec.server.json_text import JSONAnswer, dumps
 from g4spec.server.refusals import Refused
 
 log = logging.getLogger("g4spec.server")
@@ -23,7 +22,7 @@ OPEN = ("/health", "/v1/health")
 """Paths that need no key."""
 
 
-def refusal(refused: Refused, scope: Scope) -> JSONResponse:
+def refusal(refused: Refused, scope: Scope) -> JSONAnswer:
     """Make the response to a refused request, in the form of the API that it speaks."""
     headers = {}
     if refused.retry_after is not None:
@@ -32,7 +31,7 @@ def refusal(refused: Refused, scope: Scope) -> JSONResponse:
         body = {**refused.anthropic(), "request_id": scope.get("state", {}).get("id")}
     else:
         body = refused.json()
-    return JSONResponse(body, refused.status, headers)
+    return JSONAnswer(body, refused.status, headers)
 
 
 class Keys:
@@ -109,6 +108,23 @@ class BodyLimit:
             await response(scope, receive, send)
 
 
+class Panics:
+    """Turns a panic of a library written in Rust, which is no Exception, into an error that is
+    answered with 500: it would end the connection without an answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        try:
+            await self._app(scope, receive, send)
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":
+                raise RuntimeError(f"a library panicked: {error}") from error
+            raise
+
+
 class Log:
     """Writes a line for each request, as JSON and without any text of it."""
 
@@ -156,4 +172,4 @@ class JsonLines(logging.Formatter):
         }  # fmt: skip
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        return dumps(line, default=str)

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from g4spec.errors import G4Error
@@ -27,7 +27,8 @@ from g4spec.server import (
     response_fields,
     responses,
 )
-from g4spec.server.access import BodyLimit, Keys, Log, refusal
+from g4spec.server.access import BodyLimit, Keys, Log, Panics, refusal
+from g4spec.server.json_text import JSONAnswer
 from g4spec.server.refusals import Refused
 from g4spec.server.response_store import ResponseStore
 from g4spec.server.service import Generation, Job, Service
@@ -82,7 +83,7 @@ def around(
     if origins:
         out.append(Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"],
                               allow_headers=["*"]))  # fmt: skip
-    return [*out, Middleware(Keys, keys=keys)]
+    return [*out, Middleware(Keys, keys=keys), Middleware(Panics)]
 
 
 async def _refused(request: Request, refused: Exception) -> Response:
@@ -161,21 +162,21 @@ class Endpoints:
         """Answer POST /v1/messages/count_tokens, of Anthropic."""
         messages.check_version(request)
         body = fields.read(message_fields.CountRequest, await request.body())
-        return JSONResponse(await messages.count(self._service, body))
+        return JSONAnswer(await messages.count(self._service, body))
 
     async def responses(self, request: Request) -> Response:
         """Answer POST /v1/responses."""
         body = fields.read(response_fields.ResponsesRequest, await request.body())
         writer = responses.Writer(self._service, self._store, body, _owner(request))
         if body.background:
-            return JSONResponse(await writer.start())
+            return JSONAnswer(await writer.start())
         return await self._run(request, writer.job, bool(body.stream), writer.answer,
                                writer.chunks, writer.failed)  # fmt: skip
 
     async def input_tokens(self, request: Request) -> Response:
         """Answer POST /v1/responses/input_tokens."""
         body = fields.read(response_fields.InputRequest, await request.body())
-        return JSONResponse(
+        return JSONAnswer(
             await responses.count(self._service, self._store, body, _owner(request))
         )
 
@@ -183,21 +184,21 @@ class Endpoints:
         """Answer GET and DELETE /v1/responses/{id}."""
         name, owner = request.path_params["id"], _owner(request)
         if request.method == "DELETE":
-            return JSONResponse(self._store.delete(name, owner))
+            return JSONAnswer(self._store.delete(name, owner))
         if request.query_params:
             raise Refused(400, "a stored response comes whole, without any options",
                           param=next(iter(request.query_params)))  # fmt: skip
-        return JSONResponse(self._store.get(name, owner).response)
+        return JSONAnswer(self._store.get(name, owner).response)
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/responses/{id}/cancel."""
         found = await self._store.cancel(request.path_params["id"], _owner(request))
-        return JSONResponse(found)
+        return JSONAnswer(found)
 
     async def input_items(self, request: Request) -> Response:
         """Answer GET /v1/responses/{id}/input_items."""
         record = self._store.get(request.path_params["id"], _owner(request))
-        return JSONResponse(self._store.list_items(record, request.query_params))
+        return JSONAnswer(self._store.list_items(record, request.query_params))
 
     async def _run(
         self,
@@ -224,7 +225,7 @@ class Endpoints:
                 generation.close()
                 _note(request, generation)
 
-        return JSONResponse(await unless_gone(request, whole()))
+        return JSONAnswer(await unless_gone(request, whole()))
 
     async def _noted(self, request: Request, generation: Generation, events: Events) -> Events:
         """Pass events on; in the end the log is told the figures."""
@@ -241,34 +242,34 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         """Answer POST /tokenize."""
         body = fields.read(llamacpp.TokenizeBody, await request.body())
-        return JSONResponse(llamacpp.tokenize(self._service, body))
+        return JSONAnswer(llamacpp.tokenize(self._service, body))
 
     async def detokenize(self, request: Request) -> Response:
         """Answer POST /detokenize."""
         body = fields.read(llamacpp.DetokenizeBody, await request.body())
-        return JSONResponse(llamacpp.detokenize(self._service, body))
+        return JSONAnswer(llamacpp.detokenize(self._service, body))
 
     async def apply_template(self, request: Request) -> Response:
         """Answer POST /apply-template."""
         body = fields.read(fields.ChatRequest, await request.body())
-        return JSONResponse(await llamacpp.apply_template(self._service, body))
+        return JSONAnswer(await llamacpp.apply_template(self._service, body))
 
     async def chat_tokens(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions/input_tokens, of llama.cpp."""
         body = fields.read(fields.ChatRequest, await request.body())
         prompt = await chat.prompt_of(self._service, body)
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+        return JSONAnswer({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
     # ---- the server
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONAnswer({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
         """Answer GET /v1/models/{id}."""
         self._service.check_model(request.path_params["id"])
-        return JSONResponse(self._model())
+        return JSONAnswer(self._model())
 
     def _model(self) -> dict[str, Any]:
         service = self._service
@@ -282,9 +283,9 @@ class Endpoints:
     async def health(self, request: Request) -> Response:
         """Answer GET /health: 200 while steps make progress."""
         if self._service.moving and not self._service.draining:
-            return JSONResponse({"status": "ok"})
+            return JSONAnswer({"status": "ok"})
         why = "shutting down" if self._service.draining else "no step has ended for too long"
-        return JSONResponse({"status": "error", **Refused(503, why).json()}, 503)
+        return JSONAnswer({"status": "error", **Refused(503, why).json()}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
@@ -296,14 +297,14 @@ class Endpoints:
 
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
-        return JSONResponse(llamacpp.props(self._service))
+        return JSONAnswer(llamacpp.props(self._service))
 
     async def slots(self, request: Request) -> Response:
         """Answer GET /slots."""
         found = llamacpp.slots(self._service)
         if "fail_on_no_slot" in request.query_params and all(s["is_processing"] for s in found):
             raise Refused(503, "no slot is free")
-        return JSONResponse(found)
+        return JSONAnswer(found)
 
 
 def _routes(at: Endpoints) -> list[Route]:

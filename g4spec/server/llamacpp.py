@@ -6,6 +6,7 @@ Samplers that this engine does not have are refused, unless the value turns them
 from __future__ import annotations
 
 import math
+import re
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
@@ -137,8 +138,8 @@ def _bias(
     for pair in given.items() if isinstance(given, dict) else given:
         where, value = pair if len(pair) == 2 else (None, None)
         if isinstance(where, str):
-            decimal = where.isdecimal() and where.isascii()
-            ids = [int(where)] if decimal else service.tokenizer.encode(where, bos=False)
+            an_id = re.fullmatch(r"-?[0-9]{1,12}", where)
+            ids = [int(where)] if an_id else service.tokenizer.encode(where, bos=False)
         else:
             ids = [where] if type(where) is int else [-1]
         number = math.nan

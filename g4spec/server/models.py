@@ -19,7 +19,6 @@ from urllib.parse import parse_qs
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
 from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,6 +27,7 @@ from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import GGUF
 from g4spec.server import app as one
 from g4spec.server.access import refusal
+from g4spec.server.json_text import JSONAnswer
 from g4spec.server.refusals import Refused
 from g4spec.server.service import Service
 
@@ -159,7 +159,7 @@ class Models:
                 name = _model(body) or name
             answer = await self._answer(scope["method"], scope["path"], name)
             if answer is not None:
-                await JSONResponse(answer)(scope, receive, send)
+                await JSONAnswer(answer)(scope, receive, send)
                 return
             with self._using(await self._loaded(self._chosen(name))) as app:
                 await app(scope, receive, send)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from g4spec.server.fields import Json
+from g4spec.server.json_text import dumps
 from g4spec.server.refusals import Refused
 from g4spec.server.service import Generation
-from g4spec.server.streams import dumps
 
 MOST = 1000
 """Responses that are kept."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from g4spec.server.json_text import dumps
 from g4spec.server.refusals import Refused
 from g4spec.server.service import Generation, Settings
 
@@ -24,11 +24,6 @@ PING = ": ping\n\n"
 
 Events = AsyncGenerator[str, None]
 T = TypeVar("T")
-
-
-def dumps(value: Any) -> str:
-    """Write compact JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def event(value: Any, name: str | None = None) -> str:

@@ -144,7 +144,7 @@ def test_options_that_have_no_effect_are_named(g4spec: Cli) -> None:
 def test_a_window_that_means_nothing(g4spec: Cli) -> None:
     run = ("generate", "-m", "target.gguf", *RUNS["generate"], "--draft-window")
     said = g4spec.refused(*run, -3, "-md", "draft")
-    assert "--draft-window: expected 1 or more, found -3" in said
+    assert "--draft-window: expected 1 to 16777216, found -3" in said
     assert "--draft-window needs a draft with a cache" in g4spec.refused(*run, 64)
     assert "--draft-window needs a draft" in g4spec.refused(*run, 64, "-md", "ngram")
 

@@ -139,11 +139,13 @@ def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
 
 
 def test_matrices_that_no_kernel_takes_are_named() -> None:
-    assert packing.unpackable("q8_0", 128, False) == packing.unpackable("q8_0", 96, True) == ""
-    assert packing.unpackable("q8_0", 96, False) == "q8_0 matrices of 96 columns"
+    assert packing.unpackable("q8_0", 128, 9, False) == ""
+    assert packing.unpackable("q8_0", 96, 9, True) == ""
+    assert packing.unpackable("q8_0", 96, 9, False) == "q8_0 matrices of 96 columns"
+    assert packing.unpackable("q8_0", 64, 1 << 20, False) == "q8_0 matrices of 1048576 rows"
     others = [n for n, f in quant.readable().items() if f.quantized and n not in packing.PARTS]
     for name in others:
-        assert packing.unpackable(name, 256, True) == f"{name} matrices"
+        assert packing.unpackable(name, 256, 9, True) == f"{name} matrices"
         with pytest.raises(Unsupported, match=name.upper()):
             packing.unit_of(name, 256)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.errors import InputError, UsageError
+from g4spec.gguf import regular
 from g4spec.runtime.tokenizer import Tokenizer
 
 CATEGORIES = ("code", "chat", "maths", "extraction", "rewriting", "long")
@@ -25,6 +26,9 @@ TITLES = {"long": "long context", "all": "all prompts"}
 """How a category is called in sentences, where its name does not say it."""
 
 LONG_PROMPTS = 8
+
+LONGEST_TOKEN = 64
+"""Characters of a token in what a long prompt is made of, more than there are."""
 
 MT_BENCH_QUESTIONS = 80
 
@@ -98,11 +102,24 @@ def _category(name: str) -> tuple[list[str], str]:
     return data["prompts"], data["form"]
 
 
+def room(asked: int | None, n_ctx: int, n_predict: int, usual: int) -> int:
+    """Tokens of long prompts: as many as asked for, or the usual number, as far as they fit.
+
+    Raises UsageError for more than a context of `n_ctx` has beside `n_predict` new ones.
+    """
+    free = n_ctx - n_predict
+    if asked is not None and asked > max(free, 0):
+        raise UsageError("--long-tokens", expected=f"at most {free}, the context less -n",
+                         found=asked, fix="raise -c or lower -n")  # fmt: skip
+    return asked or min(usual, free)
+
+
 def long_text(tokenizer: Tokenizer, tokens: int, index: int) -> str:
     """A Python module of at most `tokens` tokens that breaks off inside its last function.
 
     Prompt `index` breaks off in shipped function `index`, which is nowhere before it. When the
-    other functions do not suffice they come again under other names.
+    other functions do not suffice they come again under other names; with a tokenizer that makes
+    no tokens of them the text ends, too.
     """
     functions = _shipped("long.txt").strip("\n").split("\n\ndef ")
     functions = [f if f.startswith("def ") else f"def {f}" for f in functions]
@@ -113,7 +130,7 @@ def long_text(tokenizer: Tokenizer, tokens: int, index: int) -> str:
     for block in _endless(functions[index + 1 :] + functions[:index]):
         used += len(tokenizer.encode(block, bos=False))
         text = block + text
-        if used >= tokens:
+        if used >= tokens or len(text) > LONGEST_TOKEN * tokens:
             break
     lines = text.split("\n")
     while len(tokenizer.encode(text)) > tokens and len(lines) > len(last[:2]) + 1:
@@ -148,7 +165,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
             "--dataset",
         )  # fmt: skip
     found: list[Prompt] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+    for number, line in enumerate(regular.read(path).decode(errors="replace").splitlines()):
         if line.strip():
             row = _question(line)
             if row is None:
@@ -168,7 +185,7 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
 def _question(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     turns = row.get("turns") if isinstance(row, dict) else None
     good = isinstance(turns, list) and turns and isinstance(turns[0], str) and turns[0].strip()

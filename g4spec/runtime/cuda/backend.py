@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.target import Target
 
+
 class CudaBackend:
     """A GPU (`g4spec.core.Backend`).
 
@@ -72,7 +73,7 @@ class CudaBackend:
             return ops.array(file.array(name))
         plain = {"f16": torch.float16, "bf16": torch.bfloat16}.get(form.name)
         columns, rows_ = info.shape[-1], info.shape[-2]
-        if plain is None and (why := packing.unpackable(form.name, columns, ops.portable)):
+        if plain is None and (why := packing.unpackable(form.name, columns, rows_, ops.portable)):
             ops.without_kernel.add(why)
             return ops.array(file.array(name))
         self._upload = self._upload or Uploader(self.device)
@@ -117,4 +118,5 @@ class CudaBackend:
         from g4spec.runtime.cuda.step.graph_runner import GraphRunner
         from g4spec.runtime.runner import EagerRunner
 
+        self._reader = Reader(self, target)  # refuses what it cannot read before a request comes
         return [GraphRunner(target, draft), EagerRunner(target, draft)]

@@ -69,9 +69,10 @@ class Card:
             return 8
         if len(t.shape) < 2:
             return FLOAT
-        name, columns = t.format.name, t.shape[-1]
-        unpacked = t.format.quantized and packing.unpackable(name, columns, self.portable)
-        return FLOAT if unpacked else 0
+        if not t.format.quantized:
+            return 0
+        *_, rows, columns = t.shape
+        return FLOAT if packing.unpackable(t.format.name, columns, rows, self.portable) else 0
 
     def page(self, shapes: Sequence[CacheShape]) -> int:
         """One page of the pool, in all layers without a window."""

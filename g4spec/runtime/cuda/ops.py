@@ -84,6 +84,10 @@ class CudaOps(Ops):
     def embed(self, table: Any, ids: torch.Tensor, scale: float) -> torch.Tensor:
         if isinstance(table, torch.Tensor):
             return table[ids] * scale
+        if table.columns % 4:  # quantized rows are wider blocks
+            self.without_kernel.add(f"rows of {table.columns} values")
+            found: torch.Tensor = table.table[ids]
+            return found.float() * scale
         data, name = table.table, table.type
         if not name:
             name = "bf16" if data.dtype is torch.bfloat16 else "f16"
@@ -100,7 +104,7 @@ class CudaOps(Ops):
         return self._product(self._rows(x), weight.alone, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        if x.shape[-1] % 4:
+        if not rows.fits(x.shape[-1]):
             return super().rms_norm(x, weight, eps)
         return self._rms_norm(x, weight, eps) if x.dim() == 2 else rows.rms_norm(x, weight, eps)
 
@@ -133,7 +137,7 @@ class CudaOps(Ops):
         *,
         numbers: bool = False,
     ) -> tuple[torch.Tensor, Any]:
-        if x.shape[1] % 4:
+        if not rows.fits(x.shape[1]):
             return super().norm_residual_norm(h, x, weight, eps, following, scale, numbers=numbers)
         end = Residual(weight, eps, scale)
         if following is None:
@@ -364,7 +368,8 @@ class CudaOps(Ops):
 
     def _as_rows(self, x: torch.Tensor) -> bool:
         """Whether x [T, K] becomes rows for products."""
-        return not self.portable and x.shape[1] % rows.BLOCK == 0
+        width = x.shape[1]
+        return not self.portable and width % rows.BLOCK == 0 and rows.fits(width)
 
     def _product(self, x: Tile, weight: Weight, parts: bool = False) -> torch.Tensor:
         """At most 16 rows x [T, K] times a matrix as it lies in memory -> [T, N]. `parts`: as of

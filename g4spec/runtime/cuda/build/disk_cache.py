@@ -1,22 +1,27 @@
 """Compiled kernels on disk, one file each, in the user's cache folder.
 
 An entry is written under a temporary name and renamed, so that a reader finds a whole entry or
-none; it begins with the checksum of the rest, so that a damaged one counts as none.
+none; it begins with the checksum of the rest, so that a damaged one counts as none. Entries that
+another user could have written are not used: a checksum proves no origin.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from dataclasses import asdict
 from pathlib import Path
 
+from g4spec.errors import G4Error, InputError
+from g4spec.gguf import regular
+from g4spec.gguf.replacing import clear, replacing
 from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
 
 MAGIC = b"g4spec-cubin-1\n"
+ELF = b"\x7fELF"
 
 
 def folder() -> Path:
@@ -35,45 +40,72 @@ def encode(cubin: Cubin) -> bytes:
 
 
 def decode(data: bytes) -> Cubin | None:
-    """What `encode` was given; None where anything was changed or cut off."""
+    """What `encode` was given; None for anything else, whatever its checksum says."""
     start = len(MAGIC) + 32
     body = data[start:]
     if data[:start] != MAGIC + hashlib.sha256(body).digest():
         return None
     end = 8 + int.from_bytes(body[:8], "little")
-    header = json.loads(body[8:end])
-    header["resources"] = Resources(**header["resources"])
-    return Cubin(**header, code=body[end:])
+    try:
+        header = json.loads(body[8:end])
+        found = Cubin(**header | {"resources": Resources(**header["resources"])}, code=body[end:])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    numbers = asdict(found.resources).values()
+    texts = (found.arch, found.symbol, found.log)
+    if not all(isinstance(text, str) for text in texts) or not found.code.startswith(ELF):
+        return None
+    return found if all(type(n) is int and n >= 0 for n in numbers) else None
 
 
 def _path(key: str, arch: str) -> Path:
     return folder() / arch / f"{key}.cubin"
 
 
+def _ours(path: Path) -> bool:
+    """Whether a file or folder belongs to this user and nobody else may write to it: machine code
+    from it runs in this process."""
+    if not hasattr(os, "getuid"):  # Windows: folders of a user are private
+        return True
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _make_private(folder: Path) -> None:
+    """Give a folder mode 0700. PermissionError if it is another user's."""
+    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "it belongs to another user")
+    folder.chmod(0o700)
+
+
 def load(key: str, arch: str) -> Cubin | None:
-    """The entry of this key; None where there is none or it is damaged."""
+    """The entry of this key; None where there is none, it is damaged, or others may write it."""
+    path = _path(key, arch)
+    clear(path)  # what a run that was killed left
     try:
-        return decode(_path(key, arch).read_bytes())
-    except OSError:
+        if not all(_ours(each) for each in (folder(), path.parent, path)):
+            return None
+        found = decode(regular.read(path))
+    except (OSError, InputError):
         return None
+    return found if found is not None and found.arch == arch else None
 
 
 def store(key: str, cubin: Cubin) -> None:
-    """Keeps an entry. Where the folder cannot be written it says so and the work goes on: the
-    next start compiles again."""
-    path = _path(key, cubin.arch)
-    temporary = None
+    """Keeps an entry, in folders of mode 0700. Where they cannot be written, or belong to somebody
+    else, it says so and the work goes on: the next start compiles again."""
+    path, data = _path(key, cubin.arch), encode(cubin)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = file.name
-            file.write(encode(cubin))
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        for each in (folder(), path.parent):
+            _make_private(each)
+        with replacing(path, len(data)) as file:
+            os.chmod(file.fileno(), 0o600)
+            file.write(data)
+    except (OSError, G4Error) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         warnings.warn(
-            f"compiled kernels cannot be kept in {folder()} ({error.strerror}); "
-            "set XDG_CACHE_HOME to a folder that can be written",
+            f"compiled kernels cannot be kept in {folder()} ({why}); "
+            "set XDG_CACHE_HOME to a folder of your own that can be written",
             stacklevel=2,
         )

@@ -26,6 +26,7 @@ import math
 import torch
 
 from g4spec.core import PAGE, CacheShape
+from g4spec.errors import Unsupported
 from g4spec.ops.kv import Space
 from g4spec.runtime.cuda.cache.cuda_kv_size import (
     BLOCK,
@@ -57,12 +58,17 @@ class CudaKV:
         key_scales, value_scales: [units, n_kv, capacity, columns / 32] float16; `f16`: no elements.
         weight: [head_dim] of the norm of keys, which queries take over in the columns that keys
             have not. Set by whoever writes rows; None: 1.
+
+    Raises Unsupported for heads that do not divide into the blocks of a quantized `kind`.
     """
 
     def __init__(
         self, shape: CacheShape, space: Space, slack: int = MIN_SLACK, kind: Kind = "f16"
     ) -> None:
-        assert shape.head_dim % BLOCK == 0, shape
+        if kind != "f16" and shape.head_dim % BLOCK:
+            raise Unsupported(f"a cache of type {kind} for heads of {shape.head_dim} values",
+                              expected=f"a multiple of {BLOCK}",
+                              fix="pass --cache-type f16")  # fmt: skip
         self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
         self.space, self.kind = space, kind
         slots, width = space.table.shape

@@ -56,7 +56,7 @@ class DraftOps(CudaOps):
         return y.mul_(scale)[:n]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-        if x.shape[-1] % 4 or x.dim() != 2:
+        if not packed_rows.fits(x.shape[-1]) or x.dim() != 2:
             return Ops.rms_norm(self, x, weight, eps)
         return packed_rows.rms_norm(_block(x), weight, eps)[: len(x)]
 

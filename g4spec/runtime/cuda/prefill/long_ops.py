@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from g4spec.core import PROMPT_BLOCK, Batch, Reach
+from g4spec.errors import InputError
 from g4spec.models.gemma4_config import Config
 from g4spec.ops import weights as op
 from g4spec.ops.reference import Spans
@@ -347,9 +348,11 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
 
 
 def turning(freqs: torch.Tensor) -> torch.Tensor:
-    """The leading pairs that turn."""
+    """The leading pairs that turn. InputError where one that does not stands between them."""
     count = int((freqs > STILL).sum())
-    assert bool((freqs[:count] > STILL).all()), "pairs that turn come first"
+    if not bool((freqs[:count] > STILL).all()):
+        raise InputError("rope_freqs.weight", expected="pairs that turn before those that do not",
+                         fix="run it with --device cpu")  # fmt: skip
     return freqs[:count].contiguous()
 
 

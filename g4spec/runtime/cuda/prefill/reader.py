@@ -14,12 +14,14 @@ from g4spec.models.drafter import WeightedDrafter
 from g4spec.models.gemma4 import Model
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
 from g4spec.runtime.cuda.prefill.draft_ops import DraftOps
-from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps
+from g4spec.runtime.cuda.prefill.long_ops import STILL, LongOps, turning
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, padded
+from g4spec.runtime.cuda.step import packed_rows
 from g4spec.runtime.cuda.weights.matrix import Matrix
 
 if TYPE_CHECKING:
     from g4spec.core import Backend
+    from g4spec.models.gemma4_config import Config
     from g4spec.runtime.cuda.ops import CudaOps
     from g4spec.runtime.target import Target
 
@@ -44,8 +46,9 @@ class Reader:
         self._long: Model | None = None
         self._draft: tuple[Draft, Draft, int] | None = None
         model, caches = target.model, target.caches
-        self._fits = all(s.head_dim in LONG_HEADS for s in model.config.layers)
+        self._fits = fits(model.config)
         for spec, freqs in zip(model.config.layers, model.freqs, strict=True):
+            turning(freqs)
             if spec.kv_from is None and caches[spec.index].turning:
                 _check_turning(spec.index, freqs, caches[spec.index].turning)
 
@@ -109,6 +112,17 @@ class Reader:
         tokens = self._ops.ids(list(ids))
         positions = self._ops.positions(start, len(ids))
         return Batch(tokens, positions, torch.full_like(positions, slot), (len(ids),))
+
+
+def fits(config: Config) -> bool:
+    """Whether prompts of this target are read in long chunks: kernels there take whole vectors of
+    4 values of a row and of 8 of an inner one."""
+    widths = [w for s in config.layers for w in (s.n_ff, s.n_ff_expert, s.n_ple)]
+    return (
+        packed_rows.fits(config.n_embd)
+        and all(width % 8 == 0 for width in widths)
+        and all(s.head_dim in LONG_HEADS for s in config.layers)
+    )
 
 
 def _for_prompts(draft: Draft, ops: CudaOps) -> tuple[Draft, int]:

@@ -32,6 +32,8 @@ TENSOR_ARCHS = tuple(a for a in nvrtc.ARCHS if a not in ("sm_70", "sm_75"))
 _STATIC = 2176  # bytes of shared memory that the kernel declares beside the rest
 _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
+LARGEST_SHIFT = 11
+"""Of chunks that grow: 2048 positions, of which there are two before they do."""
 _CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
 
 
@@ -138,9 +140,10 @@ class Chunks:
         """A constant of a layer that holds so many positions: it decides the order of sums."""
         tile = tile_keys(kv.head_dim)
         if kv.window is None:
-            chunks = cls(_log2(max(tile, 32 * kv.n_kv)), True)
-            fits = chunks.most(positions, positions) <= _CHUNKS
-            return chunks if fits else cls(chunks.shift + 1, True)
+            chunks = cls(min(_log2(max(tile, 32 * kv.n_kv)), LARGEST_SHIFT), True)
+            while chunks.most(positions, positions) > _CHUNKS:
+                chunks = cls(chunks.shift + 1, True)
+            return chunks
         each = max(1, 128 // kv.n_kv - 1)  # about 128 parts in all
         return cls(_log2(max(tile, -(-(kv.window + MAX_ROWS - 1) // each))), False)
 

@@ -23,6 +23,8 @@ from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, RowTiles, empty_til
 HEAD_DIM, GROUP = 256, 2
 TOKENS, FOURS = 4, (1, 2)
 """Of a block, and how many times as many it may have where a step has more."""
+MOST_HEADS = 16
+"""Of keys, Gemma's most: there are counters for so many of 256 sequences."""
 MOST_CHUNKS = {1: 10, 2: 6}
 """That a step may see, by tiles of a chunk."""
 
@@ -52,7 +54,7 @@ def takes(heads: Heads, kv: CudaKV | None) -> bool:
         return False
     arch = launch.arch(kv.keys.device.index)
     shape = heads.head_dim == HEAD_DIM and heads.n_q == GROUP * heads.n_kv and heads.n_kv > 0
-    if not shape or heads.pairs or heads.v_from_k:
+    if not shape or heads.n_kv > MOST_HEADS or heads.pairs or heads.v_from_k:
         return False
     tiles = _tiles(kv)
     return _chunks(kv) <= MOST_CHUNKS.get(tiles, 0) and arch in _archs(tiles)

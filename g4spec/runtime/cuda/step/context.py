@@ -18,7 +18,7 @@ from g4spec.runtime.cuda.step.linear import Exchange
 from g4spec.runtime.cuda.step.packed_rows import Rows
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import Matrix, join
-from g4spec.runtime.cuda.weights.packing import GROUP
+from g4spec.runtime.cuda.weights.packing import GROUP, MOST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
     alike = {(h.n_kv, h.v_norm, h.pairs, h.eps, h.freqs, h.k_norm is None) for h in heads}
     stored = {(kv.kind, kv.turning) for kv in kvs}
     if len(kinds) > 1 or len(alike) > 1 or len(stored) > 1 or heads[0].pairs or kvs[0].turning:
+        return None
+    if sum(m.rows for m in matrices) > MOST_ROWS:
         return None
     if matrices[0].rows % GROUP or heads[0].head_dim not in HEAD_DIMS:
         return None

@@ -37,6 +37,9 @@ from g4spec.runtime.cuda.build.units import Unit
 MOST = 16
 """Rows of a step."""
 
+WIDEST = 32 * 32 * 8 * 4
+"""Columns of a row that the threads of a block hold in registers: see `shape`."""
+
 BLOCK, BLOCK_BYTES = 64, 1280
 """Columns of a block, and bytes for each tile of 8 rows."""
 
@@ -166,6 +169,11 @@ def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
     halves, of16, of32, floats = _fields(rows)
     sums = of16.float().sum(3), of32.float().sum(2), floats
     return (halves.reshape(len(halves), -1), *(x.reshape(len(x), -1) for x in sums))  # type: ignore[return-value]
+
+
+def fits(width: int) -> bool:
+    """Whether norm.cu takes rows of so many values; others are computed in torch."""
+    return width % 4 == 0 and width <= WIDEST
 
 
 def shape(width: int) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
 from tests import tiny, tiny_drafts
 from tests.cpu import gguf_fixtures as fixtures
-from tests.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
+from tests.fuzz.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
 from tests.quant_blocks import random_blocks
 from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
 from tests.tiny_tokenizer import TEMPLATE

@@ -96,11 +96,22 @@ def mutate_gguf(data: bytes, rng: random.Random, other: bytes) -> bytes:
         return mutate_bytes(data, rng, other)
     kv, tensors = dict(file.kv), {k: fixtures.Entry(v.shape, v.type, v.data)
                                   for k, v in file.tensors.items()}  # fmt: skip
+    changed = fixtures.File(kv, tensors)
+    change_gguf(changed, rng)
+    try:
+        return changed.bytes()
+    except (struct.error, UnicodeEncodeError, OverflowError):
+        return mutate_bytes(data, rng, other)
+
+
+def change_gguf(file: fixtures.File, rng: random.Random) -> None:
+    """A key or tensor entry of a file becomes odd, or two."""
+    kv, tensors = file.kv, file.tensors
     for _ in range(rng.choice([1, 1, 2])):
         if tensors and rng.random() < 0.3:
             name = rng.choice(list(tensors))
             entry = tensors[name]
-            kind = rng.randrange(4)
+            kind = rng.randrange(5)
             if kind == 0:
                 tensors[name + rng.choice(["x", ".weight", ""])] = tensors.pop(name)
             elif kind == 1:
@@ -108,17 +119,18 @@ def mutate_gguf(data: bytes, rng: random.Random, other: bytes) -> bytes:
                                     range(rng.randrange(5)))  # fmt: skip
             elif kind == 2:
                 entry.type = rng.choice([0, 1, 2, 8, 12, 14, 24, 26, 27, 28, 30, 41, 42, 45, 99])
+            elif kind == 3 and entry.data:
+                at = rng.randrange(len(entry.data))
+                some = bytes(rng.randrange(256) for _ in range(4))
+                odd = rng.choice([b"\xff" * 8, b"\0" * 8, some])
+                entry.data = (entry.data[:at] + odd + entry.data[at + 8 :])[: len(entry.data)]
             else:
                 del tensors[name]
-        else:
+        elif kv:
             key = rng.choice(list(kv))
             kv[key] = _odd_value(kv[key], rng)
             if rng.random() < 0.2:
                 del kv[key]
-    try:
-        return fixtures.File(kv, tensors).bytes()
-    except (struct.error, UnicodeEncodeError, OverflowError):
-        return mutate_bytes(data, rng, other)
 
 
 def _odd_value(value: Value, rng: random.Random) -> Value:

@@ -1,0 +1,131 @@
+"""What a file may choose and kernels do not take: it runs as torch, or is refused by name; it never
+ends in an assertion or an access out of bounds (H1). The decisions; kernels are tested on GPUs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from g4spec import cli
+from g4spec.convert import convert
+from g4spec.core import CacheShape
+from g4spec.errors import InputError, Unsupported
+from g4spec.models.spec import LayerSpec
+from g4spec.ops.kv_size import pages_of
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.prefill.long_ops import STILL, turning
+from g4spec.runtime.cuda.prefill.reader import fits
+from g4spec.runtime.cuda.step import attention, packed_rows
+from tests import tiny, tiny_drafts
+from tests.gpu.batches import rows_of, spread
+
+# ---- heads
+
+BAD_HEADS: list[dict[str, Any]] = [
+    {"head_dim": 15}, {"head_dim": 0}, {"rope_base": 0.0}, {"rope_base": -1.0},
+    {"rope_base": math.nan}, {"rope_base": math.inf}, {"rope_partial": 1.5},
+    {"n_expert": 2, "n_expert_used": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", BAD_HEADS)
+def test_layers_that_attention_cannot_compute(change: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"index": 0, "window": None, "n_head": 4, "n_kv": 2, "head_dim": 16,
+                            "n_ff": 32, "rope_base": 1e4}  # fmt: skip
+    LayerSpec(**good)
+    with pytest.raises(InputError, match="layer 0"):
+        LayerSpec(**good | change)
+
+
+@pytest.mark.parametrize("shape", [{"heads": 3, "kv": 2}, {"heads": 2, "kv": 3}, {"head_dim": 15}])
+def test_such_a_target_or_draft_is_refused(shape: dict[str, int], tmp_path: Path) -> None:
+    """They ended in a RuntimeError of torch at the first prompt, all tensors being as promised."""
+    target = tiny.target(tmp_path / "t", layers=3, period=3)
+    odd = tiny.target(tmp_path / "odd", layers=3, period=3, **shape)
+    tiny.speculators_dflash(tmp_path / "s", target, **shape)
+    if "heads" in shape:
+        shape["heads_"] = shape.pop("heads")
+    tiny_drafts.eagle3(tmp_path / "e", target, **shape)
+    convert(target, tmp_path / "t.gguf")
+    out = str(tmp_path / "o.gguf")
+    assert cli.run(["convert", str(odd), "-o", out]) == 3
+    for draft in ("s", "e"):
+        line = ["convert", str(tmp_path / draft), "--target", str(tmp_path / "t.gguf"), "-o", out]
+        assert cli.run(line) == 3
+
+
+@pytest.mark.parametrize("dim", [48, 2, 80])
+def test_heads_that_are_no_blocks(dim: int) -> None:
+    """A draft with heads of 48 was an AssertionError; halves hold any, blocks of 32 do not."""
+    shape, rows = CacheShape(2, dim, None), torch.randn(20, 2, dim)
+    cache = CudaKV(shape, spread(2, 256, device="cpu"))
+    batch = rows_of([(0, 0, 20)], "cpu")
+    cache.append(batch.slots, batch.positions, rows, -rows)
+    keys, values = cache.read(0, 0, 19)
+    assert torch.equal(keys, rows.half().float()) and torch.equal(values, -rows.half().float())
+    with pytest.raises(Unsupported, match=f"q8_0 for heads of {dim}.*--cache-type f16"):
+        CudaKV(shape, spread(2, 256, device="cpu"), kind="q8_0")
+
+
+# ---- widths and counts
+
+
+def test_rows_that_no_block_of_threads_holds() -> None:
+    for width in (4, 5376, 26880, packed_rows.WIDEST):
+        assert packed_rows.fits(width)
+        warps, loads = packed_rows.shape(width)
+        assert warps <= 32 and warps * 32 * loads * 4 >= width
+    for width in (33, 5378, packed_rows.WIDEST + 4, 1 << 20):
+        assert not packed_rows.fits(width)
+
+
+@pytest.mark.parametrize("window", [None, 1, 512, 1 << 20])
+@pytest.mark.parametrize("n_kv", [1, 2, 16, 64, 128, 1000])
+@pytest.mark.parametrize("n_ctx", [64, 4096, 1 << 18, 1 << 20, 1 << 24])
+def test_any_context_has_few_chunks(n_ctx: int, n_kv: int, window: int | None) -> None:
+    """A context beyond 262144 with one head of keys was an AssertionError."""
+    for head_dim in (64, 512):
+        held = pages_of(min(n_ctx, (window or n_ctx) + 64)) * 64
+        cache: Any = SimpleNamespace(head_dim=head_dim, n_kv=n_kv, window=window, positions=held)
+        chunks = attention.Chunks.of(cache, cache.positions)
+        assert chunks.most(cache.positions, cache.positions) <= attention._CHUNKS
+        assert not chunks.growing or chunks.shift <= attention.LARGEST_SHIFT
+
+
+def test_chunks_of_known_contexts_are_as_they_were() -> None:
+    """They decide the order of sums."""
+    for n_ctx in (4096, 131072, 262144):
+        for n_kv in (1, 4, 16, 64):
+            cache: Any = SimpleNamespace(head_dim=512, n_kv=n_kv, window=None, positions=n_ctx)
+            first = max(attention.tile_keys(512), 32 * n_kv).bit_length() - 1
+            many = attention.Chunks(first, True).most(n_ctx, n_ctx) > attention._CHUNKS
+            assert attention.Chunks.of(cache, cache.positions).shift == first + many
+
+
+@pytest.mark.parametrize("change,taken", [
+    ({}, True), ({"hidden": 33}, False), ({"inter": 30}, False), ({"global_head_dim": 48}, False),
+])  # fmt: skip
+def test_prompts_of_odd_targets_are_read_in_steps(
+    change: dict[str, int], taken: bool, tmp_path: Path
+) -> None:
+    """Kernels for chunks read whole vectors: 33 columns would be read out of bounds."""
+    from g4spec.gguf import GGUF
+    from g4spec.models import gemma4
+
+    shape = {"head_dim": 256, "global_head_dim": 256, "hidden": 64, "inter": 64} | change
+    made = tiny.target(tmp_path / "t", layers=3, period=3, heads=1, kv=1, **shape)  # type: ignore[arg-type]
+    convert(made, tmp_path / "t.gguf", type="bf16")
+    with GGUF(tmp_path / "t.gguf") as g:
+        assert fits(gemma4.parse_gguf(g.kv, g.shapes())) is taken
+
+
+def test_pairs_that_turn_come_first() -> None:
+    freqs = torch.tensor([1.0, 0.5, STILL / 2])
+    assert turning(freqs).tolist() == [1.0, 0.5]
+    with pytest.raises(InputError, match=r"rope_freqs\.weight.*pairs that turn before"):
+        turning(freqs.flip(0))

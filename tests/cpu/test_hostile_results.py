@@ -1,0 +1,360 @@
+"""Results, caches and signals of the attack report that no other file covers: L2, L5, L8, L9, L11,
+and the lock file of L10."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+from g4spec import cli
+from g4spec.convert import cached
+from g4spec.errors import InputError, UsageError
+from g4spec.measure import bench_compare, prompts
+from g4spec.measure.run_record import without_folders
+from g4spec.runtime.cuda.build import disk_cache
+from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
+from tests import bench_result, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+HUGE = 10**400
+
+
+# ---- bench compare (L2, L5)
+
+ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "texts of another type": lambda d: d.update(texts={"code-0": "a text"}),
+    "a target of another type": lambda d: d["provenance"].update(target="target.gguf"),
+    "a draft of another type": lambda d: d["provenance"].update(draft=[1]),
+    "types of another type": lambda d: d["provenance"]["draft"].update(types=["q8_0"]),
+    "types without numbers": lambda d: d["provenance"]["draft"].update(types={"q8_0": "57"}),
+    "a name of another type": lambda d: d["provenance"]["draft"].update(sha256={}),
+    "a number that no float holds": lambda d: d["rows"][1].update(tokens_per_second=HUGE),
+    "a spread that no float holds": lambda d: d["rows"][1].update(spread=[HUGE, HUGE]),
+    "an acceptance that no float holds": lambda d: d["rows"][1].update(acceptance=HUGE),
+    "a length of another type": lambda d: d["rows"][1].update(length=[4]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_result_with_odd_fields_is_refused(name: str, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    data = bench_result.result()
+    good.write_text(json.dumps(data))
+    ODD[name](data)
+    bad.write_text(json.dumps(data))
+    for pair in ((good, bad), (bad, good), (bad, bad)):
+        assert cli.run(["bench", "compare", *map(str, pair)]) == 3
+
+
+def test_a_result_that_is_no_file_or_nested(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    for name in (tmp_path / "pipe", Path("/dev/zero"), tmp_path / "deep"):
+        with pytest.raises(InputError):
+            bench_compare.read(name)
+
+
+def test_questions_that_are_nested(tmp_path: Path) -> None:
+    (tmp_path / "q.jsonl").write_text("[" * 100_000)
+    with pytest.raises(InputError, match="line 1"):
+        prompts.mt_bench(tmp_path / "q.jsonl")
+
+
+def test_long_prompts_have_an_end() -> None:
+    """A tokenizer that makes no tokens, or a length that no context has, took for ever."""
+
+    class Silent:
+        def encode(self, text: str, bos: bool = True) -> list[int]:
+            return []
+
+    text = prompts.long_text(Silent(), 100, 0)  # type: ignore[arg-type]
+    assert len(text) < prompts.LONGEST_TOKEN * 100 + 10_000
+    assert prompts.room(None, 4096, 64, 1024) == 1024 and prompts.room(100, 4096, 64, 1024) == 100
+    assert prompts.room(None, 512, 64, 1024) == 448
+    for asked in (449, 1 << 62):
+        with pytest.raises(UsageError, match="--long-tokens: expected at most 448"):
+            prompts.room(asked, 512, 64, 1024)
+
+
+def test_machines_that_nobody_has() -> None:
+    """A recipe for 2^31 nodes filled the memory; int() of 5000 digits is a ValueError."""
+    for more in (["--nodes", "2147483648"], ["--assume", "9" * 5000 + "x h200"]):
+        assert cli.run(["recipe", "vllm", "-m", "31b", "--assume", "h200", *more]) == 2
+
+
+def test_a_configuration_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    for command in (["doctor"], ["recipe", "vllm"]):
+        assert cli.run([*command, "-m", str(tmp_path), "--assume", "h200"]) == 3
+
+
+# ---- what a shared result says (L11)
+
+
+def test_a_command_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home" / "somebody"
+    home.mkdir(parents=True)
+    (home / "t.gguf").touch()
+    monkeypatch.chdir(home.parent)
+    typed = ["g4spec", "bench", "-m", str(home / "t.gguf"), "-md", "z-lab/a-draft",
+             "--dataset=~/q.jsonl", f"--out={home}/r.json", "--report", "../x/r.html",
+             "somebody/t.gguf", "--draft-max", "1,2"]  # fmt: skip
+    assert without_folders(typed) == [
+        "g4spec", "bench", "-m", "t.gguf", "-md", "z-lab/a-draft", "--dataset=q.jsonl",
+        "--out=r.json", "--report", "r.html", "t.gguf", "--draft-max", "1,2"]  # fmt: skip
+    assert "somebody" not in " ".join(without_folders(typed))
+
+
+# ---- compiled kernels (L9)
+
+CUBIN = Cubin("sm_80", "f", Resources(1, 0, 0, 0), "", b"\x7fELF code")
+
+
+@pytest.fixture
+def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    disk_cache.store("key", CUBIN)
+    return disk_cache.folder()
+
+
+def test_the_folder_of_kernels_is_private(kernels: Path) -> None:
+    entry = kernels / "sm_80" / "key.cubin"
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (kernels, kernels / "sm_80", entry)]
+    assert modes == [0o700, 0o700, 0o600]
+    kernels.chmod(0o755)  # an older version made it so
+    assert disk_cache.load("key", "sm_80") == CUBIN
+    disk_cache.store("key", CUBIN)
+    assert stat.S_IMODE(kernels.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("place", ["", "sm_80", "sm_80/key.cubin"])
+def test_what_others_may_write_is_not_loaded(place: str, kernels: Path) -> None:
+    (kernels / place).chmod(0o777)
+    assert disk_cache.load("key", "sm_80") is None
+
+
+def test_what_belongs_to_another_user_is_not_used(
+    kernels: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getuid", lambda: 54321)
+    assert disk_cache.load("key", "sm_80") is None
+    with pytest.warns(UserWarning, match="another user"):
+        disk_cache.store("key", CUBIN)
+
+
+HEADERS: dict[str, Any] = {
+    "no object": 7, "nothing": {}, "no resources": {"arch": "sm_80", "symbol": "f", "log": ""},
+    "other resources": {"resources": {"x": 1}}, "resources that are none": {"resources": 7},
+    "a size that is none": {"resources": {"registers": "x", "spill": 0, "stack": 0, "shared": 0}},
+    "a name that is none": {"symbol": [1]}, "more": {"extra": 1}, "another code": {"code": "x"},
+    "another architecture": {"arch": "sm_90a"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_an_entry_with_a_right_checksum_and_a_wrong_header(name: str, kernels: Path) -> None:
+    entry, header = kernels / "sm_80" / "key.cubin", HEADERS[name]
+    if isinstance(header, dict) and name not in ("nothing", "no resources"):
+        sizes = {"registers": 1, "spill": 0, "stack": 0, "shared": 0}
+        header = {"arch": "sm_80", "symbol": "f", "log": "", "resources": sizes} | header
+    text = json.dumps(header).encode()
+    body = len(text).to_bytes(8, "little") + text + CUBIN.code
+    entry.write_bytes(disk_cache.MAGIC + hashlib.sha256(body).digest() + body)
+    assert disk_cache.load("key", "sm_80") is None
+
+
+def test_what_killed_runs_left_in_a_cache_is_cleared(kernels: Path, tmp_path: Path) -> None:
+    """An entry that is whole is not written again, and what stood beside it stayed for ever."""
+    left = kernels / "sm_80" / ".key.cubin.0123abcd.tmp"
+    left.touch()
+    assert disk_cache.load("key", "sm_80") == CUBIN and not left.exists()
+    target = tiny.target(tmp_path / "t", layers=3, period=3)
+    draft = tiny.zlab_dflash(tmp_path / "z", target)
+    entry, _ = cached(draft, target, tmp_path / "drafts")
+    names = (entry.name, f"{entry.name}.sha256")
+    both = [entry.with_name(f".{name}.0123abcd.tmp") for name in names]
+    for path in both:
+        path.touch()
+    assert cached(draft, target, tmp_path / "drafts")[0] == entry
+    assert not any(path.exists() for path in both)
+
+
+# ---- Ctrl-C, twice (L8)
+
+WAITING = """
+import sys, time
+from g4spec import cli
+def slow(argv):
+    try:
+        print("ready", flush=True)
+        time.sleep(30)
+    finally:
+        print("clearing away", flush=True)
+        time.sleep(30)
+cli.run = slow
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_run_without_a_word(first: int, second: int) -> None:
+    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True) as run:  # fmt: skip
+        assert run.stdout is not None
+        assert run.stdout.readline() == "ready\n"
+        run.send_signal(first)
+        assert run.stdout.readline() == "clearing away\n"
+        run.send_signal(second)
+        _, said = run.communicate(timeout=20)
+    assert (run.returncode, said) == (-second, "")
+
+
+AT_ONCE = """
+import os, signal
+from g4spec import cli
+class Met:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(9):
+            pass
+def slow(argv):
+    if HOW == "twice":
+        both = {signal.SIGINT, signal.SIGTERM}
+        signal.pthread_sigmask(signal.SIG_BLOCK, both)
+        for number in both:
+            os.kill(os.getpid(), number)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, both)
+    else:
+        Met()
+    while True:
+        pass
+cli.run = slow
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("how", ["twice", "in a destructor"])
+def test_signals_that_meet_are_quiet(how: str) -> None:
+    """Python tells of a signal that it lost, and of what a destructor raised."""
+    code = AT_ONCE.replace("HOW", repr(how))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False,
+                          timeout=60)  # fmt: skip
+    assert done.returncode in (130, 143, -signal.SIGINT) and done.stderr == b"", done
+
+
+STARTING = """
+import os, signal, sys
+class Ctrl:
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Ctrl())
+from g4spec.__main__ import main
+sys.argv[1:] = ["doctor", "--json"]
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "g4spec.cli.doctor", "tomllib"])
+def test_a_signal_during_imports_is_quiet(module: str) -> None:
+    code = STARTING.replace("sys.argv[1]", repr(module))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode in (-signal.SIGINT, 130) and (done.stdout, done.stderr) == (b"", b"")
+
+
+# ---- panics in the server (M1)
+
+
+def test_a_panic_of_a_library_is_answered() -> None:
+    """It is a BaseException, and the client's connection just ended."""
+    import asyncio
+    import logging
+
+    import httpx
+
+    from g4spec.server.app import app
+
+    class PanicException(BaseException):
+        pass
+
+    class Service:
+        draining = False
+
+        @property
+        def moving(self) -> bool:
+            raise PanicException("range end index 32 out of range")
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app(Service()), raise_app_exceptions=False)  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.get("/health")
+
+    logging.disable(logging.CRITICAL)
+    try:
+        answer = asyncio.run(ask())
+    finally:
+        logging.disable(logging.NOTSET)
+    assert answer.status_code == 500 and "panic" not in answer.text
+
+
+def test_the_json_of_the_server_has_no_control_character() -> None:
+    """Events, answers and log lines held DEL and C1 as they were (H4)."""
+    import logging
+
+    from g4spec.server.access import JsonLines
+    from g4spec.server.json_text import JSONAnswer
+    from g4spec.server.streams import event
+
+    bad = {"text": "\x1b]0;t\x07\x7f\x9b31m\n\u00e9"}
+    record = logging.makeLogRecord({"msg": "m", "levelname": "INFO", "facts": bad})
+    for text in (event(bad)[6:].strip(), bytes(JSONAnswer(bad).body).decode(),
+                 JsonLines().format(record)):  # fmt: skip
+        assert not re.search("[\x00-\x1f\x7f-\x9f]", text) and "\u00e9" in text
+        assert json.loads(text)["text"] == bad["text"]
+
+
+# ---- the lock file (L10)
+
+
+def test_the_lock_file_names_what_was_tested_with_hashes() -> None:
+    text = (ROOT / "requirements.lock").read_text()
+    assert "://" not in re.sub(r"^#.*", "", text, flags=re.MULTILINE), "no index of anybody's"
+    entries = [e for e in re.split(r"\n(?=\S)", re.sub(r"(?m)^#.*\n", "", text)) if e.strip()]
+    locked: dict[str, set[str]] = {}
+    for entry in entries:
+        pin, *hashes = [part.strip() for part in entry.split("\\\n")]
+        required = Requirement(pin)
+        (version,) = required.specifier
+        assert version.operator == "==" and hashes
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", h) for h in hashes)
+        locked.setdefault(required.name, set()).add(version.version)
+    for name, versions in locked.items():
+        assert len(versions) <= 2, f"{name}: one for Python 3.10, one for the others"
+    tested = dict(line.split("==") for line in
+                  (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)  # fmt: skip
+    assert all(tested.get(n) in v | {None} for n, v in locked.items() if n != "cuda-bindings")
+
+
+def test_the_lock_file_holds_every_requirement() -> None:
+    tomllib = pytest.importorskip("tomllib")  # since Python 3.11
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["serve"],
+              *project["optional-dependencies"]["cuda"]]  # fmt: skip
+    pins = re.findall(r"^(\S+)==([^\s;]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    for each in map(Requirement, wanted):
+        name = each.name.lower().replace("_", "-")
+        versions = [v for n, v in pins if n == name]
+        assert versions and all(each.specifier.contains(v) for v in versions), each

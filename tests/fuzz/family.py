@@ -1,0 +1,101 @@
+"""What command lines are about: a small target, drafts of every kind, and everything else that is
+read, each by the name that it has in the folder where a case runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from g4spec.convert import convert
+from g4spec.gguf import GGUF
+from tests import bench_result, tiny, tiny_drafts
+from tests.cpu import gguf_fixtures as fixtures
+from tests.fuzz.readers import _every_type
+from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
+
+SMALL = {"inter": 32}
+LOG = """INFO 11-20 vllm serve starts
+(EngineCore pid=7) ERROR torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
+llama_model_load: error loading model: done_getting_tensors: wrong number of tensors; expected 58
+ValueError: No available memory for the cache blocks.
+\x1b[31mFAILED\x1b[0m RuntimeError: CUDA error: no kernel image is available for execution
+"""
+QUESTIONS = "".join(
+    json.dumps({"question_id": i, "category": "writing", "turns": ["Say a.", "Again."]}) + "\n"
+    for i in range(3)
+)
+TEXT = "in the a\n\n b def f(x):\n    return x\n"
+
+
+class Family:
+    """Files by name, as data; `gguf` those that are known as keys and tensors."""
+
+    def __init__(self, folder: Path) -> None:
+        target = tiny.target(folder / "T", layers=3, period=3, hidden=32, inter=32, heads=2, kv=1)
+        self._drafts(folder, target)
+        self.data: dict[str, bytes] = {}
+        self.gguf: dict[str, fixtures.File] = {}
+        convert(target, folder / "t.gguf", type="bf16")
+        self._keep(folder / "t.gguf")
+        for name in self.drafts:
+            path = folder / f"{name.lower()}.gguf"
+            convert(folder / name, path, target=folder / "t.gguf")
+            self._keep(path)
+        self._dialects(folder)
+        self._take("every.gguf", fixtures.File.bytes, _every_type())
+        for place in (target, *(folder / name for name in self.drafts)):
+            for path in place.iterdir():
+                self.data[f"{place.name}/{path.name}"] = path.read_bytes()
+        result = bench_result.result()
+        result["rows"] = result["rows"][:6]
+        self.data |= {
+            "r.json": json.dumps(result).encode(), "s.json": json.dumps(result).encode(),
+            "p.txt": TEXT.encode(), "ids.txt": b"2, 7 8 9\n", "log.txt": LOG.encode(),
+            "q.jsonl": QUESTIONS.encode(),
+        }  # fmt: skip
+        self.seed = {name: hashlib.sha256(data).digest() for name, data in self.data.items()}
+
+    def _drafts(self, folder: Path, target: Path) -> None:
+        tiny.zlab_dflash(folder / "Z", target, **SMALL)
+        tiny.speculators_dflash(folder / "S", target, **SMALL)
+        tiny.assistant(folder / "A", target, hidden=16, centroids=16, **SMALL)
+        tiny_drafts.speculators_dspark(folder / "P", target, **SMALL)
+        tiny_drafts.eagle3(folder / "E", target, **SMALL)
+        tiny_drafts.zlab_dflash2(folder / "D", target, **SMALL)
+        self.drafts = ["Z", "S", "A", "P", "E", "D"]
+
+    def _dialects(self, folder: Path) -> None:
+        self.dialects = []
+        for name, change in DFLASH.items():
+            parts = Parts.of(folder / "z.gguf")
+            change(parts)
+            self._take(f"dialect-{len(self.dialects)}.gguf", None, parts)
+            self.dialects.append(name)
+        for name, rewrite in ASSISTANT.items():
+            parts = Parts.of(folder / "a.gguf")
+            rewrite(parts, folder / "a.gguf")
+            self._take(f"dialect-{len(self.dialects)}.gguf", None, parts)
+            self.dialects.append(name)
+
+    def _keep(self, path: Path) -> None:
+        with GGUF(path) as g:
+            parts = Parts({k: g.value(k) for k in g}, Parts.of(path).tensors)
+        self._take(path.name, None, parts)
+
+    def _take(self, name: str, _: object, what: Parts | bytes) -> None:
+        if isinstance(what, bytes):
+            from tests.fuzz.mutation import FILES
+
+            file = FILES[what]
+        else:
+            tensors = {n: fixtures.Entry(*entry) for n, entry in what.tensors.items()}
+            file = fixtures.File(dict(what.kv), tensors)
+        self.gguf[name], self.data[name] = file, file.bytes()
+
+    def copy(self, name: str) -> fixtures.File:
+        """A GGUF that may be changed without changing the family's."""
+        file = self.gguf[name]
+        tensors = {n: replace(entry) for n, entry in file.tensors.items()}
+        return replace(file, kv=dict(file.kv), tensors=tensors)

@@ -1,0 +1,354 @@
+"""The grammar of command lines: each command's lines and options, with what may stand there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tests.fuzz.family import Family
+
+
+class Maker(Protocol):
+    """What chooses: see `cases.Maker`."""
+
+    rng: random.Random
+    family: Family
+
+    def named(self, *names: str) -> str: ...
+
+
+Rng = random.Random
+Value = Callable[["Maker"], str]
+
+TEXTS = [
+    "", "a", "in the a", "\n\n\n", "<bos><|turn>user", "\x1b]0;t\x07", "é😀" * 40, "\u202e",
+    "a" * 3000, "\ud800", "\x00", "-1", "--json", "{{ x }}", "<0x1B>",
+]  # fmt: skip
+WHOLE = [
+    "0", "1", "2", "3", "7", "16", "64", "-1", "257", "2147483648", "9223372036854775808",
+    "1" * 30, "x", "", "1.5", "0x10",
+]  # fmt: skip
+REAL = ["0", "1", "0.5", "0.9", "-1", "1e-9", "1e9", "1e400", "nan", "inf", "x", ""]
+TYPES = [
+    "q8_0", "bf16", "f16", "f32", "q4_0", "q4_k_m", "q5_k_m", "iq4_nl", "q6_k", "mxfp4", "x", "",
+]  # fmt: skip
+OUTPUTS = [
+    "o.gguf", "o.gguf", "o.gguf", "o.json", "new/o.gguf", "t.gguf", "Z", "", "/dev/full", "pipe",
+    "o" * 300, ".", "a\x1bb.gguf", "loop",
+]  # fmt: skip
+CARDS = ["h200", "RTX 3090", "2x RTX 3090", "h100", "x", "", "8x b200", "\x9b31m", "0x h200"]
+BIAS = ["5+1", "5-1", "5=0.5", "99999+1", "5+nan", "5", "-1+2", "x+1", "5+1e400", "5=-inf"]
+
+
+def _one(*values: str) -> Value:
+    return lambda make: make.rng.choice(values)
+
+
+def _file(*names: str) -> Value:
+    return lambda make: make.named(*names)
+
+
+def anything(make: Maker) -> str:
+    return make.rng.choice(
+        [
+            "h:nowhere",
+            "org/name",
+            "z-lab/gemma-4-31B-it-DFlash",
+            "31b",
+            "nowhere.gguf",
+            "",
+            ".",
+            "~nobody/x",
+            "T",
+            "Z",
+            *make.family.data,
+        ]
+    )
+
+
+GGUFS = ("t.gguf", "z.gguf", "s.gguf", "a.gguf", "p.gguf", "e.gguf", "d.gguf", "every.gguf")
+DRAFTS = ("z.gguf", "s.gguf", "a.gguf", "p.gguf", "e.gguf", "d.gguf")
+FOLDERS = ("Z", "S", "A", "P", "E", "D")
+DIALECTS = tuple(f"dialect-{i}.gguf" for i in range(9))
+TARGET, DRAFT = _file("t.gguf"), _file(*DRAFTS, *FOLDERS, *DIALECTS)
+SOURCE = _file(*FOLDERS, *FOLDERS, "T", *GGUFS, *DIALECTS)
+INT, FLOAT, STR = _one(*WHOLE), _one(*REAL), _one(*TEXTS)
+NONE: Value = lambda make: ""  # noqa: E731  a flag
+OUT, RESULT = _one(*OUTPUTS), _one(*(o for o in OUTPUTS if o != "pipe"))
+SMALL = {
+    "-c": _one("64", "64", "96", "17", *WHOLE),
+    "-n": _one("1", "2", "3", *WHOLE),
+    "--draft-window": INT,
+    "--draft-p-min": FLOAT,
+    "--device": _one("cpu", "cuda", "auto", "x"),
+    "--cache-type": _one("f16", "q8_0", "x"),
+    "--seed": INT,
+    "--json": NONE,
+    "-q": NONE,
+}
+SAMPLING = {
+    "--temp": FLOAT,
+    "--top-k": INT,
+    "--top-p": FLOAT,
+    "--min-p": FLOAT,
+    "--ignore-eos": NONE,
+}
+LENGTH = _one("1", "2", "auto", "0", "15", "1,2", "sweep", *WHOLE)
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A command: lines that reach far, and its options with what may stand behind each."""
+
+    weight: int
+    lines: tuple[tuple[Any, ...], ...]
+    options: dict[str, Value] = field(default_factory=dict)
+
+
+RULES = _one("G4-TNS-002", "G4-KEY-001", "x", "")
+COMMANDS: dict[str, Grammar] = {
+    "inspect": Grammar(9, (("inspect", SOURCE),), {"--no-tensors": NONE, "--json": NONE}),
+    "validate": Grammar(
+        9,
+        (
+            ("validate", _file(*GGUFS)),
+            ("validate", _file(*DRAFTS), "--target", TARGET),
+            ("validate", _file("z.gguf"), "--against", _file("Z")),
+            ("validate", _file("t.gguf"), "--against", _file("T")),
+        ),
+        {
+            "--upstream": NONE,
+            "--strict": NONE,
+            "--list-rules": NONE,
+            "--rule": RULES,
+            "--target": anything,
+            "--against": anything,
+            "--json": NONE,
+            "-q": NONE,
+        },
+    ),
+    "convert": Grammar(
+        9,
+        (
+            ("convert", _file(*FOLDERS), "--target", _file("t.gguf", "T"), "-o", OUT),
+            ("convert", _file(*DIALECTS), "--target", TARGET, "-o", OUT),
+            ("convert", _file("T"), "-o", OUT),
+            ("convert", SOURCE, "--target", anything, "--dry-run"),
+        ),
+        {
+            "--type": _one(*TYPES),
+            "--tensor-type": _one("ffn=q4_0", "(=f16", "x", "a" * 40 + "*=f16"),
+            "--split-max-size": _one("1M", "0M", "1G", "x", "-1M"),
+            "--dry-run": NONE,
+            "--json": NONE,
+        },
+    ),
+    "quantize": Grammar(
+        5,
+        (("quantize", _file(*GGUFS), OUT, "--type", _one(*TYPES)),),
+        {
+            "--allow-requantize": NONE,
+            "--dry-run": NONE,
+            "--report": NONE,
+            "--json": NONE,
+            "--tensor-type": _one("ffn=q4_0", "(=f16", "x"),
+            "--split-max-size": _one("1M", "x"),
+        },
+    ),
+    "generate": Grammar(
+        5,
+        (
+            ("generate", "-m", TARGET, "-md", DRAFT, "-p", "in the", "-n", "2", "-c", "64"),
+            ("generate", "-m", TARGET, "-p", "a", "-n", "1", "-c", "64"),
+            ("generate", "-m", TARGET, "-md", "ngram", "-f", _file("p.txt"), "-n", "2", "-c", "64"),
+            ("generate", "-m", TARGET, "-md", DRAFT, "--tokens-file", _file("ids.txt"), "-n", "1"),
+            ("generate", "-m", TARGET, "-p", STR, "-n", "1", "-c", "96", "--chat"),
+        ),
+        {
+            **SMALL,
+            **SAMPLING,
+            "--show-draft": NONE,
+            "--stop": STR,
+            "--chat": NONE,
+            "--system": STR,
+            "--logit-bias": _one(*BIAS),
+            "--repeat-penalty": FLOAT,
+            "--presence-penalty": FLOAT,
+            "--frequency-penalty": FLOAT,
+            "--draft-max": LENGTH,
+            "-md": anything,
+        },
+    ),
+    "tokenize": Grammar(
+        8,
+        (
+            ("tokenize", "-m", TARGET, STR),
+            ("tokenize", "-m", TARGET, "--file", _file("p.txt")),
+            (
+                "tokenize",
+                "-m",
+                TARGET,
+                "--ids-to-text",
+                _one("2 7 8", "300 301", "[1,2]", "999999", "x"),
+            ),
+            ("tokenize", "-m", TARGET, "--file", "-"),
+        ),
+        {"--csv": NONE, "--no-bos": NONE, "--json": NONE, "-q": NONE, "--ids-to-text": NONE},
+    ),
+    "verify": Grammar(
+        1,
+        (("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),),
+        {**SMALL, "-np": _one("1", "2", "0", "x"), "--long-tokens": INT},
+    ),
+    "bench": Grammar(
+        2,
+        (
+            (
+                "bench",
+                "-m",
+                TARGET,
+                "-md",
+                DRAFT,
+                "--draft-max",
+                "1",
+                "-n",
+                "1",
+                "--prompts",
+                "1",
+                "--repeats",
+                "1",
+                "--categories",
+                "chat",
+                "-c",
+                "512",
+                "-o",
+                RESULT,
+            ),
+            (
+                "bench",
+                "-m",
+                TARGET,
+                "--preset",
+                "mt-bench",
+                "--dataset",
+                _file("q.jsonl"),
+                "--prompts",
+                "1",
+                "--repeats",
+                "1",
+                "-n",
+                "1",
+                "-c",
+                "96",
+                "--draft-max",
+                "0",
+            ),
+            (
+                "bench",
+                "-m",
+                TARGET,
+                "-md",
+                DRAFT,
+                "--draft-max",
+                "1",
+                "-n",
+                "1",
+                "--prompts",
+                "1",
+                "--categories",
+                "chat",
+                "-c",
+                "512",
+                "-np",
+                "2",
+            ),
+        ),
+        {
+            **SMALL,
+            **SAMPLING,
+            "--draft-max": LENGTH,
+            "--categories": _one("code", "x", "", "code,x"),
+            "--repeats": _one("1", "2", "0", "-1", "x"),
+            "--report": RESULT,
+            "-o": RESULT,
+            "--prompts": INT,
+            "-np": _one("1", "0", "x"),
+            "--synthetic": _one("31b", "x"),
+            "--accept-length": INT,
+        },
+    ),
+    "doctor": Grammar(
+        9,
+        (
+            ("doctor", "-m", SOURCE, "-md", SOURCE, "--assume", "h200"),
+            ("doctor", "-m", SOURCE),
+            ("doctor", "--log", _file("log.txt")),
+            ("doctor", "-m", anything, "-md", anything, "--assume", "h100"),
+        ),
+        {
+            "-c": INT,
+            "--kv": _one("f16", "q8_0", "x", ""),
+            "--engine": _one("vllm", "llama.cpp", "g4spec", "x"),
+            "--gpus": INT,
+            "--assume": _one(*CARDS),
+            "--with": _one("vllm=0.19.2", "vllm", "=", "cuda=13"),
+            "--why": _one("x", "", "vllm"),
+            "-v": NONE,
+            "--json": NONE,
+            "--log": anything,
+            "--attention-backend": _one("TRITON_ATTN", "x", ""),
+        },
+    ),
+    "recipe": Grammar(
+        7,
+        (
+            (
+                "recipe",
+                _one("llama.cpp", "vllm", "sglang", "g4spec"),
+                "-m",
+                SOURCE,
+                "-md",
+                SOURCE,
+                "--assume",
+                "h200",
+            ),
+            ("recipe", _one("vllm", "x", ""), "-m", anything, "--assume", _one(*CARDS)),
+        ),
+        {
+            "-c": INT,
+            "--kv": _one("f16", "q8_0", "x"),
+            "--gpus": INT,
+            "--nodes": INT,
+            "--compose": NONE,
+            "-o": _one("rec", "rec", "Z", "t.gguf", "", "pipe"),
+            "--json": NONE,
+            "--with": _one("vllm=0.19.2", "x=1"),
+        },
+    ),
+    "compare": Grammar(
+        9,
+        (("bench", "compare", _file("r.json"), _file("s.json")),),
+        {"--tolerance": _one("5%", "0", "x", "1e400", "nan%"), "--force": NONE, "--json": NONE},
+    ),
+    "words": Grammar(
+        1,
+        ((_one("help", "", "--version", "inspekt", "demo"), STR),),
+        {"--help": NONE, "--json": NONE},
+    ),
+}
+
+LATER: dict[str, Grammar] = {
+    "imatrix": Grammar(
+        1, (("imatrix", "p.txt", "-m", TARGET, "-o", OUT, "-c", "16", "--chunks", "1"),),
+        {"-c": INT, "--chunks": INT, "-o": OUT, "--json": NONE, "-q": NONE},
+    ),
+    "perplexity": Grammar(
+        1, (("perplexity", "p.txt", "-m", TARGET, "-c", "16", "--chunks", "1"),
+            ("perplexity", "p.txt", "-m", TARGET, "--against", TARGET, "-c", "16")),
+        {"-c": INT, "--chunks": INT, "--against": anything, "--cache-type": STR, "--json": NONE},
+    ),
+}  # fmt: skip
+"""Commands that came after the corpus: one first number in 12 is theirs, so that the others keep
+their meaning."""

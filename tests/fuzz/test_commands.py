@@ -1,0 +1,107 @@
+"""A seeded part of `benchmarks/fuzz_commands.py`: every command and endpoint."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import campaign, watching
+from tests.fuzz.campaign import Commands, Requests
+from tests.fuzz.cases import COMMANDS, LATER, longer
+from tests.fuzz.requests import BODIES
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
+    return Commands(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def part(surface: str, count: int, seed: int) -> list[tuple[int, ...]]:
+    """Some of the kept corpus, and fresh changes of it."""
+    rng, kept = random.Random(seed), campaign.saved(surface)
+    assert len(kept) > 50
+    some = rng.sample(kept, min(count, len(kept)))
+    return [*some, *(longer(rng.choice(kept), rng) for _ in range(count))]
+
+
+def test_no_command_breaks_a_promise(commands: Commands) -> None:
+    count = campaign.Count()
+    with commands.ready():
+        for numbers in part("commands", 90, 1):
+            ran = commands.run(numbers)
+            count.add(ran.name, f"{numbers} {ran.shown}", ran.outcome)
+    assert count.broken == {} and not commands.changed()
+    codes = {code for row in count.by.values() for code in row}
+    assert codes >= {"0", "1", "2", "3"}, "cases that all end alike test nothing"
+    assert len(count.by) >= 10
+
+
+def test_no_request_breaks_a_promise(commands: Commands) -> None:
+    count, surface = campaign.Count(), Requests(commands)
+    with surface.ready():
+        for numbers in part("requests", 120, 2):
+            ran = surface.run(numbers)
+            count.add(ran.name, f"{numbers} {ran.shown}", ran.outcome)
+    assert count.broken == {}
+    assert {"200", "400", "404"} <= {code for row in count.by.values() for code in row}
+    assert len(count.by) >= len(BODIES)
+
+
+def test_every_command_is_in_the_grammar() -> None:
+    from g4spec import cli
+
+    found = {*cli.names(), "compare"} - {"serve", "demo"}  # `serve` is asked, `demo` reads no file
+    assert found == {*COMMANDS, *LATER} - {"words"}
+
+
+def test_the_same_numbers_make_the_same_case(commands: Commands) -> None:
+    for numbers in part("commands", 20, 3):
+        one, two = commands.maker.make(numbers), commands.maker.make(numbers)
+        assert (one.argv, one.changed, one.terminal) == (two.argv, two.changed, two.terminal)
+
+
+# ---- the fuzzer sees what it looks for
+
+HARM = {
+    "AssertionError": "assert False",
+    "hang": "while True: pass",
+    "memory grew": "b'1' * (300 << 20)",
+    "outside": "open('/tmp/g4spec-fuzz-outside', 'w').close()",
+    "control character": "import sys; sys.stdout.write('\\x1b]0;x')",
+    "exit code 7": "return 7",
+    "socket.connect": "import socket\n"
+    "    with socket.socket() as s: s.connect_ex(('127.0.0.1', 9))",
+    "pickle.find_class": "import pickle, os; pickle.loads(pickle.dumps(os.getcwd))",
+}
+
+
+@pytest.mark.parametrize("what", HARM)
+def test_harm_is_seen(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "SECONDS", 0.2 if what == "hang" else 10)
+    monkeypatch.setattr(watching.tempfile, "tempdir", str(tmp_path))
+    space: dict[str, object] = {}
+    exec(f"def command(argv):\n    {HARM[what]}\n    return 0", space)
+    outcome = watching.run(space["command"], [], tmp_path, tmp_path, terminal=True)  # type: ignore[arg-type]
+    assert any(what in text for text in outcome.broken), outcome
+    fine = watching.run(lambda argv: 3, [], tmp_path, tmp_path, terminal=True)
+    assert fine.broken == [] and fine.code == 3
+
+
+def test_a_changed_source_is_seen(commands: Commands) -> None:
+    seed = commands.base / "seeds" / "p.txt"
+    before = seed.read_bytes()
+    assert commands.changed() == []
+    seed.write_bytes(before[:-1] + b"x")
+    assert commands.changed() == ["p.txt"] and seed.read_bytes() == before
+    assert commands.changed() == []
