@@ -229,6 +229,8 @@ def pytest_configure(config: pytest.Config) -> None:
     def make_request(self: Any, method: str, path: str, data: Any = None, *more: Any, **named: Any):  # type: ignore[no-untyped-def]
         if self.debug and path.endswith("/chat/completions"):  # what --verbose is there
             data = {"verbose": True, **data}
+        if self.model_draft and path == "/completion":  # as --spec-draft-n-max
+            data = {"speculative.n_max": min(self.spec_draft_n_max or 15, 15), **data}
         return post(self, method, path, data, *more, **named)
 
     utils.ServerProcess.make_request = make_request

@@ -311,9 +311,11 @@ class Endpoints:
 
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
-        headers = {"Process-Start-Time-Unix": str(self._service.started)}
-        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4",
-                        headers=headers)  # fmt: skip
+        response = Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
+        # In llama.cpp's spelling, which Starlette would change.
+        began = str(self._service.started).encode()
+        response.raw_headers.append((b"Process-Start-Time-Unix", began))
+        return response
 
     async def props(self, request: Request) -> Response:
         """Answer GET /props."""
