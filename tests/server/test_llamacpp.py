@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -98,13 +99,15 @@ def test_the_server_describes_itself(busy: Served) -> None:
     assert props["default_generation_settings"]["n_ctx"] == 2048
     assert (props["bos_token"], props["eos_token"]) == ("<bos>", "<eos>")
     assert props["build_info"].startswith("build-g4spec-") and props["speculative"]
+    while not busy.idle():  # what an earlier test left may take two steps to end
+        time.sleep(0.01)
     assert [s["is_processing"] for s in busy.http.get("/slots").json()] == [False] * 3
-    body = {"prompt": "x", "n_predict": 300, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "n_predict": 1500, "ignore_eos": True, "stream": True}
     with busy.http.stream("POST", "/completion", json=body) as response:
         next(response.iter_lines())
         slots = busy.http.get("/slots").json()
     working = [s for s in slots if s["is_processing"]]
-    assert len(working) == 1 and working[0]["n_decoded"] >= 1 and working[0]["n_remain"] < 300
+    assert len(working) == 1 and working[0]["n_decoded"] >= 1 and working[0]["n_remain"] < 1500
 
 
 def test_several_prompts_in_one_request(busy: Served) -> None:
