@@ -142,7 +142,7 @@ class Browser:
         path.write_bytes(base64.b64decode(data))
 
     def complaints(self, allowed: str) -> list[str]:
-        """What the console says, and addresses that do not begin with `allowed`."""
+        """List what the console says, and addresses that do not begin with `allowed`."""
         out = []
         for event in self.heard:
             params = event.get("params", {})
@@ -188,7 +188,7 @@ class Page:
         self._thread.join(20)
 
     def idle(self) -> bool:
-        """Whether no text is in work."""
+        """Return True if no text is in work."""
         return self.engine.scheduler.idle and self.service.open == 0
 
 

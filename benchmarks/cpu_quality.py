@@ -1,4 +1,4 @@
-"""What each weight type and cache type costs the trained family: `docs/quality.md`.
+"""Measure what each weight type and cache type costs the trained family: `docs/quality.md`.
 
     python benchmarks/cpu_quality.py [--tool LLAMA_BUILD/bin/llama-quantize] [--page]
 
@@ -102,7 +102,7 @@ def told(row: dict[str, Any]) -> str:
 
 
 def worse(row: dict[str, Any]) -> bool:
-    """Whether the divergence is larger than llama-quantize's beyond the noise."""
+    """Return True if the divergence is larger than llama-quantize's beyond the noise."""
     if "llama_cpp" not in row:
         return False
     mine, its = (side["against"]["divergence"] for side in (row, row["llama_cpp"]))

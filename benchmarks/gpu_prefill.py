@@ -151,7 +151,7 @@ def measure(name: str, p: Prompts, count: int) -> dict[str, Any]:
 
 
 def canonical(p: Prompts, count: int) -> bool:
-    """Whether the last block has the same bits read by itself and in a chunk."""
+    """Return True if the last block has the same bits read by itself and in a chunk."""
     whole, blocks = (p.read(count, chunk)[-PROMPT_BLOCK:] for chunk in (p.chunk, PROMPT_BLOCK))
     return torch.equal(whole.view(torch.int32), blocks.view(torch.int32))
 

@@ -34,7 +34,7 @@ from g4spec.validate.loss import losses, total  # noqa: E402
 from tests import tiny  # noqa: E402
 
 PLAIN = {"q5_k": "Q5_K_S", "q3_k": "Q3_K_S"}
-"""What llama-quantize calls types that it has under the name of a mix. Q4_K alone it has not."""
+"""Map types to the mixes under whose names llama-quantize has them. Q4_K alone it has not."""
 NAMES = {n: PLAIN.get(n, n.upper()) for n in policy.names()
          if policy.asked(n).base.quantized and n != "q4_k"}  # fmt: skip
 WEIGHTED = ("q4_0", "q4_1", "q5_0", "q5_1")

@@ -297,7 +297,7 @@ def supported(size: Size) -> str:
 
 
 def _unrun(q: Question) -> str:
-    """What our runtime has no code for in the files that were named, or ""."""
+    """Name what our runtime has no code for in the files that were named, or ""."""
     if q.target.refusal or q.draft is None:
         return q.target.refusal
     return f"of the draft, {q.draft.refusal}" if q.draft.refusal else ""

@@ -1,4 +1,4 @@
-"""What g4spec's own runtime makes of a file: it is asked, not guessed."""
+"""Ask g4spec's own runtime what it makes of a file."""
 
 from __future__ import annotations
 
