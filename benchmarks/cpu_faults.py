@@ -8,8 +8,7 @@ stands for its kinds; the others are small random checkpoints.
 """
 
 import argparse
-import datetime
-import json
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -17,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from g4spec import convert
-from g4spec.measure import run_record as provenance
-from g4spec.validate import validate
-from tests import faults, tiny, tiny_drafts
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-ROOT = Path(__file__).parents[1]
+from watch import keep  # noqa: E402
+
+from g4spec import convert  # noqa: E402
+from g4spec.validate import validate  # noqa: E402
+from tests import faults, tiny, tiny_drafts  # noqa: E402
+
 FAMILY = ROOT / "examples" / "tiny"
 TRAINED = ("target", "dflash", "dflash-speculators", "assistant")
 LEAST = {"target and source": 0.99, "target alone": 0.60}
@@ -93,14 +95,9 @@ def main() -> int:
     total = sum(v["faults"] for v in found.values())
     shares = {how: sum(v[how]["named"] * v["faults"] for v in found.values()) / total
               for how in LEAST}  # fmt: skip
-    result = {"date": datetime.date.today().isoformat(), "faults": total, "every": args.every,
-              "named": shares, "machine": provenance.machine(), "commit": provenance.commit(),
-              "kinds": found}  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{result['date']}-cpu-faults.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    keep(args.out, "cpu-faults", {"faults": total, "every": args.every, "named": shares,
+                                  "kinds": found})  # fmt: skip
     print(f"all: {total} faults, " + ", ".join(f"{h} {s:.1%}" for h, s in shares.items()))
-    print(f"wrote {path}")
     return 0 if all(shares[how] >= least for how, least in LEAST.items()) else 1
 
 

@@ -10,7 +10,6 @@ than 5 seconds, or made memory grow by more than 200 MB.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
@@ -23,6 +22,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from watch import keep  # noqa: E402
 
 from g4spec import __version__  # noqa: E402
 from tests.fuzz import readers as fuzzing  # noqa: E402
@@ -73,17 +74,15 @@ def main() -> int:
     start = time.perf_counter()
     rows = run(asked.scale, asked.seed)
     failures = sum(len(row["failures"]) for row in rows.values())
-    result = {
-        "what": "coverage-guided fuzzing of every reader", "date": time.strftime("%Y-%m-%d"),
+    result = keep(None, "cpu-fuzz", {
+        "what": "coverage-guided fuzzing of every reader",
         "files": sum(row["files"] for row in rows.values()), "failures": failures,
-        "seconds": round(time.perf_counter() - start, 1), "seed": asked.seed,
+        "seconds": round(time.perf_counter() - start, 1), "seed": asked.seed, "cores_used": 1,
         "limits": {"seconds": fuzzing.SECONDS, "growth_mb": fuzzing.GROWTH >> 20},
         "versions": {"g4spec": __version__, "python": platform.python_version()},
-        "machine": {"cpu": platform.machine(), "cores_used": 1}, "surfaces": rows,
-    }  # fmt: skip
-    out = ROOT / "benchmarks" / "results" / f"{result['date']}-cpu-fuzz.json"
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{result['files']:,} files, {failures} failures, {result['seconds']} s: {out}")
+        "surfaces": rows,
+    })  # fmt: skip
+    print(f"{result['files']:,} files, {failures} failures, {result['seconds']} s")
     return 1 if failures else 0
 
 

@@ -11,8 +11,6 @@ llama-quantize's file by more than two standard errors of the larger one.
 """
 
 import argparse
-import datetime
-import json
 import subprocess
 import sys
 import tempfile
@@ -23,10 +21,11 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT.parent), str(ROOT.parent / "examples" / "tiny")]
 
 import corpus  # noqa: E402
+from watch import keep  # noqa: E402
 
 from g4spec.convert import convert, quantize  # noqa: E402
 from g4spec.gguf import imatrix  # noqa: E402
-from g4spec.measure import chunks, importance, perplexity, run_record  # noqa: E402
+from g4spec.measure import chunks, importance, perplexity  # noqa: E402
 from g4spec.quant import policy  # noqa: E402
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS  # noqa: E402
 from g4spec.runtime.engine import Engine  # noqa: E402
@@ -181,17 +180,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        result = {
-            "date": datetime.date.today().isoformat(), "machine": run_record.machine(),
-            "commit": run_record.commit(), "tool": args.tool.name if args.tool else None,
-            **measured(args, Path(temporary)),
-        }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{result['date']}-cpu-quality.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        result = keep(args.out, "cpu-quality", {
+            "tool": args.tool.name if args.tool else None, **measured(args, Path(temporary)),
+        })  # fmt: skip
     if args.page:
         PAGE.write_text(page(result), encoding="utf-8")
-    print(f"wrote {path}")
     bad = [f"{name}, {kind}" for name, found in result["types"].items()
            for kind, row in found.items() if worse(row)]  # fmt: skip
     print(f"larger than llama-quantize's: {bad}" if bad else "none larger than llama-quantize's")

@@ -12,7 +12,6 @@ conditions: `tests/fuzz`.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -27,8 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from watch import keep  # noqa: E402
+
 from g4spec import __version__  # noqa: E402
-from g4spec.measure.run_record import commit  # noqa: E402
 from tests.fuzz import campaign, readers, watching  # noqa: E402
 
 KEPT = 1200
@@ -89,18 +89,15 @@ def main() -> int:
         (Path(folder) / "readers").mkdir()
         rows["readers"] = run_readers(Path(folder) / "readers", seconds[2], asked.seed)
     failures = sum(len(row["broken"]) for row in rows.values())
-    result = {
+    result = keep(None, "fuzz-commands", {
         "what": "coverage-guided fuzzing of all commands, endpoints and readers",
-        "date": time.strftime("%Y-%m-%d"), "cases": sum(row["cases"] for row in rows.values()),
-        "failures": failures, "seconds": round(time.perf_counter() - start, 1), "seed": asked.seed,
+        "cases": sum(row["cases"] for row in rows.values()), "failures": failures,
+        "seconds": round(time.perf_counter() - start, 1), "seed": asked.seed, "cores_used": 1,
         "limits": {"cpu_seconds": watching.SECONDS, "growth_mb": watching.GROWTH >> 20},
-        "versions": {"g4spec": __version__, "commit": commit(),
-                     "python": platform.python_version()},
-        "machine": {"cpu": platform.machine(), "cores_used": 1}, "surfaces": rows,
-    }  # fmt: skip
-    out = ROOT / "benchmarks" / "results" / f"{result['date']}-fuzz-commands.json"
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{result['cases']:,} cases, {failures} kinds of failure, {result['seconds']} s: {out}")
+        "versions": {"g4spec": __version__, "python": platform.python_version()},
+        "surfaces": rows,
+    })  # fmt: skip
+    print(f"{result['cases']:,} cases, {failures} kinds of failure, {result['seconds']} s")
     return 1 if failures else 0
 
 

@@ -11,8 +11,6 @@ type without a search differ, or an error is larger than llama.cpp's.
 """
 
 import argparse
-import datetime
-import json
 import os
 import resource
 import statistics
@@ -22,6 +20,8 @@ import tempfile
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from watch import keep
 
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT.parent))
@@ -135,15 +135,10 @@ def main() -> int:
             print(f"{name}: {r['speedup']:.2f} times as fast as llama.cpp; error {errors[0]:.4%}, "
                   f"there {errors[1]:.4%}; types equal {r['types_equal']}, bytes "
                   f"{r['bytes_equal']}", flush=True)  # fmt: skip
-        result = {
-            "date": datetime.date.today().isoformat(), "weights": weights,
-            "file": provenance.file(source), "machine": provenance.machine(),
-            "commit": provenance.commit(), "tool": args.tool.name, "types": found,
-        }  # fmt: skip
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / f"{result['date']}-quantize{'-imatrix' if args.imatrix else ''}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
+        keep(args.out, f"quantize{'-imatrix' if args.imatrix else ''}", {
+            "weights": weights, "file": provenance.file(source), "tool": args.tool.name,
+            "types": found,
+        })  # fmt: skip
     good = all(r["types_equal"] and r["bytes_equal"] and not r["larger_errors"]
                for r in found.values())  # fmt: skip
     return 0 if good else 1

@@ -58,13 +58,23 @@ def figures(runs: list[dict[str, float]]) -> dict[str, float]:
             for key in runs[0] for v in [[r[key] for r in runs]]}  # fmt: skip
 
 
-def keep(out: Path | None, name: str, found: dict[str, Any]) -> None:
-    """Write what was found as dated JSON, with the machine, its GPU and the commit."""
+RESULTS = Path(__file__).parent / "results"
+
+
+def keep(out: Path | None, name: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Write what was found as dated JSON, with the machine, its GPU and the commit; return that.
+
+    Args:
+        out: a file (.json), or the folder of DATE-`name`.json, by default `results/`.
+    """
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     gpu = {"device": torch.cuda.get_device_name(), "driver": provenance.driver(),
            "torch": torch.__version__} if torch.cuda.is_available() else {}  # fmt: skip
     result = {"date": today, "machine": provenance.machine(), **gpu,
               "commit": provenance.commit(), **found}  # fmt: skip
-    path = out or Path(__file__).parent / "results" / f"{today}-{name}.json"
+    path = out or RESULTS
+    path = path if path.suffix == ".json" else path / f"{today}-{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {path.name}")
+    return result

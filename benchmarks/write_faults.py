@@ -23,8 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from watch import keep  # noqa: E402
+
 from g4spec import __version__  # noqa: E402
-from g4spec.measure.run_record import commit  # noqa: E402
 
 
 def main() -> int:
@@ -38,17 +39,12 @@ def main() -> int:
         cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     found = json.loads(done.stdout)
-    result = {
-        "what": "faults while commands write", "date": time.strftime("%Y-%m-%d"),
-        "seed": asked.seed,
+    keep(None, "write-faults", {
+        "what": "faults while commands write", "seed": asked.seed,
         "seconds": round(time.perf_counter() - start, 1),
-        "versions": {"g4spec": __version__, "commit": commit(),
-                     "python": platform.python_version()},
-        "machine": {"cpu": platform.machine(), "os": platform.system()}, **found,
-    }  # fmt: skip
-    out = ROOT / "benchmarks" / "results" / f"{result['date']}-write-faults.json"
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"{found['cases']} cases, {len(found['broken'])} kinds of failure: {out}")
+        "versions": {"g4spec": __version__, "python": platform.python_version()}, **found,
+    })  # fmt: skip
+    print(f"{found['cases']} cases, {len(found['broken'])} kinds of failure")
     return done.returncode
 
 
