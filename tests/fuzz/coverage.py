@@ -13,9 +13,14 @@ TIRED, RESTED = 40, 32
 
 
 class Lines:
-    """Lines of g4spec that ran in this thread; `len` grows when a case reached new ones."""
+    """Lines of g4spec that ran in this thread; `len` grows when a case reached new ones.
 
-    def __init__(self) -> None:
+    Args:
+        tired: see TIRED; infinite to miss no line.
+    """
+
+    def __init__(self, tired: float = TIRED) -> None:
+        self._tired = tired
         self._seen: dict[CodeType, set[int]] = {}
         self._idle: dict[CodeType, int] = {}
         self.count = 0
@@ -43,7 +48,7 @@ class Lines:
         if idle < 0:
             return None
         self._idle[code] = idle + 1
-        if idle > TIRED and idle % RESTED:
+        if idle > self._tired and idle % RESTED:
             return None
         seen = self._seen[code]
 

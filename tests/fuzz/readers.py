@@ -6,10 +6,10 @@ runs it at length. A reader may raise G4Error and nothing else, within `SECONDS`
 
 from __future__ import annotations
 
+import math
 import random
 import resource
 import signal
-import sys
 import time
 import traceback
 import zipfile
@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
 
 from g4spec import models, quant
 from g4spec.convert import convert, provenance, safetensors, tokenizer
@@ -28,6 +27,7 @@ from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
 from tests import tiny, tiny_drafts
 from tests.cpu import gguf_fixtures as fixtures
+from tests.fuzz.coverage import Lines
 from tests.fuzz.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
 from tests.quant_blocks import random_blocks
 from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
@@ -292,50 +292,26 @@ def one(surface: Surface, data: bytes, verdict: Verdict) -> None:
         verdict.failures.append((f"memory grew by {grown >> 20} MB", data))
 
 
-class Coverage:
-    """Lines of g4spec that ran; `new` counts those since the last call."""
-
-    def __init__(self) -> None:
-        self.seen: set[tuple[CodeType, int]] = set()
-
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        before = sys.gettrace()
-        sys.settrace(self._call)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
-
-    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._line if "/g4spec/" in frame.f_code.co_filename else None
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "line":
-            self.seen.add((frame.f_code, frame.f_lineno))
-        return self._line
-
-
 def fuzz(surface: Surface, runs: int, seed: int = 0, cover: bool = True,
          corpus: list[bytes] | None = None) -> Verdict:  # fmt: skip
     """Mutate seeds and whatever reached new lines, `runs` times."""
-    rng, verdict, coverage = random.Random(seed), Verdict(), Coverage()
+    rng, verdict, coverage = random.Random(seed), Verdict(), Lines(math.inf)
     pool = [*surface.seeds, *(corpus or [])]
     for data in pool:
         with coverage.watch():
             one(surface, data, Verdict())
     for _ in range(runs):
-        before = len(coverage.seen)
+        before = len(coverage)
         data = surface.mutate(rng.choice(pool), rng, rng.choice(pool))
         if cover:
             with coverage.watch():
                 one(surface, data, verdict)
         else:
             one(surface, data, verdict)
-        if len(coverage.seen) > before:
+        if len(coverage) > before:
             pool.append(data)
             verdict.kept.append(data)
-    verdict.lines = len(coverage.seen)
+    verdict.lines = len(coverage)
     return verdict
 
 
