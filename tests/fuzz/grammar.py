@@ -51,21 +51,10 @@ def _file(*names: str) -> Value:
 
 
 def anything(make: Maker) -> str:
-    return make.rng.choice(
-        [
-            "h:nowhere",
-            "org/name",
-            "z-lab/gemma-4-31B-it-DFlash",
-            "31b",
-            "nowhere.gguf",
-            "",
-            ".",
-            "~nobody/x",
-            "T",
-            "Z",
-            *make.family.data,
-        ]
-    )
+    return make.rng.choice([
+        "h:nowhere", "org/name", "z-lab/gemma-4-31B-it-DFlash", "31b", "nowhere.gguf", "", ".",
+        "~nobody/x", "T", "Z", *make.family.data,
+    ])  # fmt: skip
 
 
 GGUFS = ("t.gguf", "z.gguf", "s.gguf", "a.gguf", "p.gguf", "e.gguf", "d.gguf", "every.gguf")
@@ -107,6 +96,7 @@ class Grammar:
     options: dict[str, Value] = field(default_factory=dict)
 
 
+BENCH = ("bench", "-m", TARGET)
 RULES = _one("G4-TNS-002", "G4-KEY-001", "x", "")
 COMMANDS: dict[str, Grammar] = {
     "inspect": Grammar(9, (("inspect", SOURCE),), {"--no-tensors": NONE, "--json": NONE}),
@@ -186,13 +176,8 @@ COMMANDS: dict[str, Grammar] = {
         (
             ("tokenize", "-m", TARGET, STR),
             ("tokenize", "-m", TARGET, "--file", _file("p.txt")),
-            (
-                "tokenize",
-                "-m",
-                TARGET,
-                "--ids-to-text",
-                _one("2 7 8", "300 301", "[1,2]", "999999", "x"),
-            ),
+            ("tokenize", "-m", TARGET, "--ids-to-text",
+             _one("2 7 8", "300 301", "[1,2]", "999999", "x")),
             ("tokenize", "-m", TARGET, "--file", "-"),
         ),
         {"--csv": NONE, "--no-bos": NONE, "--json": NONE, "-q": NONE, "--ids-to-text": NONE},
@@ -205,65 +190,12 @@ COMMANDS: dict[str, Grammar] = {
     "bench": Grammar(
         2,
         (
-            (
-                "bench",
-                "-m",
-                TARGET,
-                "-md",
-                DRAFT,
-                "--draft-max",
-                "1",
-                "-n",
-                "1",
-                "--prompts",
-                "1",
-                "--repeats",
-                "1",
-                "--categories",
-                "chat",
-                "-c",
-                "512",
-                "-o",
-                RESULT,
-            ),
-            (
-                "bench",
-                "-m",
-                TARGET,
-                "--preset",
-                "mt-bench",
-                "--dataset",
-                _file("q.jsonl"),
-                "--prompts",
-                "1",
-                "--repeats",
-                "1",
-                "-n",
-                "1",
-                "-c",
-                "96",
-                "--draft-max",
-                "0",
-            ),
-            (
-                "bench",
-                "-m",
-                TARGET,
-                "-md",
-                DRAFT,
-                "--draft-max",
-                "1",
-                "-n",
-                "1",
-                "--prompts",
-                "1",
-                "--categories",
-                "chat",
-                "-c",
-                "512",
-                "-np",
-                "2",
-            ),
+            (*BENCH, "-md", DRAFT, "--draft-max", "1", "-n", "1", "--prompts", "1", "--repeats",
+             "1", "--categories", "chat", "-c", "512", "-o", RESULT),
+            (*BENCH, "--preset", "mt-bench", "--dataset", _file("q.jsonl"), "--prompts", "1",
+             "--repeats", "1", "-n", "1", "-c", "96", "--draft-max", "0"),
+            (*BENCH, "-md", DRAFT, "--draft-max", "1", "-n", "1", "--prompts", "1",
+             "--categories", "chat", "-c", "512", "-np", "2"),
         ),
         {
             **SMALL,
@@ -304,16 +236,8 @@ COMMANDS: dict[str, Grammar] = {
     "recipe": Grammar(
         7,
         (
-            (
-                "recipe",
-                _one("llama.cpp", "vllm", "sglang", "g4spec"),
-                "-m",
-                SOURCE,
-                "-md",
-                SOURCE,
-                "--assume",
-                "h200",
-            ),
+            ("recipe", _one("llama.cpp", "vllm", "sglang", "g4spec"), "-m", SOURCE, "-md", SOURCE,
+             "--assume", "h200"),
             ("recipe", _one("vllm", "x", ""), "-m", anything, "--assume", _one(*CARDS)),
         ),
         {
