@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from g4spec import convert
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
@@ -21,6 +20,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from tests import tiny, tiny_drafts
 from tests.emulator import kernels
+from tests.gpu import family
 from tests.gpu.device import EMULATED
 from tests.oracle import build
 
@@ -51,13 +51,7 @@ class Again:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    at = tmp_path_factory.mktemp("runner")
-    on = tiny.target(at / "target", **SHAPE)
-    convert.convert(build.lively(on, 5.0), at / "target.gguf", type="f32")
-    for name, make in MAKE.items():
-        make(at / name, on)
-        convert.convert(at / name, at / f"{name}.gguf", target=on, type="f32")
-    return at
+    return family.pairs(tmp_path_factory.mktemp("runner"), SHAPE, MAKE, "f32")
 
 
 @pytest.fixture(autouse=True)

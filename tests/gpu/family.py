@@ -88,6 +88,19 @@ def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
     return folder / f"{name}.gguf"
 
 
+def pairs(
+    folder: Path, shape: dict[str, Any], make: dict[str, Callable[[Path, Path], Any]], type: str
+) -> Path:  # fmt: skip
+    """`target.gguf`, random and lively, of a shape, and `<name>.gguf` of each maker of drafts.
+    Returns the folder."""
+    on = tiny.target(folder / "target", **shape)
+    convert.convert(build.lively(on, 5.0), folder / "target.gguf", type=type)
+    for name, maker in make.items():
+        maker(folder / name, on)
+        convert.convert(folder / name, folder / f"{name}.gguf", target=on, type=type)
+    return folder
+
+
 def generate(
     engine: Engine, prompt: list[int], length: int, n: int, sampler: Sampler | None = None
 ) -> Request:

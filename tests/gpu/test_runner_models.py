@@ -20,6 +20,7 @@ from g4spec.runtime.pending import flush
 from g4spec.runtime.request import Options, Request
 from tests import tiny, tiny_drafts
 from tests.emulator import unseen
+from tests.gpu import family
 from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
 
@@ -61,13 +62,7 @@ Did = list[tuple[list[int], list[float], list[int], int]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    at = tmp_path_factory.mktemp("cycles")
-    on = tiny.target(at / "target", **SHAPE)
-    convert.convert(build.lively(on, 5.0), at / "target.gguf", type="q8_0")
-    for name, make in MAKE.items():
-        make(at / name, on)
-        convert.convert(at / name, at / f"{name}.gguf", target=on, type="q8_0")
-    return at
+    return family.pairs(tmp_path_factory.mktemp("cycles"), SHAPE, MAKE, "q8_0")
 
 
 @pytest.fixture(autouse=True)
