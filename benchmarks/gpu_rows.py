@@ -74,11 +74,13 @@ def main() -> None:
         play = steps.Step(target, sequences[:count], 1, args.context).replay
         assert bool(play().isfinite().all()), count
         rested, settled = steps.milliseconds(play, rest=steps.REST), sustained(play)
-        found.append({"rows": count, "ms": rested, "sustained": settled, "kernels_ms": kernels(play)})
+        found.append({"rows": count, "ms": rested, "sustained": settled,
+                      "kernels_ms": kernels(play)})  # fmt: skip
         print(f"{args.model} {count:4d} rows {rested:7.3f} ms, sustained {settled}", flush=True)
     for each in found:
+        longest = list(each["kernels_ms"].items())[:9]
         print(each["rows"], "rows:", *(f"{name.split('void ')[-1][:60]} {ms:g};"
-                                       for name, ms in list(each["kernels_ms"].items())[:9]))  # fmt: skip
+                                       for name, ms in longest))  # fmt: skip
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today()}-gpu-rows.json"
     path.write_text(json.dumps({

@@ -26,11 +26,17 @@ from g4spec.ops.simple import in_order
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
-from g4spec.runtime.cuda.step import attention, attention_window, context, elementwise, linear_wide
+from g4spec.runtime.cuda.step import (
+    attention,
+    attention_window,
+    context,
+    elementwise,
+    linear_wide,
+)
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.attention_window import Unfinished
-from g4spec.runtime.cuda.step.linear import Exchange
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
+from g4spec.runtime.cuda.step.linear import Exchange
 from g4spec.runtime.cuda.step.packed_rows import Residual, Rows
 from g4spec.runtime.cuda.step.tiles import in_tiles
 from g4spec.runtime.cuda.weights import embedding
@@ -260,7 +266,9 @@ class CudaOps(Ops):
     ) -> torch.Tensor:
         stacks, x = [weight_of(w) for w in (gate, up, down) if w is not None], products.numbers(x)
         if self.portable and all(portable.takes(w) for w in stacks):
-            return in_tiles(lambda *t: self._visits(*t, stacks, activation), x, ids, weights)
+            return in_tiles(
+                lambda x, i, w: self._visits(x, i, w, stacks, activation), x, ids, weights
+            )
         self.without_kernel.add("experts")
         return torch_experts.experts(x, ids, weights, gate, up, down, activation)
 

@@ -1,5 +1,5 @@
-"""Products of any number of rows with packed matrices. More than 16 rows are multiplied in groups of
-16, up to `linear.MOST_GROUPS` of them for each time that the weights are read: see linear_wide.cu.
+"""Products of any number of rows with packed matrices. More than 16 rows are multiplied in groups
+of 16, up to `linear.MOST_GROUPS` of them for each time that weights are read: see linear_wide.cu.
 
 A matrix is cut as `linear` cuts it for 16 rows, and each sum is added up in the same order: a row
 has the same bits in any number of rows.

@@ -1,4 +1,4 @@
-"""What takes 16 rows at most, of more rows: 16 at a time, so a row has the same bits in any company."""
+"""Ops that take 16 rows at most, of more rows. A row has the same bits in any company."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
 
 
 def in_tiles(op: Callable[..., torch.Tensor], *args: torch.Tensor | Rows) -> torch.Tensor:
-    """`op` of `args` that have a row for each token, 16 rows at a time; its rows below each other."""
+    """Compute `op` of `args` that have a row for each token, 16 rows at a time -> [T, N]."""
     count = len(args[0])
     if count <= MOST:
         return op(*args)
