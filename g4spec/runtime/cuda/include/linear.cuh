@@ -10,15 +10,20 @@
 constexpr int PACE = 23;
 
 // Threads of a kernel for several groups of rows. Where warps can hand registers on, those that
-// multiply take what a whole group of warps beside them does without.
+// multiply take what a whole group of warps beside them does without. A block has so many registers as
+// it starts with: to take more than were given waits for ever.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int WIDE_THREADS = 32 * (CONSUMERS + 4);
-DEVICE void give_registers() { fewer_registers<64>(); }
-DEVICE void take_registers() { more_registers<224>(); }
+constexpr int WIDE_THREADS = 32 * (CONSUMERS + 4), STARTED_WITH = 65536 / WIDE_THREADS / 8 * 8;
+template <int KEPT, int TAKEN>
+DEVICE void share_registers(bool gives) {
+  static_assert(4 * KEPT + CONSUMERS * TAKEN <= (CONSUMERS + 4) * STARTED_WITH, "");
+  if (gives) fewer_registers<KEPT>();
+  else more_registers<TAKEN>();
+}
 #else
 constexpr int WIDE_THREADS = THREADS;
-DEVICE void give_registers() {}
-DEVICE void take_registers() {}
+template <int KEPT, int TAKEN>
+DEVICE void share_registers(bool) {}
 #endif
 
 // Groups of rows that there are.
@@ -166,11 +171,11 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   __syncthreads();
   const Run run(w, cta);
   if (warp >= CONSUMERS) {
-    if constexpr (G > 1) give_registers();
+    if constexpr (G > 1) share_registers<40, 232>(true);
     if (warp == CONSUMERS) feed<F, NT, ROWS, STAGES, G>(w, shared, full, run, lane);
     return;
   }
-  if constexpr (G > 1) take_registers();
+  if constexpr (G > 1) share_registers<40, 232>(false);
 #if ARCH >= 900
   // The first rows, a unit each warp: the copy warp may be busy with weights.
   static_assert(STAGES <= CONSUMERS, "");
