@@ -1,6 +1,6 @@
 """Products of a layer of the 31B by numbers of rows on a GPU, without anything between them.
 
-    python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--most-groups 8 4]
+    python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--most-groups 4 2]
 
 Queries to values, output, gates and ups, down in Q4_K, random codes and scales, of so many layers,
 which do not fit into L2. First that 16 rows keep their bits among more; then microseconds of a

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_wgmma_bits.py
 
-Sums of 2 x 16 products of random operands as the formats have them: codes as subnormal halves, 1024 +
+Sums of 2 x 16 products of random operands as formats have them: codes as subnormal halves, 1024 +
 code, halves; activations of one size and of sizes from 2^-12 to 2^7; from zero and from a number.
 Prints for each how many of two million sums differ, and one of those that do.
 """
@@ -18,7 +18,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.cuda.build import launch  # noqa: E402
 
 BLOCKS = 500
 KERNEL = str(HERE / "gpu_wgmma_bits.cu")

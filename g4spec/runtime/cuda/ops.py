@@ -2,7 +2,7 @@
 
 A step has any number of rows, at most 16 of each sequence. Rows between products are
 `cuda.step.packed_rows.Rows`, in groups of 16 where there are more, and float32 numbers for widths
-that kernels do not take. Products read a weight once for up to 128 rows, whoever they belong to; a
+that kernels do not take. Products read a weight once for up to 64 rows, whoever they belong to; a
 row has the same bits in any company. Experts, and what torch multiplies, take 16 rows at a time.
 Long chunks of prompts have a vocabulary of their own
 (`cuda.prefill`). What has no kernel runs as torch on the GPU and is named in

@@ -36,8 +36,8 @@ MOST_STAGES = {128: 8, 256: 5}
 """In shared memory, by the rows of a stage."""
 MOST_SLICES, FEW_SLICES = 8, 2
 """Partial sums that a reader adds; beyond few, it takes long to read them."""
-MOST_GROUPS = 8
-"""Of 16 rows that are multiplied at once."""
+MOST_GROUPS = 4
+"""Of 16 rows that are multiplied at once: 8 at once took longer than twice 4."""
 HUGE = 1024
 """Groups from which on stages of Q6_K hold 256 rows."""
 

@@ -1,4 +1,4 @@
-// y = x W^T for 17 to 128 rows x and a quantized W in packed order, one product a launch that reads W
+// y = x W^T for 17 to 64 rows x and a quantized W in packed order, one product a launch that reads W
 // once. The kernels are those of linear.cu, but what is made of weights is multiplied with G groups of 16
 // rows: each of them takes the same sums in the same order, so a row has the bits that it has there.
 #include "linear.cuh"

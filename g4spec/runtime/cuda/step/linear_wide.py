@@ -20,10 +20,9 @@ from g4spec.runtime.cuda.step import linear as narrow
 from g4spec.runtime.cuda.step.elementwise import gated_scale
 from g4spec.runtime.cuda.step.linear import ARCHS, MOST_GROUPS, MOST_STAGES, Cut, Exchange, split
 from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, empty
-from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.dequant import Weight
 
-GROUPS = (2, 3, 4, 6, MOST_GROUPS)
+GROUPS = (2, 3, MOST_GROUPS)
 """That kernels are made for."""
 
 HANDED_ON = "sm_90a"
@@ -134,21 +133,21 @@ def _grid(weight: Weight, how: Cut, by: Exchange, slices: int = 0) -> tuple[int,
 
 
 def _units() -> list[Unit]:
-    """Every type for 128 rows, or as many as fit; common files in all sizes. Spills: of 168
-    registers, where warps do not hand them on."""
+    """Common types in as many groups as fit, and one instance of each kernel. What is spilled with
+    registers handed on is outside of the loop over a unit, but for a few words."""
     out = []
     for arch in ARCHS:
-        names: dict[str, int] = {}
-        for type in packing.PARTS:
-            how = narrow.cut(type, 256, 2, 2, arch)
-            for groups in (MOST_GROUPS, *([2, 4] if type == "q4_k" else [])):
-                (own,) = widened((how,), groups, arch)
-                names[own.name("linear")] = own.shared
-                if type == "q4_k":
-                    names[own.name("gate_up")] = own.shared
-        a, b = widened(tuple(narrow.cut(t, 256, 2, 2, arch) for t in ("q4_k", "q6_k")), 4, arch)
-        names[two(a, b)] = max(a.shared, b.shared)
-        spill = 0 if arch == HANDED_ON else 1000
+        q4, q6, q8, q5 = (narrow.cut(t, 256, 2, 2, arch) for t in ("q4_k", "q6_k", "q8_0", "q5_1"))
+        (own,) = widened((q4,), MOST_GROUPS, arch)
+        names = {own.name("linear"): own.shared}
+        if arch == HANDED_ON:
+            names[own.name("gate_up")] = own.shared
+            a, b = widened((q4, q6), 2, arch)
+            names[two(a, b)] = max(a.shared, b.shared)
+        for how in {HANDED_ON: (q6, q8, q5), "sm_86": (q8,), "sm_120": (q6,)}.get(arch, ()):
+            (own,) = widened((how,), MOST_GROUPS, arch)
+            names[own.name("linear")] = own.shared
+        spill = 400 if arch == HANDED_ON else 800
         out.append(Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168,
                         max(names.values()), spill))  # fmt: skip
     return out
