@@ -224,6 +224,13 @@ inline bool deliver(Block& block) {
     size_t i = chance() % block.arriving.size();
     auto item = block.arriving[i];
     block.arriving.erase(block.arriving.begin() + i);
+    // It waits for all copies that its thread began before, with which others wait as well.
+    for (size_t j = 0; j < i; ++j) {
+      auto& before = block.arriving[j];
+      if (before.thread != item.thread) continue;
+      for (const Copy& copy : before.group.copies) copy.run();
+      before.group.copies.clear();
+    }
     for (const Copy& copy : item.group.copies) copy.run();
     Phases& b = block.barriers[item.bar];
     --b.pending;
