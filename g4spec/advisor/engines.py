@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from g4spec import __version__, models
+from g4spec.advisor import offload
 from g4spec.advisor.choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Machine
@@ -203,6 +204,8 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
         refusal, fix = "the card's memory could not be read", "ask with --assume"
     elif plan is None or not plan.fits:
         refusal, fix = _too_large(plans, q)
+        if plan is not None and not fix:
+            fix = offload.advice(facts, machine, q, row, option, plan)
     elif name == "g4spec" and (odd := _unrun(q)):
         refusal, fix = odd, "llama.cpp, or a file of another type"
     elif q.draft is not None and q.draft.kind not in row.drafts:
@@ -235,6 +238,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
 
 
 def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
+    """Say what does not fit, and the context that would; "" where there is none."""
     if not plans:
         return "no weight format known for this card", "name one, as 31b:q4_k_m"
     best = max(plans, key=lambda p: p.largest)
@@ -244,10 +248,7 @@ def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
             f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
         )
     need, have = best.total / GIB, best.available / GIB
-    return (
-        f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable",
-        "a smaller size or format, or more cards",
-    )
+    return f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable", ""
 
 
 # ---- our own runtime
@@ -339,7 +340,7 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
             f"{need / GIB:.0f} GiB, {free / GIB:.0f} GiB are free"
         )
         fix = "use it to convert and validate; run with llama.cpp"
-    elif machine.assumed:
+    elif machine.assumed and free is None:
         refusal = (
             f"without a GPU from compute capability 7.0 on its reference runtime works on the CPU "
             f"and needs {need / GIB:.0f} GiB of RAM"

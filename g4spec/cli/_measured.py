@@ -41,7 +41,8 @@ def show(data: Mapping[str, Any], out: Output) -> None:
     ]  # fmt: skip
     columns = ("prompts", "drafted", "tokens/s", "x plain", "tokens/cycle", "by prompt",
                "accepted", "draft ms", "step ms", "prefill/s")  # fmt: skip
-    out.table("Draft lengths", columns, rows)
+    spare = ("accepted", "tokens/cycle", "step ms", "draft ms", "prefill/s", "by prompt")
+    out.table("Draft lengths", columns, rows, spare)
     for note in data["notes"]:
         out.note(note)
     out.line(data["recommendation"]["words"], style="bold")

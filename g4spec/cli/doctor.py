@@ -40,6 +40,9 @@ def command(
         Path | None, typer.Option(help="Explain known errors in a log file; - is stdin.")
     ] = None,
     why: Annotated[str | None, typer.Option(metavar="ID", help="Show a fact, with source.")] = None,
+    cards: Annotated[
+        bool, typer.Option("--cards", help="List the cards that --assume knows.")
+    ] = False,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Check what g4spec itself can do here.")
     ] = False,
@@ -55,19 +58,22 @@ def command(
     """What works on this machine, what breaks, and the exact fix.
 
     Marks: ✓ works, ! works with a condition, ✗ does not work, · a figure or a remark.
-    Exits 1 when the run that was asked for cannot work.
+    Without -m: every size of Gemma 4. Exits 1 when the run that was asked for cannot work.
     """
     from g4spec.advisor import questions
     from g4spec.advisor.doctor import diagnose
     from g4spec.advisor.facts import facts
 
-    _one_of({"--why": why, "--log": log, "--self-test": self_test, "--network": network},
+    _one_of({"--why": why, "--log": log, "--cards": cards, "--self-test": self_test,
+             "--network": network},
             model, draft, ctx_size, kv, engine, attention_backend, gpus, assume, given)  # fmt: skip
     out, known = render.Output(json, quiet), facts()
     if why is not None:
         return questions.explain(known, why, out)
     if log is not None:
         return questions.explain_log(known, log, out)
+    if cards:
+        return questions.list_cards(known, out)
     if self_test:
         return questions.run_self_test(out)
     if network:

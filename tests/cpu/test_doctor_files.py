@@ -15,10 +15,10 @@ import pytest
 from g4spec import convert
 from g4spec.advisor import files, lookup, questions, subjects
 from g4spec.advisor import memory_needs as memory
+from g4spec.advisor.cards import assume
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.engines import judge
 from g4spec.advisor.facts import facts
-from g4spec.advisor.machine import assume
 from g4spec.advisor.schema import Size
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
