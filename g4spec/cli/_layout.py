@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
+import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
-
-from rich.cells import cell_len
 
 LEAST = 20
 """Columns below which nothing is fitted."""
@@ -16,6 +15,13 @@ GAP = 2
 """Columns between two columns of a table, and left of the first."""
 
 _WORDS = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
+
+
+def cell_len(text: str) -> int:
+    """Columns that a text takes: two for a wide character."""
+    if text.isascii():
+        return len(text)
+    return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def width(file: TextIO) -> int | None:
@@ -28,9 +34,9 @@ def wrapped(text: str, columns: int | None) -> str:
     text begins behind a number, a mark or a name with two spaces after it."""
     if columns is None or cell_len(text) <= columns:
         return text
-    begin = re.match(r"\s*(?:[✓!✗·#] |\d+\. |\S{1,12} {2,}(?=\S))?", text)
-    at = min(begin.end() if begin else 0, columns // 3)
-    indent = " " * (at if begin and begin[0].strip() else at + 2)
+    begin = re.match(r"\s*(?:[✓!✗·] |# *|\d+\. |\S{1,12} {2,}(?=\S))?", text)
+    at, mark = min(begin.end(), columns // 3) if begin else 0, begin[0].strip() if begin else ""
+    indent = "#" + " " * (at + 1) if mark == "#" else " " * (at if mark else at + 2)
     lines = textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False,
                           break_on_hyphens=False, drop_whitespace=True,
                           expand_tabs=False, replace_whitespace=False)  # fmt: skip
@@ -43,15 +49,26 @@ def command(before: str, text: str, columns: int | None) -> str:
     if columns is None or cell_len(before + text) <= columns:
         return before + text
     words = _WORDS.findall(text)
-    lines, line = [], before.rstrip() + "\n    " + words[0] if before.strip() else "    " + words[0]
+    lines, line = [], before + words[0]
     for word in words[1:]:
-        last = line.rsplit("\n", 1)[-1]
-        if cell_len(f"{last} {word} \\") > columns and last.strip():
+        if cell_len(f"{line} {word} \\") > columns:
             lines.append(line + " \\")
-            line = "      " + word
+            line = "    " + word
         else:
             line += f" {word}"
     return "\n".join([*lines, line])
+
+
+def script(text: str, columns: int | None) -> str:
+    """Break the lines of a shell script as `command` does; its own continuations stay."""
+    out = []
+    for line in text.split("\n"):
+        body = line.removesuffix(" \\").lstrip()
+        plain = not body or body.startswith("#")
+        at = line[: len(line) - len(line.lstrip())]
+        whole = line if plain else command(at, body, columns)
+        out.append(whole if plain or body == line.lstrip() else whole + " \\")
+    return "\n".join(out)
 
 
 def _longest_word(cells: Sequence[str]) -> int:

@@ -90,7 +90,8 @@ def run(
 
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    data = result.json(origin, recommendation.recommend(result.rows).json())
+    advice = recommendation.recommend(result.rows, bench.longest(engine))
+    data = result.json(origin, advice.json())
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from g4spec.cli._machines import (
     machine_of,
 )
 from g4spec.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from g4spec.advisor.verdict import Diagnosis
 
 
 def command(
@@ -80,13 +83,16 @@ def command(
         return questions.watch_network(out)
     machine = machine_of(known, assume, given)
     question = ask(known, machine, model, draft, ctx_size, kv, attention_backend, gpus)
-    d = diagnose(known, machine, question, questions.engine(engine))
+    _answer(diagnose(known, machine, question, questions.engine(engine)), out, verbose)
+
+
+def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:
+    """Show a diagnosis; CheckFailed where the run that was asked for cannot work."""
     d.show(out, verbose)
     out.result(d.json())
     if not d.works:
-        raise CheckFailed(
-            f"{d.question}: cannot work as asked", fix=f"first, {d.steps[0]}" if d.steps else None
-        )
+        fix = f"first, {d.steps[0]}" if d.steps else None
+        raise CheckFailed(f"{d.question}: cannot work as asked", fix=fix)
 
 
 def _one_of(alone: dict[str, object], *others: object) -> None:

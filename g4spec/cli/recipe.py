@@ -80,7 +80,7 @@ def _show(out: render.Output, r: Recipe) -> None:
             node = f", node {i}" if parts is r.commands and len(parts) > 1 else ""
             if i == 0 or node:
                 out.line(f"# {title}{node}", "bold", gap=True)
-            out.stream(text + "\n")
+            out.script(text)
     out.line("# Why", "bold", gap=True)
     for text in r.reasons():
         out.line(f"#   {text}")

@@ -136,10 +136,9 @@ def _grid(
     from rich.text import Text
 
     colours, text = colour(sys.stdout), io.StringIO()
-    room = sum(widths) + _layout.GAP * (len(widths) + 1)
-    console = Console(file=text, width=max(room, len(title)), force_terminal=colours,
-                      no_color=not colours)  # fmt: skip
-    table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left")
+    room = sum(widths) + _layout.GAP * len(widths)
+    console = Console(file=text, width=room, force_terminal=colours, no_color=not colours)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name, width, numeric in zip(names, widths, right, strict=True):
         side: Literal["left", "right"] = "right" if numeric else "left"
         table.add_column(Text(name), justify=side, overflow="fold", width=width)
@@ -147,6 +146,8 @@ def _grid(
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
     lines = [line.rstrip() for line in text.getvalue().rstrip().split("\n")]
+    if title:
+        lines = [*_layout.wrapped(title, _layout.width(sys.stdout)).split("\n"), "", *lines]
     _put("\n".join(lines), sys.stdout)
 
 
@@ -186,6 +187,11 @@ class Output:
             if sys.stdout.isatty():
                 text = styled(text.replace("\r\n", "\n"), style, sys.stdout)
             _put(text, sys.stdout, end="")
+
+    def script(self, text: str) -> None:
+        """Shell commands that are the product; a terminal gets them broken so that they can be
+        pasted."""
+        self.stream(_layout.script(text, _layout.width(sys.stdout)) + "\n")
 
     def aside(self, text: str) -> None:
         """Text beside the product as it comes, dim: a model's thoughts. Where stdout is a pipe, it
@@ -250,7 +256,8 @@ class Output:
         kept = _layout.columns_kept(upright, [columns.index(name) for name in spare], room)
         widths = _layout.widths([upright[i] for i in kept], room)
         if widths is None:
-            _put(f"{one_line(title)}\n{_layout.records(columns, cells, room)}", sys.stdout)
+            shown = _layout.wrapped(one_line(title), room)
+            _put(f"{shown}\n{_layout.records(columns, cells, room)}", sys.stdout)
         else:
             right = [bool(rows) and all(isinstance(r[i], int | float) for r in every) for i in kept]
             made = [[row[i] for i in kept] for row in cells]
