@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from g4spec import __version__, models
-from g4spec.advisor import offload
+from g4spec import __version__
+from g4spec.advisor import offload, own
 from g4spec.advisor.choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Machine
@@ -88,8 +88,11 @@ class EngineVerdict:
 
 
 def engine(facts: Facts, name: str) -> Engine:
-    """The row of an engine by its name."""
-    return next(e for e in facts.all(Engine) if e.name == name)
+    """The row of an engine by its name; what our runtime takes, it is asked itself."""
+    row = next(e for e in facts.all(Engine) if e.name == name)
+    if name == "g4spec":
+        return replace(row, newest=__version__, drafts=own.drafts(), kv_all=own.cache_types())
+    return row
 
 
 def _size(facts: Facts, target: Target) -> Size | None:
@@ -254,11 +257,6 @@ def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
 # ---- our own runtime
 
 
-def own_drafts() -> set[str]:
-    """Kinds of drafts that this version of g4spec runs, by the words used here."""
-    return {"mtp" if name == "gemma4-assistant" else name for name in models.drafts()}
-
-
 def _config(size: Size) -> gemma4.Config:
     """What our parser makes of a size."""
     n = size.sliding + size.full
@@ -330,7 +328,7 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     free = machine.ram_free
     if why:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
-    elif q.draft is not None and q.draft.kind not in own_drafts():
+    elif q.draft is not None and q.draft.kind not in own.drafts():
         refusal, fix = f"it has no {q.draft.kind} drafts yet", "llama.cpp or vLLM"
     elif q.kv not in (None, "f32"):
         refusal, fix = f"it has no {q.kv} cache on a CPU", "leave out --kv"

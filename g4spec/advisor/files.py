@@ -143,6 +143,7 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
             is_gguf=True,
             is_local=True,
             refusal=own.refusal(file, models.kinds()["gemma4"]),
+            notes=tuple(note for note in (own.mix(file), own.without_kernels(file)) if note),
         )
 
 

@@ -286,6 +286,32 @@ def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "format", "known"),
+    [
+        ("unsloth/gemma-4-31B-it-GGUF:Q4_K_M", "Q4_K_M", True),
+        ("unsloth/gemma-4-31B-it-GGUF@main:gemma-4-31B-it-Q6_K.gguf", "Q6_K", True),
+        ("unsloth/gemma-4-31B-it-GGUF:IQ4_XS", "IQ4_XS", False),
+        ("31b:iq3_xxs", "IQ3_XXS", False),
+        ("31b:Q2_K", "Q2_K", False),
+    ],
+)
+def test_types_as_the_hub_spells_them(text: str, format: str, known: bool) -> None:
+    """Sizes come from the data, else from the bits of a type that the runtime reads."""
+    found = lookup.target(FACTS, text)
+    (option,) = found.options
+    assert option.format == format and set(option.engines) == {"llama.cpp", "g4spec"}
+    assert bool(found.notes) != known and found.gguf_hub == (text if "/" in text else "")
+    assert 6e9 < option.nbytes < 30e9
+
+
+def test_a_repository_without_a_type_takes_the_best_gguf() -> None:
+    found = lookup.target(FACTS, "unsloth/gemma-4-31B-it-GGUF")
+    assert len(found.options) > 3 and all("llama.cpp" in o.engines for o in found.options)
+    with pytest.raises(UsageError, match="iq4_xs"):
+        lookup.target(FACTS, "31b:q9_z")
+
+
+@pytest.mark.parametrize(
     ("model", "text", "id"),
     [
         ("31b", "redhat-dflash", "redhat-dflash"),
