@@ -133,6 +133,6 @@ def _formats(target: Target, text: str, facts: Facts) -> tuple[Option, ...]:
     if hits:
         best = max(n for n, _ in hits)
         return tuple(o for n, o in hits if n == best)
-    if "/" in text and "gguf" not in low:  # a checkpoint on the hub whose name says nothing is in BF16
+    if "/" in text and "gguf" not in low:  # a checkpoint whose name says nothing is in BF16
         return tuple(o for o in target.options if o.format == "BF16")
     return target.options
