@@ -90,6 +90,7 @@ def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> M
     gpus: list[Gpu] = []
     linked = bool(re.search(r"\bnvlink\b", text, re.IGNORECASE))
     bare = re.sub(r"\b(with )?nvlink\b", "", text, flags=re.IGNORECASE).strip()
+    bare = re.sub(r"^(cpu|ram)(?=\d)", r"\1 ", bare, flags=re.IGNORECASE)
     if _CPU.match(_SIZE.sub("", bare).strip()):
         return _without_gpu(bare, text, tools)
     for part in re.split(r"[+,&]|\band\b", bare, flags=re.IGNORECASE):

@@ -90,7 +90,7 @@ def advice(
         enough = machine.ram_free is None or machine.ram_free > split.ram
         parts.append(
             f"{split.flag} keeps {split.on_card} of {split.layers} layers on the card and "
-            f"{what}, {split.ram / GIB:.1f} GiB, in RAM, much slower"
+            f"{what}, {split.ram / GIB:.1f} GiB, in RAM, slower"
             + ("" if enough else f" (only {(machine.ram_free or 0) / GIB:.1f} GiB are free)")
         )
     less = smaller(facts, machine, q, row)

@@ -390,6 +390,7 @@ def test_five_lines_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_card_llamacpp_runs_on_the_cpu() -> None:
+    assert questions.machine(FACTS, "cpu64gb", ()).ram == 64 << 30
     d = ask("CPU 64GB")
     marks = {x.facts[0]: x.mark for s in d.sections if "Gemma 4" in s.title for x in s.lines
              if x.facts and not x.detail}  # fmt: skip
