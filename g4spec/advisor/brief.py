@@ -75,7 +75,8 @@ def _plan(v: EngineVerdict) -> list[tuple[str, str]]:
     text += f"{plan.total / GIB:.1f} of {plan.available / GIB:.1f} GiB"
     if v.uncounted:
         text += " (without the draft, whose size is not known)"
-    size = f"{option.nbytes / 1e9:.1f} GB" if option.nbytes > 1e8 else f"{option.nbytes / 1e6:.1f} MB"
+    gb = option.nbytes / 1e9
+    size = f"{gb:.1f} GB" if gb > 0.1 else f"{1000 * gb:.1f} MB"
     return [("type", f"{plan.format}, {size}{cards}"), ("context", text)]
 
 
