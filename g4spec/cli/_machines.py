@@ -20,7 +20,7 @@ Model = Annotated[
         "--model",
         "-hf",
         "--hf-repo",
-        metavar="FILE|DIR|ID|SIZE",
+        metavar="MODEL",
         help="Target: a GGUF file, a checkpoint folder, a hub id (org/name:Q4_K_M), or a size: "
         "31b, 26b, 12b, e4b, e2b, with a format if you like (31b:q4_k_m).",
     ),
@@ -33,7 +33,7 @@ Draft = Annotated[
         "--draft",
         "-hfd",
         "--hf-repo-draft",
-        metavar="FILE|DIR|ID|NAME",
+        metavar="DRAFT",
         help="Draft: likewise, or a name: mtp, zlab-dflash, redhat-dflash, ...",
     ),
 ]
