@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from g4spec import cli, convert
-from g4spec.cli import _family, demo
+from g4spec.cli import _family, _first_text, demo
 from g4spec.errors import UsageError
 from g4spec.measure import verify
 from g4spec.measure.bench_compare import read
@@ -45,11 +45,13 @@ def test_demo_does_the_whole_job(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in (("N_CTX", 1024), ("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
+    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
         monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(_first_text, "N_CTX", 1024)
     out = tmp_path / "demo"
     assert cli.run(["demo", "--family", str(family), "-o", str(out), "-n", "6"]) == 0
     said = capsys.readouterr().out
+    assert said.index(_first_text.PROMPT) < said.index("1  Convert") and "~" in said
     for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure"):
         assert step in said
     assert said.count("3 of 3 texts identical") == 4
@@ -76,7 +78,8 @@ def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
 
 def test_demo_without_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["demo", "--family", str(tmp_path), "-o", str(tmp_path / "x")]) == 3
-    assert "dflash-other" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "dflash-other" in said and "clone of the repository" in said
     assert not (tmp_path / "x").exists()
 
 

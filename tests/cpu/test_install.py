@@ -70,6 +70,6 @@ def test_what_needs_the_package_is_left_out_before_3_11() -> None:
     """Files that import it, and no others: a new one has to be named."""
     named = {"package.py", "test_dflash.py", "test_dflash2.py", "test_dspark.py", "test_eagle3.py"}
     folder = ROOT / "tests" / "oracle"
-    imports = re.compile(r"^(from|import) speculators|^from tests\.oracle import.*\bpackage\b", re.M)
-    assert {f.name for f in folder.glob("*.py") if imports.search(f.read_text())} == named
+    imports = r"(?m)^(from|import) speculators|^from tests\.oracle import.*\bpackage\b"
+    assert {f.name for f in folder.glob("*.py") if re.search(imports, f.read_text())} == named
     assert set(conftest.collect_ignore) in (set(), named)
