@@ -24,7 +24,7 @@ _REFUSED = {
     "--threads-draft": _DRAFT,
     "-ctkd --cache-type-k-draft -ctvd --cache-type-v-draft":
         "a draft's cache has its target's type: --cache-type",
-    "-fa --flash-attn": "attention always works in blocks; nothing has to be switched on",
+    "-fa --flash-attn": "attention always works in blocks, with nothing to switch on",
     "-nkvo --no-kv-offload -kvo --kv-offload":
         "keys and values lie where the model runs; -c and --cache-type make them smaller",
     "--jinja --no-jinja": "chat templates are always read as Jinja",
