@@ -243,8 +243,8 @@ class _Hub:
             raise EnvironmentProblem(f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
                                      fix="unset it to download") from e  # fmt: skip
         if self.id.type:
-            ggufs = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
-            return folder / self._of_type(ggufs)[0]
+            names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
+            return folder / self._of_type(names)[0]
         ggufs = sorted(folder.glob("*.gguf"))
         alone = len(ggufs) == 1 and not any(folder.glob("*.safetensors"))
         return ggufs[0] if alone else folder

@@ -228,6 +228,15 @@ def test_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not served.seen
 
 
+def test_a_type_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    file = get("org/two:q8_0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert get("org/two:q8_0") == file
+    refused("org/two:bf16", InputError, "no single GGUF file.*draft-q8_0")
+
+
 def test_no_network(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     refused("org/draft", EnvironmentProblem, "no such file or folder here.*cannot be reached")
