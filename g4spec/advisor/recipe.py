@@ -190,6 +190,8 @@ def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
 def _model(v: EngineVerdict, target: Target) -> str:
     """The target as the engine is given it."""
     name, option = v.engine.name, v.option
+    if name == "g4spec" and target.gguf_hub:
+        return target.gguf_hub
     if name in GGUF and target.is_local:
         return target.given if target.is_gguf else "target.gguf"
     if option is None:
@@ -250,7 +252,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "cached": " --cache-type q8_0" if plan is not None and plan.kv == "q8_0" else "",
         "target_source": shlex.quote(target.given or ""),
         "target_hub": target.given if target.is_local else target.hub,
-        "tokenizer": shlex.quote(target.hub if hub else model),
+        "tokenizer": shlex.quote(target.hub if gguf and target.gguf_hub else model),
         "draft_source": shlex.quote(draft.given)
         if draft is not None and draft.is_local
         else "draft",
@@ -276,7 +278,7 @@ def _skip(flag: Flag, q: Question, v: EngineVerdict) -> bool:
         "flag-lc-convert": q.draft is not None and q.draft.is_gguf,
         "flag-g4-convert": q.draft is not None and q.draft.is_gguf,
         "flag-lc-target": q.target.is_local or bool(q.target.gguf_hub),
-        "flag-g4-target": q.target.is_local,
+        "flag-g4-target": q.target.is_local or bool(q.target.gguf_hub),
         "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-lc-build": v.installed,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _family, _measured
+from g4spec.cli import _family, _first_text, _measured
 from g4spec.cli._family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LENGTHS = "2,5,10,15,auto"
 """Draft lengths of the sweep, up to the longest block."""
-N_CTX, LONG, CASES, PROMPTS = 2048, 1024, 12, 2
+LONG, CASES, PROMPTS = 1024, 12, 2
 
 
 def command(
@@ -40,7 +40,10 @@ def command(
     from g4spec.measure import bench
 
     idle = bench.memory_in_use()
-    files = _family.convert_all(source, folder, out)
+    made = _family.convert_all(source, folder)
+    files = made.files
+    _first_text.write(files, out)
+    made.show(out)
     _family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
@@ -56,12 +59,11 @@ def command(
 
 def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     from g4spec.measure import prompts, verify
-    from g4spec.runtime.engine import Engine
 
     if name == DRAFTS[0]:
         out.line("4  Verify: with any draft the text is exactly what it is without.", "bold",
                  gap=True)  # fmt: skip
-    engine = Engine.load(files["target"], files[name], n_ctx=N_CTX)
+    engine = _first_text.load(files, name)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress(f"verifying {name}") as progress:
@@ -84,10 +86,9 @@ def _sweep(
 ) -> dict[str, Any]:
     from g4spec.measure import bench, prompts, recommendation
     from g4spec.measure import run_record as provenance
-    from g4spec.runtime.engine import Engine
 
     out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
-    engine = Engine.load(files["target"], files["dflash"], n_ctx=N_CTX)
+    engine = _first_text.load(files, DRAFTS[0])
     assert engine.draft is not None
     lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
