@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from g4spec.errors import CheckFailed, InputError, UsageError
 
 DRAFTS = ("dflash", "dflash-speculators", "assistant", "dflash-other")
 """Folders beside `target`; the last one was trained for another target."""
+
+MARKS = {"bench.json": b'"command": "g4spec demo', "report.html": b"<code>g4spec demo"}
+"""Results of `demo`, and what each says about the command that wrote it."""
 
 
 def find(given: Path | None) -> Path:
@@ -28,10 +32,7 @@ def find(given: Path | None) -> Path:
 def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
     from g4spec import convert
 
-    for name in ("target", *DRAFTS):
-        _check_free(folder / f"{name}.gguf", source / name)
-    for name in ("dflash-bf16", "dflash-q8_0"):
-        _check_free(folder / f"{name}.gguf", source / "dflash")
+    check_folder(source, folder)
     out.line("1  Convert: checkpoints become GGUF files, which g4spec and llama.cpp load.", "bold")
     files: dict[str, Path] = {}
     rows = []
@@ -55,12 +56,31 @@ def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
     return files
 
 
+def check_folder(source: Path, folder: Path) -> None:
+    """Raise UsageError if `demo` would replace a file in `folder` that no earlier demo made."""
+    from g4spec.gguf import regular
+
+    for name in ("target", *DRAFTS):
+        _check_free(folder / f"{name}.gguf", source / name)
+    for name in ("dflash-bf16", "dflash-q8_0"):
+        _check_free(folder / f"{name}.gguf", source / "dflash")
+    for name, mark in MARKS.items():
+        path = folder / name
+        if os.path.lexists(path) and not (path.is_file() and mark in regular.read(path)):
+            raise _foreign(path)
+
+
+def _foreign(path: Path) -> UsageError:
+    return UsageError(f"{path} is there and was not made by this demo",
+                      fix="name another folder with -o, or remove the file")  # fmt: skip
+
+
 def _check_free(path: Path, checkpoint: Path) -> None:
-    """UsageError for a file that no earlier demo made of this checkpoint."""
+    """Raise UsageError for a file that no earlier demo made of this checkpoint."""
     from g4spec.convert import detect, provenance
     from g4spec.gguf import GGUF
 
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     said = None
     if path.is_file():
@@ -68,8 +88,7 @@ def _check_free(path: Path, checkpoint: Path) -> None:
             said = file.get(provenance.DIGEST)
     with detect(checkpoint) as found:
         if said != provenance.digest(found.source):
-            raise UsageError(f"{path} is there and was not made by this demo",
-                             fix="name another folder with -o, or remove the file")  # fmt: skip
+            raise _foreign(path)
 
 
 def validate_all(source: Path, files: dict[str, Path], out: Output) -> None:
