@@ -61,14 +61,19 @@ def load(
     from g4spec.runtime.engine import Engine
 
     engine = Engine.load(model, draft, **asdict(setup), **more)
-    if engine.target.ops.device.type != "cpu":
-        out.note(f"runs on {engine.backend.title}")
+    tell_where(engine.backend.title, engine.on_cpu, setup, out)
+    return engine
+
+
+def tell_where(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
+    """Say on which device an engine runs; on a CPU, why on none other if that was left open."""
+    if not on_cpu:
+        out.note(f"runs on {title}")
     elif setup.device == "auto":
         from g4spec.runtime import devices
 
         if (why := devices.unused()) is not None:
             out.note(f"runs on the CPU: {why}")
-    return engine
 
 
 def tell(engine: Engine, out: Output) -> None:

@@ -34,8 +34,7 @@ def handled() -> Iterator[None]:
         _end_at_once()  # nothing is left to clear away
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int)
-def _CUT(number: int) -> None:
+def _cut(number: int) -> None:
     """Say that a mapped file lost its pages, and end the process at once.
 
     The C library calls this from the instruction that read the page. Python's own handlers run
@@ -52,6 +51,8 @@ def _CUT(number: int) -> None:
     finally:
         os._exit(error.exit_code)
 
+
+_CUT = ctypes.CFUNCTYPE(None, ctypes.c_int)(_cut)
 
 def _asked_to_end(number: int, frame: object) -> NoReturn:
     """Unwind, so that half-written files are removed. Asked again, end at once and in silence:
