@@ -231,7 +231,8 @@ def test_many_readers_at_once(client: EngineClient) -> None:
         return sum([len(cycle.tokens) async for cycle in request])
 
     async def all_of() -> list[int]:
-        asked = [client.submit([2, i], Options(n_predict=8, ignore_eos=True)) for i in range(20, 28)]
+        short = Options(n_predict=8, ignore_eos=True)
+        asked = [client.submit([2, i], short) for i in range(20, 28)]
         return await asyncio.gather(*map(read, asked))
 
     assert asyncio.run(all_of()) == [8] * 8
