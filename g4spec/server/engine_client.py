@@ -302,6 +302,8 @@ class EngineClient:
                     reason = str(more[0])
                 if name == "refused" and not self._loaded.is_set():
                     self._told(more[0])
+                if name == "lost":
+                    break
                 self._heard(channel, name, more)
         finally:
             with self._lock:

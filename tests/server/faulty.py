@@ -25,13 +25,20 @@ def _fail(token: int) -> None:
 
 
 def load(**options: Any) -> Engine:
-    """Load an engine that fails where a prompt asks for it."""
+    """Load an engine that fails where a prompt asks for it. After a failure while a prompt is read,
+    nothing works any more, as after an error of CUDA that stays."""
     engine = Engine.load(**options)
     read, collect = engine.backend.read, engine.scheduler._collect
+    drop = engine.scheduler._drop
+
+    def failing() -> None:
+        raise RuntimeError("CUDA error: it stays")
 
     def reading(target: Any, slot: int, ids: Sequence[int], start: int) -> StepRows:
         if list(ids[-2:-1]) == [READING]:
+            engine.scheduler._drop = failing  # type: ignore[method-assign]
             _fail(ids[-1])
+            engine.scheduler._drop = drop  # type: ignore[method-assign]
         return read(target, slot, ids, start)
 
     def collecting() -> None:
