@@ -288,11 +288,15 @@ class EngineClient:
         """Run one process to its end; returns why it ended."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path), str(theirs.fileno()),
-                 str(os.getpid())],
-                pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.__stderr__,
-            )  # fmt: skip
+            command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path),
+                       str(theirs.fileno()), str(os.getpid())]  # fmt: skip
+            try:
+                process = self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    stdout=sys.__stderr__,
+                )  # fmt: skip
+            except OSError as error:
+                return str(error)
             channel = Channel(Connection(ours.detach()))
         channel.send("load", self._make, self._arguments)
         reason = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-from g4spec.errors import G4Error
+from g4spec.errors import EnvironmentProblem, G4Error
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.figures import Figures
 from g4spec.runtime.request import Options, Progress, Request, Stats
@@ -57,6 +57,11 @@ def copied(stats: Stats) -> Stats:
                    accepted_by_position=list(stats.accepted_by_position))  # fmt: skip
 
 
+def told(error: BaseException | None) -> str:
+    """Describe an error in words."""
+    return f"{type(error).__name__}: {error}" if error is not None else "interrupted"
+
+
 class _Unpickler(pickle.Unpickler):
     """Puts this process' objects in the places where `engine_client` named them."""
 
@@ -88,7 +93,10 @@ class Relay:
             if self._progress or not isinstance(cycle, Progress):
                 send("cycle", self._number, cycle, copied(request.stats), *self._more())
         if request.done:
-            send("done", self._number, copied(request.stats), request.notes, request.error,
+            error = request.error
+            if error is not None and not isinstance(error, G4Error):
+                error = RuntimeError(told(error))  # others need not survive the way
+            send("done", self._number, copied(request.stats), request.notes, error,
                  *self._more())  # fmt: skip
             self._worker.requests.pop(self._number, None)
 
@@ -116,10 +124,12 @@ class Worker:
         try:
             engine: Engine = make(**arguments)
             list(engine.generate([engine.tokenizer.bos], Options(n_predict=2)))  # measures costs
-        except G4Error as error:
-            self.channel.send("refused", error)
+        except (G4Error, MemoryError, RuntimeError) as error:  # the last two: of torch
+            known = error if isinstance(error, G4Error) else EnvironmentProblem(
+                "the engine cannot be loaded", found=told(error))  # fmt: skip
+            self.channel.send("refused", known)
             self.channel.finish()
-            return error.exit_code
+            return known.exit_code
         vocabulary = Vocabulary(engine.tokenizer, engine.config.n_vocab)
         self._shared |= {"tokenizer": engine.tokenizer, "vocabulary": vocabulary}
         self.channel.beat = Beat(engine)
@@ -149,7 +159,7 @@ class Worker:
 
     def fail(self, error: Exception | None) -> None:
         """End this process: a step has failed, and nobody knows what the device still does."""
-        text = f"{type(error).__name__}: {error}" if error is not None else "interrupted"
+        text = told(error)
         sys.stderr.writelines([f"the engine has failed: {text}\n"])
         self.channel.send("lost", text)
         self.channel.finish()
@@ -166,7 +176,7 @@ class Beat:
     def __call__(self) -> Message | None:
         """Return the message, or None."""
         if self._engine.failed is not None:
-            return "lost", str(self._engine.failed)
+            return "lost", told(self._engine.failed)
         now = time.monotonic()
         figures = self._engine.figures()
         if figures == self._last or (now < self._due and not figures.idle):

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from g4spec.core import StepRows
 from g4spec.errors import InputError
 from g4spec.runtime.engine import Engine
@@ -63,3 +65,8 @@ def load_once(flag: Path, **options: Any) -> Engine:
 def end(**options: Any) -> Engine:
     """End the process."""
     os._exit(9)
+
+
+def no_memory(**options: Any) -> Engine:
+    """Load weights into a GPU that is full."""
+    raise torch.OutOfMemoryError("GPU 0 has a total capacity of 1 GiB")

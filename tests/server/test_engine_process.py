@@ -196,6 +196,8 @@ def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -
         EngineClient(tmp_path / "none.gguf")
     with pytest.raises(EnvironmentProblem, match="ended while it loaded: found exit code 9"):
         EngineClient(target, make=faulty.end)
+    with pytest.raises(EnvironmentProblem, match="cannot be loaded: found OutOfMemoryError: GPU"):
+        EngineClient(target, make=faulty.no_memory)
 
 
 def test_it_ends_with_the_server(family: Path) -> None:
