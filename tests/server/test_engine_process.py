@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,8 +17,15 @@ from typing import Any
 
 import pytest
 
-from g4spec.errors import EnvironmentProblem, InputError, PromptTooLong, UsageError
-from g4spec.ops.sampling import Sampler
+from g4spec.errors import (
+    EnvironmentProblem,
+    G4Error,
+    InputError,
+    KernelCompileError,
+    PromptTooLong,
+    UsageError,
+)
+from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.server import engine_client
@@ -198,6 +206,17 @@ def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -
         EngineClient(target, make=faulty.end)
     with pytest.raises(EnvironmentProblem, match="cannot be loaded: found OutOfMemoryError: GPU"):
         EngineClient(target, make=faulty.no_memory)
+
+
+@pytest.mark.parametrize("error", [
+    UsageError("-c", expected=1, found=[2], fix="use 1"), PromptTooLong(9, 4, "9 or more"),
+    KernelCompileError("a.cu", ("-O3",), "no", fix="update"), NotFinite("not finite"),
+    InputError("x"), EnvironmentProblem("y"),
+], ids=lambda error: type(error).__name__)  # fmt: skip
+def test_errors_pass_whole(error: G4Error) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error)
+    assert vars(again) == vars(error) and again.args == error.args
 
 
 def test_it_ends_with_the_server(family: Path) -> None:
