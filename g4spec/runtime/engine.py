@@ -333,10 +333,10 @@ def _context(asked: int | None, trained: int) -> int:
 
 def _target_config(file: GGUF) -> Any:
     arch = file.kv.get("general.architecture")
-    if arch not in models.targets():
+    if arch not in models.TARGETS:
         if (kind := models.of_gguf(arch, file.tensors)) is not None:
             raise models.misplaced(file.path, kind)
-        raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
+        raise InputError(f"{file.path}: not a target", expected=" or ".join(models.TARGETS),
                          found=f"architecture {arch!r}")  # fmt: skip
     config = gemma4.parse_gguf(file.kv, file.shapes())
     check_heads(config.layers)

@@ -97,7 +97,7 @@ def find(folder: Path | None) -> list[Model]:
     for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
         with GGUF(path) as file:
             arch = file.kv.get("general.architecture")
-            if arch in models.targets():
+            if arch in models.TARGETS:
                 targets.append(path)
             elif models.of_gguf(arch, file.tensors) is not None:
                 drafts.append(path)
