@@ -261,8 +261,20 @@ class EngineClient:
     # ---- the process
 
     def _supervise(self) -> None:
-        """Start a process, and another one whenever it ends. In one thread, because the kernel ends
-        the process with the thread that started it."""
+        """Keep a process running, and end all requests when there will be no other one. In one
+        thread, because the kernel ends the process with the thread that started it."""
+        try:
+            self._run_all()
+        finally:
+            with self._lock:
+                if self.failed is None and not self._closing.is_set():
+                    self.failed = EnvironmentProblem("no process of the engine runs any more")
+            if not self._loaded.is_set():  # a mistake of ours, whose traceback follows
+                self._told(EnvironmentProblem("no process of the engine could be started"))
+            self._end_all("closed")
+
+    def _run_all(self) -> None:
+        """Start a process, and another one whenever it ends."""
         failures = 0
         while not self._closing.is_set():
             self._finished = False
@@ -277,7 +289,6 @@ class EngineClient:
             self._lost(reason, last)
             if last or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
                 break
-        self._end_all("closed")
 
     def _told(self, what: Facts | BaseException) -> None:
         """Tell `__init__` what came of loading, the first time."""
