@@ -61,7 +61,9 @@ class Opened:
         from g4spec.server.service import Service
 
         sampler = _defaults.sampler(target, self.out, **self.asked)
-        engine = EngineClient(target, draft, **asdict(self.setup), **self.more)
+        with self.out.progress(f"loading {target.name}") as progress:
+            engine = EngineClient(target, draft, make=_engine.settled, progress=progress,
+                                  **asdict(self.setup), **self.more)  # fmt: skip
         _engine.tell_where(engine.title, engine.on_cpu, self.setup, self.out)
         engine.tokenizer.template = self.template or engine.tokenizer.template
         return Service(engine, replace(settings, sampler=sampler))

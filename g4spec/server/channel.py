@@ -19,7 +19,7 @@ Message = tuple[Any, ...]
 
 From it:
 
-- "ready", `Facts`: it was made. "refused", G4Error: it cannot be.
+- "loading", tensors read, of all. "ready", `Facts`: it was made. "refused", G4Error: it cannot be.
 - "begun", number: a text has a slot, and its prompt is being read.
 - "cycle", number, Cycle, Stats, length, text: `text` follows the first `length` characters.
 - "done", number, Stats, notes, error, length, text.

@@ -135,8 +135,10 @@ class EngineClient:
 
     def __init__(
         self, target: Path, draft: Path | str | None = None, *,
-        make: Callable[..., Engine] = Engine.load, **options: Any,
+        make: Callable[..., Engine] = Engine.load,
+        progress: Callable[[int, int], None] | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        self._progress = progress
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
         self._texts: dict[int, _Text] = {}
@@ -332,6 +334,9 @@ class EngineClient:
         """Do what a message says; see `channel`."""
         if name == "figures":
             self._figures = more[0]
+        elif name == "loading":
+            if self._progress is not None and not self._loaded.is_set():
+                self._progress(*more)
         elif name == "ready":
             self._ready(channel, more[0])
         elif name in ("begun", "cycle", "done"):

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -122,7 +123,7 @@ class Worker:
         name, make, arguments = next(messages)
         assert name == "load", name
         try:
-            engine: Engine = make(**arguments)
+            engine: Engine = make(**arguments, progress=partial(self.channel.send, "loading"))
             list(engine.generate([engine.tokenizer.bos], Options(n_predict=2)))  # measures costs
         except (G4Error, MemoryError, RuntimeError) as error:  # the last two: of torch
             known = error if isinstance(error, G4Error) else EnvironmentProblem(
