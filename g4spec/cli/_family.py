@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import g4spec
@@ -11,6 +13,9 @@ from g4spec.errors import CheckFailed, InputError, UsageError
 
 DRAFTS = ("dflash", "dflash-speculators", "assistant", "dflash-other")
 """Folders beside `target`; the last one was trained for another target."""
+
+MARKS = {"bench.json": b'"command": "g4spec demo', "report.html": b"<code>g4spec demo"}
+"""Results of `demo`, and what each says about the command that wrote it."""
 
 
 def find(given: Path | None) -> Path:
@@ -22,19 +27,41 @@ def find(given: Path | None) -> Path:
             return place
     raise InputError("no model family", found=", ".join(map(str, places)),
                      expected=f"folders target, {', '.join(DRAFTS)}",
-                     fix="run this in the repository, or pass --family")  # fmt: skip
+                     fix="the family is no part of the package: run this in a clone of the "
+                     "repository, or pass its examples/tiny with --family")  # fmt: skip
 
 
-def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The family as GGUF files. `rows`: what happened to each checkpoint; `wide`, `small`: bytes of
+    the draft in BF16 and Q8_0."""
+
+    files: dict[str, Path]
+    rows: list[tuple[object, ...]]
+    wide: int
+    small: int
+
+    def show(self, out: Output) -> None:
+        """Steps 1 and 2, explained."""
+        out.line("1  Convert: checkpoints became GGUF files, which g4spec and llama.cpp load.",
+                 "bold", gap=True)  # fmt: skip
+        columns = ("checkpoint", "copied", "made", "kept in keys", "dropped", "file")
+        out.table("", columns, self.rows)
+        out.line("The plan uses every tensor once or gives a reason for leaving it out; nothing is "
+                 "guessed from file names.")  # fmt: skip
+        out.line("2  Quantize: the same draft in full precision, then with 8 bits a weight.",
+                 "bold", gap=True)  # fmt: skip
+        out.line(f"BF16 needs {self.wide / 2**20:.1f} MiB and Q8_0 {self.small / 2**20:.1f} MiB: "
+                 "half the memory to read for every drafted token.")  # fmt: skip
+
+
+def convert_all(source: Path, folder: Path) -> Converted:
+    """Convert every checkpoint, and one draft to two types."""
     from g4spec import convert
 
-    for name in ("target", *DRAFTS):
-        _check_free(folder / f"{name}.gguf", source / name)
-    for name in ("dflash-bf16", "dflash-q8_0"):
-        _check_free(folder / f"{name}.gguf", source / "dflash")
-    out.line("1  Convert: checkpoints become GGUF files, which g4spec and llama.cpp load.", "bold")
+    check_folder(source, folder)
     files: dict[str, Path] = {}
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name in ("target", *DRAFTS):
         target = files.get("target")
         files[name] = folder / f"{name}.gguf"
@@ -42,25 +69,34 @@ def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
         made = convert.convert(source / name, files[name], target=target)
         counts = [len(plan.of(a)) for a in ("copy", "make", "metadata", "drop")]
         rows.append((name, *counts, f"{made.nbytes / 2**20:.1f} MiB"))
-    out.table("", ("checkpoint", "copied", "made", "kept in keys", "dropped", "file"), rows)
-    out.line("The plan uses every tensor once or gives a reason for leaving it out; nothing is "
-             "guessed from file names.")  # fmt: skip
-    out.line("2  Quantize: the same draft in full precision, then with 8 bits a weight.", "bold",
-             gap=True)  # fmt: skip
     wide = convert.convert(source / "dflash", folder / "dflash-bf16.gguf", target=files["target"],
                            type="bf16")  # fmt: skip
     small = convert.quantize(wide.out, folder / "dflash-q8_0.gguf", "q8_0")
-    out.line(f"BF16 needs {wide.nbytes / 2**20:.1f} MiB and Q8_0 {small.nbytes / 2**20:.1f} MiB: "
-             "half the memory to read for every drafted token.")  # fmt: skip
-    return files
+    return Converted(files, rows, wide.nbytes, small.nbytes)
+
+
+def check_folder(source: Path, folder: Path) -> None:
+    """Raise UsageError if `demo` would replace a file in `folder` that no earlier demo made."""
+    for name in ("target", *DRAFTS):
+        _check_free(folder / f"{name}.gguf", source / name)
+    for type in ("bf16", "q8_0"):
+        _check_free(folder / f"dflash-{type}.gguf", source / "dflash")
+    for path, mark in ((folder / name, mark) for name, mark in MARKS.items()):
+        if os.path.lexists(path) and not (path.is_file() and mark in path.read_bytes()):
+            raise _foreign(path)
+
+
+def _foreign(path: Path) -> UsageError:
+    fix = "name another folder with -o, or remove the file"
+    return UsageError(f"{path} is there and was not made by this demo", fix=fix)
 
 
 def _check_free(path: Path, checkpoint: Path) -> None:
-    """UsageError for a file that no earlier demo made of this checkpoint."""
+    """Raise UsageError for a file that no earlier demo made of this checkpoint."""
     from g4spec.convert import detect, provenance
     from g4spec.gguf import GGUF
 
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     said = None
     if path.is_file():
@@ -68,8 +104,7 @@ def _check_free(path: Path, checkpoint: Path) -> None:
             said = file.get(provenance.DIGEST)
     with detect(checkpoint) as found:
         if said != provenance.digest(found.source):
-            raise UsageError(f"{path} is there and was not made by this demo",
-                             fix="name another folder with -o, or remove the file")  # fmt: skip
+            raise _foreign(path)
 
 
 def validate_all(source: Path, files: dict[str, Path], out: Output) -> None:

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli._writing import prepare, write
+from g4spec.cli._writing import write
 from g4spec.cli.render import Output
-from g4spec.errors import CheckFailed, UsageError
+from g4spec.errors import CheckFailed
 
 if TYPE_CHECKING:
     from g4spec.measure.bench import Protocol
     from g4spec.measure.prompts import Prompt
     from g4spec.runtime.engine import Engine
-
-MT_BENCH = "mt-bench"
 
 
 def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None) -> None:
@@ -41,7 +39,8 @@ def show(data: Mapping[str, Any], out: Output) -> None:
     ]  # fmt: skip
     columns = ("prompts", "drafted", "tokens/s", "x plain", "tokens/cycle", "by prompt",
                "accepted", "draft ms", "step ms", "prefill/s")  # fmt: skip
-    out.table("Draft lengths", columns, rows)
+    spare = ("accepted", "tokens/cycle", "step ms", "draft ms", "prefill/s", "by prompt")
+    out.table("Draft lengths", columns, rows, spare)
     for note in data["notes"]:
         out.note(note)
     out.line(data["recommendation"]["words"], style="bold")
@@ -89,7 +88,8 @@ def run(
 
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    data = result.json(origin, recommendation.recommend(result.rows).json())
+    advice = recommendation.recommend(result.rows, bench.longest(engine))
+    data = result.json(origin, advice.json())
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")
@@ -97,21 +97,12 @@ def run(
         averages(data["rows"], out)
     keep(data, out, save, report)
     out.result(data)
+    end(data)
+
+
+def end(data: Mapping[str, Any]) -> None:
+    """Raise CheckFailed if a draft changed a text, KeyboardInterrupt if Ctrl-C ended the
+    measurement, now that what was measured is said and written."""
     require_identical(data)
-
-
-def checked(
-    model: Path | None, preset: str | None, dataset: Path | None, fixed: bool, *writes: Path | None
-) -> Path:
-    """The target, if the options mean something together. `writes`: see `prepare`."""
-    if model is None:
-        raise UsageError("-m is missing: pass the target, a GGUF file")
-    if preset not in (None, MT_BENCH):
-        raise UsageError("--preset", expected=MT_BENCH, found=preset)
-    if dataset is not None and not preset:
-        raise UsageError("--dataset is for --preset", fix=f"pass --preset {MT_BENCH} too")
-    if preset and fixed:
-        raise UsageError("--preset fixes the prompts and temperature 0",
-                         fix="leave out --temp and --categories")  # fmt: skip
-    prepare(*writes)
-    return model
+    if data["interrupted"]:
+        raise KeyboardInterrupt

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _family, _measured
+from g4spec.cli import _family, _first_text, _measured
 from g4spec.cli._family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -17,7 +17,9 @@ from g4spec.errors import CheckFailed
 if TYPE_CHECKING:
     from g4spec.measure.verify import Verdict
 
-N_CTX, LONG, CASES, PROMPTS = 2048, 1024, 12, 2
+LENGTHS = "2,5,10,15,auto"
+"""Draft lengths of the sweep, up to the longest block."""
+LONG, CASES, PROMPTS = 1024, 12, 2
 
 
 def command(
@@ -38,7 +40,10 @@ def command(
     from g4spec.measure import bench
 
     idle = bench.memory_in_use()
-    files = _family.convert_all(source, folder, out)
+    made = _family.convert_all(source, folder)
+    files = made.files
+    _first_text.write(files, out)
+    made.show(out)
     _family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
@@ -54,12 +59,11 @@ def command(
 
 def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     from g4spec.measure import prompts, verify
-    from g4spec.runtime.engine import Engine
 
     if name == DRAFTS[0]:
         out.line("4  Verify: with any draft the text is exactly what it is without.", "bold",
                  gap=True)  # fmt: skip
-    engine = Engine.load(files["target"], files[name], n_ctx=N_CTX)
+    engine = _first_text.load(files, name)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress(f"verifying {name}") as progress:
@@ -82,17 +86,16 @@ def _sweep(
 ) -> dict[str, Any]:
     from g4spec.measure import bench, prompts, recommendation
     from g4spec.measure import run_record as provenance
-    from g4spec.runtime.engine import Engine
 
     out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
-    engine = Engine.load(files["target"], files["dflash"], n_ctx=N_CTX)
+    engine = _first_text.load(files, DRAFTS[0])
     assert engine.draft is not None
-    lengths = bench.lengths_of("2,4,7,auto", engine.draft.max_tokens)
+    lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, bench.Protocol(lengths, n_predict, repeats=2),
                              idle=idle, progress=progress)  # fmt: skip
-    advice = recommendation.recommend(result.rows)
+    advice = recommendation.recommend(result.rows, bench.longest(engine))
     origin = provenance.describe(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
     )
