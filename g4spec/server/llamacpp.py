@@ -9,6 +9,7 @@ import math
 import re
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -328,7 +329,7 @@ def props(service: Service) -> dict[str, Any]:
         },
         "total_slots": engine.target.space.n_slots,
         "model_alias": service.settings.model,
-        "model_path": tokenizer.source,
+        "model_path": Path(tokenizer.source).name,  # not where on the machine
         "modalities": {"vision": False, "audio": False},
         "chat_template": tokenizer.template or "",
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),
