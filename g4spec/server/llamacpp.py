@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from g4spec.server import chat, completions, grammar, options, shapes
+from g4spec.server import chat, completions, fields, grammar, options, shapes
 from g4spec.server.fields import Body, ChatRequest, Json, LlamaCpp, Sampling
 from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Token
@@ -74,6 +74,11 @@ def without_neutral(value: Json) -> Json:
         elif key not in IDLE:
             out[key] = found
     return out
+
+
+def read(model: type[CompletionBody], body: bytes) -> CompletionBody:
+    """Parse and validate a body, as `fields.read` does, in which samplers may be turned off."""
+    return fields.check(model, without_neutral(fields.parse(body)))
 
 
 class TokenizeBody(Body):

@@ -19,16 +19,17 @@ from urllib.parse import parse_qs
 
 from pydantic_core import from_json
 from starlette.applications import Starlette
-from starlette.routing import Mount
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import GGUF
 from g4spec.server import app as one
-from g4spec.server import page
+from g4spec.server import fields, page
 from g4spec.server.access import refusal
 from g4spec.server.json_text import JSONAnswer
+from g4spec.server.openapi import described, document
 from g4spec.server.refusals import Refused
 from g4spec.server.service import Service
 
@@ -182,17 +183,26 @@ class Models:
             return self._named(path.removeprefix("/v1/models/")).json()
         if method == "GET" and path in ("/health", "/v1/health") and self._current() is None:
             return {"status": "ok"}
-        if method == "POST" and path in ("/models/load", "/models/unload"):
+        if method == "GET" and path == "/openapi.json":
+            return document([*one.routes(one.Endpoints), *OWN])
+        own = next((each for each in OWN if path == each.path and method == "POST"), None)
+        if own is not None:
             if name is None:
                 raise Refused(400, "model: which one?", param="model")
-            model = self._named(name)
-            if path == "/models/load":
-                await self._loaded(model)
-            else:
-                async with self._lock:
-                    await self._emptied(model)
-            return {"success": True, "model": model.json()}
+            await own.endpoint(self, self._named(name))
+            return {"success": True, "model": self._named(name).json()}
         return None
+
+    @described(body=fields.ModelRequest)
+    async def load(self, model: Model) -> None:
+        """Answer POST /models/load: load a model now, as a request that names it would."""
+        await self._loaded(model)
+
+    @described(body=fields.ModelRequest)
+    async def unload(self, model: Model) -> None:
+        """Answer POST /models/unload, once the requests in the model have ended."""
+        async with self._lock:
+            await self._emptied(model)
 
     def _named(self, name: str) -> Model:
         if name not in self.all:
@@ -304,6 +314,11 @@ class Models:
         log.info("model unloaded", extra={"facts": {"model": model.name}})
         await model.life.aclose()
         await asyncio.to_thread(service.engine.close)
+
+
+OWN = [Route("/models/load", Models.load, methods=["POST"]),
+       Route("/models/unload", Models.unload, methods=["POST"])]  # fmt: skip
+"""Paths about the models, beside those of each."""
 
 
 async def _whole(receive: Receive) -> tuple[bytes, Receive]:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import from_json
 
 from g4spec.server import fields
@@ -170,7 +170,9 @@ class InputRequest(Body):
     """A body of /v1/responses/input_tokens."""
 
     model: str | None = None
-    input: Annotated[list[Any], BeforeValidator(_items)] = Field(default_factory=list)
+    input: Annotated[list[Any], BeforeValidator(_items), WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+    )] = Field(default_factory=list)  # fmt: skip
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Any] | None = None

@@ -103,6 +103,8 @@ def test_requests_choose_a_model(several: Several, room: Room, plain: Served) ->
     http = several.http
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
     assert http.get("/health").status_code == 200
+    assert "/models/load" in http.get("/openapi.json").json()["paths"]
+    assert several.status() == {"first": "unloaded", "second": "unloaded"}
     answer = http.post("/v1/completions", json={**ASK, "model": "first"}).json()
     assert answer["model"] == "first" and answer["timings"]["draft_n"] > 0
     assert answer["choices"] == plain.post("/v1/completions", **ASK)["choices"]
