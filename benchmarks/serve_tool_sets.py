@@ -14,7 +14,8 @@ that are equal count once.
   without a draft and with each, eight at once. Calls must be valid, and the same with each draft.
   A text that the limit of tokens ends is counted apart; its tokens are compared, too.
 - `--schemas` schemas drawn by hypothesis-jsonschema from a meta-schema of JSON Schema, if it is
-  installed (it does not work with newer hypothesis): as strict functions, each is refused with a reason or its calls are valid.
+  installed (it does not work with newer hypothesis): as strict functions, each is refused with a
+  reason or its calls are valid.
 
 Exit code 1 if one is not.
 """
