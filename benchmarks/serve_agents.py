@@ -133,9 +133,10 @@ def codex(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]
     (home / "config.toml").write_text(
         'model = "tiny"\nmodel_provider = "g4spec"\n[model_providers.g4spec]\nname = "g4spec"\n'
         f'base_url = "{url}/v1"\nwire_api = "responses"\nstream_idle_timeout_ms = 600000\n'
-    )
+    )  # namespaces of tools and OpenAI's search are no functions
     program = folder / "node_modules/.bin/codex"
     return [str(program), "exec", "--skip-git-repo-check", "--sandbox", "read-only",
+            "-c", 'web_search="disabled"', "--disable", "multi_agent",
             QUESTION], {"CODEX_HOME": str(home)}  # fmt: skip
 
 
@@ -151,7 +152,7 @@ def opencode(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, s
 
 
 AGENTS: dict[str, tuple[Callable[..., tuple[list[str], dict[str, str]]], str]] = {
-    "claude": (claude, "Read"), "codex": (codex, "update_plan"), "opencode": (opencode, "read"),
+    "claude": (claude, "Read"), "codex": (codex, "get_goal"), "opencode": (opencode, "read"),
 }  # fmt: skip
 """How each is started, and a tool of it that harms nobody whatever its arguments."""
 

@@ -31,7 +31,7 @@ from g4spec.server.access import BodyLimit, Keys, Log, Panics, refusal
 from g4spec.server.json_text import JSONAnswer
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.refusals import Refused
-from g4spec.server.response_store import ResponseStore
+from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.streams import PING, Events, EventStream, Gone, event, unless_gone
 
@@ -169,7 +169,8 @@ class Endpoints:
         """Answer POST /v1/responses."""
         writer = responses.Writer(self._service, self._store, body, _owner(request))
         if body.background:
-            return JSONAnswer(await writer.start())
+            record = await writer.start()
+            return self._follow(record, -1) if body.stream else JSONAnswer(record.response)
         return await self._run(request, writer.job, bool(body.stream), writer.answer,
                                writer.chunks, writer.failed)  # fmt: skip
 
@@ -180,15 +181,19 @@ class Endpoints:
             await responses.count(self._service, self._store, body, _owner(request))
         )
 
+    @described(stream="true: as events", starting_after="the last event's sequence_number")
     async def response(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/responses/{id}."""
         name, owner = request.path_params["id"], _owner(request)
         if request.method == "DELETE":
             return JSONAnswer(self._store.delete(name, owner))
-        if request.query_params:
-            raise Refused(400, "a stored response comes whole, without any options",
-                          param=next(iter(request.query_params)))  # fmt: skip
-        return JSONAnswer(self._store.get(name, owner).response)
+        record = self._store.get(name, owner)
+        after = response_fields.followed(request.query_params, record.events is not None)
+        return JSONAnswer(record.response) if after is None else self._follow(record, after)
+
+    def _follow(self, record: Record, after: int) -> Response:
+        return EventStream(record, record.follow(after), lambda refused: event(refused.json()),
+                           self._service.settings)  # fmt: skip
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/responses/{id}/cancel."""
