@@ -144,7 +144,10 @@ def opencode(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, s
     """Start opencode."""
     provider = {"npm": "@ai-sdk/openai-compatible", "name": "g4spec", "models": {"tiny": {}},
                 "options": {"baseURL": f"{url}/v1", "apiKey": "none"}}  # fmt: skip
-    config = {"provider": {"g4spec": provider}, "permission": {"bash": "deny", "edit": "deny"}}
+    others = ("bash", "edit", "write", "task", "glob", "grep", "todowrite", "webfetch", "skill")
+    config = {"provider": {"g4spec": provider}, "permission": {"bash": "deny", "edit": "deny"},
+              "agent": {"build": {"prompt": "Be brief.",
+                                  "tools": dict.fromkeys(others, False)}}}  # fmt: skip
     (home / "opencode.json").write_text(json.dumps(config))
     env = {"OPENCODE_CONFIG": str(home / "opencode.json"), "OPENCODE_DISABLE_AUTOUPDATE": "1"}
     program = folder / "node_modules/opencode-linux-x64/bin/opencode"
