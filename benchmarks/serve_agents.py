@@ -6,9 +6,9 @@
 Each agent is started without a terminal, with a home of its own and one question. The family is too
 small to decide for a call, so the first request of a conversation that offers the agent's harmless
 tool (`AGENTS`) is changed on its way: that tool must be called. What the model writes as its
-arguments, the agent runs or refuses, and sends the result back; the answer to that ends the
-exchange. It passes if the agent ends by itself with code 0, no request was refused, and a request
-with the result of the call was answered.
+arguments, the agent runs or refuses, and sends the result back; the answer to that, which is made
+to end soon by a bias, ends the exchange. It passes if the agent ends by itself with code 0, no
+request was refused, and a request with the result of the call was answered.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tests.server.served import TEMPLATE
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 QUESTION = "What is 2 + 3?"
-MOST = 48
+MOST = 400
 """New tokens of an answer."""
 
 
@@ -107,7 +107,9 @@ class Between:
         self.seen.returned |= result
         for key in ("max_tokens", "max_output_tokens", "max_completion_tokens"):
             if key in body:
-                body[key] = min(body[key], 400)
+                body[key] = min(body[key], MOST)
+        if result:  # agents take it for an error where a limit ends the answer
+            body["logit_bias"] = {"1": 6, "106": 6}
         if self.seen.tool in tools and not self.seen.forced:
             self.seen.forced = note["forced"] = True
             body["tool_choice"] = {

@@ -11,7 +11,8 @@ that are equal count once.
 - All: the grammar of `tool_choice: "required"` is made and compiled, and a text is drawn from it
   without a model; its calls must be valid against their schema by jsonschema.
 - `--sets` of them, chosen at random (0: all): the bundled family writes a call at temperature 1,
-  without a draft and with each, eight at once. Calls must be valid, and the same with each draft.
+  without a draft and with each, eight at once, with a bias to the marks that end texts and calls:
+  it is too small to end them soon. Calls must be valid, and the same with each draft.
   A text that the limit of tokens ends is counted apart; its tokens are compared, too.
 - `--schemas` schemas drawn by hypothesis-jsonschema from a meta-schema of JSON Schema, if it is
   installed (it does not work with newer hypothesis): as strict functions, each is refused with a
@@ -182,7 +183,8 @@ def written(
     for at in range(0, len(asked), 8):
         requests = []
         for i, (_, wanted) in enumerate(asked[at : at + 8]):
-            sampler = Sampler(temperature=1.0, seed=at + i)
+            ends = ((made.marks.delimiter, 6.0), (made.marks.call_end, 6.0))
+            sampler = Sampler(temperature=1.0, seed=at + i, logit_bias=ends)
             drafted = 0 if engine.draft is None else 4
             options = Options(limit, sampler, drafted, mask=made.vocabulary.mask(wanted))
             requests.append(engine.submit(prompt, options))

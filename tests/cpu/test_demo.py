@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import httpx
 import pytest
 
 from g4spec import cli, convert
@@ -47,9 +49,13 @@ def test_demo_does_the_whole_job(
     out = tmp_path / "demo"
     assert cli.run(["demo", "--family", str(family), "-o", str(out), "-n", "6"]) == 0
     said = capsys.readouterr().out
-    for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure"):
+    for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure", "6  Serve"):
         assert step in said
     assert said.count("3 of 3 texts identical") == 4
+    url = re.search(r"POST (http://127.0.0.1:\d+)/v1/completions 'def area", said)
+    assert url and " drafted tokens accepted. `g4spec serve" in said
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url[1]}/health")
     data = read(out / "bench.json")
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
