@@ -30,7 +30,7 @@ from tests.company import IN_MEMORY, KINDS, N_CTX, PARALLEL, Alone, Engines, jud
 
 
 class Files(Engines):
-    """Engines over files. The newest ones are kept for further rounds."""
+    """Engines over files. All are kept for further rounds, with their recorded cycles."""
 
     def __init__(self, target: Path, device: str, cache_type: str | None) -> None:
         def load(kind: str | None, **more: int) -> Engine:
@@ -38,7 +38,7 @@ class Files(Engines):
             return Engine.load(target, draft, n_ctx=N_CTX, device=device, cache_type=cache_type,
                                **more)  # fmt: skip
 
-        self._load = lru_cache(maxsize=16)(load)
+        self._load = lru_cache(maxsize=None)(load)
         self.vocab = load(None).target.config.n_vocab
 
     def alone(self, kind: str | None) -> Engine:
@@ -69,7 +69,7 @@ def main() -> int:
         choices = (None, *args.draft)
     rng, plain, began = random.Random(args.seed), Alone(engines=engines), time.perf_counter()
     total: Counter[str] = Counter()
-    kinds: dict[str, Counter[str]] = {str(kind): Counter() for kind in choices}
+    kinds: dict[str, Counter[str]] = {Path(str(kind)).stem: Counter() for kind in choices}
     wrong: list[str] = []
     turn = most_live = 0
     while total["answers"] < args.answers and time.perf_counter() - began < args.seconds:
@@ -80,7 +80,7 @@ def main() -> int:
         figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
         most_live = max(most_live, figures.pop("most_live"))
         total.update(figures)
-        kinds[str(kind)].update(figures)
+        kinds[Path(str(kind)).stem].update(figures)
         wrong += verdict.wrong
         for line in verdict.wrong:
             print(line[:500], flush=True)

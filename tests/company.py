@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from g4spec.core import Cycle
+from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
@@ -71,9 +72,16 @@ class Answer:
     reason: str = ""
 
     @classmethod
-    def of(cls, request: Request, cycles: Sequence[Cycle]) -> Answer:
-        """Of a request that is done."""
-        made = cls(text=request.text, reason=request.stats.stop_reason)
+    def of(cls, request: Request) -> Answer:
+        """Run a request to its end; `reason` is the error that ended it, if one did."""
+        cycles: list[Cycle] = []
+        error = None
+        try:
+            for cycle in request:
+                cycles.append(cycle)
+        except InputError as found:
+            error = f"error: {found}"
+        made = cls(text=request.text, reason=error or request.stats.stop_reason)
         for cycle in cycles:
             made.ids += cycle.tokens
             made.logits += cycle.logits
@@ -194,7 +202,7 @@ def together(engine: Engine, asks: Sequence[Ask]) -> Crowd:
             break
         most = max(most, len(engine.scheduler.live))
         step += 1
-    answers = [[Answer.of(r, list(r)) for r in request.choices] for request in requests]
+    answers = [[Answer.of(r) for r in request.choices] for request in requests]
     return Crowd(answers, requests, most)
 
 
@@ -236,7 +244,7 @@ class Alone:
         seed = ask.options.sampler.seed + choice
         options = replace(ask.options, n=1, sampler=replace(ask.options.sampler, seed=seed))
         request = self._engine.generate(ask.prompt, options)
-        return Answer.of(request, list(request))
+        return Answer.of(request)
 
 
 @dataclass
@@ -282,7 +290,8 @@ def judge(
             if same is not None and ask.options.draft_max != "auto":  # which goes by the clock
                 found = found or proposals_differ(got, same(ask, choice))
             if found:
-                wrong.append(f"{kind}, {parallel} at once, seed {seed}, request {number}: {found}")
+                wrong.append(f"{kind}, {parallel} at once{', tight' * tight}, seed {seed}, "
+                             f"request {number}: {found}")
     stats = [r.stats for request in crowd.requests for r in request.choices]
     return Verdict(
         answers=len(stats),

@@ -168,7 +168,8 @@ class Scheduler:
         return [t for t in running if t.sequence is not None]
 
     def _grow(self, task: Task) -> bool:
-        """Give a text the pages of the next cycles, if the pool has them."""
+        """Give a text the pages of this cycle and of those that may be started while it is under
+        way, if the pool has them."""
         rows = MAX_STEP_ROWS * max(runner.depth for runner in self.runners)
         positions = task.live.position + rows
         if self.pool.missing(task.live, positions) > self.pool.free:
@@ -296,6 +297,8 @@ class Scheduler:
         self, tasks: list[Task], counts: list[int], began: float, runner: Runner | None = None
     ) -> None:
         work = [Work(t.live, n, t.chooser) for t, n in zip(tasks, counts, strict=True)]
+        rows = MAX_STEP_ROWS * (1 + len(self._started))
+        assert not any(self.pool.missing(t.live, t.live.position + rows) for t in tasks)
         runner = runner or next(r for r in self.runners if r.takes(work))
         runner.start(work)
         self._steps += 1
@@ -305,7 +308,7 @@ class Scheduler:
 
     def _again(self, now: Started) -> bool:
         """Whether the next cycle is certain to be of the same texts and counts, whatever this one
-        finds, so that it may be started already."""
+        finds, and has pages, so that it may be started already."""
         tasks = now.tasks
         if self.waiting or tasks != [t for t in self.live if not t.reading] or len(tasks) < len(
             self.live
@@ -316,7 +319,8 @@ class Scheduler:
             position = task.live.position + 1 + count
             if task.left <= 1 + count or position >= self.target.n_ctx or room < count:
                 return False
-        return self.length.again([t.text for t in tasks], now.counts, most)
+        return all(map(self._grow, tasks)) and self.length.again(
+            [t.text for t in tasks], now.counts, most)  # fmt: skip
 
     def _collect(self) -> None:
         """Wait for the oldest cycle and hand out what it found."""

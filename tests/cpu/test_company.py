@@ -4,11 +4,15 @@ bit, whatever arrives, ends, is cancelled, preempted or begins with a prefix hit
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from g4spec.core import Cycle, Draft, Work
 from g4spec.runtime.request import Options
+from g4spec.runtime.runner import EagerRunner
+from g4spec.runtime.target import Target
 from tests import company, memory_engine
 from tests.company import Alone, Ask
 from tests.memory_engine import DRAFTS
@@ -40,6 +44,38 @@ def test_a_pool_that_is_too_small(plain: Alone, kind: str | None) -> None:
     for ask, (got,) in zip(todo, crowd.answers, strict=True):
         assert not company.difference(got, plain(ask))
         assert not company.proposals_differ(got, same(ask))
+
+
+class Ahead(EagerRunner):
+    """Cycles that are started before the one before them is asked for, as on a GPU."""
+
+    depth = 2
+
+    def __init__(self, target: Target, draft: Draft | None) -> None:
+        super().__init__(target, draft)
+        self.under_way: list[Sequence[Work]] = []
+
+    def start(self, work: Sequence[Work]) -> None:
+        self.under_way.append(work)
+
+    def result(self) -> list[Cycle]:
+        super().start(self.under_way.pop(0))
+        return super().result()
+
+    def drop(self) -> None:
+        self.under_way.clear()
+
+
+@pytest.mark.parametrize("kind", [None, "dflash"])
+def test_cycles_started_ahead_have_their_pages(plain: Alone, kind: str | None) -> None:
+    """Long texts whose cycles are all alike: each is started while the one before is under way."""
+    rng = random.Random(6)
+    todo = asks([[2, *company.tokens(rng, 100 + i)] for i in range(2)], n_predict=200, draft_max=2)
+    engine = memory_engine.engine(DRAFTS[kind] if kind else None, n_ctx=512, parallel=2, pool=2000)
+    engine.scheduler.runners = [Ahead(engine.target, engine.draft)]
+    crowd = company.together(engine, todo)
+    for ask, (got,) in zip(todo, crowd.answers, strict=True):
+        assert not company.difference(got, plain(ask))
 
 
 def asks(prompts: list[list[int]], **options: object) -> list[Ask]:

@@ -9,7 +9,7 @@ import torch
 
 from g4spec.ops.sampling import NotFinite, Sampler, gumbel
 from g4spec.runtime.cuda.step.choose import Choice, Chosen, mode_of
-from tests.gpu.device import DEVICE, needs_gpu
+from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -87,10 +87,10 @@ def test_thousands_of_draws_have_the_right_frequencies() -> None:
     z = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5]).to(DEVICE)
     choice = Choice(5, DEVICE)
     choice.set(Sampler(temperature=1.0, seed=99))
-    n = 20_000
+    n, most = (4_000, 0.027) if EMULATED else (20_000, 0.012)
     ids = choice(z.expand(n, 5).contiguous(), torch.arange(n, device=DEVICE)).ids
     share = torch.bincount(ids, minlength=5).float() / n
-    assert float((share - z.softmax(0)).abs().max()) < 0.012
+    assert float((share - z.softmax(0)).abs().max()) < most
 
 
 @pytest.mark.parametrize("name", ["greedy", "temperature", "gemma"])
