@@ -11,7 +11,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     from g4spec import cli
+    from g4spec.cli import _threads
 
+    _threads.wait_asleep()
     cli.main()
 
 

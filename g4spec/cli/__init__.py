@@ -18,7 +18,7 @@ from typing import Annotated
 import typer
 
 from g4spec import __version__
-from g4spec.cli import _signals, render
+from g4spec.cli import _pasted, _signals, render
 from g4spec.cli._problems import CLICK_ERROR, as_error
 from g4spec.errors import G4Error
 
@@ -35,12 +35,14 @@ def _version(value: bool) -> None:
 def _top(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option("-V", "--version", callback=_version, is_eager=True, help="Print it."),
     ] = False,
 ) -> None:
     """Convert, validate, verify and run speculative-decoding drafts for Gemma 4.
 
-    Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad input, 4 environment.
+    Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad input, 4 environment. `g4spec help COMMAND`
+    is `g4spec COMMAND --help`.
     """
     if context.invoked_subcommand is None:
         render.Output().stream(context.get_help() + "\n")
@@ -59,13 +61,14 @@ def app() -> typer.Typer:
     """The Typer application with every command registered."""
     # Plain help text: rich's costs 0.1 s of imports, a third of what `--help` may take.
     made = typer.Typer(name="g4spec", rich_markup_mode=None, pretty_exceptions_enable=False)
-    made.callback(invoke_without_command=True)(_top)
+    settings = {"help_option_names": ["-h", "--help"]}
+    made.callback(invoke_without_command=True, context_settings=settings)(_top)
     for name in names():
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "app"):
-            made.add_typer(module.app, name=name)
+            made.add_typer(module.app, name=name, cls=_pasted.Group)
         elif hasattr(module, "command"):
-            made.command(name)(module.command)
+            made.command(name, cls=_pasted.Command)(module.command)
     return made
 
 
@@ -73,12 +76,14 @@ def run(argv: Sequence[str]) -> int:
     """Runs one command line and returns its exit code."""
     json = "--json" in argv
     render.Output.printed = False
+    if list(argv[:1]) == ["help"]:
+        argv = [*argv[1:], "--help"]
     try:
         code = app()(list(argv), prog_name="g4spec", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except (G4Error, CLICK_ERROR, MemoryError, OSError, RuntimeError) as problem:
+    except (G4Error, CLICK_ERROR, ImportError, MemoryError, OSError, RuntimeError) as problem:
         known = as_error(problem)
         if known is None:
             raise

@@ -34,5 +34,6 @@ Seed = Annotated[
     int | None,
     typer.Option("--seed", help="Seed of the first answer; later ones count up. Default: random."),
 ]
-ONLY_HERE = ("model", "draft", "ctx_size", "draft_window", "draft_p_min", "device", "cache_type")
+ONLY_HERE = ("model", "draft", "ctx_size", "draft_window", "draft_p_min", "device", "cache_type",
+             "threads")  # fmt: skip
 """Parameters that say nothing to a server elsewhere."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _inputs
+from g4spec.cli import _inputs, _threads
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
@@ -60,7 +60,9 @@ def load(
     """See `Engine.load`, which takes `more`, too."""
     from g4spec.runtime.engine import Engine
 
-    engine = Engine.load(model, draft, **asdict(setup), **more)
+    with out.progress(f"loading {model.name}") as progress:
+        engine = Engine.load(model, draft, **asdict(setup), **more, progress=progress)
+    _threads.settle(engine)
     if engine.target.ops.device.type != "cpu":
         out.note(f"runs on {engine.backend.title}")
     elif setup.device == "auto":

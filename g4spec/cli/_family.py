@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import g4spec
@@ -22,19 +23,44 @@ def find(given: Path | None) -> Path:
             return place
     raise InputError("no model family", found=", ".join(map(str, places)),
                      expected=f"folders target, {', '.join(DRAFTS)}",
-                     fix="run this in the repository, or pass --family")  # fmt: skip
+                     fix="the family is no part of the package: run this in a clone of the "
+                     "repository, or pass its examples/tiny with --family")  # fmt: skip
 
 
-def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """The family as GGUF files. `rows`: what happened to each checkpoint; `wide`, `small`: bytes of
+    the draft in BF16 and Q8_0."""
+
+    files: dict[str, Path]
+    rows: list[tuple[object, ...]]
+    wide: int
+    small: int
+
+    def show(self, out: Output) -> None:
+        """Steps 1 and 2, explained."""
+        out.line("1  Convert: checkpoints became GGUF files, which g4spec and llama.cpp load.",
+                 "bold", gap=True)  # fmt: skip
+        columns = ("checkpoint", "copied", "made", "kept in keys", "dropped", "file")
+        out.table("", columns, self.rows)
+        out.line("The plan uses every tensor once or gives a reason for leaving it out; nothing is "
+                 "guessed from file names.")  # fmt: skip
+        out.line("2  Quantize: the same draft in full precision, then with 8 bits a weight.",
+                 "bold", gap=True)  # fmt: skip
+        out.line(f"BF16 needs {self.wide / 2**20:.1f} MiB and Q8_0 {self.small / 2**20:.1f} MiB: "
+                 "half the memory to read for every drafted token.")  # fmt: skip
+
+
+def convert_all(source: Path, folder: Path) -> Converted:
+    """Convert every checkpoint, and one draft to two types."""
     from g4spec import convert
 
     for name in ("target", *DRAFTS):
         _check_free(folder / f"{name}.gguf", source / name)
     for name in ("dflash-bf16", "dflash-q8_0"):
         _check_free(folder / f"{name}.gguf", source / "dflash")
-    out.line("1  Convert: checkpoints become GGUF files, which g4spec and llama.cpp load.", "bold")
     files: dict[str, Path] = {}
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name in ("target", *DRAFTS):
         target = files.get("target")
         files[name] = folder / f"{name}.gguf"
@@ -42,17 +68,10 @@ def convert_all(source: Path, folder: Path, out: Output) -> dict[str, Path]:
         made = convert.convert(source / name, files[name], target=target)
         counts = [len(plan.of(a)) for a in ("copy", "make", "metadata", "drop")]
         rows.append((name, *counts, f"{made.nbytes / 2**20:.1f} MiB"))
-    out.table("", ("checkpoint", "copied", "made", "kept in keys", "dropped", "file"), rows)
-    out.line("The plan uses every tensor once or gives a reason for leaving it out; nothing is "
-             "guessed from file names.")  # fmt: skip
-    out.line("2  Quantize: the same draft in full precision, then with 8 bits a weight.", "bold",
-             gap=True)  # fmt: skip
     wide = convert.convert(source / "dflash", folder / "dflash-bf16.gguf", target=files["target"],
                            type="bf16")  # fmt: skip
     small = convert.quantize(wide.out, folder / "dflash-q8_0.gguf", "q8_0")
-    out.line(f"BF16 needs {wide.nbytes / 2**20:.1f} MiB and Q8_0 {small.nbytes / 2**20:.1f} MiB: "
-             "half the memory to read for every drafted token.")  # fmt: skip
-    return files
+    return Converted(files, rows, wide.nbytes, small.nbytes)
 
 
 def _check_free(path: Path, checkpoint: Path) -> None:

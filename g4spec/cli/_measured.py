@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli._writing import prepare, write
+from g4spec.cli._writing import write
 from g4spec.cli.render import Output
-from g4spec.errors import CheckFailed, UsageError
+from g4spec.errors import CheckFailed
 
 if TYPE_CHECKING:
     from g4spec.measure.bench import Protocol
     from g4spec.measure.prompts import Prompt
     from g4spec.runtime.engine import Engine
-
-MT_BENCH = "mt-bench"
 
 
 def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None) -> None:
@@ -97,21 +95,12 @@ def run(
         averages(data["rows"], out)
     keep(data, out, save, report)
     out.result(data)
+    end(data)
+
+
+def end(data: Mapping[str, Any]) -> None:
+    """Raise CheckFailed if a draft changed a text, KeyboardInterrupt if Ctrl-C ended the
+    measurement, now that what was measured is said and written."""
     require_identical(data)
-
-
-def checked(
-    model: Path | None, preset: str | None, dataset: Path | None, fixed: bool, *writes: Path | None
-) -> Path:
-    """The target, if the options mean something together. `writes`: see `prepare`."""
-    if model is None:
-        raise UsageError("-m is missing: pass the target, a GGUF file")
-    if preset not in (None, MT_BENCH):
-        raise UsageError("--preset", expected=MT_BENCH, found=preset)
-    if dataset is not None and not preset:
-        raise UsageError("--dataset is for --preset", fix=f"pass --preset {MT_BENCH} too")
-    if preset and fixed:
-        raise UsageError("--preset fixes the prompts and temperature 0",
-                         fix="leave out --temp and --categories")  # fmt: skip
-    prepare(*writes)
-    return model
+    if data["interrupted"]:
+        raise KeyboardInterrupt

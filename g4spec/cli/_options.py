@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from g4spec.cli import _threads
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import UsageError
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
@@ -26,9 +27,13 @@ DraftModel = Annotated[
 ]
 ContextSize = Annotated[
     int | None,
-    typer.Option("-c", "--ctx-size", help="Context in tokens. Default: the model's, at most 8192."),
+    typer.Option("-c", "--ctx-size", help="Context in tokens; 0: all of the model's. "
+                 "Default: the model's, at most 8192."),
 ]
-NPredict = Annotated[int, typer.Option("-n", "--n-predict", help="Most new tokens.")]
+NPredict = Annotated[
+    int,
+    typer.Option("-n", "--n-predict", help="Most new tokens; -1: until the context is full."),
+]
 DraftMax = Annotated[
     str,
     typer.Option(
@@ -68,6 +73,7 @@ CacheType = Annotated[
     typer.Option(metavar="|".join(KINDS), help="How keys and values are stored. Default: f16 on a "
                  "GPU; a CPU keeps 32 bits, of numbers rounded as this type rounds them."),
 ]
+Threads = _threads.Threads
 Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
 TopK = Annotated[int, typer.Option("--top-k", help="Keep the K likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option("--top-p", help="Keep this much probability; 1 keeps all.")]
@@ -75,22 +81,6 @@ MinP = Annotated[
     float, typer.Option("--min-p", help="Keep tokens this likely relative to the best; 0: all.")
 ]
 Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
-Prompt = Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt.")]
-PromptFile = Annotated[
-    Path | None, typer.Option("-f", "--file", help="Prompt from a file; - is stdin.")
-]
-TokensFile = Annotated[
-    Path | None,
-    typer.Option("--tokens-file", help="Prompt as token ids (see `tokenize`), taken as they are."),
-]
-Chat = Annotated[
-    bool,
-    typer.Option(
-        help="Put the prompt into the file's chat template. Off by default: a prompt then means "
-        "the same here as in other tools, and works with models that have no template."
-    ),
-]
-System = Annotated[str | None, typer.Option("--system", help="System message for --chat.")]
 Stop = Annotated[
     list[str] | None,
     typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
@@ -99,6 +89,11 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop 
 ShowDraft = Annotated[
     bool, typer.Option("--show-draft", help="Mark drafted, accepted and corrected tokens.")
 ]
+ShowRejected = Annotated[
+    bool,
+    typer.Option("--show-rejected", help="As --show-draft, with every rejected token of a proposal "
+                 "and not only the first."),
+]  # fmt: skip
 
 
 def draft_max(text: str) -> int | Literal["auto"]:

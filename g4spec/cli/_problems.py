@@ -11,6 +11,9 @@ from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
 
 _INPUT_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 
+INSTALL = "install it: pip install 'g4spec[run]' (README: a smaller build for CPUs)"
+"""What brings torch."""
+
 # click's ClickException, or that of typer's own copy of click in newer versions: both are
 # reachable from here without naming either.
 CLICK_ERROR: type[Exception] = typer.BadParameter.__mro__[2]
@@ -25,13 +28,22 @@ def as_error(problem: Exception) -> G4Error | None:
         path = context.command_path if context is not None else "g4spec"
         text = problem.format_message().rstrip(".")  # type: ignore[attr-defined]
         return UsageError(text, fix=f"see `{path} --help`")
-    if isinstance(problem, MemoryError) or _no_room(problem):
-        return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
+    if isinstance(problem, ImportError | MemoryError) or _no_room(problem):
+        return _lacking(problem)
     if isinstance(problem, RecursionError):  # only files nest: nothing here recurses by itself
         return InputError("a file is nested too deep", expected="JSON of a few levels")
     if isinstance(problem, RuntimeError) and "Symlink loop" in str(problem):  # Path.resolve
         return InputError(f"cannot open: {problem}", fix="check the path")
     return _refused(problem) if isinstance(problem, OSError) else None
+
+
+def _lacking(problem: Exception) -> EnvironmentProblem | None:
+    """What this machine lacks: memory, or torch. Another module that is missing is a bug."""
+    if not isinstance(problem, ImportError):
+        return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
+    if problem.name != "torch" or not isinstance(problem, ModuleNotFoundError):
+        return None
+    return EnvironmentProblem("running a model needs the package torch", fix=INSTALL)
 
 
 def _no_room(problem: Exception) -> bool:

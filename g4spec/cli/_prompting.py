@@ -4,38 +4,16 @@ tokenized."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from g4spec.cli import _inputs
 from g4spec.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from g4spec.runtime.tokenizer import Tokenizer
-
-Messages = Annotated[
-    Path | None,
-    typer.Option(
-        "--messages",
-        metavar="JSON",
-        help='Conversation for the chat template: [{"role": ..., "content": ...}, ...].',
-    ),
-]
-Tools = Annotated[
-    Path | None, typer.Option("--tools", metavar="JSON", help="Functions, as in OpenAI's API.")
-]
-Thinking = Annotated[bool, typer.Option(help="Let the model think first; needs a chat template.")]
-ParseSpecial = Annotated[
-    bool | None,
-    typer.Option(
-        "--parse-special/--no-parse-special",
-        help="Read control tokens such as <|turn> in a prompt as such. Default: in raw prompts; "
-        "with --chat and --messages not inside what users say.",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +58,9 @@ class Asked:
         if self.messages is not None:
             return Prompt(self, messages=_objects(self.messages, "role"), tools=tools)
         text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
+        if not text:
+            raise UsageError("the prompt is empty", fix="give a text; for one that begins with "
+                             "nothing, give the id of BOS with --tokens-file")  # fmt: skip
         if self.chat:
             return Prompt(self, messages=[{"role": "user", "content": text}], tools=tools)
         return Prompt(self, text=text)
@@ -104,6 +85,18 @@ class Prompt:
                                   thinking=self.asked.thinking, n_ctx=n_ctx,
                                   special=bool(self.asked.special))  # fmt: skip
         return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.asked.special is not False)
+
+    def advice(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
+        """What to say about a plain text for a model that was trained to chat.
+
+        Args:
+            ids: tokens of the prompt; control tokens among them show that it is a turn already.
+        """
+        plain = self.ids is None and self.messages is None
+        if not plain or not tokenizer.template or tokenizer.control_ids & set(ids[1:]):
+            return None
+        return ("the model was trained to chat, and continues this text as it stands: --chat makes "
+                "it a question")  # fmt: skip
 
 
 def _objects(path: Path, key: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from g4spec.cli.render import Output
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from g4spec.runtime.request import Stats
     from g4spec.runtime.tokenizer import Tokenizer
     from g4spec.server.talk import Told
+
+Colours = Literal["", "first", "all"]
+"""What is marked: nothing; accepted tokens and the first rejected one of a proposal; all."""
 
 LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))
 
@@ -30,24 +33,27 @@ class Writer:
     """Writes text as soon as it is certain not to be part of a stop text.
 
     Args:
-        show: mark each drafted token as accepted, or as rejected in front of its correction.
+        colours: mark drafted tokens as accepted, or as rejected in front of their correction.
     """
 
-    def __init__(self, out: Output, tokenizer: Tokenizer, stops: Sequence[str], show: bool) -> None:
-        self.out, self._tokenizer, self._stops, self._show = out, tokenizer, stops, show
+    def __init__(
+        self, out: Output, tokenizer: Tokenizer, stops: Sequence[str], colours: Colours
+    ) -> None:
+        self.out, self._tokenizer, self._stops = out, tokenizer, stops
+        self._colours = colours
         self._stream = tokenizer.stream()
         self._waiting: deque[tuple[str, str | None]] = deque()
         self._written = 0
-        if show:
+        if colours:
             out.legend(LEGEND)
 
     def cycle(self, cycle: Cycle, text: str) -> None:
         """Take in a cycle after which the whole text is `text`."""
         accepted, own = cycle.tokens[: cycle.accepted], cycle.tokens[cycle.accepted :]
-        self._waiting.append((self._stream.push(accepted), "good" if self._show else None))
-        if self._show and own and cycle.accepted < len(cycle.drafted):
-            wrong = self._tokenizer.decode([cycle.drafted[cycle.accepted]], special=True)
-            self._waiting.append((wrong, "struck"))
+        self._waiting.append((self._stream.push(accepted), "good" if self._colours else None))
+        wrong = cycle.drafted[cycle.accepted :] if self._colours and own else []
+        for id in wrong if self._colours == "all" else wrong[:1]:
+            self._waiting.append((self._tokenizer.decode([id], special=True), "struck"))
         self._waiting.append((self._stream.push(own), None))
         self._write(len(text) - held_back(text, self._stops))
 
@@ -86,26 +92,6 @@ def figures(stats: Stats, drafting: bool) -> str:
     parts.append(f"prompt {stats.prompt_tokens} tokens, {rate:.0f} tok/s")
     parts.append(f"ended by {stats.stop_reason}")
     return " | ".join(parts)
-
-
-FEW, SELDOM = 16, 0.04
-"""First tokens of proposals that tell enough, and the share of them that is almost none."""
-
-
-def strange_draft(drafted: int, accepted: int) -> str | None:
-    """What to say of a draft of whose `drafted` first tokens almost none was accepted."""
-    if drafted < FEW or accepted >= SELDOM * drafted:
-        return None
-    return (f"almost nothing of the draft was accepted: {accepted} of {drafted} first tokens "
-            f"({accepted / drafted:.1%}); it was probably not trained for this target. "
-            "g4spec validate DRAFT --target TARGET looks for the reason")  # fmt: skip
-
-
-def greedy_note(**given: float) -> str | None:
-    """What to say of options that only sampling reads, where the likeliest token is taken."""
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    said = f"{', '.join(names)}: no effect at --temp 0, which takes the likeliest token"
-    return said if names else None
 
 
 def answer_figures(told: Told) -> str:

@@ -26,7 +26,8 @@ Accepted = Annotated[
 ]  # fmt: skip
 
 ONLY = {"mix", "accepted"}
-TAKES = ONLY | {"synthetic", "draft", "ctx_size", "device", "cache_type", "save", "json", "quiet"}
+TAKES = ONLY | {"synthetic", "draft", "ctx_size", "device", "cache_type", "threads", "save", "json",
+                "quiet"}  # fmt: skip
 
 
 def check(context: typer.Context, synthetic: bool) -> None:

@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from g4spec.measure.probe import Probe
 
 
-def probed(out: Output, path: Path, target: Path | None) -> Probe:
-    """Run the pair, and show what was measured."""
+def check(target: Path | None) -> None:
+    """Raise what keeps --probe from running, before the files are read."""
     if target is None:
         raise UsageError("--probe runs the draft beside its target", fix="pass --target")
+    from g4spec.measure import probe  # noqa: F401  (needs torch)
+
+
+def probed(out: Output, path: Path, target: Path | None) -> Probe:
+    """Run the pair, and show what was measured."""
     from g4spec.measure import probe
 
+    assert target is not None, "see check"
     with out.progress("probing") as progress:
         found = probe.probe(target, path, progress=progress)
     shares = ", ".join(f"{x:.0%}" for x in found.run.shares())

@@ -6,11 +6,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from g4spec.cli import _compare, _engine, _inputs, _measured, _options, _streams, _synthetic
+from g4spec.cli import (
+    _bench_options,
+    _compare,
+    _engine,
+    _inputs,
+    _measured,
+    _options,
+    _streams,
+    _synthetic,
+)
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
@@ -18,41 +27,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(rich_markup_mode=None)
 
-Model = Annotated[Path | None, typer.Option("-m", "--model", help="Target: a GGUF file.")]
-Lengths = Annotated[
-    str | None,
-    typer.Option("--draft-max", "--spec-draft-n-max", metavar="sweep|auto|N|N,N,...",
-                 help="Draft lengths to measure. Default: sweep."),
-]  # fmt: skip
-Number = Annotated[int | None, typer.Option("-n", "--n-predict", min=1, help="New tokens. [128]")]
-Names = Annotated[str | None, typer.Option(help="Prompt categories, with commas. Default: all.")]
-Count = Annotated[int | None, typer.Option("--prompts", help="Prompts a category. Default: all.")]
-Repeats = Annotated[int, typer.Option(help="How often each prompt is timed.")]
-LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [at most 2048]")]
-Preset = Annotated[
-    str | None,
-    typer.Option(metavar=_measured.MT_BENCH,
-                 help="80 questions, one stream, 2048 tokens, temperature 0."),
-]  # fmt: skip
-Dataset = Annotated[Path | None, typer.Option(help="The preset's questions: question.jsonl.")]
-Save = Annotated[Path | None, typer.Option("-o", "--out", help="Keep the result as JSON.")]
-Report = Annotated[Path | None, typer.Option(help="Write a page with charts (HTML).")]
-
 
 @app.callback(invoke_without_command=True)
 def measure(
     context: typer.Context,
-    model: Model = None,
+    model: _bench_options.Model = None,
     draft: _options.DraftModel = None,
     ctx_size: _options.ContextSize = None,
-    draft_max: Lengths = None,
-    n_predict: Number = None,
-    categories: Names = None,
-    count: Count = None,
-    repeats: Repeats = 3,
-    long_tokens: LongTokens = None,
-    preset: Preset = None,
-    dataset: Dataset = None,
+    draft_max: _bench_options.Lengths = None,
+    n_predict: _bench_options.Number = None,
+    categories: _bench_options.Names = None,
+    count: _bench_options.Count = None,
+    repeats: _bench_options.Repeats = 3,
+    long_tokens: _bench_options.LongTokens = None,
+    preset: _bench_options.Preset = None,
+    dataset: _bench_options.Dataset = None,
     temp: _options.Temperature = 0.0,
     top_k: _options.TopK = 0,
     top_p: _options.TopP = 1.0,
@@ -64,8 +53,9 @@ def measure(
     parallel: _streams.Parallel = 1,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
-    save: Save = None,
-    report: Report = None,
+    threads: _options.Threads = None,
+    save: _bench_options.Save = None,
+    report: _bench_options.Report = None,
     synthetic: _synthetic.Size = None,
     mix: _synthetic.Type = "q4_k_m",
     accepted: _synthetic.Accepted = 6,
@@ -82,7 +72,7 @@ def measure(
         return _synthetic.run(synthetic, mix, draft, accepted, setup, out, save)
     _streams.check(parallel, report)
     _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0"))
-    model = _measured.checked(model, preset, dataset, bool(temp or categories), save, report)
+    model = _bench_options.checked(model, preset, dataset, bool(temp or categories), save, report)
     from g4spec.measure import bench, prompts, run_record
     from g4spec.ops.sampling import Sampler
 

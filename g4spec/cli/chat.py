@@ -39,6 +39,7 @@ def command(
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
+    threads: _options.Threads = None,
     quiet: Quiet = False,
 ) -> None:
     """Talk with the model; /help lists what else can be typed."""

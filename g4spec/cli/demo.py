@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _family, _measured, _served
+from g4spec.cli import _family, _first_text, _measured, _served
 from g4spec.cli._family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -17,7 +17,7 @@ from g4spec.errors import CheckFailed
 if TYPE_CHECKING:
     from g4spec.measure.verify import Verdict
 
-N_CTX, LONG, CASES, PROMPTS = 2048, 1024, 12, 2
+LONG, CASES, PROMPTS = 1024, 12, 2
 
 
 def command(
@@ -38,11 +38,15 @@ def command(
     from g4spec.measure import bench
 
     idle = bench.memory_in_use()
-    files = _family.convert_all(source, folder, out)
+    made = _family.convert_all(source, folder)
+    files = made.files
+    _first_text.write(files, out)
+    made.show(out)
     _family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
-    answer = _served.ask(files["target"], files["dflash"], N_CTX, n_predict, out)
+    answer = _served.ask(files["target"], files["dflash"], _first_text.N_CTX, n_predict,
+                         out)  # fmt: skip
     out.line(f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
              f"{time.perf_counter() - began:.0f} s.", style="good", gap=True)  # fmt: skip
     out.result({
@@ -55,12 +59,11 @@ def command(
 
 def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     from g4spec.measure import prompts, verify
-    from g4spec.runtime.engine import Engine
 
     if name == DRAFTS[0]:
         out.line("4  Verify: with any draft the text is exactly what it is without.", "bold",
                  gap=True)  # fmt: skip
-    engine = Engine.load(files["target"], files[name], n_ctx=N_CTX)
+    engine = _first_text.load(files, name)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress(f"verifying {name}") as progress:
@@ -83,10 +86,9 @@ def _sweep(
 ) -> dict[str, Any]:
     from g4spec.measure import bench, prompts, recommendation
     from g4spec.measure import run_record as provenance
-    from g4spec.runtime.engine import Engine
 
     out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
-    engine = Engine.load(files["target"], files["dflash"], n_ctx=N_CTX)
+    engine = _first_text.load(files, DRAFTS[0])
     assert engine.draft is not None
     lengths = bench.lengths_of("2,4,7,auto", engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from g4spec.cli import _engine, _inputs, _logits, _options, _prompting
-from g4spec.cli._spoken import Writer, figures, greedy_note, strange_draft
+from g4spec.cli import _engine, _inputs, _logits, _options, _prompting, _prompts
+from g4spec.cli._remarks import greedy_note, strange_draft
+from g4spec.cli._spoken import Colours, Writer, figures
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
 if TYPE_CHECKING:
-    from g4spec.runtime.request import Request
+    from g4spec.runtime.engine import Engine
+    from g4spec.runtime.request import Options, Request
 
 
 def command(
     model: _options.Model,
     draft: _options.DraftModel = None,
-    prompt: _options.Prompt = None,
-    file: _options.PromptFile = None,
-    tokens_file: _options.TokensFile = None,
-    chat: _options.Chat = False,
-    system: _options.System = None,
-    messages: _prompting.Messages = None,
-    tools: _prompting.Tools = None,
-    thinking: _prompting.Thinking = False,
-    parse_special: _prompting.ParseSpecial = None,
+    prompt: _prompts.Prompt = None,
+    file: _prompts.File = None,
+    tokens_file: _prompts.TokensFile = None,
+    chat: _prompts.Chat = False,
+    system: _prompts.System = None,
+    messages: _prompts.Messages = None,
+    tools: _prompts.Tools = None,
+    thinking: _prompts.Thinking = False,
+    parse_special: _prompts.ParseSpecial = None,
     ctx_size: _options.ContextSize = None,
     n_predict: _options.NPredict = 256,
     temp: _options.Temperature = 0.0,
@@ -42,16 +44,19 @@ def command(
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
+    threads: _options.Threads = None,
     stop: _options.Stop = None,
     ignore_eos: _options.IgnoreEos = False,
     show_draft: _options.ShowDraft = False,
+    show_rejected: _options.ShowRejected = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Generate text; a draft makes it faster and never changes it."""
     asked = _prompting.Asked(prompt, file, tokens_file, messages, chat, system, tools, thinking,
                              parse_special)  # fmt: skip
-    if show_draft and json:
+    colours: Colours = "all" if show_rejected else "first" if show_draft else ""
+    if colours and json:
         raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
@@ -60,19 +65,31 @@ def command(
     sampler = Sampler(temp, top_k, top_p, min_p, seed, logit_bias=_logits.logit_bias(logit_bias),
                       repetition_penalty=repeat_penalty, presence_penalty=presence_penalty,
                       frequency_penalty=frequency_penalty)  # fmt: skip
-    options = Options(n_predict, sampler, _options.draft_max(draft_max), tuple(stop or ()),
-                      ignore_eos)  # fmt: skip
-    _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft)
-    unread = greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed)
-    if unread and not temp:
-        out.note(unread)
+    options = Options(1 if n_predict == -1 else n_predict, sampler, _options.draft_max(draft_max),
+                      tuple(stop or ()), ignore_eos)  # fmt: skip
+    _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft,
+                        show_rejected=show_rejected)  # fmt: skip
+    if not temp:
+        out.note(greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed))
     given = asked.read()
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
-    run = engine.generate(given.encode(engine.tokenizer, engine.n_ctx), options)
-    _write(run, Writer(out, engine.tokenizer, options.stop, show_draft),
-           draft is not None and options.draft_max != 0)  # fmt: skip
+    _run(engine, given, options, n_predict == -1, colours, out)
+
+
+def _run(
+    engine: Engine, prompt: _prompting.Prompt, options: Options, endless: bool, colours: Colours,
+    out: Output,
+) -> None:  # fmt: skip
+    """Generate and show. `endless`: until the context is full."""
+    ids = prompt.encode(engine.tokenizer, engine.n_ctx)
+    out.note(prompt.advice(engine.tokenizer, ids))
+    if endless:
+        options = replace(options, n_predict=engine.n_ctx)
+    drafting = engine.draft is not None and options.draft_max != 0
+    run = engine.generate(ids, options)
+    _write(run, Writer(out, engine.tokenizer, options.stop, colours), drafting)
     _engine.tell(engine, out)
 
 
@@ -88,8 +105,7 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
     writer.finish(run.text)
     out.note(figures(run.stats, drafting))
     first = run.stats.drafted_by_position[0], run.stats.accepted_by_position[0]
-    if strange := strange_draft(*first):
-        out.note(strange)
+    out.note(strange_draft(*first))
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
     out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})
     if pressed:

@@ -21,6 +21,7 @@ def command(
     chunks: Annotated[
         int | None, typer.Option("--chunks", help="Read only so many chunks. Default: all.")
     ] = None,
+    threads: _options.Threads = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

@@ -22,7 +22,7 @@ SHOWN = 6
 
 def command(
     path: Annotated[Path, typer.Argument(help="A GGUF file, checkpoint folder or hub id.")],
-    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = True,
+    tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -49,10 +49,10 @@ def command(
 
 
 def _gguf(file: GGUF) -> dict[str, Any]:
-    entries = [{"name": t.name, "shape": t.shape, "type": t.format.name.upper(),
-                "bytes": t.nbytes} for t in file.tensors.values()]  # fmt: skip
     from g4spec.models import of_gguf
 
+    entries = [{"name": t.name, "shape": t.shape, "type": t.format.name.upper(),
+                "bytes": t.nbytes} for t in file.tensors.values()]  # fmt: skip
     arch = str(file.get("general.architecture"))
     kind = of_gguf(arch, file.tensors)
     return {
@@ -84,8 +84,8 @@ def _folder(folder: Folder, title: str) -> dict[str, Any]:
 def _sums(entries: list[dict[str, Any]]) -> dict[str, Any]:
     types: dict[str, dict[str, int]] = {}
     for e in entries:
-        sums = types.setdefault(e["type"], {"tensors": 0, "parameters": 0, "bytes": 0})
-        for key, n in (("tensors", 1), ("parameters", prod(e["shape"])), ("bytes", e["bytes"])):
+        sums = types.setdefault(e["type"], dict.fromkeys(("tensors", "parameters", "bytes"), 0))
+        for key, n in zip(sums, (1, prod(e["shape"]), e["bytes"]), strict=True):
             sums[key] += n
     return {"parameters": sum(t["parameters"] for t in types.values()), "types": types}
 
@@ -100,13 +100,14 @@ def _abbreviated(file: GGUF, key: str) -> Any:
 
 def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:
     out.line(f"{facts['path']}: {facts['kind']}")
-    out.line(f"{facts['container']}, {_types.size(facts['bytes'])}, "
-             f"{facts['parameters']:,} parameters, {len(facts['tensors'])} tensors")  # fmt: skip
+    listed = "" if tensors else " (--tensors lists them)"
+    out.line(f"{facts['container']}, {_types.size(facts['bytes'])}, {facts['parameters']:,} "
+             f"parameters, {len(facts['tensors'])} tensors{listed}")  # fmt: skip
     rows = [(t, s["tensors"], s["parameters"], _types.size(s["bytes"]))
             for t, s in facts["types"].items()]  # fmt: skip
     out.table("Types", ("type", "tensors", "parameters", "size"), rows)
-    out.table("Metadata", ("key", "value"),
-              [(k, _text(v)) for k, v in facts["metadata"].items()])  # fmt: skip
+    metadata = [(k, _text(v)) for k, v in facts["metadata"].items()]
+    out.table("Metadata", ("key", "value"), metadata)
     if tensors:
         rows = [(t["name"], "x".join(map(str, t["shape"])), t["type"], _types.size(t["bytes"]))
                 for t in facts["tensors"]]  # fmt: skip

@@ -28,6 +28,7 @@ def command(
     ] = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
+    threads: _options.Threads = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

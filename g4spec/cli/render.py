@@ -134,9 +134,9 @@ class Output:
         if not self.json and not self.quiet:
             _put("\n" * gap + styled(flat(text), style, sys.stdout), sys.stdout)
 
-    def note(self, text: str) -> None:
-        """A notice on stderr, said once per run however often it is raised."""
-        if not self.quiet and text not in self._said:
+    def note(self, text: str | None) -> None:
+        """A notice on stderr, said once per run however often it is raised; nothing for None."""
+        if text is not None and not self.quiet and text not in self._said:
             self._said.add(text)
             _put(styled(one_line(text), "dim", sys.stderr), sys.stderr)
 
@@ -173,7 +173,10 @@ class Output:
         return line.removesuffix("\n")
 
     def mark(self, text: str, style: str) -> None:
-        """Like `stream`, for a colour that means something: brackets where colours are off."""
+        """Like `stream`, for a colour that means something: brackets where colours are off. Line
+        breaks of struck text, which is not part of the answer, are spelled out."""
+        if style == "struck":
+            text = flat(text)
         if text and not colour(sys.stdout):
             text = MARKS[style][0] + text + MARKS[style][1]
         self.stream(text, style)

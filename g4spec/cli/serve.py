@@ -41,6 +41,7 @@ def command(
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
+    threads: _options.Threads = None,
     daemon: _daemon.Daemon = False,
     stream_fd: _daemon.StreamFd = None,
     quiet: Quiet = False,

@@ -69,6 +69,8 @@ def command(
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
     if path is None:
         return _list(out)
+    if probe:
+        _validated.check(target)
     path = _inputs.local(path, out, "gguf")
     if upstream:
         return _upstream(out, path)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _engine, _options, _streams
-from g4spec.cli._spoken import strange_draft
+from g4spec.cli import _engine, _options, _prompting, _prompts, _streams
+from g4spec.cli._remarks import strange_draft
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
+if TYPE_CHECKING:
+    from g4spec.measure.verify import Verdict
+
+Temperature = Annotated[float | None, typer.Option("--temp", help="Only this. Default: several.")]
+DraftMax = Annotated[
+    str | None,
+    typer.Option("--draft-max", "--spec-draft-n-max", metavar="N|auto",
+                 help="Only this draft length. Default: 1 to 15, and auto."),
+]  # fmt: skip
 Cases = Annotated[int, typer.Option("--cases", help="Comparisons: prompts x lengths x samplers.")]
 Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of each text.")]
 LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [at most 1024]")]
@@ -19,6 +29,10 @@ LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [a
 def command(
     model: _options.Model,
     draft: _options.DraftModel = None,
+    prompt: _prompts.Prompt = None,
+    file: _prompts.File = None,
+    temp: Temperature = None,
+    draft_max: DraftMax = None,
     cases: Cases = 48,
     n_predict: Number = 64,
     ctx_size: _options.ContextSize = None,
@@ -29,30 +43,55 @@ def command(
     cache_type: _options.CacheType = None,
     long_tokens: LongTokens = None,
     seed: _options.Seed = 0,
+    threads: _options.Threads = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Generate alone without the draft, and with it, several at once if asked for, over prompts,
-    draft lengths, seeds and temperatures; exit code 1 at the first token that differs."""
+    draft lengths, seeds and temperatures; exit code 1 at the first token that differs. Ctrl-C
+    ends it, and what was compared until then counts."""
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
+    own = _own(prompt, file, long_tokens)
+    length = None if draft_max is None else _options.draft_max(draft_max)
     from g4spec.measure import prompts, verify
+    from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
     # Typing errors should not cost the time of converting and loading.
-    Options(n_predict)
+    Options(n_predict, Sampler(temp or 0.0), "auto" if length is None else length)
+    if length == 0:
+        raise UsageError("--draft-max 0 drafts nothing that could be verified")
     verify.check(cases, parallel)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
     assert engine.draft is not None
-    room = prompts.room(long_tokens, engine.n_ctx, n_predict, 1024)
-    texts = prompts.prompts(engine.tokenizer, long_tokens=room)
-    todo = verify.cases(texts, cases, engine.draft.max_tokens, seed)
+    if own is not None:
+        texts = [prompts.Prompt("the prompt", "own", "raw", own)]
+    else:
+        room = prompts.room(long_tokens, engine.n_ctx, n_predict, 1024)
+        texts = prompts.prompts(engine.tokenizer, long_tokens=room)
+    todo = verify.cases(texts, cases, engine.draft.max_tokens, seed, length=length,
+                        temperature=temp)  # fmt: skip
     with out.progress("verifying") as progress:
         verdict = verify.verify(engine, todo, n_predict, parallel=parallel, progress=progress)
     _engine.tell(engine, out)
+    _show(verdict, out)
+
+
+def _own(prompt: str | None, file: Path | None, long_tokens: int | None) -> str | None:
+    """The text to continue, if one was given; UsageError where the options contradict that."""
+    if prompt is None and file is None:
+        return None
+    if long_tokens is not None:
+        raise UsageError("--long-tokens is for the shipped prompts", fix="leave it out")
+    return _prompting.Asked(prompt, file).read().text
+
+
+def _show(verdict: Verdict, out: Output) -> None:
+    """The notes, the verdict and what was drafted; CheckFailed for a bad one."""
     for note in verdict.notes:
         out.note(note)
     out.result(verdict.json())
@@ -64,10 +103,12 @@ def command(
     share = verdict.accepted / verdict.drafted
     out.line(
         f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft"
-        f"{f', {parallel} at once' * (parallel > 1)}: "
+        f"{f', {verdict.parallel} at once' * (verdict.parallel > 1)}: "
         f"{verdict.tokens} tokens, {verdict.same_logits} of them with the very same logit",
         style="good",
     )
     out.line(f"{verdict.drafted} tokens were drafted, {share:.1%} of them accepted")
     if strange := strange_draft(verdict.first_drafted, verdict.first_accepted):
         out.line(strange, style="warn")
+    if verdict.interrupted:
+        raise KeyboardInterrupt  # said and counted; the exit code tells of it, too

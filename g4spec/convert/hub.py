@@ -1,4 +1,5 @@
-"""Models named by their id on the Hugging Face hub: `org/name[@revision][:file.gguf]`.
+"""Models named by their id on the Hugging Face hub: `org/name[@revision][:file.gguf]`, or with the
+type of a GGUF as llama.cpp names it: `org/name:Q4_K_M`.
 
 Downloads go through huggingface_hub: its cache, its token, its resumption, and its settings
 (HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are fetched.
@@ -31,8 +32,10 @@ Want = Literal["any", "tokenizer", "gguf"]
 
 T = TypeVar("T")
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_ID = re.compile(rf"({_WORD}/{_WORD})(?:@([A-Za-z0-9][A-Za-z0-9._/-]*))?(?::([^:\\]+\.gguf))?")
+_REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+"
+_ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 HOME = "https://huggingface.co"
 INDEX = ".safetensors.index.json"
 LISTING = 16 << 20
@@ -43,11 +46,12 @@ TRANSIENT = {408, 429, 500, 502, 503, 504}
 
 @dataclass(frozen=True, slots=True)
 class Id:
-    """A repository on the hub, a revision of it, and maybe one file in it."""
+    """A repository on the hub, a revision of it, and maybe one file in it, by its name or type."""
 
     repo: str
     revision: str | None = None
     file: str | None = None
+    type: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> Id | None:
@@ -57,7 +61,13 @@ class Id:
             return None
         if (found[2] and ".." in found[2]) or (found[3] and not _safe(found[3])):
             return None
-        return cls(found[1], found[2], found[3])
+        named = found[3] is None or found[3].endswith(".gguf")
+        return cls(found[1], found[2], *((found[3], None) if named else (None, found[3])))
+
+    def of_type(self, names: Iterable[str]) -> list[str]:
+        """The GGUF files of this type, which stands in their names, as `-Q4_K_M.` or `/Q4_K_M-`."""
+        word = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(self.type or '')}(?![A-Za-z0-9_])", re.I)
+        return [name for name in names if name.endswith(".gguf") and word.search(name)]
 
     def __str__(self) -> str:
         return self.repo + (f"@{self.revision}" if self.revision else "")
@@ -141,6 +151,8 @@ class _Hub:
         small = [n for n in SMALL if n in top]
         tensors = sorted(n for n in top if n.endswith(".safetensors"))
         ggufs = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n.lower())
+        if self.id.type:
+            return self._of_type(ggufs)
         if want == "gguf" or not (tensors or (want == "tokenizer" and "tokenizer.json" in top)):
             if len(ggufs) == 1:
                 return ggufs
@@ -159,6 +171,16 @@ class _Hub:
                                  found=_shown(missing))  # fmt: skip
             return [*small, indexes[0], *shards]
         return [*small, *(["model.safetensors"] if "model.safetensors" in tensors else tensors)]
+
+    def _of_type(self, ggufs: list[str]) -> list[str]:
+        """The one file of the type that was asked for, or all parts of it."""
+        found = self.id.of_type(ggufs)
+        if len({PART.sub("", name) for name in found}) != 1:
+            named = found or ggufs or ["FILE.gguf"]
+            raise InputError(f"{self._what}: no single GGUF file has that type in its name",
+                             found=_shown(found or ggufs),
+                             fix=f"name one, as {self.id}:{named[0]}")  # fmt: skip
+        return found
 
     def _no_gguf(self, ggufs: list[str], names: list[str], tensors: bool) -> None:
         if ggufs:
@@ -220,13 +242,17 @@ class _Hub:
         except (self.errors.LocalEntryNotFoundError, self.errors.HFValidationError) as e:
             raise EnvironmentProblem(f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
                                      fix="unset it to download") from e  # fmt: skip
+        if self.id.type:
+            names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
+            return folder / self._of_type(names)[0]
         ggufs = sorted(folder.glob("*.gguf"))
         alone = len(ggufs) == 1 and not any(folder.glob("*.safetensors"))
         return ggufs[0] if alone else folder
 
     @property
     def _what(self) -> str:
-        return f"{self.id}:{self.id.file}" if self.id.file else str(self.id)
+        part = self.id.file or self.id.type
+        return f"{self.id}:{part}" if part else str(self.id)
 
     def _asked(self, call: Callable[[], T], guarded: Callable[[], Guard]) -> T:
         """The answer; a few times, while the failure is one that passes."""

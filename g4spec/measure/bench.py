@@ -9,25 +9,26 @@ How a number comes about:
 - A first run of every setting on another prompt warms up and is not counted.
 - Prefill is timed apart. Speed is emitted tokens over the time of drafting and steps.
 - The text of every run must equal the plain text. If not, the benchmark has failed.
+- Ctrl-C ends it early; what was measured with every setting counts (`Result.interrupted`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, UsageError
-from g4spec.measure.bench_summary import ALL, Length, Row, Sample, summarize
+from g4spec.measure.bench_summary import ALL, SCHEMA, Length, Row, Sample, summarize
 from g4spec.measure.prompts import Prompt
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from g4spec.runtime.request import Options
+from g4spec.runtime.request import Options, Stats
 
-SCHEMA = "g4spec.bench/1"
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 """Draft lengths of a sweep; `auto` is measured beside them."""
 
@@ -104,7 +105,12 @@ class Difference:
 
 @dataclass(slots=True)
 class Result:
-    """A finished sweep. `texts`: digest of each prompt's ids and of the plain output's ids."""
+    """A sweep. `texts`: digest of each prompt's ids and of the plain output's ids.
+
+    Attributes:
+        interrupted: ended by Ctrl-C; it then counts whole repeats only, or, before the end of the
+            first, the prompts that were measured with every setting.
+    """
 
     protocol: Protocol
     rows: list[Row]
@@ -112,6 +118,7 @@ class Result:
     texts: dict[str, dict[str, str]]
     notes: list[str]
     memory: dict[str, int | None]
+    interrupted: bool = False
 
     def row(self, category: str, length: Length) -> Row | None:
         """One row, or None if it was not measured."""
@@ -126,6 +133,7 @@ class Result:
             "options": asdict(self.protocol),
             "recommendation": advice,
             "identical": not self.differences,
+            "interrupted": self.interrupted,
             "rows": [asdict(r) for r in self.rows],
             "differences": [asdict(d) for d in self.differences],
             "texts": self.texts,
@@ -142,40 +150,59 @@ def sweep(
     idle: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Result:
-    """Measure every length on every prompt.
+    """Measure every length on every prompt; Ctrl-C ends it early (`Result.interrupted`).
 
     Args:
         idle: `memory_in_use()` before the engine was loaded, to report its growth.
 
-    Raises InputError when two prompts are the same.
+    Raises InputError when two prompts are the same, and KeyboardInterrupt where nothing was
+    measured before it.
     """
     ids_of = encoded(engine, prompts, protocol.n_predict)
-    samples = {
-        (p.name, n): Sample(p, n, len(ids_of[p.name])) for p in prompts for n in protocol.lengths
-    }
     result = Result(protocol, [], [], {}, list(engine.notes), {})
+    peak, turns = 0, list[Turn]()
+    total = protocol.repeats * len(prompts) * len(protocol.lengths)
+    try:
+        _warm_up(engine, protocol)
+        for repeat in range(protocol.repeats):
+            for number, prompt in enumerate(prompts):
+                runs: dict[Length, Run] = {}
+                for length in rotated(protocol.lengths, repeat + number):
+                    runs[length] = _measure(engine, ids_of[prompt.name], protocol.options(length))
+                    peak = max(peak, memory_in_use() or 0)
+                    progress(len(turns) * len(protocol.lengths) + len(runs), total)
+                turns.append(Turn(prompt, runs))
+    except KeyboardInterrupt:
+        if not turns:
+            raise
+        result.interrupted = True
+        turns = turns[: len(turns) // len(prompts) * len(prompts) or None]  # whole repeats, if any
+        result.notes.append(f"interrupted: {len(turns)} of {protocol.repeats * len(prompts)} "
+                            "measurements of a prompt count")  # fmt: skip
+    _sum_up(turns, result, ids_of)
+    result.notes += [n for n in engine.notes if n not in result.notes] + _remarks(result)
+    result.memory = _memory(engine, idle, peak)
+    return result
+
+
+def _sum_up(turns: Sequence[Turn], result: Result, ids_of: dict[str, list[int]]) -> None:
+    """Fill rows, differences and digests of a result."""
+    samples: dict[tuple[str, Length], Sample] = {}
+    for prompt, runs in turns:
+        ids = ids_of[prompt.name]
+        for length in result.protocol.lengths:
+            sample = Sample(prompt, length, len(ids))
+            _add(runs[length], samples.setdefault((prompt.name, length), sample))
+        result.differences += differences(prompt.name, {n: run.ids for n, run in runs.items()})
+        result.texts[prompt.name] = {"prompt": _digest(ids), "text": _digest(runs[0].ids)}
+    result.rows = summarize(list(samples.values()), result.protocol.lengths)
+
+
+def _warm_up(engine: Engine, protocol: Protocol) -> None:
+    """Run every setting once on another prompt."""
     warm = engine.tokenizer.encode(WARM_UP)
     for length in protocol.lengths:
         list(engine.generate(warm, protocol.options(length, min(16, protocol.n_predict))))
-    peak, done = 0, 0
-    for repeat in range(protocol.repeats):
-        for number, prompt in enumerate(prompts):
-            ids: dict[Length, list[int]] = {}
-            for length in rotated(protocol.lengths, repeat + number):
-                ids[length] = _measure(engine, ids_of[prompt.name], protocol.options(length),
-                                       samples[prompt.name, length])  # fmt: skip
-                peak = max(peak, memory_in_use() or 0)
-                done += 1
-                progress(done, protocol.repeats * len(samples))
-            result.differences += differences(prompt.name, ids)
-            result.texts[prompt.name] = {
-                "prompt": _digest(ids_of[prompt.name]), "text": _digest(ids[0])
-            }  # fmt: skip
-            result.notes += [n for n in engine.notes if n not in result.notes]
-    result.rows = summarize(list(samples.values()), protocol.lengths)
-    result.notes += _remarks(result)
-    result.memory = _memory(engine, idle, peak)
-    return result
 
 
 def repetition(ids: Sequence[int], n: int = 4) -> float:
@@ -228,14 +255,34 @@ def rotated(lengths: tuple[Length, ...], by: int) -> tuple[Length, ...]:
     return lengths[by:] + lengths[:by]
 
 
-def _measure(engine: Engine, prompt: list[int], options: Options, sample: Sample) -> list[int]:
-    """Run once and add what was counted and timed to `sample`; returns the tokens."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One text of one setting. `accepted_lengths`: cycles by number of accepted tokens."""
+
+    ids: list[int]
+    stats: Stats
+    accepted_lengths: Counter[int]
+
+
+class Turn(NamedTuple):
+    """A prompt, and its run with every setting."""
+
+    prompt: Prompt
+    runs: dict[Length, Run]
+
+
+def _measure(engine: Engine, prompt: list[int], options: Options) -> Run:
+    """Generate once."""
     run = engine.generate(prompt, options)
-    for number, cycle in enumerate(run):
-        if number:  # the first token comes from the prompt alone
-            sample.accepted_lengths[cycle.accepted] += 1
-    stats = run.stats
+    # The first token comes from the prompt alone.
+    counts = Counter(cycle.accepted for number, cycle in enumerate(run) if number)
     engine.notes += [n for n in run.notes if n not in engine.notes]
+    return Run(run.ids, run.stats, counts)
+
+
+def _add(run: Run, sample: Sample) -> None:
+    """Add what was counted and timed in a run."""
+    stats = run.stats
     sample.seconds.append(stats.seconds)
     sample.prefill.append(stats.prefill_seconds)
     sample.draft.append(stats.draft_seconds)
@@ -244,10 +291,11 @@ def _measure(engine: Engine, prompt: list[int], options: Options, sample: Sample
     for i in range(MAX_DRAFT):
         sample.drafted[i] += stats.drafted_by_position[i]
         sample.accepted[i] += stats.accepted_by_position[i]
+    for accepted, cycles in run.accepted_lengths.items():
+        sample.accepted_lengths[accepted] += cycles
     # A stop token is computed but not emitted; the last cycle's tokens after it never counted.
     sample.tokens = len(run.ids) - 1 + stats.stop_reason.startswith("stop token")
     sample.looping = repetition(run.ids) > LOOPING
-    return run.ids
 
 
 def differences(prompt: str, ids: dict[Length, list[int]]) -> Iterable[Difference]:

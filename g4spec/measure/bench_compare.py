@@ -11,7 +11,7 @@ from typing import Any
 
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import regular
-from g4spec.measure.bench import SCHEMA
+from g4spec.measure.bench_summary import SCHEMA
 
 ACCEPTANCE = 0.001
 """A fixed length accepts the same tokens every time; more than this less is another draft."""

@@ -67,12 +67,14 @@ class Row:
 
 @dataclass(slots=True)
 class Result:
-    """A finished measurement."""
+    """A measurement. `interrupted`: by Ctrl-C; it then counts whole repeats of every setting, or
+    the settings that were measured once."""
 
     protocol: Protocol
     rows: list[Row]
     differences: list[Difference]
     notes: list[str]
+    interrupted: bool = False
 
     def json(self, provenance: dict[str, Any]) -> dict[str, Any]:
         """The result file."""
@@ -81,6 +83,7 @@ class Result:
             "provenance": provenance,
             "options": asdict(self.protocol),
             "identical": not self.differences,
+            "interrupted": self.interrupted,
             "rows": [asdict(row) for row in self.rows],
             "differences": [asdict(d) for d in self.differences],
             "notes": self.notes,
@@ -125,26 +128,42 @@ def sweep(
 ) -> Result:
     """Measure every length with `streams` requests at once.
 
-    Raises InputError when two prompts are the same.
+    Raises InputError when two prompts are the same, and KeyboardInterrupt where plain decoding was
+    not measured before it.
     """
     assert streams <= engine.pool.space.n_slots, streams
     ids_of = encoded(engine, prompts, protocol.n_predict)
     result = Result(protocol, [], [], list(engine.notes))
-    warm = engine.tokenizer.encode(WARM_UP)
-    for length in protocol.lengths:
-        few = protocol.options(length, min(16, protocol.n_predict))
-        answer(engine, {str(i): warm for i in range(streams)}, few, streams)
     rounds: dict[Length, list[Round]] = {length: [] for length in protocol.lengths}
-    for repeat in range(protocol.repeats):
-        for done, length in enumerate(rotated(protocol.lengths, repeat)):
-            rounds[length].append(answer(engine, ids_of, protocol.options(length), streams))
-            progress(repeat * len(rounds) + done + 1, protocol.repeats * len(rounds))
+    try:
+        _warm_up(engine, protocol, streams)
+        for repeat in range(protocol.repeats):
+            for done, length in enumerate(rotated(protocol.lengths, repeat)):
+                rounds[length].append(answer(engine, ids_of, protocol.options(length), streams))
+                progress(repeat * len(rounds) + done + 1, protocol.repeats * len(rounds))
+    except KeyboardInterrupt:
+        if not rounds[0]:
+            raise
+        result.interrupted = True
+        whole = min(map(len, rounds.values())) or 1
+        rounds = {length: made[:whole] for length, made in rounds.items() if made}
+        result.notes.append(f"interrupted: {whole} of {protocol.repeats} repeats count, of "
+                            f"{len(rounds)} of {len(protocol.lengths)} settings")  # fmt: skip
+    for repeat in range(len(rounds[0])):
         for name in ids_of:
-            texts = {length: made[-1].answers[name].ids for length, made in rounds.items()}
+            texts = {length: made[repeat].answers[name].ids for length, made in rounds.items()}
             result.differences += differences(name, texts)
     result.rows = [_row(length, streams, made, rounds[0]) for length, made in rounds.items()]
     result.notes += _remarks(result, rounds, engine, streams)
     return result
+
+
+def _warm_up(engine: Engine, protocol: Protocol, streams: int) -> None:
+    """Run every setting once on another prompt."""
+    warm = engine.tokenizer.encode(WARM_UP)
+    for length in protocol.lengths:
+        few = protocol.options(length, min(16, protocol.n_predict))
+        answer(engine, {str(i): warm for i in range(streams)}, few, streams)
 
 
 def answer(

@@ -10,6 +10,9 @@ from typing import Literal
 from g4spec.core import MAX_DRAFT
 from g4spec.measure.prompts import Prompt
 
+SCHEMA = "g4spec.bench/1"
+"""Of a result file."""
+
 ALL = "all"
 """Name of the row that sums up the categories."""
 

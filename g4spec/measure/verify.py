@@ -92,6 +92,7 @@ class Verdict:
         cycles, drafted, accepted: of the runs with the draft.
         parallel: cases that ran at once with the draft.
         first_drafted, first_accepted: of the first tokens of proposals.
+        interrupted: ended by Ctrl-C before all cases were compared.
     """
 
     cases: int
@@ -105,6 +106,7 @@ class Verdict:
     parallel: int = 1
     first_drafted: int = 0
     first_accepted: int = 0
+    interrupted: bool = False
 
     @property
     def ok(self) -> bool:
@@ -123,23 +125,45 @@ def check(count: int, parallel: int = 1) -> None:
             raise UsageError(flag, expected=">= 1", found=number)
 
 
-def cases(prompts: Sequence[Prompt], count: int, most: int, seed: int = 0) -> list[Case]:
+def cases(
+    prompts: Sequence[Prompt],
+    count: int,
+    most: int,
+    seed: int = 0,
+    *,
+    length: int | Literal["auto"] | None = None,
+    temperature: float | None = None,
+) -> list[Case]:
     """`count` cases that go through all prompts, draft lengths and sampler settings evenly.
 
     Args:
         most: longest proposal of the draft.
         seed: of the order; case i samples with seed + i.
+        length: the only draft length, at most `most`; None: LENGTHS.
+        temperature: the only one; None: those of SETTINGS.
     """
     check(count)
     lengths = [n for n in LENGTHS if n == "auto" or n <= most]
+    if length is not None:
+        lengths = [length if length == "auto" else min(length, most)]
     order = random.Random(seed)
     # Three decks of cards, each shuffled anew when it is used up: the pairs keep changing.
-    decks = [_deck(list(source), order) for source in (prompts, lengths, SETTINGS)]
+    decks = [_deck(list(source), order) for source in (prompts, lengths, _settings(temperature))]
     made = []
     for i in range(count):
         prompt, length, setting = (next(deck) for deck in decks)
         made.append(Case(prompt, length, Sampler(**setting, seed=seed + i)))
     return made
+
+
+def _settings(temperature: float | None) -> list[dict[str, Any]]:
+    """SETTINGS, or as many of them as differ at one temperature; only greedy at 0."""
+    if temperature is None:
+        return list(SETTINGS)
+    if temperature == 0:
+        return [{}]
+    all_of_them = [{**setting, "temperature": temperature} for setting in SETTINGS]
+    return [s for i, s in enumerate(all_of_them) if s not in all_of_them[:i]]
 
 
 def _deck(cards: list[Any], order: random.Random) -> Iterator[Any]:
@@ -155,13 +179,29 @@ def verify(
     parallel: int = 1,
     progress: Progress = lambda done, total: None,
 ) -> Verdict:
-    """Compare until the first difference, `parallel` cases at once with the draft.
+    """Compare until the first difference or Ctrl-C, `parallel` cases at once with the draft.
 
-    Raises UsageError when the engine has no draft.
+    Raises UsageError when the engine has no draft, and KeyboardInterrupt where nothing was compared
+    before it.
     """
     if engine.draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
     verdict = Verdict(0, 0, 0, 0, 0, 0, None, [], parallel)
+    try:
+        _compare(engine, todo, n_predict, verdict, progress)
+    except KeyboardInterrupt:
+        if not verdict.cases:
+            raise
+        verdict.interrupted = True
+        verdict.notes.append(f"interrupted: {verdict.cases} of {len(todo)} cases were compared")
+    return verdict
+
+
+def _compare(
+    engine: Engine, todo: Sequence[Case], n_predict: int, verdict: Verdict, progress: Progress
+) -> None:  # fmt: skip
+    """Compare, and count in `verdict`, until the first difference."""
+    parallel = verdict.parallel
     for start in range(0, len(todo), parallel):
         group = todo[start : start + parallel]
         alone = [_text(_submit(engine, case, 0, n_predict)) for case in group]
@@ -171,12 +211,11 @@ def verify(
             _count(verdict, request)
             if plain[0] != other[0]:
                 verdict.mismatch = _mismatch(engine, case, plain, other)
-                return verdict
+                return
             verdict.cases += 1
             verdict.tokens += len(plain[0])
             verdict.same_logits += sum(a == b for a, b in zip(plain[1], other[1], strict=True))
             progress(verdict.cases, len(todo))
-    return verdict
 
 
 Text = tuple[list[int], list[float]]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,14 @@ class Engine:
         parallel: int = 1,
         pool: int | None = None,
         prefix_cache: int = 0,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Engine:
         """Open files, check the pair and the memory, load the weights.
 
         Args:
             draft: a draft GGUF, "ngram" for n-gram lookup, or None.
-            n_ctx: context of a text in tokens; default: what the model was trained on, at most
-                8192.
+            n_ctx: context of a text in tokens; 0: what the model was trained on, which is the
+                default, too, but at most 8192.
             draft_window: bound on the context that a draft's full-attention layers see.
             draft_p_min: least confidence of a drafted token, 0 to 1, for drafts with a confidence
                 head: a proposal ends before the first one of less. 0 keeps all; default: what the
@@ -113,6 +114,7 @@ class Engine:
             pool: tokens that all texts together may keep in layers without a window; default and
                 least: `n_ctx`.
             prefix_cache: bytes of host memory for prompts that may come again; 0 keeps none.
+            progress: called with the target's weights loaded so far, and all of them, in bytes.
 
         Raises:
             InputError: a file is not what it must be, or the two do not fit together.
@@ -132,7 +134,7 @@ class Engine:
             with DraftFile(draft, draft_p_min, draft_window) as other:
                 plan = _plan(file, config, other, size, chunk, backend)
                 space = backend.space(parallel, context, size.pages)
-                weights = loading.weights(file, gemma4.tensors(config), backend)
+                weights = loading.weights(file, gemma4.tensors(config), backend, progress)
                 tokenizer = _tokenizer(file, config)
                 loaded = Target(config, weights, backend, space, chunk)
                 drafter: Draft | None = ngram.Drafter() if draft == "ngram" else None
@@ -279,6 +281,8 @@ def check(target: Path, n_ctx: int | None = None) -> None:
 def _context(asked: int | None, trained: int) -> int:
     if asked is None:
         return min(trained, DEFAULT_CTX)
+    if asked == 0:
+        return trained
     if not 1 <= asked <= trained:
         raise UsageError("-c", expected=f"1 to {trained}, what the model was trained on",
                          found=asked)  # fmt: skip

@@ -6,7 +6,7 @@ kernel sees it (H1: a bad file is an InputError at load, never a crash later).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,21 @@ from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec
 
 
-def weights(file: GGUF, specs: Iterable[TensorSpec], backend: Backend) -> dict[str, Any]:
+def weights(
+    file: GGUF,
+    specs: Iterable[TensorSpec],
+    backend: Backend,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
     """Load the tensors that a kind's `tensors(config)` lists, by name; others are left alone.
+
+    Args:
+        progress: called with bytes of the file loaded so far, and all that are listed.
 
     Raises InputError for one that is missing or has another shape.
     """
-    out = {}
+    out, specs, done = {}, list(specs), 0
+    total = sum(file.tensors[s.name].nbytes for s in specs if s.name in file.tensors)
     for spec in specs:
         info = file.tensors.get(spec.name)
         if info is None:
@@ -37,6 +46,9 @@ def weights(file: GGUF, specs: Iterable[TensorSpec], backend: Backend) -> dict[s
                              fix="convert it again with `g4spec convert`")  # fmt: skip
         _check_type(file, spec)
         out[spec.name] = backend.load(file, spec.name)
+        done += info.nbytes
+        if progress is not None:
+            progress(done, total)
     return out
 
 

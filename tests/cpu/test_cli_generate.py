@@ -100,7 +100,7 @@ def test_what_there_is_at_ctrl_c(
     monkeypatch.setattr(Request, "__iter__", interrupted)
     out, err = g4spec("generate", "-m", files[0], *PROMPT, code=130)
     assert out.endswith("\n") and whole["text"].startswith(out.rstrip("\ufffd\n"))
-    assert err.startswith("5 tokens") and err.endswith("ended by Ctrl-C\n")
+    assert "\n5 tokens" in err and err.endswith("ended by Ctrl-C\n")
 
 
 def test_prompts_from_files(files: tuple[str, str], g4spec: Cli, tmp_path: Path) -> None:
@@ -135,6 +135,23 @@ def test_show_draft_marks_tokens(files: tuple[str, str], g4spec: Cli) -> None:
         "generate", "-m", files[0], "-md", files[1], "--draft-max", 2, "--show-draft", *PROMPT
     )
     assert "~" in out and "accepted" in err and "rejected" in err
+    more = g4spec("generate", "-m", files[0], "-md", files[1], "--draft-max", 2,
+                  "--show-rejected", *PROMPT)[0]  # fmt: skip
+    assert more.count("~") > out.count("~"), "all rejected tokens, not the first alone"
+
+
+def test_rejected_line_breaks_do_not_break_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    words = {1: "one\n", 2: "two\n", 3: "\n\n", 4: "x"}
+
+    class Stream:
+        def push(self, ids: list[int]) -> str:
+            return "".join(words[i] for i in ids)
+
+    fake: Any = SimpleNamespace(stream=Stream, decode=lambda ids, special: words[ids[0]])
+    for colours, wrong in (("first", "~\\n\\n~"), ("all", "~\\n\\n~~x~")):
+        writer = Writer(render.Output(), fake, (), colours)
+        writer.cycle(Cycle([1, 2], [0.0, 0.0], [1, 3, 4], 1), "one\ntwo\n")
+        assert capsys.readouterr().out == f"[one\n]{wrong}two\n"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +230,7 @@ def test_writer_never_shows_a_stop_text(capsys: pytest.CaptureFixture[str]) -> N
             return ""
 
     fake: Any = SimpleNamespace(stream=Stream)
-    writer = Writer(render.Output(), fake, ("END",), show=False)
+    writer = Writer(render.Output(), fake, ("END",), "")
     for token, text, shown in [
         (0, "one ", "one "),
         (3, "one  E", " "),

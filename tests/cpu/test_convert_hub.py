@@ -98,6 +98,14 @@ def test_ids(text: str, repo: str, revision: str | None, file: str | None) -> No
     assert hub.Id.parse(text) == hub.Id(repo, revision, file)
 
 
+def test_types_as_llama_cpp_names_them() -> None:
+    asked = hub.Id.parse("org/name:q4_k_m")
+    assert asked == hub.Id("org/name", None, None, "q4_k_m")
+    names = ["a-Q4_K_M.gguf", "Q4_K_M/a-00001-of-00002.gguf", "a-Q4_K_M_L.gguf", "a-IQ4_K_M.gguf",
+             "a.Q4_K_M.txt", "a-Q4_K.gguf"]  # fmt: skip
+    assert asked.of_type(names) == names[:2]
+
+
 @pytest.mark.parametrize("text", [
     "name", "/org/name", "./org", "../name", "org/name/more", "org/../name", "org/file.gguf",
     "org/name:../x.gguf", "org/name:/etc/x.gguf", "org/name:x.bin", "org/name:a/./b.gguf", "",
@@ -152,6 +160,8 @@ def test_a_gguf_is_named_or_the_only_one(served: Hub) -> None:
     assert "org/two:draft-q8_0.gguf" in says
     refused("org/two:other.gguf", InputError, r"no file other\.gguf.*draft-q8_0\.gguf")
     refused("org/draft", InputError, "Convert it first", "gguf")
+    assert get("org/two:Q8_0").name == "draft-q8_0.gguf"
+    assert "org/two:draft-q8_0.gguf" in refused("org/two:q4_k", InputError, "no single GGUF file")
 
 
 def test_every_command_takes_ids(
@@ -216,6 +226,15 @@ def test_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     refused("org/one", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
     refused("org/one:x.gguf", EnvironmentProblem, "not in the cache.*HF_HUB_OFFLINE")
     assert not served.seen
+
+
+def test_a_type_offline(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    file = get("org/two:q8_0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert get("org/two:q8_0") == file
+    refused("org/two:bf16", InputError, "no single GGUF file.*draft-q8_0")
 
 
 def test_no_network(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

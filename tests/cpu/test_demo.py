@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from g4spec import cli, convert
-from g4spec.cli import _family, demo
+from g4spec.cli import _family, _first_text, demo
 from g4spec.errors import UsageError
+from g4spec.measure import verify
 from g4spec.measure.bench_compare import read
 from g4spec.runtime import choosing
+from g4spec.runtime.request import Options, Request
 from tests import tiny
 from tests.cpu.test_verify import believe_one
 
@@ -44,11 +47,13 @@ def test_demo_does_the_whole_job(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in (("N_CTX", 1024), ("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
+    for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
         monkeypatch.setattr(demo, name, value)
+    monkeypatch.setattr(_first_text, "N_CTX", 1024)
     out = tmp_path / "demo"
     assert cli.run(["demo", "--family", str(family), "-o", str(out), "-n", "6"]) == 0
     said = capsys.readouterr().out
+    assert said.index(_first_text.PROMPT) < said.index("1  Convert") and "~" in said
     for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure", "6  Serve"):
         assert step in said
     assert said.count("3 of 3 texts identical") == 4
@@ -79,7 +84,8 @@ def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
 
 def test_demo_without_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["demo", "--family", str(tmp_path), "-o", str(tmp_path / "x")]) == 3
-    assert "dflash-other" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "dflash-other" in said and "clone of the repository" in said
     assert not (tmp_path / "x").exists()
 
 
@@ -140,3 +146,117 @@ def test_verify_passes_and_finds_a_planted_bug(
     found = json.loads(said.out)["mismatch"]
     assert found["plain"]["id"] != found["speculative"]["id"]
     assert f"token {found['index']} is {found['plain']['id']}" in said.err
+
+
+# ---- Ctrl-C
+
+
+def pressed(after: int) -> Any:
+    """`Request.__iter__` whose request number `after` is interrupted."""
+    real, made = Request.__iter__, []
+
+    def iterate(self: Request) -> Any:
+        made.append(self)
+        if len(made) > after:
+            raise KeyboardInterrupt
+        return real(self)
+
+    return iterate
+
+
+BENCH = ["--draft-max", "2", "--categories", "maths", "-n", "4"]
+"""Two settings: a prompt is two runs, and so is the warm-up."""
+
+
+@pytest.mark.parametrize(
+    ("prompts", "runs", "left"),
+    [(2, 5, 1), (1, 2 + 2 + 1, 1), (2, 2 + 4 + 3, 2)],
+    ids=["in the second prompt", "in the second repeat", "whole repeats count"],
+)
+def test_bench_keeps_what_was_measured(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: int, runs: int,
+    left: int, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Request, "__iter__", pressed(runs))
+    a, page = tmp_path / "a.json", tmp_path / "a.html"
+    words = ["bench", *files, *SMALL, *BENCH, "--prompts", str(prompts), "--repeats", "2"]
+    assert cli.run([*words, "-o", str(a), "--report", str(page)]) == 130
+    data = read(a)
+    assert data["interrupted"] and {r["prompts"] for r in data["rows"]} == {left}
+    assert len(data["texts"]) == left and page.stat().st_size > 10_000
+    said = capsys.readouterr()
+    assert "Draft lengths" in said.out
+    assert f"interrupted: {left} of {2 * prompts} measurements" in said.err
+
+
+def test_streams_keep_what_was_measured(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Request, "__iter__", pressed(4 + 4 + 1))  # warm-up, one repeat, ...
+    a = tmp_path / "a.json"
+    words = ["bench", *files, *SMALL, *BENCH, "--prompts", "2", "--repeats", "2", "-np", "2"]
+    assert cli.run([*words, "-o", str(a)]) == 130
+    data = json.loads(a.read_text())
+    assert data["interrupted"] and [r["length"] for r in data["rows"]] == [0, 2]
+    assert "1 of 2 repeats" in " ".join(data["notes"])
+
+
+@pytest.mark.parametrize("words", [["bench", *BENCH, "--prompts", "1"], ["verify", "--cases", "2"]])
+def test_nothing_measured_is_nothing_said(
+    files: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Request, "__iter__", pressed(1))
+    name, *options = words
+    assert cli.run([name, *files, "-c", "512", "--long-tokens", "100", *options]) == 130
+    assert capsys.readouterr().out == ""
+
+
+def test_verify_keeps_what_was_compared(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Request, "__iter__", pressed(5))
+    options = ["-c", "1024", "--long-tokens", "100", "-n", "8", "--cases", "4", "--draft-max", "2"]
+    assert cli.run(["verify", *files, *options]) == 130
+    said = capsys.readouterr()
+    assert "2 of 2 texts are the same" in said.out
+    assert "interrupted: 2 of 4 cases" in said.err
+
+
+# ---- a prompt of one's own
+
+
+def test_verify_takes_a_prompt_and_settings(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[verify.Case] = []
+    monkeypatch.setattr(verify, "_submit", lambda engine, case, length, n: seen.append(case)
+                        or engine.submit(case.prompt.encode(engine.tokenizer),
+                                         Options(n, case.sampler, length)))  # fmt: skip
+    words = ["verify", *files, "-c", "128", "-n", "8", "--cases", "3", "-p", "a text of one's own"]
+    assert cli.run([*words, "--temp", "0.5", "--draft-max", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["cases"] == 3
+    assert {case.prompt.text for case in seen} == {"a text of one's own"}
+    assert {case.sampler.temperature for case in seen} == {0.5}
+    assert {case.length for case in seen} == {2}
+
+
+def test_one_temperature_keeps_what_differs_at_it() -> None:
+    assert verify._settings(0) == [{}]
+    assert verify._settings(None) == list(verify.SETTINGS)
+    one = verify._settings(0.3)
+    assert len(one) == len({str(s) for s in one}) == 5
+    assert {s["temperature"] for s in one} == {0.3}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["-p", ""], "empty"), (["-p", "a", "-f", "b"], "exactly one"),
+     (["--draft-max", "0"], "0 drafts"), (["--draft-max", "99"], "--draft-max"),
+     (["--temp", "-1"], "--temp"), (["-p", "a", "--long-tokens", "9"], "shipped")],
+)  # fmt: skip
+def test_verify_wrong_use(
+    files: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["verify", *files, *options]) == 2
+    assert said in capsys.readouterr().err

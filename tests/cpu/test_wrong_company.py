@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from g4spec.cli import run
-from g4spec.cli._spoken import strange_draft
+from g4spec.cli._remarks import strange_draft
 from g4spec.convert import convert
 from g4spec.errors import InputError
 from g4spec.gguf import T

@@ -67,7 +67,7 @@ INT, FLOAT, STR = _one(*WHOLE), _one(*REAL), _one(*TEXTS)
 NONE: Value = lambda make: ""  # noqa: E731  a flag
 OUT, RESULT = _one(*OUTPUTS), _one(*(o for o in OUTPUTS if o != "pipe"))
 SMALL = {
-    "-c": _one("64", "64", "96", "17", *WHOLE),
+    "-c": _one("64", "64", "96", "17", *WHOLE[1:]),  # 0 is all that the model has
     "-n": _one("1", "2", "3", *WHOLE),
     "--draft-window": INT,
     "--draft-p-min": FLOAT,
@@ -99,7 +99,7 @@ class Grammar:
 BENCH = ("bench", "-m", TARGET)
 RULES = _one("G4-TNS-002", "G4-KEY-001", "x", "")
 COMMANDS: dict[str, Grammar] = {
-    "inspect": Grammar(9, (("inspect", SOURCE),), {"--no-tensors": NONE, "--json": NONE}),
+    "inspect": Grammar(9, (("inspect", SOURCE),), {"--tensors": NONE, "--json": NONE}),
     "validate": Grammar(
         9,
         (
@@ -160,6 +160,7 @@ COMMANDS: dict[str, Grammar] = {
             **SMALL,
             **SAMPLING,
             "--show-draft": NONE,
+            "--show-rejected": NONE,
             "--stop": STR,
             "--chat": NONE,
             "--system": STR,
@@ -185,7 +186,8 @@ COMMANDS: dict[str, Grammar] = {
     "verify": Grammar(
         1,
         (("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),),
-        {**SMALL, "-np": _one("1", "2", "0", "x"), "--long-tokens": INT},
+        {**SMALL, "-np": _one("1", "2", "0", "x"), "--long-tokens": INT, "-p": STR, "--temp": FLOAT,
+         "--draft-max": LENGTH},
     ),
     "bench": Grammar(
         2,

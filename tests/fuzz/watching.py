@@ -209,8 +209,8 @@ def run(command: Callable[[list[str]], int], argv: list[str], allowed: Path, roo
 
 
 FLAGS = {"--json", "-q", "-v", "--compose", "--chat", "--ignore-eos", "--show-draft", "--dry-run",
-         "--report", "--allow-requantize", "--csv", "--no-bos", "--upstream", "--strict", "--force",
-         "--no-tensors", "--list-rules", "--ids-to-text"}  # fmt: skip
+         "--show-rejected", "--report", "--allow-requantize", "--csv", "--no-bos", "--upstream",
+         "--strict", "--force", "--tensors", "--list-rules", "--ids-to-text"}  # fmt: skip
 """Options without a value, so that `--json` behind one of them is none."""
 
 

@@ -1,0 +1,44 @@
+"""What `demo` shows before it explains anything: a text in the colours of its draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from g4spec.cli import _threads
+from g4spec.cli._family import DRAFTS
+from g4spec.cli._spoken import Writer, figures
+from g4spec.cli.render import Output
+
+if TYPE_CHECKING:
+    from g4spec.runtime.engine import Engine
+
+N_CTX = 2048
+PROMPT, TOKENS, DRAFTED = "def area(r):", 80, 7
+
+
+def load(files: dict[str, Path], draft: str) -> Engine:
+    """An engine of the family's target with one of its drafts."""
+    from g4spec.runtime.engine import Engine
+
+    engine = Engine.load(files["target"], files[draft], n_ctx=N_CTX)
+    _threads.settle(engine)
+    return engine
+
+
+def write(files: dict[str, Path], out: Output) -> None:
+    """Write a text and what its draft guessed."""
+    from g4spec.runtime.request import Options
+
+    if out.json or out.quiet:
+        return
+    out.line("A small Gemma 4 writes, and a smaller draft guesses ahead.", "bold")
+    engine = load(files, DRAFTS[0])
+    options = Options(TOKENS, draft_max=DRAFTED)
+    run = engine.generate(engine.tokenizer.encode(PROMPT), options)
+    writer = Writer(out, engine.tokenizer, (), "first")
+    out.stream(PROMPT)
+    for cycle in run:
+        writer.cycle(cycle, run.text)
+    writer.finish(run.text)
+    out.note(figures(run.stats, True))
