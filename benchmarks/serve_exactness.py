@@ -1,13 +1,15 @@
 """Answers over HTTP under load against the same requests alone: kept as dated JSON.
 
     python benchmarks/serve_exactness.py [--requests 2000] [--distinct 500] [--seed 1]
+        [--own-process]
 
 The bundled family, served with each of its drafts, with n-gram lookup, and with kept prefixes.
 Requests are drawn (`tests/server/mixed.py`): chat with and without tools, JSON schemas, grammars,
 thoughts, log-probabilities, stop texts, several texts, penalties, three endpoints, whole or in
 pieces, any draft length. They are sent 1 to 32 at once, in random order, while other clients hang
 up at random. Each text, call, log-probability and usage figure must be that of the same request
-sent alone, cold, to a server without a draft. Exit code 1 if one is not.
+sent alone, cold, to a server without a draft. Exit code 1 if one is not. `--own-process`: the
+drafts' engines run in processes of their own, as `g4spec serve` has them.
 """
 
 import argparse
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
+from g4spec.server.engine_client import EngineClient
 from g4spec.server.service import Settings
 from tests.server.mixed import Ask, Said, ask, draw, hang_up
 from tests.server.served import Served
@@ -91,6 +94,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2_000)
     parser.add_argument("--distinct", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--own-process", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -109,14 +113,15 @@ def main() -> int:
             if draft != "ngram":
                 path = folder / f"{draft}.gguf"
                 convert.convert(TINY / draft, path, target=target)
-            engine = Engine.load(target, path, n_ctx=2048, parallel=8, pool=8192,
-                                 prefix_cache=32 << 20)  # fmt: skip
+            make = EngineClient if args.own_process else Engine.load
+            engine = make(target, path, n_ctx=2048, parallel=8, pool=8192, prefix_cache=32 << 20)
             servers.append(Served(engine, PATIENT))
         wrong = 0
         for found in measure(servers, rounds(args.requests, requests, rng), wanted, rng):
             wrong = len(found["wrong"])
             keep(args.out, "serve-exactness", {
-                "distinct": args.distinct, "seed": args.seed, **found,
+                "distinct": args.distinct, "seed": args.seed, "own_process": args.own_process,
+                **found,
                 "seconds": round(time.perf_counter() - began),
             })  # fmt: skip
         for served in servers:

@@ -53,6 +53,10 @@ class G4Error(Exception):
             text += f". {fix[0].upper()}{fix[1:]}"
         super().__init__(text)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the text and all attributes, whatever `__init__` of a subclass takes."""
+        return _error, (type(self), str(self), vars(self))
+
 
 class CheckFailed(G4Error):
     """A check that the user asked for did not hold (verify, validate, bench compare)."""
@@ -111,9 +115,8 @@ class KernelCompileError(EnvironmentProblem):
             fix=fix,
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _compile_error, (self.path, self.options, self.log, self.fix)
 
-
-def _compile_error(path: str, options: tuple[str, ...], log: str, fix: str) -> KernelCompileError:
-    return KernelCompileError(path, options, log, fix=fix)
+def _error(kind: type[G4Error], text: str, attributes: dict[str, Any]) -> G4Error:
+    error = kind.__new__(kind, text)
+    vars(error).update(attributes)
+    return error

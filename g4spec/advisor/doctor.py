@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from g4spec.advisor import backends, choice, engines, speed
+from g4spec.advisor import backends, brief, engines
 from g4spec.advisor.choice import Question
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.lengths import advice
 from g4spec.advisor.machine import GIB, Machine, upgraded
-from g4spec.advisor.memory_needs import UNKNOWN_SIZE
+from g4spec.advisor.memory_needs import GGUF, UNKNOWN_SIZE
 from g4spec.advisor.schema import Mark
-from g4spec.advisor.survey import general, problem_line, sizes
+from g4spec.advisor.survey import URGENT, general, problem_line, sizes
 from g4spec.advisor.verdict import Diagnosis
 
 
@@ -46,14 +46,19 @@ def diagnose(
         after = _upgraded(facts, machine, question, asked)
         best = after or best
     _engines(d, verdicts, best, after)
-    if best is not None and best.plan is not None and (best.works or machine.gpus):
-        _memory(d, best)
-        _speed(facts, d, question, best)
+    if best is not None:
+        works = d.works and best.works
+        d.brief = brief.brief(facts, machine, question, best, works, after is not None)
+        if best.plan is not None and (best.works or machine.gpus):
+            _memory(d, best)
+        if best.works and best.plan is not None:
+            _speed(facts, d, question, best)
     _lengths(facts, d, question, verdicts)
     _backends(facts, d, question, asked, best)
     _problems(d, verdicts, best)
     _notes(d, question, best)
-    _steps(d, question, asked, best, engine, after is not None)
+    _conditions(d, best)
+    _steps(d, asked, best, engine)
     return d
 
 
@@ -67,17 +72,18 @@ def _asked(
     return installed or verdicts
 
 
-URGENT = 5
-"""Problems of this rank or less are shown for every engine, not only for the one in detail."""
 ORDER = ("vllm", "llama.cpp", "sglang", "g4spec")
 """Which engine is shown in detail when several work and none is installed: most is known first."""
+FAILING = ("llama.cpp", "g4spec", "vllm", "sglang")
+"""The same where none works: the one that runs most comes first."""
 
 
 def _best(verdicts: list[EngineVerdict], asked: list[EngineVerdict]) -> EngineVerdict | None:
     """The engine to show in detail: one that works, among those asked about if possible."""
+    order = ORDER if any(v.works for v in verdicts) else FAILING
     ranked = sorted(
         verdicts,
-        key=lambda v: (not v.works, v not in asked, v.plan is None, ORDER.index(v.engine.name)),
+        key=lambda v: (not v.works, v not in asked, v.plan is None, order.index(v.engine.name)),
     )
     return ranked[0] if ranked else None
 
@@ -135,7 +141,6 @@ def _engines(
             )
     if after is not None:
         s.add("good", f"after an upgrade, {_version(after)}: {_runs(after)}")
-    d.conditions = len(best.conditions) if best is not None else 0
 
 
 def _runs(v: EngineVerdict) -> str:
@@ -174,15 +179,11 @@ def _memory(d: Diagnosis, v: EngineVerdict) -> None:
 
 
 def _speed(facts: Facts, d: Diagnosis, q: Question, v: EngineVerdict) -> None:
-    assert v.plan is not None and v.option is not None
-    machine = d.machine
-    gpus = v.gpus if v.engine.name in ("vllm", "sglang") else 1
-    made = speed.estimate(
-        facts, machine, q.target, q.draft, v.option, v.plan.kv, v.plan.context, gpus
-    )
+    assert v.plan is not None
+    made = brief.estimate(facts, d.machine, q, v)
     s = d.section(f"Speed at {v.plan.context:,} tokens, one request (computed, not measured)")
     if made is None:
-        s.add("note", "unknown: the memory bandwidth is not known")
+        s.add("note", brief.NO_SPEED)
         return
     s.add(
         "note",
@@ -311,26 +312,30 @@ def _notes(d: Diagnosis, q: Question, best: EngineVerdict | None) -> None:
             s.add("warn", note)
 
 
+def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
+    """What the engine shown in detail needs beside its recipe, which does the rest."""
+    if best is None or not best.works:
+        return
+    s = d.section("Conditions", brief=True)
+    for p in best.conditions:
+        cured = " (the recipe does it)" if p.cured else ""
+        s.add("warn", f"{p.title}{cured}", "", p.fix, (p.id,), detail=bool(p.cured))
+
+
 def _steps(
-    d: Diagnosis,
-    q: Question,
-    asked: list[EngineVerdict],
-    best: EngineVerdict | None,
-    engine: str | None,
-    newer: bool,
+    d: Diagnosis, asked: list[EngineVerdict], best: EngineVerdict | None, engine: str | None
 ) -> None:
-    """What to do, in order: cure what was asked for, then run, then measure. `newer`: `best` is
-    what an upgrade makes of what was asked for."""
+    """What to do, in order: cure what was asked for, then measure."""
     for v in asked:
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
             for fix in dict.fromkeys([p.fix for p in v.blockers] + ([v.fix] if v.refusal else [])):
                 d.steps.append(f"{v.engine.title}: {fix}")
-    if best is None or not best.works:
-        return
-    for p in best.conditions[:3]:
-        if not p.cured:  # the recipe does the rest
-            d.steps.append(p.fix)
-    name = best.engine.name
-    pair = choice.options(q, upgraded(d.machine, name) if newer else d.machine)
-    d.steps.append(f"g4spec recipe {name} {pair}")
-    d.steps.append("measure with and without the draft (the recipe ends with the command)")
+    if d.brief is not None and d.brief.command:
+        d.steps.append(d.brief.command)
+        if "recipe" in d.brief.command:
+            d.steps.append("measure with and without the draft (the recipe ends with the command)")
+    if not d.steps and best is not None:
+        shown = [best, *(v for v in asked if v is not best)]
+        possible = [v for v in shown if v.on_gpu or v.engine.name in GGUF]
+        fixes = [(v.engine.title, v.blockers[0].fix if v.blockers else v.fix) for v in possible]
+        d.steps += [f"{title}: {fix}" for title, fix in fixes]

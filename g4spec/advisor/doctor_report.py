@@ -5,7 +5,7 @@ from __future__ import annotations
 from g4spec.advisor import engines
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Gpu, Machine
-from g4spec.advisor.schema import Capability, Mark, Support, Wheel
+from g4spec.advisor.schema import Capability, Mark, Other, Support, Wheel
 from g4spec.advisor.verdict import Diagnosis, Section
 from g4spec.advisor.versions import holds, parse
 from g4spec.runtime.cuda.build.nvrtc import INSTALL
@@ -21,13 +21,7 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
         "Machine" + (" (assumed: drivers and software are not known)" if m.assumed else "")
     )
     if not m.gpus:
-        s.add(
-            "warn",
-            "no NVIDIA GPU that this process can use",
-            "; ".join(m.notes),
-            "install the NVIDIA driver, or run the container with --gpus all; to ask about "
-            'another machine: --assume "RTX 3090"',
-        )
+        _no_gpu(facts, s, m)
     for gpu in dict.fromkeys(m.gpus):
         _gpu(facts, s, m, gpu)
     if len(m.gpus) > 1:
@@ -43,6 +37,20 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
     _system(s, m)
     for note in m.notes if m.gpus else ():
         s.add("note", note, detail="CUDA_VISIBLE" not in note)
+
+
+def _no_gpu(facts: Facts, s: Section, m: Machine) -> None:
+    """What follows from having no NVIDIA GPU: what another vendor's does, or how to get at one."""
+    if m.other is not None:
+        row = facts.get(Other, m.other)
+        s.add("warn", f"this is {row.name}" if row.id == "other-mac" else f"it has {row.name}",
+              row.says, row.fix, (row.id,))  # fmt: skip
+    elif m.assumed:
+        s.add("note", "no NVIDIA GPU: llama.cpp and g4spec run on the CPU")
+    else:
+        s.add("warn", "no NVIDIA GPU that this process can use", "; ".join(m.notes),
+              "with one in the machine, install its driver, or run the container with --gpus all; "
+              'to ask about another machine: --assume "RTX 3090"')  # fmt: skip
 
 
 def _gpu(facts: Facts, s: Section, m: Machine, gpu: Gpu) -> None:

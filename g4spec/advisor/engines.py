@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from g4spec import __version__, models
+from g4spec import __version__
+from g4spec.advisor import offload, own
 from g4spec.advisor.choice import LEAST_CONTEXT, USUAL_CONTEXT, Question, choose
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import GIB, Machine
@@ -87,8 +88,11 @@ class EngineVerdict:
 
 
 def engine(facts: Facts, name: str) -> Engine:
-    """The row of an engine by its name."""
-    return next(e for e in facts.all(Engine) if e.name == name)
+    """The row of an engine by its name; what our runtime takes, it is asked itself."""
+    row = next(e for e in facts.all(Engine) if e.name == name)
+    if name == "g4spec":
+        return replace(row, newest=__version__, drafts=own.drafts(), kv_all=own.cache_types())
+    return row
 
 
 def _size(facts: Facts, target: Target) -> Size | None:
@@ -203,6 +207,8 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
         refusal, fix = "the card's memory could not be read", "ask with --assume"
     elif plan is None or not plan.fits:
         refusal, fix = _too_large(plans, q)
+        if plan is not None and not fix:
+            fix = offload.advice(facts, machine, q, row, option, plan)
     elif name == "g4spec" and (odd := _unrun(q)):
         refusal, fix = odd, "llama.cpp, or a file of another type"
     elif q.draft is not None and q.draft.kind not in row.drafts:
@@ -235,6 +241,7 @@ def judge(facts: Facts, machine: Machine, q: Question, name: str) -> EngineVerdi
 
 
 def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
+    """Say what does not fit, and the context that would; "" where there is none."""
     if not plans:
         return "no weight format known for this card", "name one, as 31b:q4_k_m"
     best = max(plans, key=lambda p: p.largest)
@@ -244,18 +251,10 @@ def _too_large(plans: tuple[Plan, ...], q: Question) -> tuple[str, str]:
             f"-c {best.largest}, the largest context that fits ({best.format}, {best.kv} cache)",
         )
     need, have = best.total / GIB, best.available / GIB
-    return (
-        f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable",
-        "a smaller size or format, or more cards",
-    )
+    return f"{best.format} needs {need:.1f} GiB a card, {have:.1f} are usable", ""
 
 
 # ---- our own runtime
-
-
-def own_drafts() -> set[str]:
-    """Kinds of drafts that this version of g4spec runs, by the words used here."""
-    return {"mtp" if name == "gemma4-assistant" else name for name in models.drafts()}
 
 
 def _config(size: Size) -> gemma4.Config:
@@ -329,7 +328,7 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
     free = machine.ram_free
     if why:
         refusal, fix = why, "convert, validate and quantize work; run it with llama.cpp"
-    elif q.draft is not None and q.draft.kind not in own_drafts():
+    elif q.draft is not None and q.draft.kind not in own.drafts():
         refusal, fix = f"it has no {q.draft.kind} drafts yet", "llama.cpp or vLLM"
     elif q.kv not in (None, "f32"):
         refusal, fix = f"it has no {q.kv} cache on a CPU", "leave out --kv"
@@ -339,7 +338,7 @@ def _own(facts: Facts, machine: Machine, q: Question) -> EngineVerdict:
             f"{need / GIB:.0f} GiB, {free / GIB:.0f} GiB are free"
         )
         fix = "use it to convert and validate; run with llama.cpp"
-    elif machine.assumed:
+    elif machine.assumed and free is None:
         refusal = (
             f"without a GPU from compute capability 7.0 on its reference runtime works on the CPU "
             f"and needs {need / GIB:.0f} GiB of RAM"

@@ -25,6 +25,7 @@ KINDS: dict[str, type[Row]] = {
     "source": rows.Source,
     "note": rows.Note,
     "card": rows.Card,
+    "other": rows.Other,
     "capability": rows.Capability,
     "support": rows.Support,
     "size": rows.Size,

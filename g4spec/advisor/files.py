@@ -127,8 +127,10 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
         kv = file.kv
         n = _layers(kv, "gemma4")
         size = _size_like(facts, _number(kv, "gemma4.embedding_length"), n)
-        names = [t.format.name for t in file.tensors.values() if math.prod(t.shape) > 1 << 20]
-        common = max(set(names), key=names.count).upper() if names else "small"
+        every = [t for t in file.tensors.values() if len(t.shape) > 1] or [*file.tensors.values()]
+        large = [t for t in every if math.prod(t.shape) > 1 << 20] or every
+        names = [t.format.name for t in large]
+        common = max(set(names), key=names.count).upper() if names else "none"
         nbytes = sum(t.nbytes for t in file.tensors.values())
         return Target(
             title=f"{path.name} (Gemma 4 {size.name if size else f'with {n} layers'})",
@@ -143,6 +145,7 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
             is_gguf=True,
             is_local=True,
             refusal=own.refusal(file, models.kinds()["gemma4"]),
+            notes=tuple(note for note in (own.mix(file), own.without_kernels(file)) if note),
         )
 
 

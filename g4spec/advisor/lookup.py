@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from g4spec.advisor import files
+from g4spec import quant
+from g4spec.advisor import files, own
 from g4spec.advisor.facts import Facts
+from g4spec.advisor.memory_needs import GGUF
 from g4spec.advisor.schema import Draft, Size, Weights
 from g4spec.advisor.subjects import DraftModel, Option, Target, find_size, from_row, named_target
+from g4spec.convert import hub
 from g4spec.errors import InputError, UsageError
 
 
@@ -16,9 +19,11 @@ def target(facts: Facts, text: str) -> Target:
     path = Path(text).expanduser()
     if path.exists():
         return files.target(facts, path, text)
-    if text.lower().endswith(".gguf"):
+    id = hub.Id.parse(text)
+    if text.lower().endswith(".gguf") and (id is None or id.file is None):
         raise InputError(f"{text}: no such file")
     name, _, wanted = text.partition(":")
+    name, wanted = name.partition("@")[0], wanted.removesuffix(".gguf")
     size = find_size(facts, name)
     if size is None:
         sizes = ", ".join(s.id for s in facts.all(Size))
@@ -31,19 +36,20 @@ def target(facts: Facts, text: str) -> Target:
     whole = named_target(facts, size, text)
     rest = wanted or (name if name.lower() not in (size.id, *size.aliases) else "")
     options = _formats(whole, rest, facts) if rest else whole.options
+    notes: tuple[str, ...] = ()
     if wanted and len(options) == len(whole.options):
-        known = ", ".join(o.format for o in whole.options)
-        raise UsageError(
-            f"-m {text!r}: no size known for format {wanted!r}", expected=f"one of {known}"
-        )
-    hub = name if "/" in name else size.hub
+        options = (estimated(size, wanted, whole),)
+        notes = (f"{options[0].format}: no file of this size is in the data; "
+                 f"{options[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
+                 "a few per cent larger", *own.named(options[0].format))  # fmt: skip
+    elif rest and len(options) == len(whole.options):
+        notes = (f"the name {name} does not say its weight format; every format is considered",)
+    gguf = "/" in name and "gguf" in text.lower()
+    if gguf:
+        options = tuple(o for o in options if set(GGUF) & set(o.engines)) or options
+    where = name if "/" in name and not gguf else size.hub
     if len(options) == 1 and options[0].hub:
-        hub = options[0].hub
-    notes = (
-        ()
-        if rest == "" or len(options) < len(whole.options)
-        else (f"the name {name} does not say its weight format; every format is considered",)
-    )
+        where = options[0].hub
     return Target(
         whole.title,
         whole.size,
@@ -51,11 +57,26 @@ def target(facts: Facts, text: str) -> Target:
         options,
         whole.caches,
         whole.context,
-        hub,
+        where,
         whole.active,
         whole.moe,
         notes=notes,
+        gguf_hub=text if gguf else "",
     )
+
+
+def estimated(size: Size, wanted: str, whole: Target) -> Option:
+    """A weight format of which no file's size is known, from the bits that its type takes.
+    UsageError for a name that the runtime does not know either."""
+    low = wanted.lower().split("-")[-1]
+    forms = quant.readable()
+    form = next((forms[n] for n in (low, low.rsplit("_", 1)[0]) if n in forms), None)
+    if form is None:
+        known = ", ".join(o.format for o in whole.options)
+        raise UsageError(f"-m: no weight format {wanted!r}", found=wanted,
+                         expected=f"one of {known}, or a type: {', '.join(forms)}")  # fmt: skip
+    nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
+    return Option(wanted.upper(), nbytes, GGUF)
 
 
 def _row_of(facts: Facts, text: str, size: str) -> Draft | None:
@@ -112,6 +133,6 @@ def _formats(target: Target, text: str, facts: Facts) -> tuple[Option, ...]:
     if hits:
         best = max(n for n, _ in hits)
         return tuple(o for n, o in hits if n == best)
-    if "/" in text:  # a checkpoint on the hub whose name says nothing is in BF16
+    if "/" in text and "gguf" not in low:  # a checkpoint whose name says nothing is in BF16
         return tuple(o for o in target.options if o.format == "BF16")
     return target.options

@@ -15,8 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from g4spec.advisor.cards import find_card
 from g4spec.advisor.facts import Facts
-from g4spec.advisor.machine import Gpu, Machine, find_card
+from g4spec.advisor.machine import Gpu, Machine
+from g4spec.advisor.schema import Other
 
 PACKAGES = (
     "vllm",
@@ -48,6 +50,7 @@ class System:
 
     proc: Path = Path("/proc")
     root: Path = Path("/")
+    platform: str = field(default_factory=platform.system)
     env: Mapping[str, str] = field(default_factory=lambda: os.environ)
 
     def text(self, path: Path) -> str:
@@ -76,10 +79,32 @@ def meminfo(system: System) -> dict[str, int]:
     return {name: int(kib) * 1024 for name, kib in found}
 
 
+def _physical(system: System) -> dict[str, int]:
+    """Bytes of memory by the names of /proc/meminfo; where there is no such file (macOS), all of it
+    counts as free."""
+    found = meminfo(system)
+    if not found and platform.system() == system.platform == "Darwin":
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found = {"MemTotal": total, "MemAvailable": total}
+    return found
+
+
+def _other(facts: Facts, system: System) -> str | None:
+    """Find the id of the row of a GPU that is not an NVIDIA card: by operating system, Jetson's
+    release file or PCI vendor."""
+    if system.platform == "Darwin":
+        return "other-mac"
+    if (system.root / "etc/nv_tegra_release").exists():
+        return "other-jetson"
+    files = sorted((system.root / "sys/class/drm").glob("card*/device/vendor"))
+    vendors = {system.text(path).strip() for path in files}
+    return next((row.id for row in facts.all(Other) if row.vendor in vendors), None)
+
+
 def probe(facts: Facts, system: System | None = None) -> Machine:
     """This machine."""
     system = system or System()
-    memory = meminfo(system)
+    memory = _physical(system)
     notes: list[str] = []
     visible = system.env.get("CUDA_VISIBLE_DEVICES")
     gpus, driver, cuda, nvlink = _gpus(facts, memory, notes, visible)
@@ -98,6 +123,7 @@ def probe(facts: Facts, system: System | None = None) -> Machine:
         tools=tools,
         torch_arches=torch_arches() if "torch" in tools else (),
         env=frozenset(name for name in ENVIRONMENT if system.env.get(name)),
+        other=None if gpus else _other(facts, system),
         notes=tuple(notes),
     )
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from g4spec.advisor import backends, engines, lookup
-from g4spec.advisor import machine as machines
+from g4spec.advisor import backends, cards, engines, lookup, versions
 from g4spec.advisor.choice import Question
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.memory_needs import BITS
-from g4spec.advisor.schema import Row, When
+from g4spec.advisor.schema import Card, Row, When
 from g4spec.errors import CheckFailed, UsageError
 
 ALIASES = {"llamacpp": "llama.cpp", "llama-cpp": "llama.cpp", "llama_cpp": "llama.cpp"}
@@ -24,6 +23,9 @@ class Out(Protocol):
 
     def line(self, text: str = "", style: str | None = None) -> None: ...
     def note(self, text: str) -> None: ...
+    def table(
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
+    ) -> None: ...
     def result(self, value: dict[str, Any]) -> None: ...
 
 
@@ -98,7 +100,7 @@ def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
             driver = version
         else:
             tools[name] = version
-    found = machines.assume(facts, assume) if assume is not None else probe(facts)
+    found = cards.assume(facts, assume) if assume is not None else probe(facts)
     return replace(found, tools={**found.tools, **tools}, driver=driver or found.driver,
                    supposed=supposed)  # fmt: skip
 
@@ -164,6 +166,17 @@ def explain_log(facts: Facts, path: Path, out: Out) -> None:
             "later ones follow from it."
         )
     out.result({"errors": [hit.json() for hit in found]})
+
+
+def list_cards(facts: Facts, out: Out) -> None:
+    """Cards of the data by capability, then what else has a sentence of its own."""
+    rows = sorted(facts.all(Card), key=lambda c: versions.parse(c.cc))
+    table = [(c.name, c.cc, "/".join(f"{m}" for m in c.memory),
+              "/".join(f"{b:g}" for b in c.bandwidth)) for c in rows]  # fmt: skip
+    out.table("Cards", ("card", "capability", "GB", "GB/s"), table)
+    out.line('Any other NVIDIA card by capability and size, as --assume "sm_86 24GB"; a machine '
+             'without one as --assume "CPU 64GB".')  # fmt: skip
+    out.result({"cards": [asdict(c) for c in rows]})
 
 
 def run_self_test(out: Out) -> None:

@@ -25,8 +25,8 @@ PORTS = {"vllm": 8000, "sglang": 30000, "llama.cpp": 8080, "g4spec": 8080}
 SERVER = {
     "vllm": "vllm serve {model}",
     "sglang": "python -m sglang.launch_server --model-path {model}",
-    "llama.cpp": "llama-server -m {model}",
-    "g4spec": "g4spec generate -m {model}",
+    "llama.cpp": "llama-server {named}",
+    "g4spec": "g4spec serve -m {model}",
 }
 HEAD = "HEAD_IP"
 """Stands for the address of the first node."""
@@ -190,6 +190,8 @@ def _instead(facts: Facts, machine: Machine, q: Question, engine: str) -> str:
 def _model(v: EngineVerdict, target: Target) -> str:
     """The target as the engine is given it."""
     name, option = v.engine.name, v.option
+    if name == "g4spec" and target.gguf_hub:
+        return target.gguf_hub
     if name in GGUF and target.is_local:
         return target.given if target.is_gguf else "target.gguf"
     if option is None:
@@ -204,6 +206,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     plan = v.plan
     gguf = v.engine.name in GGUF
     model = _model(v, target)
+    hub = target.gguf_hub if v.engine.name == "llama.cpp" else ""
     most = plan.largest if plan is not None else target.context
     usual = CONTEXT if plan is not None else choice.USUAL_CONTEXT
     ctx = q.context or min(usual, most, target.context)
@@ -224,6 +227,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
     )
     return {
         "model": shlex.quote(model),
+        "named": f"-hf {shlex.quote(hub)}" if hub else f"-m {shlex.quote(model)}",
         "draft": drafted,
         "n": str(n),
         "ctx": str(ctx),
@@ -248,6 +252,7 @@ def _values(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> di
         "cached": " --cache-type q8_0" if plan is not None and plan.kv == "q8_0" else "",
         "target_source": shlex.quote(target.given or ""),
         "target_hub": target.given if target.is_local else target.hub,
+        "tokenizer": shlex.quote(target.hub if gguf and target.gguf_hub else model),
         "draft_source": shlex.quote(draft.given)
         if draft is not None and draft.is_local
         else "draft",
@@ -272,8 +277,8 @@ def _skip(flag: Flag, q: Question, v: EngineVerdict) -> bool:
         "flag-g4-download": local,
         "flag-lc-convert": q.draft is not None and q.draft.is_gguf,
         "flag-g4-convert": q.draft is not None and q.draft.is_gguf,
-        "flag-lc-target": q.target.is_local,
-        "flag-g4-target": q.target.is_local,
+        "flag-lc-target": q.target.is_local or bool(q.target.gguf_hub),
+        "flag-g4-target": q.target.is_local or bool(q.target.gguf_hub),
         "flag-lc-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-g4-make-target": q.target.is_gguf or not q.target.is_local,
         "flag-lc-build": v.installed,

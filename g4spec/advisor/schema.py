@@ -111,6 +111,22 @@ class Card(Row):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Other(Row):
+    """A kind of machine whose GPU is not an NVIDIA card that engines here are asked about.
+
+    Attributes:
+        pattern: regular expression that is searched in a lower-case name.
+        vendor: PCI vendor of its display controllers, as 0x1002, or "".
+        fix: what to do there; `says` what runs.
+    """
+
+    name: str
+    pattern: str
+    vendor: str = ""
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capability(Row):
     """Limits of one compute capability. Shared memory in KiB."""
 

@@ -40,6 +40,7 @@ class Target:
         active: share of the weights that is read for one token.
         notes: what is odd about the files.
         refusal: why g4spec's own runtime cannot run the file, or empty.
+        gguf_hub: `org/name:TYPE` of a GGUF repository on the hub, as llama.cpp's -hf takes it.
     """
 
     title: str
@@ -55,6 +56,7 @@ class Target:
     is_local: bool = False
     notes: tuple[str, ...] = ()
     refusal: str = ""
+    gguf_hub: str = ""
 
 
 @dataclass(frozen=True, slots=True)

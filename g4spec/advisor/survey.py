@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from g4spec.advisor import engines
+from g4spec.advisor.brief import estimate
 from g4spec.advisor.choice import Question
 from g4spec.advisor.engines import EngineVerdict
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.lengths import start
-from g4spec.advisor.machine import GIB
+from g4spec.advisor.machine import GIB, assumption
+from g4spec.advisor.offload import assistant
 from g4spec.advisor.schema import Draft, Mark, Problem, Size
-from g4spec.advisor.speed import estimate
 from g4spec.advisor.subjects import DraftModel, from_row, named_target
 from g4spec.advisor.verdict import Diagnosis, Section
 from g4spec.advisor.when import Situation, matches
+
+URGENT = 5
+"""Problems of this rank or less are shown for every engine, not only for the one in detail."""
 
 
 def problem_line(s: Section, p: Problem, engine: str, detail: bool) -> None:
@@ -33,34 +37,41 @@ def problem_line(s: Section, p: Problem, engine: str, detail: bool) -> None:
 
 def sizes(facts: Facts, d: Diagnosis) -> None:
     """One line a size: what runs, with the assistant that Google publishes for it."""
-    s = d.section("Gemma 4 on this machine (with Google's MTP assistant; computed)")
-    if not d.machine.gpus:
-        _without_gpu(facts, d, s)
-        return
+    names = ("llama.cpp", "vllm") if d.machine.gpus else ("llama.cpp", "g4spec")
+    where = "" if d.machine.gpus else ", on the CPU"
+    s = d.section(f"Gemma 4 on this machine{where} (with Google's MTP assistant; computed)")
+    runs = ""
     for size in facts.all(Size):
-        target = named_target(facts, size)
-        draft = _assistant(facts, size)
-        found = {
-            name: engines.judge(facts, d.machine, Question(target, draft), name)
-            for name in ("llama.cpp", "vllm")
-        }
-        parts = []
-        for v in found.values():
-            if not v.works or v.plan is None:
-                why = v.blockers[0].title if v.blockers else v.refusal
-                parts.append(f"{v.engine.title} no ({why})")
-            else:
-                parts.append(
-                    f"{v.engine.title} {v.plan.format}, {v.plan.kv} cache to {v.plan.largest:,}"
-                )
-        ok = [v.works for v in found.values()]
-        mark: Mark = "good" if all(ok) else "warn" if any(ok) else "bad"
-        s.add(
-            mark,
-            f"{size.name}: " + "; ".join(parts) + _pace(facts, d, found, draft),
-            facts=(size.id,),
-        )
+        draft = assistant(facts, size)
+        question = Question(named_target(facts, size), draft)
+        found = {n: engines.judge(facts, d.machine, question, n) for n in names}
+        works = [v for v in found.values() if v.works]
+        runs = runs or (size.id if works else "")
+        full = len(works) == len(names) or (works and not d.machine.gpus)
+        mark: Mark = "good" if full else "warn" if works else "bad"
+        text = "; ".join(_fits(v) for v in found.values()) + _pace(facts, d, found, draft)
+        spill = "" if works else found["llama.cpp"].fix
+        s.add(mark, f"{size.name}: {text}", fix=spill, facts=(size.id,))
         _other_drafts(facts, d, s, size)
+    if not d.machine.gpus:
+        s.add("note", "g4spec's own runtime computes in 32-bit floats on a CPU: it is for checking "
+              "drafts, not for these sizes")  # fmt: skip
+    again = assumption(d.machine)
+    if runs:
+        d.steps.append(f"g4spec doctor -m {runs} -md mtp{again}")
+    if not d.machine.gpus and not d.machine.assumed:
+        d.steps.append('ask about a card: g4spec doctor --assume "RTX 3090"')
+
+
+def _fits(v: EngineVerdict) -> str:
+    """What an engine runs of a size, or why it does not, in a few words."""
+    if v.engine.name == "g4spec" and not v.works:
+        return "g4spec no"
+    if not v.works:
+        return f"{v.engine.title} no ({v.blockers[0].title if v.blockers else v.refusal})"
+    if v.plan is None:
+        return f"{v.engine.title} in 32-bit floats, slowly"
+    return f"{v.engine.title} {v.plan.format}, {v.plan.kv} cache to {v.plan.largest:,}"
 
 
 def _pace(
@@ -68,14 +79,14 @@ def _pace(
 ) -> str:
     """Tokens/s without a draft and the length to start with, by the first engine that works."""
     for name, v in found.items():
-        if not v.works or v.plan is None or v.option is None:
+        if not v.works or v.plan is None:
             continue
         target = v.target
-        gpus = v.gpus if name == "vllm" else 1
-        made = estimate(facts, d.machine, target, None, v.option, v.plan.kv, v.plan.context, gpus)
+        made = estimate(facts, d.machine, Question(target), v)
         text = f"; {made.low:.0f} to {made.high:.0f} tokens/s without a draft" if made else ""
         if draft is not None:
-            text += f", start with {start(facts, draft, name, d.machine.cc)} drafted"
+            n = start(facts, draft, name, d.machine.cc)
+            text += f"{',' if made else ';'} start with {n} drafted"
         return text
     return ""
 
@@ -102,24 +113,6 @@ def _short(v: EngineVerdict) -> str:
     if v.uncounted:
         return "yes, memory unknown"
     return f"to {v.plan.largest:,} tokens"
-
-
-def _without_gpu(facts: Facts, d: Diagnosis, s: Section) -> None:
-    for size in facts.all(Size):
-        v = engines.judge(facts, d.machine, Question(named_target(facts, size)), "g4spec")
-        mark: Mark = "warn" if v.works else "bad"
-        s.add(
-            mark,
-            f"{size.name}: {v.refusal or 'runs on the CPU, slowly (32-bit reference)'}",
-            facts=(size.id,),
-        )
-    d.steps.append('ask about a card: g4spec doctor --assume "RTX 3090" -m 31b -md mtp')
-    d.steps.append("convert, quantize and validate need no GPU")
-
-
-def _assistant(facts: Facts, size: Size) -> DraftModel | None:
-    row = next((r for r in facts.all(Draft) if r.model == size.id and r.kind == "mtp"), None)
-    return from_row(row, "mtp") if row is not None else None
 
 
 def general(facts: Facts, d: Diagnosis) -> None:
@@ -150,5 +143,5 @@ def general(facts: Facts, d: Diagnosis) -> None:
         for p in sorted(facts.all(Problem), key=lambda p: p.rank):
             if p.id not in seen and matches(p.when, base):
                 seen.add(p.id)
-                problem_line(s, p, name, p.mark == "note" or (p.rank >= 16 and not installed))
-    d.steps.append("ask about a pair: g4spec doctor -m 31b -md mtp -c 32768")
+                quiet = p.mark == "note" or p.rank > URGENT
+                problem_line(s, p, name, quiet or (p.rank >= 16 and not installed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ class Out(Protocol):
     """The part of `cli.render.Output` that a verdict needs."""
 
     def line(self, text: str = "", style: str | None = None) -> None: ...
+    def command(self, before: str, text: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,16 @@ class Line:
 
 @dataclass(slots=True)
 class Section:
-    """A heading with its lines."""
+    """A heading with its lines. `brief`: shown beside the answer in five lines, too."""
 
     title: str
+    brief: bool = False
     lines: list[Line] = field(default_factory=list)
+
+    @property
+    def topic(self) -> str:
+        """The first words of the title."""
+        return re.split(r":| \(| at |,| for | on ", self.title)[0].lower()
 
     def add(
         self,
@@ -57,6 +65,29 @@ class Section:
         self.lines.append(Line(mark, text, reason, fix, facts, detail))
 
 
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """The answer in five lines.
+
+    Attributes:
+        said: the engine, or why none runs it. `rows`: names and what they say, in order.
+        command: what to type next, or "".
+    """
+
+    mark: Mark
+    said: str
+    rows: tuple[tuple[str, str], ...] = ()
+    command: str = ""
+
+    def show(self, out: Out) -> None:
+        """Print them."""
+        out.line(f"{SIGNS[self.mark]} {self.said}", STYLES[self.mark])
+        for name, text in self.rows:
+            out.line(f"  {name:10}{text}")
+        if self.command:
+            out.command("  command   ", self.command)
+
+
 @dataclass(slots=True)
 class Diagnosis:
     """The whole answer.
@@ -64,7 +95,7 @@ class Diagnosis:
     Attributes:
         asked: whether a run was asked for at all.
         works: whether the run that was asked for can work; true when none was asked for.
-        conditions: what the engine shown in detail needs beside that.
+        brief: the answer in five lines, if a run was asked for.
         steps: what to do next, in order.
         plans: the memory arithmetic that was shown.
     """
@@ -73,31 +104,25 @@ class Diagnosis:
     question: str
     asked: bool = False
     works: bool = True
-    conditions: int = 0
+    brief: Brief | None = None
     sections: list[Section] = field(default_factory=list)
     steps: list[str] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
 
-    def section(self, title: str) -> Section:
-        made = Section(title)
+    def section(self, title: str, brief: bool = False) -> Section:
+        made = Section(title, brief)
         self.sections.append(made)
         return made
 
     def marks(self, mark: Mark) -> list[Line]:
         return [line for s in self.sections for line in s.lines if line.mark == mark]
 
-    def summary(self) -> str:
-        """The last line."""
-        if not self.works:
-            return "This run cannot work as asked; see the next steps."
-        n = self.conditions
-        return f"It can work, with {n} condition{'s' * (n != 1)}." if n else "It can work."
-
     def json(self) -> dict[str, Any]:
         m = self.machine
         return {
             "question": self.question,
             "works": self.works,
+            "brief": asdict(self.brief) if self.brief else None,
             "machine": {
                 "title": m.title,
                 "assumed": m.assumed,
@@ -137,25 +162,35 @@ class Diagnosis:
         }
 
     def show(self, out: Out, verbose: bool = False) -> None:
-        """As text: one screen, or everything with `verbose`."""
+        """Print the answer in five lines and what to do; everything with `verbose`."""
         out.line(self.question, "bold")
+        if self.brief is not None:
+            self.brief.show(out)
+        hidden: list[str] = []
         for section in self.sections:
-            shown = [line for line in section.lines if verbose or not line.detail]
+            brief = section.brief or self.brief is None
+            shown = [x for x in section.lines if verbose or (brief and not x.detail)]
+            if len(shown) < len(section.lines):
+                hidden.append(section.topic)
             if not shown:
                 continue
             out.line()
             out.line(section.title, "bold")
             for line in shown:
                 _show(out, line, verbose)
-        if self.steps:
+        said = self.brief.command if self.brief is not None and not verbose else ""
+        steps = [] if said and self.works else [step for step in self.steps if step != said]
+        if steps:
             out.line()
             out.line("Next steps", "bold")
-            for i, step in enumerate(self.steps, 1):
-                out.line(f"  {i}. {step}")
-        if self.asked:
+            for i, step in enumerate(steps, 1):
+                if step.startswith("g4spec "):
+                    out.command(f"  {i}. ", step)
+                else:
+                    out.line(f"  {i}. {step}")
+        if hidden:
             out.line()
-            out.line(self.summary(), "good" if self.works else "bad")
-
+            out.line(f"--verbose shows the rest: {', '.join(dict.fromkeys(hidden))}", "dim")
 
 def _show(out: Out, line: Line, verbose: bool) -> None:
     ids = f"  [{', '.join(line.facts)}]" if line.facts and verbose else ""

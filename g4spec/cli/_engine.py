@@ -58,19 +58,30 @@ def load(
     model: Path, draft: Path | str | None, setup: Setup, out: Output, **more: Any
 ) -> Engine:  # fmt: skip
     """See `Engine.load`, which takes `more`, too."""
+    with out.progress(f"loading {model.name}") as progress:
+        engine = settled(target=model, draft=draft, **asdict(setup), **more, progress=progress)
+    tell_where(engine.backend.title, engine.on_cpu, setup, out)
+    return engine
+
+
+def settled(**options: Any) -> Engine:
+    """Load an engine, and settle its threads; see `Engine.load`."""
     from g4spec.runtime.engine import Engine
 
-    with out.progress(f"loading {model.name}") as progress:
-        engine = Engine.load(model, draft, **asdict(setup), **more, progress=progress)
+    engine = Engine.load(**options)
     _threads.settle(engine)
-    if engine.target.ops.device.type != "cpu":
-        out.note(f"runs on {engine.backend.title}")
+    return engine
+
+
+def tell_where(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
+    """Say on which device an engine runs; on a CPU, why on none other if that was left open."""
+    if not on_cpu:
+        out.note(f"runs on {title}")
     elif setup.device == "auto":
         from g4spec.runtime import devices
 
         if (why := devices.unused()) is not None:
             out.note(f"runs on the CPU: {why}")
-    return engine
 
 
 def tell(engine: Engine, out: Output) -> None:

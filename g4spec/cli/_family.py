@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from g4spec.errors import CheckFailed, InputError, UsageError
 
 DRAFTS = ("dflash", "dflash-speculators", "assistant", "dflash-other")
 """Folders beside `target`; the last one was trained for another target."""
+
+MARKS = {"bench.json": b'"command": "g4spec demo', "report.html": b"<code>g4spec demo"}
+"""Results of `demo`, and what each says about the command that wrote it."""
 
 
 def find(given: Path | None) -> Path:
@@ -55,10 +59,7 @@ def convert_all(source: Path, folder: Path) -> Converted:
     """Convert every checkpoint, and one draft to two types."""
     from g4spec import convert
 
-    for name in ("target", *DRAFTS):
-        _check_free(folder / f"{name}.gguf", source / name)
-    for name in ("dflash-bf16", "dflash-q8_0"):
-        _check_free(folder / f"{name}.gguf", source / "dflash")
+    check_folder(source, folder)
     files: dict[str, Path] = {}
     rows: list[tuple[object, ...]] = []
     for name in ("target", *DRAFTS):
@@ -74,12 +75,28 @@ def convert_all(source: Path, folder: Path) -> Converted:
     return Converted(files, rows, wide.nbytes, small.nbytes)
 
 
+def check_folder(source: Path, folder: Path) -> None:
+    """Raise UsageError if `demo` would replace a file in `folder` that no earlier demo made."""
+    for name in ("target", *DRAFTS):
+        _check_free(folder / f"{name}.gguf", source / name)
+    for type in ("bf16", "q8_0"):
+        _check_free(folder / f"dflash-{type}.gguf", source / "dflash")
+    for path, mark in ((folder / name, mark) for name, mark in MARKS.items()):
+        if os.path.lexists(path) and not (path.is_file() and mark in path.read_bytes()):
+            raise _foreign(path)
+
+
+def _foreign(path: Path) -> UsageError:
+    fix = "name another folder with -o, or remove the file"
+    return UsageError(f"{path} is there and was not made by this demo", fix=fix)
+
+
 def _check_free(path: Path, checkpoint: Path) -> None:
-    """UsageError for a file that no earlier demo made of this checkpoint."""
+    """Raise UsageError for a file that no earlier demo made of this checkpoint."""
     from g4spec.convert import detect, provenance
     from g4spec.gguf import GGUF
 
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     said = None
     if path.is_file():
@@ -87,8 +104,7 @@ def _check_free(path: Path, checkpoint: Path) -> None:
             said = file.get(provenance.DIGEST)
     with detect(checkpoint) as found:
         if said != provenance.digest(found.source):
-            raise UsageError(f"{path} is there and was not made by this demo",
-                             fix="name another folder with -o, or remove the file")  # fmt: skip
+            raise _foreign(path)
 
 
 def validate_all(source: Path, files: dict[str, Path], out: Output) -> None:

@@ -18,9 +18,11 @@ Model = Annotated[
     typer.Option(
         "-m",
         "--model",
-        metavar="FILE|DIR|ID|SIZE",
-        help="Target: a GGUF file, a checkpoint folder, a hub id, or a size: 31b, 26b, "
-        "12b, e4b, e2b, with a format if you like (31b:q4_k_m).",
+        "-hf",
+        "--hf-repo",
+        metavar="MODEL",
+        help="Target: a GGUF file, a checkpoint folder, a hub id (org/name:Q4_K_M), or a size: "
+        "31b, 26b, 12b, e4b, e2b, with a format if you like (31b:q4_k_m).",
     ),
 ]
 Draft = Annotated[
@@ -29,7 +31,9 @@ Draft = Annotated[
         "-md",
         "--model-draft",
         "--draft",
-        metavar="FILE|DIR|ID|NAME",
+        "-hfd",
+        "--hf-repo-draft",
+        metavar="DRAFT",
         help="Draft: likewise, or a name: mtp, zlab-dflash, redhat-dflash, ...",
     ),
 ]

@@ -39,7 +39,8 @@ def show(data: Mapping[str, Any], out: Output) -> None:
     ]  # fmt: skip
     columns = ("prompts", "drafted", "tokens/s", "x plain", "tokens/cycle", "by prompt",
                "accepted", "draft ms", "step ms", "prefill/s")  # fmt: skip
-    out.table("Draft lengths", columns, rows)
+    spare = ("accepted", "tokens/cycle", "step ms", "draft ms", "prefill/s", "by prompt")
+    out.table("Draft lengths", columns, rows, spare)
     for note in data["notes"]:
         out.note(note)
     out.line(data["recommendation"]["words"], style="bold")
@@ -87,7 +88,8 @@ def run(
 
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, protocol, idle=idle, progress=progress)
-    data = result.json(origin, recommendation.recommend(result.rows).json())
+    advice = recommendation.recommend(result.rows, bench.longest(engine))
+    data = result.json(origin, advice.json())
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +56,15 @@ class Opened:
     more: dict[str, Any]
 
     def service(self, settings: Settings, target: Path, draft: Path | str | None) -> Service:
-        """Load a target and serve it."""
+        """Load a target in a process of its own, and serve it."""
+        from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
         sampler = _defaults.sampler(target, self.out, **self.asked)
-        engine = _engine.load(target, draft, self.setup, self.out, **self.more)
+        with self.out.progress(f"loading {target.name}") as progress:
+            engine = EngineClient(target, draft, make=_engine.settled, progress=progress,
+                                  **asdict(self.setup), **self.more)  # fmt: skip
+        _engine.tell_where(engine.title, engine.on_cpu, self.setup, self.out)
         engine.tokenizer.template = self.template or engine.tokenizer.template
         return Service(engine, replace(settings, sampler=sampler))
 

@@ -1,15 +1,23 @@
-"""What Ctrl-C and SIGTERM do to a command: it unwinds, in silence."""
+"""What signals do to a command: at Ctrl-C and SIGTERM it unwinds, in silence; a file that is cut
+while it is mapped (SIGBUS) is bad input."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from g4spec.cli import render
+from g4spec.errors import InputError
+
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_TOLD = threading.Lock()
 
 
 @contextmanager
@@ -18,11 +26,33 @@ def handled() -> Iterator[None]:
     for number in NUMBERS:
         signal.signal(number, _asked_to_end)
     sys.unraisablehook = _unraisable
+    if hasattr(signal, "SIGBUS"):
+        ctypes.CDLL(None).signal(signal.SIGBUS, _CUT)
     try:
         yield
     finally:
         _end_at_once()  # nothing is left to clear away
 
+
+def _cut(number: int) -> None:
+    """Say that a mapped file lost its pages, and end the process at once.
+
+    The C library calls this from the instruction that read the page. Python's own handlers run
+    between instructions of Python, of which there is no next one: the read would be tried for ever.
+    """
+    if not _TOLD.acquire(blocking=False):
+        time.sleep(60)  # another thread says it
+    error = InputError("a file became shorter while it was read", found="SIGBUS",
+                       fix="run the command again when nothing writes to its files")  # fmt: skip
+    try:
+        if os.isatty(2):
+            os.write(2, b"\n\x1b[?25h")  # behind a text, or a progress bar that hid the cursor
+        render.error(str(error), error.exit_code, json="--json" in sys.argv)
+    finally:
+        os._exit(error.exit_code)
+
+
+_CUT = ctypes.CFUNCTYPE(None, ctypes.c_int)(_cut)
 
 def _asked_to_end(number: int, frame: object) -> NoReturn:
     """Unwind, so that half-written files are removed. Asked again, end at once and in silence:

@@ -30,13 +30,15 @@ TAKES = ONLY | {"synthetic", "draft", "ctx_size", "device", "cache_type", "threa
                 "quiet"}  # fmt: skip
 
 
-def check(context: typer.Context, synthetic: bool) -> None:
-    """UsageError for options of `bench` that --synthetic would ignore, or that are for it alone."""
+def asked(context: typer.Context, synthetic: str | None) -> str | None:
+    """The size that --synthetic names. UsageError for options of `bench` that it would ignore, or
+    that are for it alone."""
     for name, flag in _inputs.typed(context).items():
         if synthetic and name not in TAKES:
             raise UsageError(f"{flag} does nothing with --synthetic", fix="leave one of them out")
         if not synthetic and name in ONLY:
             raise UsageError(f"{flag} is for --synthetic", fix="leave it out")
+    return synthetic
 
 
 def run(

@@ -67,9 +67,8 @@ def measure(
         return _compare.alone(context)
     out = Output(json, quiet)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
-    _synthetic.check(context, synthetic is not None)
-    if synthetic is not None:
-        return _synthetic.run(synthetic, mix, draft, accepted, setup, out, save)
+    if size := _synthetic.asked(context, synthetic):
+        return _synthetic.run(size, mix, draft, accepted, setup, out, save)
     _streams.check(parallel, report)
     _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0"))
     model = _bench_options.checked(model, preset, dataset, bool(temp or categories), save, report)

@@ -17,6 +17,8 @@ from g4spec.errors import CheckFailed
 if TYPE_CHECKING:
     from g4spec.measure.verify import Verdict
 
+LENGTHS = "2,5,10,15,auto"
+"""Draft lengths of the sweep, up to the longest block."""
 LONG, CASES, PROMPTS = 1024, 12, 2
 
 
@@ -90,12 +92,12 @@ def _sweep(
     out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
     engine = _first_text.load(files, DRAFTS[0])
     assert engine.draft is not None
-    lengths = bench.lengths_of("2,4,7,auto", engine.draft.max_tokens)
+    lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress("measuring") as progress:
         result = bench.sweep(engine, texts, bench.Protocol(lengths, n_predict, repeats=2),
                              idle=idle, progress=progress)  # fmt: skip
-    advice = recommendation.recommend(result.rows)
+    advice = recommendation.recommend(result.rows, bench.longest(engine))
     origin = provenance.describe(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
     )

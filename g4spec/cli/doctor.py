@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from g4spec.cli._machines import (
     machine_of,
 )
 from g4spec.errors import CheckFailed, UsageError
+
+if TYPE_CHECKING:
+    from g4spec.advisor.verdict import Diagnosis
 
 
 def command(
@@ -40,6 +43,9 @@ def command(
         Path | None, typer.Option(help="Explain known errors in a log file; - is stdin.")
     ] = None,
     why: Annotated[str | None, typer.Option(metavar="ID", help="Show a fact, with source.")] = None,
+    cards: Annotated[
+        bool, typer.Option("--cards", help="List the cards that --assume knows.")
+    ] = False,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Check what g4spec itself can do here.")
     ] = False,
@@ -55,32 +61,38 @@ def command(
     """What works on this machine, what breaks, and the exact fix.
 
     Marks: ✓ works, ! works with a condition, ✗ does not work, · a figure or a remark.
-    Exits 1 when the run that was asked for cannot work.
+    Without -m: every size of Gemma 4. Exits 1 when the run that was asked for cannot work.
     """
     from g4spec.advisor import questions
     from g4spec.advisor.doctor import diagnose
     from g4spec.advisor.facts import facts
 
-    _one_of({"--why": why, "--log": log, "--self-test": self_test, "--network": network},
+    _one_of({"--why": why, "--log": log, "--cards": cards, "--self-test": self_test,
+             "--network": network},
             model, draft, ctx_size, kv, engine, attention_backend, gpus, assume, given)  # fmt: skip
     out, known = render.Output(json, quiet), facts()
     if why is not None:
         return questions.explain(known, why, out)
     if log is not None:
         return questions.explain_log(known, log, out)
+    if cards:
+        return questions.list_cards(known, out)
     if self_test:
         return questions.run_self_test(out)
     if network:
         return questions.watch_network(out)
     machine = machine_of(known, assume, given)
     question = ask(known, machine, model, draft, ctx_size, kv, attention_backend, gpus)
-    d = diagnose(known, machine, question, questions.engine(engine))
+    _answer(diagnose(known, machine, question, questions.engine(engine)), out, verbose)
+
+
+def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:
+    """Show a diagnosis; CheckFailed where the run that was asked for cannot work."""
     d.show(out, verbose)
     out.result(d.json())
     if not d.works:
-        raise CheckFailed(
-            f"{d.question}: cannot work as asked", fix=f"first, {d.steps[0]}" if d.steps else None
-        )
+        fix = f"first, {d.steps[0]}" if d.steps else None
+        raise CheckFailed(f"{d.question}: cannot work as asked", fix=fix)
 
 
 def _one_of(alone: dict[str, object], *others: object) -> None:

@@ -106,8 +106,7 @@ def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:
     rows = [(t, s["tensors"], s["parameters"], _types.size(s["bytes"]))
             for t, s in facts["types"].items()]  # fmt: skip
     out.table("Types", ("type", "tensors", "parameters", "size"), rows)
-    metadata = [(k, _text(v)) for k, v in facts["metadata"].items()]
-    out.table("Metadata", ("key", "value"), metadata)
+    out.table("Metadata", ("key", "value"), [(k, _text(v)) for k, v in facts["metadata"].items()])
     if tensors:
         rows = [(t["name"], "x".join(map(str, t["shape"])), t["type"], _types.size(t["bytes"]))
                 for t in facts["tensors"]]  # fmt: skip

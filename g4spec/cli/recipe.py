@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def command(
     engine: Annotated[str, typer.Argument(help="vllm, sglang, llama.cpp or g4spec.")],
     model: Annotated[
-        str, typer.Option("-m", "--model", metavar="FILE|DIR|ID|SIZE", help="Target: see doctor.")
+        str, typer.Option("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
+                          help="Target: see doctor.")
     ],
     draft: Draft = None,
     ctx_size: Context = None,
@@ -80,7 +81,7 @@ def _show(out: render.Output, r: Recipe) -> None:
             node = f", node {i}" if parts is r.commands and len(parts) > 1 else ""
             if i == 0 or node:
                 out.line(f"# {title}{node}", "bold", gap=True)
-            out.stream(text + "\n")
+            out.script(text)
     out.line("# Why", "bold", gap=True)
     for text in r.reasons():
         out.line(f"#   {text}")

@@ -15,13 +15,14 @@ import json as jsonlib
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, TextIO
 
 import typer
+
+from g4spec.cli import _layout
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, no text.")]
 Quiet = Annotated[
@@ -35,6 +36,9 @@ Progress = Callable[[int, int], None]
 
 MOST_ROWS = 2000
 """Of a table: no model has that many tensors, and a file that claims them should not take long."""
+
+WIDE = 240
+"""Columns of a table that no terminal shows."""
 
 STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1", "struck": "9;31"}
 """Names that commands may use for colours -> ANSI code."""
@@ -118,6 +122,35 @@ def _json(value: Any) -> str:
     return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def _grid(
+    title: str,
+    names: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    widths: Sequence[int],
+    right: Sequence[bool],
+) -> None:
+    """Print a table of columns with these widths; `right`: those aligned right."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours, text = colour(sys.stdout), io.StringIO()
+    room = sum(widths) + _layout.GAP * len(widths)
+    console = Console(file=text, width=room, force_terminal=colours, no_color=not colours)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name, width, numeric in zip(names, widths, right, strict=True):
+        side: Literal["left", "right"] = "right" if numeric else "left"
+        table.add_column(Text(name), justify=side, overflow="fold", width=width)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+    lines = [line.rstrip() for line in text.getvalue().rstrip().split("\n")]
+    if title:
+        lines = [*_layout.wrapped(title, _layout.width(sys.stdout)).split("\n"), "", *lines]
+    _put("\n".join(lines), sys.stdout)
+
+
 class Output:
     """What one command says. With `json`, stdout is exactly one object; with `quiet`, stdout is
     only the product (`stream`, `result`) and stderr is empty."""
@@ -132,13 +165,20 @@ class Output:
         """One line of the human answer, an empty one before it with `gap`; absent with `json` and
         `quiet`."""
         if not self.json and not self.quiet:
-            _put("\n" * gap + styled(flat(text), style, sys.stdout), sys.stdout)
+            text = _layout.wrapped(flat(text), _layout.width(sys.stdout))
+            _put("\n" * gap + styled(text, style, sys.stdout), sys.stdout)
+
+    def command(self, before: str, text: str) -> None:
+        """A shell command of the human answer, broken so that it can be pasted."""
+        if not self.json and not self.quiet:
+            _put(_layout.command(before, flat(text), _layout.width(sys.stdout)), sys.stdout)
 
     def note(self, text: str | None) -> None:
         """A notice on stderr, said once per run however often it is raised; nothing for None."""
         if text is not None and not self.quiet and text not in self._said:
             self._said.add(text)
-            _put(styled(one_line(text), "dim", sys.stderr), sys.stderr)
+            text = _layout.wrapped(one_line(text), _layout.width(sys.stderr))
+            _put(styled(text, "dim", sys.stderr), sys.stderr)
 
     def stream(self, text: str, style: str | None = None) -> None:
         """Text that is the product itself, as it comes; no line break is added. Exact in a pipe,
@@ -147,6 +187,11 @@ class Output:
             if sys.stdout.isatty():
                 text = styled(text.replace("\r\n", "\n"), style, sys.stdout)
             _put(text, sys.stdout, end="")
+
+    def script(self, text: str) -> None:
+        """Shell commands that are the product; a terminal gets them broken so that they can be
+        pasted."""
+        self.stream(_layout.script(text, _layout.width(sys.stdout)) + "\n")
 
     def aside(self, text: str) -> None:
         """Text beside the product as it comes, dim: a model's thoughts. Where stdout is a pipe, it
@@ -159,7 +204,8 @@ class Output:
         """Lines about the run on stderr, said each time."""
         if not self.quiet:
             for line in text.split("\n"):
-                _put(styled(flat(line), "dim", sys.stderr), sys.stderr)
+                shown = _layout.wrapped(flat(line), _layout.width(sys.stderr))
+                _put(styled(shown, "dim", sys.stderr), sys.stderr)
 
     def ask(self, prompt: str) -> str:
         """Read a line; EOFError at the end. `prompt` is shown where a person types."""
@@ -192,27 +238,36 @@ class Output:
             shown.append(styled(marked, style, sys.stderr))
         _put("  ".join(shown), sys.stderr)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table of the human answer; columns that hold only numbers are aligned right."""
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        spare: Sequence[str] = (),
+    ) -> None:
+        """A table of the human answer; columns that hold only numbers are aligned right.
+
+        Args:
+            spare: columns that a narrow terminal does without, the last one first.
+        """
         if self.json or self.quiet:
             return
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        colours, text = colour(sys.stdout), io.StringIO()
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 240
-        console = Console(file=text, width=width, force_terminal=colours, no_color=not colours)
-        table = Table(title=Text(one_line(title)), box=box.SIMPLE_HEAD, title_justify="left")
-        for i, name in enumerate(columns):
-            numeric = bool(rows) and all(isinstance(r[i], (int, float)) for r in rows)
-            side: Literal["left", "right"] = "right" if numeric else "left"
-            table.add_column(Text(one_line(name)), justify=side, overflow="fold")
-        for row in rows[:MOST_ROWS]:
-            table.add_row(*(Text(one_line(str(cell))) for cell in row))
-        console.print(table)
-        _put(text.getvalue().rstrip(), sys.stdout)
+        columns, every = [one_line(name) for name in columns], rows
+        cells = [[one_line(str(cell)) for cell in row] for row in rows[:MOST_ROWS]]
+        room = _layout.width(sys.stdout) or WIDE
+        upright = [[name, *(row[i] for row in cells)] for i, name in enumerate(columns)]
+        kept = _layout.columns_kept(upright, [columns.index(name) for name in spare], room)
+        widths = _layout.widths([upright[i] for i in kept], room)
+        if widths is None:
+            shown = _layout.wrapped(one_line(title), room)
+            _put(f"{shown}\n{_layout.records(columns, cells, room)}", sys.stdout)
+        else:
+            right = [bool(rows) and all(isinstance(r[i], int | float) for r in every) for i in kept]
+            made = [[row[i] for i in kept] for row in cells]
+            _grid(one_line(title), [columns[i] for i in kept], made, widths, right)
+        if len(kept) < len(columns):
+            left = ", ".join(name for i, name in enumerate(columns) if i not in kept)
+            self.note(f"not shown for lack of width: {left}; --json has all")
         if len(rows) > MOST_ROWS:
             self.note(f"{len(rows) - MOST_ROWS:,} more rows are not shown; --json has all")
 
@@ -240,7 +295,8 @@ def error(text: str, exit_code: int, *, json: bool = False) -> int:
     """Says why the run failed: one line on stderr and, with `json`, an object on stdout when no
     result was printed before. Returns `exit_code`."""
     try:
-        _put(f"{styled('error:', 'bad', sys.stderr)} {one_line(text)}", sys.stderr)
+        shown = _layout.wrapped(f"error: {one_line(text)}", _layout.width(sys.stderr))
+        _put(styled("error:", "bad", sys.stderr) + shown.removeprefix("error:"), sys.stderr)
         if json and not Output.printed:
             _put(_json({"error": text, "exit_code": exit_code}), sys.stdout)
     except (typer.Exit, OSError):

@@ -51,7 +51,7 @@ def _best(data: Mapping[str, Any], rows: Rows) -> Rows:
     return [r for r in rows if chosen.get(r["category"]) == r["length"]]
 
 
-def _speed(category: str, rows: Rows, chosen: Mapping[str, int]) -> tuple[str, Markup]:
+def _speed(category: str, rows: Rows, chosen: Mapping[str, int | str]) -> tuple[str, Markup]:
     mine = [r for r in rows if r["category"] == category]
     highest = max(max(r["tokens_per_second"], r["spread"][1]) for r in rows)
 
@@ -88,14 +88,15 @@ def _positions(category: str, rows: Rows) -> tuple[str, Markup] | None:
 
 
 def _committed(
-    category: str, rows: Rows, chosen: Mapping[str, int]
-) -> tuple[str, Markup, int] | None:
+    category: str, rows: Rows, chosen: Mapping[str, int | str]
+) -> tuple[str, Markup, int | str] | None:
     """Share of cycles by tokens committed, at the recommended length (else the shortest)."""
-    mine = [r for r in rows if r["category"] == category and r["length"] not in (0, "auto")]
+    mine = [r for r in rows if r["category"] == category and r["length"] != 0]
     if not mine:
         return None
     row = next((r for r in mine if r["length"] == chosen.get(category)), mine[0])
-    counts: Sequence[int] = row["accepted_lengths"][: row["length"] + 1]
+    most = max((i + 1 for i, n in enumerate(row["drafted_by_position"]) if n), default=0)
+    counts: Sequence[int] = row["accepted_lengths"][: most + 1]
     total = sum(counts) or 1
     names = [str(i + 1) for i in range(len(counts))]
     titles = [f"{n} tokens: {c} of {total} cycles" for n, c in zip(names, counts, strict=True)]

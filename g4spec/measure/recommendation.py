@@ -1,12 +1,12 @@
-"""Which draft length to use, from a sweep, in words."""
+"""Choose the draft length to use from a sweep, and say it in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from g4spec.measure.bench_summary import ALL, Row
+from g4spec.measure.bench_summary import ALL, Length, Row
 from g4spec.measure.prompts import TITLES
 
 NOISE = 0.02
@@ -15,24 +15,36 @@ NOISE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Length by category, what `auto` reaches of the best fixed length, and each in words. Both
-    are empty where no fixed length was measured."""
+    """What to draft, by category and in words.
 
-    lengths: dict[str, int]
+    Attributes:
+        lengths: the fastest setting of each category: a length or "auto"; empty where no fixed
+            length was measured.
+        auto: what `auto` reaches of the best fixed length that was measured.
+        unmeasured: longest measured length of the categories in which it was the fastest fixed one
+            although the draft allows longer ones: the maximum was not seen.
+    """
+
+    lengths: dict[str, Length]
     auto: dict[str, float]
     words: str
     auto_words: str
+    unmeasured: dict[str, int] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def recommend(rows: Sequence[Row]) -> Recommendation:
-    """The fastest fixed length of each category.
+def recommend(rows: Sequence[Row], longest: int | None = None) -> Recommendation:
+    """Choose the fastest setting of each category, `auto` included.
 
     A length at which no draft was accepted cannot gain; whatever the clock said, it was noise.
     Lengths whose speed-up lies within the spread of the fastest one's repeats, or within `NOISE`,
-    are ties; the smallest of them is taken, because it wastes the least.
+    are ties; the smallest of them is taken, because it wastes the least. `auto` is taken where each
+    of its repeats beat the fastest fixed length by more than that.
+
+    Args:
+        longest: tokens of the draft's longest proposal.
     """
     by_category: dict[str, list[Row]] = {}
     for row in rows:
@@ -41,17 +53,24 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
         by_category.pop(ALL, None)
     if all(row.length in (0, "auto") for row in rows):
         return Recommendation({}, {}, _unfixed(by_category), "")
-    lengths: dict[str, int] = {}
+    lengths: dict[str, Length] = {}
     auto: dict[str, float] = {}
+    unmeasured: dict[str, int] = {}
     for category, mine in by_category.items():
         fixed = [r for r in mine if r.length == 0 or (r.length != "auto" and r.committed > 1)]
         best = max(fixed, key=lambda r: r.ratio)
         enough = min(best.ratio_spread[0], best.ratio * (1 - NOISE))
         lengths[category] = min(int(r.length) for r in fixed if r.ratio >= enough)
+        measured = max(int(r.length) for r in mine if r.length != "auto")
+        if best.length == measured != 0 and measured < (longest or 0):
+            unmeasured[category] = measured
         for row in mine:
             if row.length == "auto" and best.ratio:
                 auto[category] = row.ratio / best.ratio
-    return Recommendation(lengths, auto, _words(lengths), _auto_words(auto))
+                if row.ratio_spread[0] > best.ratio * (1 + NOISE):
+                    lengths[category] = "auto"
+    return Recommendation(lengths, auto, _words(lengths) + _unmeasured_words(unmeasured),
+                          _auto_words(auto), unmeasured)  # fmt: skip
 
 
 def _unfixed(by_category: dict[str, list[Row]]) -> str:
@@ -67,19 +86,30 @@ def _unfixed(by_category: dict[str, list[Row]]) -> str:
     return text + "."
 
 
-def _words(lengths: dict[str, int]) -> str:
-    groups: dict[int, list[str]] = {}
+def _words(lengths: dict[str, Length]) -> str:
+    groups: dict[Length, list[str]] = {}
     for category, length in lengths.items():
         groups.setdefault(length, []).append(TITLES.get(category, category))
     if list(groups) == [0]:
         return "Use no draft: it gains nothing on any of these prompts."
     if len(groups) == 1 and len(lengths) > 1:
         groups = {next(iter(groups)): [TITLES[ALL]]}
-    parts = [f"{n} for {_listed(names)}" for n, names in groups.items() if n]
+    parts = [f"{n} for {_listed(names)}" for n, names in groups.items() if n not in (0, "auto")]
     text = f"Draft {', '.join(parts)}." if parts else ""
+    if "auto" in groups:
+        text += f" Use auto for {_listed(groups['auto'])}: it was faster than any fixed length."
     if 0 in groups:
         text += f" No draft for {_listed(groups[0])}: it gains nothing there."
     return text.strip()
+
+
+def _unmeasured_words(unmeasured: dict[str, int]) -> str:
+    """Say where a longer draft may be faster still."""
+    if not unmeasured:
+        return ""
+    names = [TITLES.get(name, name) for name in unmeasured]
+    return (f" Longer drafts than {max(unmeasured.values())} were not measured and may be faster "
+            f"for {_listed(names)}: --draft-max sweep.")  # fmt: skip
 
 
 def _auto_words(auto: dict[str, float]) -> str:
@@ -88,7 +118,7 @@ def _auto_words(auto: dict[str, float]) -> str:
         return ""
     mean = sum(auto.values()) / len(auto)
     lowest = min(auto, key=lambda name: auto[name])
-    text = f"auto, which chooses while it runs, reaches {mean:.0%} of the best fixed length"
+    text = f"auto, which chooses while it runs, reaches {mean:.0%} of the best measured length"
     if len(auto) > 1:
         text += f" on average, at least {auto[lowest]:.0%} ({TITLES.get(lowest, lowest)})"
     return text + "."

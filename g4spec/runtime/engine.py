@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from g4spec.models.spec import check_heads
 from g4spec.runtime import devices, loading, memory
 from g4spec.runtime.choosing import RequestChooser
 from g4spec.runtime.draft_file import DraftFile
+from g4spec.runtime.figures import Figures, figures
 from g4spec.runtime.length import Lengths
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
@@ -152,10 +154,7 @@ class Engine:
         no room in the context; UsageError for a bias of a token outside the vocabulary.
         """
         options = options or Options()
-        self._check_prompt(prompt, options.n_predict)
-        if bad := [t for t, _ in options.sampler.logit_bias if t >= self.config.n_vocab]:
-            raise UsageError("--logit-bias", expected=f"token ids 0 to {self.config.n_vocab - 1}",
-                             found=bad[0])  # fmt: skip
+        check_request(prompt, options, self.config, self.n_ctx)
         requests = []
         with self._changed:
             if self._closed:
@@ -194,19 +193,43 @@ class Engine:
         )  # fmt: skip
         return request
 
-    def _check_prompt(self, prompt: Sequence[int], n_predict: int) -> None:
-        if not prompt:
-            raise InputError("the prompt is empty", expected="at least one token")
-        if bad := [t for t in prompt if not 0 <= t < self.config.n_vocab]:
-            raise InputError("a prompt token is outside the vocabulary",
-                             expected=f"0..{self.config.n_vocab - 1}", found=bad[0])  # fmt: skip
-        if len(prompt) > self.n_ctx:
-            needed, trained = len(prompt) + n_predict, self.config.n_ctx
-            fix = f"use -c {needed}" if needed <= trained else (
-                f"use a shorter one: the model was trained on {trained} tokens")  # fmt: skip
-            raise PromptTooLong(len(prompt), self.n_ctx, len(prompt), fix)
+    # ---- what others may know
+
+    @property
+    def n_slots(self) -> int:
+        """Texts that may live at once."""
+        return int(self.target.space.n_slots)
+
+    @property
+    def draft_name(self) -> str | None:
+        """Name of the draft's kind; None without a draft."""
+        return self.draft.name if self.draft is not None else None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs on the CPU."""
+        return bool(self.target.ops.device.type == "cpu")
+
+    def figures(self) -> Figures:
+        """Count what it holds; from any thread."""
+        return figures(self.scheduler, self.pool, self.stepped)
+
+    def moving(self, limit: float) -> bool:
+        """Whether steps make progress, or there is nothing to do.
+
+        Args:
+            limit: seconds that a step may take.
+        """
+        stalled = time.monotonic() - self.stepped > limit
+        return self.failed is None and (self.scheduler.idle or not stalled)
 
     # ---- work
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let no step begin, to submit and listen at once."""
+        with self._lock:
+            yield
 
     def step(self) -> bool:
         """Make progress on all live requests; False if there is nothing to do."""
@@ -272,6 +295,29 @@ class Engine:
         self.close()
 
 
+def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: int) -> None:
+    """Raise what `Engine.submit` would about a request to an engine with such a target."""
+    if not prompt:
+        raise InputError("the prompt is empty", expected="at least one token")
+    if bad := [t for t in prompt if not 0 <= t < config.n_vocab]:
+        raise InputError("a prompt token is outside the vocabulary",
+                         expected=f"0..{config.n_vocab - 1}", found=bad[0])  # fmt: skip
+    if len(prompt) > n_ctx:
+        needed, trained = len(prompt) + options.n_predict, config.n_ctx
+        fix = f"use -c {needed}" if needed <= trained else (
+            f"use a shorter one: the model was trained on {trained} tokens")  # fmt: skip
+        raise PromptTooLong(len(prompt), n_ctx, len(prompt), fix)
+    if bad := [t for t, _ in options.sampler.logit_bias if t >= config.n_vocab]:
+        raise UsageError("--logit-bias", expected=f"token ids 0 to {config.n_vocab - 1}",
+                         found=bad[0])  # fmt: skip
+
+
+def read_tokenizer(target: Path) -> Tokenizer:
+    """Read the tokenizer alone, as `Engine.load` does."""
+    with GGUF(target) as file:
+        return _tokenizer(file, _target_config(file))
+
+
 def check(target: Path, n_ctx: int | None = None) -> None:
     """Raise what `Engine.load` would about a target, as far as its header shows it."""
     with GGUF(target) as file:
@@ -291,10 +337,10 @@ def _context(asked: int | None, trained: int) -> int:
 
 def _target_config(file: GGUF) -> Any:
     arch = file.kv.get("general.architecture")
-    if arch not in models.targets():
+    if arch not in models.TARGETS:
         if (kind := models.of_gguf(arch, file.tensors)) is not None:
             raise models.misplaced(file.path, kind)
-        raise InputError(f"{file.path}: not a target", expected=" or ".join(models.targets()),
+        raise InputError(f"{file.path}: not a target", expected=" or ".join(models.TARGETS),
                          found=f"architecture {arch!r}")  # fmt: skip
     config = gemma4.parse_gguf(file.kv, file.shapes())
     check_heads(config.layers)

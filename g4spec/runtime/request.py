@@ -223,7 +223,7 @@ class Request:
             except RuntimeError:  # the loop was closed under its reader
                 self.cancel()
 
-        self._listeners.append(tell)
+        self.listen(tell)
         self._driver.start()
         try:
             while True:
@@ -239,6 +239,15 @@ class Request:
                 self.cancel()
         if self.error is not None:
             raise self.error
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there is something new, from the thread that brings it."""
+        self._listeners.append(listener)
+
+    def taken(self) -> Iterator[Cycle]:
+        """Yield the cycles that have come and nobody has taken, without waiting for more."""
+        while self._cycles:
+            yield self._cycles.popleft()
 
     # ---- called by the engine
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Sequence, Work
-from g4spec.errors import InputError
+from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime import pending
 from g4spec.runtime.length import Lengths
 from g4spec.runtime.measuring import costs
@@ -212,7 +212,12 @@ class Scheduler:
             task = reading[0]
             began = time.perf_counter()
             before = task.live.n_read
-            self._read(task, rows)
+            try:
+                self._read(task, rows)
+            except torch.OutOfMemoryError as error:  # its rows are read by nobody
+                self._finish(task, "error", _no_memory(error))
+                reading.pop(0)
+                continue
             read = task.live.n_read - before
             rows -= -(-read // PROMPT_BLOCK) * PROMPT_BLOCK if self.backend.padded else read
             stats = task.request.stats
@@ -379,3 +384,9 @@ class Scheduler:
         while self._started:
             self._started.popleft().runner.drop()
 
+
+def _no_memory(error: torch.OutOfMemoryError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        "out of GPU memory while a prompt was read", found=str(error)[:200],
+        fix="use a shorter -c, a smaller --pool or less --parallel",
+    )  # fmt: skip

@@ -334,6 +334,11 @@ class Answer:
     def __init__(self, parser: Parser) -> None:
         self._parser = parser
 
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, marks: Marks, calls: bool, thinking: bool) -> Answer:
+        """Make it with a parser of its own; see `Parser`."""
+        return cls(Parser(tokenizer, marks, calls=calls, thinking=thinking))
+
     def push(self, ids: Iterable[int]) -> str:
         """Return the part of the answer that became certain with `ids`."""
         return _answer(self._parser.push(ids))

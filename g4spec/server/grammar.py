@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -133,6 +134,10 @@ class Mask:
         if grammar.trigger is None:
             self._parts.append(_Part(0, self._first.deep_copy()))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it as of before the first token: another process compiles the grammar again."""
+        return Mask, (self._vocabulary, self._grammar)
+
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""
         self._back(_shared(self._ids, tokens))
@@ -222,6 +227,11 @@ class ThinkingBudget:
         self._budget, self._marks, self._n_vocab, self._inner = budget, marks, n_vocab, inner
         self._ids: list[int] = []
         self._states = [(open_thought, 0)]  # before each token: inside a thought, tokens spent
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle it as of before the first token."""
+        make = partial(ThinkingBudget, open_thought=self._states[0][0], inner=self._inner)
+        return make, (self._budget, self._marks, self._n_vocab)
 
     def __call__(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Return bool [V] of the tokens that may follow `tokens`, or None where all may."""

@@ -18,10 +18,10 @@ from typing import Any
 import anyio
 
 from g4spec.core import Cycle
-from g4spec.runtime.engine import Engine
 from g4spec.runtime.plan import WHY, Share
 from g4spec.runtime.request import Request, Stats
 from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.engine_client import AnyEngine
 
 News = tuple[str, dict[str, Any]]
 """Name and data of an event."""
@@ -107,7 +107,7 @@ class Live:
         model: its name.
     """
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: AnyEngine, model: str) -> None:
         self._engine, self._model = engine, model
         self._numbers = itertools.count(1)
         self._texts: dict[int, Followed] = {}
@@ -188,17 +188,17 @@ class Live:
         """Describe the server and the texts that it has."""
         engine = self._engine
         return "hello", {
-            "model": self._model, "draft": engine.draft.name if engine.draft else None,
-            "slots": engine.target.space.n_slots, "n_ctx": engine.n_ctx, "why": WHY,
+            "model": self._model, "draft": engine.draft_name,
+            "slots": engine.n_slots, "n_ctx": engine.n_ctx, "why": WHY,
             "texts": [text.head() for text in self._texts.values()],
         }  # fmt: skip
 
     def load(self, lost: int) -> News:
         """Count what is in work. Prompt tokens are those of the texts that have begun so far."""
-        engine = self._engine
+        figures = self._engine.figures()
         return "load", {
-            "running": len(engine.scheduler.live), "waiting": len(engine.scheduler.waiting),
-            "pages": engine.pool.n_pages, "pages_free": engine.pool.free,
+            "running": figures.running, "waiting": figures.waiting,
+            "pages": figures.pages, "pages_free": figures.pages_free,
             "prompt_tokens": self._queries, "cached_tokens": self._hits, "lost": lost,
         }  # fmt: skip
 

@@ -332,7 +332,7 @@ def props(service: Service) -> dict[str, Any]:
                 "seed": -1 if service.settings.seed is None else service.settings.seed,
             },
         },
-        "total_slots": engine.target.space.n_slots,
+        "total_slots": engine.n_slots,
         "model_alias": service.settings.model,
         "model_path": Path(tokenizer.source).name,  # not where on the machine
         "modalities": {"vision": False, "audio": False},
@@ -341,25 +341,24 @@ def props(service: Service) -> dict[str, Any]:
         "eos_token": tokenizer.piece(min(tokenizer.stop_ids), special=True).decode(),
         "build_info": shapes.FINGERPRINT,
         "is_sleeping": False,
-        "speculative": engine.draft.name if engine.draft is not None else None,
+        "speculative": engine.draft_name,
     }  # fmt: skip
 
 
 def slots(service: Service) -> list[dict[str, Any]]:
     """Describe each slot, without any text, for /slots."""
     engine = service.engine
-    live = {task.live.slot: task for task in list(engine.scheduler.live) if task.sequence}
+    live = {slot.slot: slot for slot in engine.figures().slots}
     out = []
-    for i in range(engine.target.space.n_slots):
+    for i in range(engine.n_slots):
         slot: dict[str, Any] = {"id": i, "n_ctx": engine.n_ctx, "is_processing": i in live,
-                                "speculative": engine.draft is not None}  # fmt: skip
-        if (task := live.get(i)) is not None:
-            stats = task.request.stats
+                                "speculative": engine.draft_name is not None}  # fmt: skip
+        if (text := live.get(i)) is not None:
             slot |= {
-                "id_task": task.number, "n_prompt_tokens": stats.prompt_tokens,
-                "n_prompt_tokens_cache": stats.cached_tokens, "n_decoded": stats.tokens,
-                "n_remain": task.left, "draft_n": stats.drafted,
-                "draft_n_accepted": stats.accepted,
+                "id_task": text.number, "n_prompt_tokens": text.prompt_tokens,
+                "n_prompt_tokens_cache": text.cached_tokens, "n_decoded": text.tokens,
+                "n_remain": text.left, "draft_n": text.drafted,
+                "draft_n_accepted": text.accepted,
             }  # fmt: skip
         out.append(slot)
     return out

@@ -14,8 +14,8 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Stats
+from g4spec.server.engine_client import AnyEngine
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
            40, 80, 160)  # fmt: skip
@@ -30,7 +30,7 @@ class Metrics:
         engine: whose state the gauges show. model: its name, a label of all of vLLM's figures.
     """
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: AnyEngine, model: str) -> None:
         self.registry = CollectorRegistry()
         self._label = (model,)
         names = ("model_name",)
@@ -65,12 +65,12 @@ class Metrics:
         self._gauges(engine, names)
         self.registry.register(_LlamaCpp(self, engine))
 
-    def _gauges(self, engine: Engine, names: tuple[str, ...]) -> None:
+    def _gauges(self, engine: AnyEngine, names: tuple[str, ...]) -> None:
         for name, text, value in (
-            ("num_requests_running", "Texts in work.", lambda: len(engine.scheduler.live)),
-            ("num_requests_waiting", "Texts waiting.", lambda: len(engine.scheduler.waiting)),
+            ("num_requests_running", "Texts in work.", lambda: engine.figures().running),
+            ("num_requests_waiting", "Texts waiting.", lambda: engine.figures().waiting),
             ("kv_cache_usage_perc", "Share of the pages in use.",
-             lambda: 1 - engine.pool.free / engine.pool.n_pages),
+             lambda: 1 - engine.figures().pages_free / engine.figures().pages),
         ):  # fmt: skip
             gauge = Gauge(f"vllm:{name}", text, names, registry=self.registry)
             gauge.labels(*self._label).set_function(value)
@@ -119,12 +119,12 @@ class Metrics:
 class _LlamaCpp:
     """The same figures under llama.cpp's names."""
 
-    def __init__(self, metrics: Metrics, engine: Engine) -> None:
+    def __init__(self, metrics: Metrics, engine: AnyEngine) -> None:
         self._metrics, self._engine = metrics, engine
 
     def collect(self) -> Iterable[Metric]:
         """See `prometheus_client.registry.Collector`."""
-        m, scheduler = self._metrics, self._engine.scheduler
+        m, figures = self._metrics, self._engine.figures()
         for name, counter in (
             ("prompt_tokens", m.prompt), ("tokens_predicted", m.generated),
             ("spec_decode_num_drafts", m.drafts), ("spec_decode_num_draft_tokens", m.drafted),
@@ -137,8 +137,8 @@ class _LlamaCpp:
             by.add_metric([str(i)], m.value(m.accepted_at, str(i)))
         yield by
         gauges: tuple[tuple[str, Any], ...] = (
-            ("requests_processing", len(scheduler.live)),
-            ("requests_deferred", len(scheduler.waiting)),
+            ("requests_processing", figures.running),
+            ("requests_deferred", figures.waiting),
         )
         for name, value in gauges:
             yield GaugeMetricFamily(f"llamacpp:{name}", name, value)

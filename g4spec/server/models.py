@@ -67,10 +67,13 @@ class Model:
     def json(self) -> dict[str, Any]:
         """Describe it, for /v1/models."""
         draft = self.draft or (self.drafts[0] if self.drafts else None)
+        failed = self.service.engine.failed if self.service is not None else None
+        status = "failed" if failed is not None else self.status
+        problem = self.problem if failed is None else str(failed)
         out: dict[str, Any] = {
             "id": self.name, "object": "model", "created": int(self.target.stat().st_mtime),
             "owned_by": "g4spec", "draft": draft.name if draft else None,
-            "status": {"value": self.status, **({"error": self.problem} if self.problem else {})},
+            "status": {"value": status, **({"error": problem} if problem else {})},
         }  # fmt: skip
         if self.service is not None:
             engine = self.service.engine
@@ -95,7 +98,7 @@ def find(folder: Path | None) -> list[Model]:
     for path in sorted([*folder.glob("*.gguf"), *folder.glob("*/*.gguf")]):
         with GGUF(path) as file:
             arch = file.kv.get("general.architecture")
-            if arch in models.targets():
+            if arch in models.TARGETS:
                 targets.append(path)
             elif models.of_gguf(arch, file.tensors) is not None:
                 drafts.append(path)

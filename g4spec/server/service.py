@@ -9,13 +9,13 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from g4spec.errors import G4Error
 from g4spec.ops.logits import Mask
 from g4spec.ops.sampling import Sampler
-from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Progress, Request
+from g4spec.server.engine_client import AnyEngine, EngineLost
 from g4spec.server.gemma import Answer, Parser
 from g4spec.server.generation import Assembler, Delta, Plain, Reader
 from g4spec.server.grammar import Grammar, ThinkingBudget, Vocabulary
@@ -92,7 +92,7 @@ class Job:
 class Service:
     """The engine and what endpoints need beside it. Belongs to one event loop."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: AnyEngine, settings: Settings) -> None:
         self.engine, self.settings = engine, settings
         self.tokenizer = engine.tokenizer
         self.prompter = Prompter(engine.tokenizer, engine.n_ctx)
@@ -116,9 +116,7 @@ class Service:
     @property
     def moving(self) -> bool:
         """True while steps make progress, or there is nothing to do."""
-        engine = self.engine
-        stalled = time.monotonic() - engine.stepped > self.settings.stall_limit
-        return engine.failed is None and (engine.scheduler.idle or not stalled)
+        return self.engine.moving(self.settings.stall_limit)
 
     def check_model(self, name: str | None) -> None:
         """Refuse a request for another model."""
@@ -129,7 +127,7 @@ class Service:
 
     async def submit(self, job: Job) -> Generation:
         """Queue a job; refuse it when the queue is full."""
-        limit = self.settings.queue + self.engine.target.space.n_slots
+        limit = self.settings.queue + self.engine.n_slots
         if self.draining:
             raise Refused(503, "the server is shutting down", retry_after=5)
         if self.open and self.open + job.count > limit:
@@ -181,12 +179,10 @@ class Service:
         return self.tokenizer.control_ids | more
 
     def _answers(self, job: Job) -> Callable[[], Answer] | None:
-        def make() -> Answer:
-            reader = self._reader(job)
-            assert isinstance(reader, Parser)
-            return Answer(reader)
-
-        return make if self.prompter.marks else None
+        marks = self.prompter.marks
+        if marks is None:
+            return None
+        return partial(Answer.of, self.tokenizer, marks, job.calls, job.open_thought)
 
     def _reader(self, job: Job) -> Reader:
         marks = self.prompter.marks
@@ -316,7 +312,10 @@ class Generation:
             raise Refused.of(error) from error
         except BaseException as error:
             if error is text.request.error:
-                raise Refused(500, "the engine has failed", code="engine_failed") from error
+                again = isinstance(error, EngineLost) and self.service.engine.failed is None
+                said = "the engine has failed" + ("; it is started again" if again else "")
+                raise Refused(500, said, code="engine_failed", retry_after=5 if again else None
+                              ) from error  # fmt: skip
             raise
         if self._expired:
             limit = self.service.settings.time_limit

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from g4spec.cli import demo
 from g4spec.core import MAX_DRAFT, Batch, Pick
 from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench
@@ -182,6 +183,30 @@ def test_recommends_the_fastest_length() -> None:
     advice = recommend([made(0, 1.0), made(2, 1.5), made(4, 2.0), made("auto", 1.9)])
     assert advice.lengths == {"code": 4} and advice.auto["code"] == pytest.approx(0.95)
     assert advice.words == "Draft 4 for code." and "reaches 95% of the best" in advice.auto_words
+
+
+def test_auto_is_recommended_where_it_was_fastest() -> None:
+    """The headline said 7 at 4.2 times plain while auto beside it did 5.4."""
+    maths = [made(0, 1.0, category="maths"), made(7, 4.2, category="maths"),
+             made("auto", 5.4, category="maths")]  # fmt: skip
+    advice = recommend([made(0, 1.0), made(4, 2.0), made("auto", 1.9), *maths], 7)
+    assert advice.lengths == {"code": 4, "maths": "auto"}
+    assert "4 for code" in advice.words and "auto for maths" in advice.words
+    noisy = recommend([made(0, 1.0), made(4, 2.0), made("auto", 2.2, scatter=0.2)])
+    assert noisy.lengths == {"code": 4}, "within the scatter it is a tie"
+
+
+def test_a_maximum_that_was_not_seen_is_said() -> None:
+    rows = [made(0, 1.0), made(4, 2.0), made(7, 2.5), made("auto", 2.7)]
+    assert recommend(rows, 15).unmeasured == {"code": 7}
+    assert "--draft-max sweep" in recommend(rows, 15).words
+    assert recommend(rows, 7).unmeasured == {}, "the draft ends there"
+    assert recommend([*rows, made(12, 2.1)], 15).unmeasured == {}, "past its maximum"
+
+
+def test_the_demo_sweeps_to_the_block_of_its_draft() -> None:
+    for most in (4, 7, MAX_DRAFT):
+        assert max(n for n in bench.lengths_of(demo.LENGTHS, most) if n != "auto") == most
 
 
 def test_ties_take_the_smaller_length() -> None:

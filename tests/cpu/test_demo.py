@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def test_demo_does_the_whole_job(
         monkeypatch.setattr(demo, name, value)
     monkeypatch.setattr(_first_text, "N_CTX", 1024)
     out = tmp_path / "demo"
-    assert cli.run(["demo", "--family", str(family), "-o", str(out), "-n", "6"]) == 0
+    command = ["demo", "--family", str(family), "-o", str(out), "-n", "6"]
+    monkeypatch.setattr(sys, "argv", ["g4spec", *command])
+    assert cli.run(command) == 0
     said = capsys.readouterr().out
     assert said.index(_first_text.PROMPT) < said.index("1  Convert") and "~" in said
     for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure", "6  Serve"):
@@ -65,6 +68,7 @@ def test_demo_does_the_whole_job(
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
     assert data["recommendation"]["words"] in (out / "report.html").read_text()
+    _family.check_folder(family, out)  # all of it may be made again
 
 
 def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
@@ -80,6 +84,21 @@ def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
             _family._check_free(tmp_path / "target.gguf", family / "target")
     with pytest.raises(UsageError, match="not made by this demo"):
         _family._check_free(tmp_path / "target.gguf", family / "target")
+
+
+@pytest.mark.parametrize("name", ["bench.json", "report.html"])
+def test_demo_replaces_only_its_own_results(family: Path, tmp_path: Path, name: str) -> None:
+    path, mark = tmp_path / name, _family.MARKS[name]
+    for content in (b"", b"my notes", mark.replace(b"demo", b"bench")):
+        path.write_bytes(content)
+        assert cli.run(["demo", "--family", str(family), "-o", str(tmp_path)]) == 2
+        assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+    path.write_bytes(b"{" + mark + b" -n 6")
+    _family.check_folder(family, tmp_path)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="not made by this demo"):
+        _family.check_folder(family, tmp_path)
 
 
 def test_demo_without_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 
 from g4spec.advisor import backends, questions
+from g4spec.advisor.cards import assume
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
-from g4spec.advisor.machine import Gpu, Machine, assume
+from g4spec.advisor.machine import Gpu, Machine
 from g4spec.advisor.schema import Card
 from g4spec.advisor.verdict import Diagnosis
 from g4spec.cli import run
@@ -260,7 +263,7 @@ def test_wrong_assume(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         assume(FACTS, text)
     if text in ("RTX 9999", "banana", "sm_99 24GB", ""):
-        assert "RTX 3090" in str(caught.value) and "GB10" in str(caught.value)
+        assert "as sm_86 24GB" in str(caught.value) and "doctor --cards" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -276,11 +279,45 @@ def test_wrong_assume(text: str) -> None:
         ("sm_120a 32GB", (12, 0), 1, 32),
         ("A100 40GB", (8, 0), 1, 40),
         ("H100", (9, 0), 1, 80),
+        ("rtx3090", (8, 6), 1, 24),
+        ("3090 x2", (8, 6), 2, 24),
+        ("3090x2", (8, 6), 2, 24),
+        ("dual 3090", (8, 6), 2, 24),
+        ("RTX3080ti", (8, 6), 1, 12),
+        ("4060ti 8gb", (8, 9), 1, 8),
+        ("RTX 4090 Laptop", (8, 9), 1, 16),
+        ("5060 ti", (12, 0), 1, 16),
+        ("RTX 2060 Super", (7, 5), 1, 8),
+        ("a5000", (8, 6), 1, 24),
+        ("RTX 6000 Ada", (8, 9), 1, 48),
     ],
 )
 def test_assumed_machines(text: str, cc: tuple[int, int], n: int, gib: int) -> None:
     m = assume(FACTS, text)
     assert m.assumed and m.cc == cc and len(m.gpus) == n and m.memory == gib << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("7900 XTX", "GGML_VULKAN"),
+        ("Radeon RX 9070 XT", "GGML_HIP"),
+        ("M3 Max 64GB", "Metal"),
+        ("MacBook Pro", "Metal"),
+        ("Arc B580", "GGML_SYCL"),
+        ("Jetson AGX Orin 64GB", "on the board"),
+        ("RTX 4090m", "RTX 4090 Laptop"),
+        ("4070tis", "RTX 4070 Ti SUPER"),
+        ("RTX 6000", "RTX 6000 Ada"),
+        ("24GB", "RTX 4090"),
+        ("24GB", "sm_86 24GB"),
+        ("CPU", "CPU 64GB"),
+    ],
+)
+def test_what_is_no_known_card_gets_what_helps(text: str, says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        assume(FACTS, text)
+    assert says in str(caught.value)
 
 
 def test_every_known_card_can_be_assumed() -> None:
@@ -292,7 +329,7 @@ def test_every_known_card_can_be_assumed() -> None:
 
 def test_other_products_are_not_taken_for_known_ones() -> None:
     with pytest.raises(UsageError):
-        assume(FACTS, "RTX 3070 Ti")
+        assume(FACTS, "RTX 5090 D")
     assert assume(FACTS, "RTX 3090 Ti").gpus[0].card == "rtx-3090-ti"
 
 
@@ -340,13 +377,49 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 1 and json.loads(out)["works"] is False
 
 
-def test_one_screen_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_five_lines_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--assume", "2x RTX 3090", "--model", "31b", "--draft", "redhat-dflash")
     short, full = doctor(capsys, *args)[1], doctor(capsys, *args, "--verbose")[1]
-    assert len(short.splitlines()) <= 55
+    assert len(short.splitlines()) <= 16
+    d = ask("2x RTX 3090", "31b", "redhat-dflash")
+    assert d.brief is not None and d.brief.command.startswith("g4spec recipe ")
+    assert [name for name, _ in d.brief.rows] == ["type", "context", "speed"]
     assert len(full) > len(short)
     assert all(sign in full for sign in "✓!✗")
     assert "[vllm-selection" in full
+
+
+def test_without_a_card_llamacpp_runs_on_the_cpu() -> None:
+    assert questions.machine(FACTS, "cpu64gb", ()).ram == 64 << 30
+    d = ask("CPU 64GB")
+    marks = {x.facts[0]: x.mark for s in d.sections if "Gemma 4" in s.title for x in s.lines
+             if x.facts and not x.detail}  # fmt: skip
+    assert marks == dict.fromkeys(("31b", "26b", "12b", "e4b", "e2b"), "good")
+    assert d.steps == ['g4spec doctor -m 31b -md mtp --assume "CPU 64GB"']
+    assert [x.works for x in (ask("CPU 64GB", "31b", "mtp"), ask("CPU 8GB", "31b", "mtp"))] == [
+        True, False]  # fmt: skip
+
+
+def test_a_16_gb_card_is_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    d = ask("4060 ti", "31b", "mtp")
+    assert d.brief is not None and not d.works
+    assert not any("Speed" in s.title for s in d.sections), "no speed for what cannot start"
+    assert [name for name, _ in d.brief.rows] == ["instead", "reported"]
+    assert re.search(r"-ngl \d+ keeps \d+ of 60 layers", d.brief.rows[0][1])
+    code, out = doctor(capsys, *shlex.split(d.brief.command)[2:], "--json")
+    assert code == 0 and json.loads(out)["works"], "what is proposed works"
+    moe = ask("rtx 4070", "26b").brief
+    assert moe is not None and re.search(r"-ncmoe \d+ keeps \d+ of 30", moe.rows[0][1])
+    every = ask("4060 ti")
+    assert line(every, "Gemma 4", "12B").mark in ("good", "warn")
+    assert "-m 12b" in every.steps[0]
+
+
+@pytest.mark.parametrize("machine", ["RTX 3060", "CPU 8GB", "GTX 1080 Ti", "T4", "RTX 5090"])
+@pytest.mark.parametrize("model", ["31b:bf16", "26b:bf16", "e2b"])
+def test_a_no_comes_with_a_step(machine: str, model: str) -> None:
+    d = ask(machine, model, "mtp")
+    assert d.brief is not None and (d.works or d.steps), "what to do is said"
 
 
 def test_every_line_can_be_traced(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,10 +15,10 @@ import pytest
 from g4spec import convert
 from g4spec.advisor import files, lookup, questions, subjects
 from g4spec.advisor import memory_needs as memory
+from g4spec.advisor.cards import assume
 from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.engines import judge
 from g4spec.advisor.facts import facts
-from g4spec.advisor.machine import assume
 from g4spec.advisor.schema import Size
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
@@ -283,6 +283,32 @@ def test_names_of_targets(text: str, size: str, formats: int | None) -> None:
     assert found.size == size and not found.is_local
     if formats is not None:
         assert len(found.options) == formats, [o.format for o in found.options]
+
+
+@pytest.mark.parametrize(
+    ("text", "format", "known"),
+    [
+        ("unsloth/gemma-4-31B-it-GGUF:Q4_K_M", "Q4_K_M", True),
+        ("unsloth/gemma-4-31B-it-GGUF@main:gemma-4-31B-it-Q6_K.gguf", "Q6_K", True),
+        ("unsloth/gemma-4-31B-it-GGUF:IQ4_XS", "IQ4_XS", False),
+        ("31b:iq3_xxs", "IQ3_XXS", False),
+        ("31b:Q2_K", "Q2_K", False),
+    ],
+)
+def test_types_as_the_hub_spells_them(text: str, format: str, known: bool) -> None:
+    """Sizes come from the data, else from the bits of a type that the runtime reads."""
+    found = lookup.target(FACTS, text)
+    (option,) = found.options
+    assert option.format == format and set(option.engines) == {"llama.cpp", "g4spec"}
+    assert bool(found.notes) != known and found.gguf_hub == (text if "/" in text else "")
+    assert 6e9 < option.nbytes < 30e9
+
+
+def test_a_repository_without_a_type_takes_the_best_gguf() -> None:
+    found = lookup.target(FACTS, "unsloth/gemma-4-31B-it-GGUF")
+    assert len(found.options) > 3 and all("llama.cpp" in o.engines for o in found.options)
+    with pytest.raises(UsageError, match="iq4_xs"):
+        lookup.target(FACTS, "31b:q9_z")
 
 
 @pytest.mark.parametrize(

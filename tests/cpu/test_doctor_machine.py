@@ -12,8 +12,10 @@ import pytest
 
 from g4spec.advisor import doctor_report as report
 from g4spec.advisor import network, probe
+from g4spec.advisor.cards import assume, find_card
+from g4spec.advisor.doctor import diagnose
 from g4spec.advisor.facts import facts
-from g4spec.advisor.machine import GIB, Machine, assume, assumption, find_card
+from g4spec.advisor.machine import GIB, Machine, assumption
 from g4spec.advisor.probe import System
 from g4spec.cli import run
 
@@ -104,6 +106,25 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     assert "no NVIDIA driver" in m.notes[0]
 
 
+def test_gpus_of_other_vendors(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
+    """They get the sentence that helps there, not advice about NVIDIA's driver."""
+    found = {}
+    for vendor in ("0x1002", "0x8086", "0x10de"):
+        file = system.root / f"sys/class/drm/card{vendor}/device/vendor"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"{vendor}\n")
+        found[vendor] = look(monkeypatch, Nvml([], init=False), system).other
+        file.unlink()
+    assert found == {"0x1002": "other-amd", "0x8086": "other-intel", "0x10de": None}
+    (system.root / "etc").mkdir()
+    (system.root / "etc/nv_tegra_release").touch()
+    assert look(monkeypatch, Nvml([], init=False), system).other == "other-jetson"
+    system.platform = "Darwin"
+    machine = look(monkeypatch, Nvml([], init=False), system)
+    first = diagnose(FACTS, machine, None).sections[0].lines[0]
+    assert first.facts == ("other-mac",) and "driver" not in first.fix
+
+
 def test_driver_without_a_gpu(monkeypatch: pytest.MonkeyPatch, system: System) -> None:
     m = look(monkeypatch, Nvml([]), system)
     assert m.gpus == () and m.driver == "580.159.04" and "shows no GPU" in m.notes[0]
@@ -189,8 +210,12 @@ def test_wsl_container_environment(monkeypatch: pytest.MonkeyPatch, system: Syst
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA RTX A6000", "a6000"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3080 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx-4070-ti-super"),
+        ("NVIDIA RTX 4000 Ada Generation", "rtx-4000-ada"),
+        ("NVIDIA RTX 4000 SFF Ada Generation", None),
+        ("NVIDIA GeForce RTX 3080 Ti", "rtx-3080-ti"),
+        ("NVIDIA GeForce RTX 5090 D", None),
         ("NVIDIA A100X", None),
         ("AMD Instinct", None),
     ],

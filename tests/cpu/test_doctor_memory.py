@@ -11,10 +11,11 @@ import torch
 
 from g4spec.advisor import engines, speed
 from g4spec.advisor import memory_needs as memory
+from g4spec.advisor.cards import assume
 from g4spec.advisor.choice import Question
 from g4spec.advisor.facts import facts
 from g4spec.advisor.figures import CacheTable, Fit, Reading
-from g4spec.advisor.machine import GIB, Gpu, Machine, assume
+from g4spec.advisor.machine import GIB, Gpu, Machine
 from g4spec.advisor.memory_needs import Calculator
 from g4spec.advisor.schema import Card, Draft, Size
 from g4spec.advisor.subjects import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from g4spec.core import Batch, Work
-from g4spec.errors import InputError, UsageError
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.models import ngram
 from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime import scheduler
@@ -350,6 +350,28 @@ def test_a_step_that_fails_ends_all_and_the_engine_goes_on(
     again = on.generate(PROMPTS[1], OPTIONS)
     list(again)
     assert again.text == texts[1]
+
+
+def test_a_prompt_that_memory_is_too_small_for_ends_alone(
+    texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = engine(3)
+    read = on.backend.read
+
+    def short(target: Any, slot: int, ids: Sequence[int], start: int) -> Any:
+        if list(ids[:4]) == PROMPTS[1][:4]:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return read(target, slot, ids, start)
+
+    first = on.submit(PROMPTS[0], OPTIONS)
+    on.step()
+    monkeypatch.setattr(on.backend, "read", short)
+    bad, last = on.submit(PROMPTS[1], OPTIONS), on.submit(PROMPTS[2], OPTIONS)
+    with pytest.raises(EnvironmentProblem, match=r"out of GPU memory .* 2 GiB"):
+        list(bad)
+    for request in (first, last):
+        list(request)
+    assert [first.text, last.text] == [texts[0], texts[2]] and nothing_left(on)
 
 
 # ---- fairness

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from g4spec import quant
 from g4spec.advisor import facts as loader
 from g4spec.advisor import schema as rows
 from g4spec.advisor import versions
@@ -190,6 +191,25 @@ def test_every_kind_of_row_is_used(known: Facts) -> None:
     used = {type(r) for r in known}
     assert [k for k, c in loader.KINDS.items() if c not in used] == []
     assert all(issubclass(c, Row) for c in loader.KINDS.values())
+
+
+def test_what_opens_is_what_the_code_opens() -> None:
+    """The page comes from the code; types with kernels are those that weights are packed for."""
+    from g4spec.advisor import opens, own
+    from g4spec.runtime.cuda.weights import packing
+
+    path = Path(__file__).resolve().parents[2] / "docs" / "opens.md"
+    assert path.read_text(encoding="utf-8") == opens.document(), "python -m g4spec.advisor.opens"
+    assert own.with_kernels() == {*packing.PARTS, "f32", "f16", "bf16"}
+    assert {row[0].lower() for row in opens.types()} == set(quant.readable())
+
+
+def test_what_is_said_of_g4spec_is_what_it_takes(known: Facts) -> None:
+    from g4spec.advisor import engines, own
+
+    row, said = engines.engine(known, "g4spec"), known.get(rows.Engine, "engine-g4spec")
+    assert set(said.drafts) == set(row.drafts) == set(own.drafts())
+    assert set(said.kv_all) == set(row.kv_all) == set(own.cache_types())
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -18,9 +18,10 @@ from g4spec.gguf import GGUF, T, TensorData, array, u32, write
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
-from g4spec.runtime.engine import Engine
+from g4spec.runtime.engine import Engine, read_tokenizer
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import SUPPRESS
+from g4spec.server.models import find
 from tests import tiny, tiny_drafts
 
 F32, I32, I64 = 0, 26, 27
@@ -217,6 +218,18 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
     broken = changed(home / "target.gguf", tmp_path / "broken.gguf", **{key: array(T.I32, [7, id])})
     with pytest.raises(InputError, match=rf"{re.escape(key)}.*found {id}"):
         Engine.load(broken, n_ctx=64)
+
+
+def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
+    broken = changed(home / "target.gguf", tmp_path / "broken.gguf",
+                     general__architecture=array(T.I32, [1, 2]))  # fmt: skip
+    for target, draft in ((broken, None), (home / "target.gguf", broken)):
+        with pytest.raises(InputError):
+            Engine.load(target, draft, n_ctx=64)
+    with pytest.raises(InputError, match="not a target"):
+        read_tokenizer(broken)
+    with pytest.raises(InputError, match="no target in it"):
+        find(tmp_path)
 
 
 def test_the_command_ends_with_3(

@@ -284,6 +284,47 @@ def test_a_source_that_changes_is_noticed(how: str, kind: str, type: str, tmp_pa
     assert not out.exists() and not list(tmp_path.glob(".*.tmp"))
 
 
+CUT = """
+import os, sys
+import torch
+from g4spec import cli
+from g4spec.gguf import GGUF
+how, path, *words = sys.argv[1:]
+raw, asked = GGUF.raw, []
+def cut(self, name):
+    asked.append(name)
+    data = raw(self, name)
+    if len(asked) == 4:
+        os.truncate(path, 4096)
+    if how == "threads" and len(asked) == 4:
+        torch.set_num_threads(3)
+        torch.from_numpy(data.view("uint16")).to(torch.float32)
+    return data
+GGUF.raw = cut
+sys.argv = ["g4spec", *words]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("command", [
+    ["generate", "-p", "a", "-n", "2", "--device", "cpu"], ["validate", "--json"], ["threads"],
+])  # fmt: skip
+def test_a_file_that_is_cut_while_it_is_mapped(command: list[str], tmp_path: Path) -> None:
+    """It killed `generate` and `validate` (SIGBUS), without a word."""
+    source = tiny.target(tmp_path / "t", layers=6, hidden=256, inter=512)
+    path = tmp_path / "t.gguf"
+    convert(source, path, type="bf16")
+    how, words = ("threads", ["validate"]) if command == ["threads"] else ("plain", command)
+    words += [str(path)] if "validate" in words else ["-m", str(path)]
+    done = subprocess.run([sys.executable, "-c", CUT, how, str(path), *words],
+                          capture_output=True, text=True, check=False, timeout=60)  # fmt: skip
+    assert done.returncode == 3, done
+    assert done.stderr.endswith("Run the command again when nothing writes to its files\n"), done
+    assert done.stderr.count("became shorter while it was read") == 1, done
+    if "--json" in words:
+        assert json.loads(done.stdout)["exit_code"] == 3
+
+
 # ---- the cache of conversions
 
 

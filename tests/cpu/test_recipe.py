@@ -158,16 +158,41 @@ def test_one_3090() -> None:
     assert not vllm.works and vllm.instead == other
 
 
+def test_hub_spellings_go_to_llamacpp_as_they_are() -> None:
+    given = "unsloth/gemma-4-31B-it-GGUF:Q4_K_M"
+    r = make("llama.cpp", "RTX 3090 24GB", given, "mtp", c=8192)
+    assert r.commands[0].startswith(f"llama-server -hf {given} ")
+    assert not any(p.fact == "flag-lc-target" for p in r.pieces)
+    assert any("--target google/gemma-4-31B-it" in p for p in r.prepare), "for its tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("draft", "kind"),
+    [("redhat-dspark", "draft-dspark"), ("redhat-dflash2", "draft-dflash"),
+     ("redhat-dflash", "draft-dflash"), ("mtp", "draft-mtp")],
+)  # fmt: skip
+def test_llamacpp_knows_each_kind(draft: str, kind: str) -> None:
+    r = make("llama.cpp", "RTX 5090", "31b", draft)
+    assert r.works and r.version == "b11739" and f"--spec-type {kind}" in r.commands[0]
+    assert not any("DSpark" in what for what, _, _ in r.conditions)
+
+
 def test_our_runtime_on_a_card() -> None:
     r = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=8192)
-    assert r.works and r.commands[0].startswith("g4spec generate -m 31b-q4_k_m.gguf")
+    assert r.works and r.commands[0].startswith("g4spec serve -m 31b-q4_k_m.gguf")
+    words = shlex.split(r.commands[0].replace("\\\n", " "))
+    assert words[4:] == ["-md", "draft.gguf", "-c", "8192", "--parallel", "1"]
+    assert {p.fact for p in r.pieces} >= {"flag-g4-draft", "flag-g4-ctx", "flag-g4-parallel"}
+    assert all(p.reason for p in r.pieces)
     pair = "g4spec bench -m 31b-q4_k_m.gguf -md draft.gguf"
-    assert r.bench == [f"{pair} -c 8192"]
+    ask, measure = r.bench
+    assert measure == f"{pair} -c 8192" and "/v1/chat/completions" in ask
+    json.loads(shlex.split(ask)[-1])
     plain = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", c=8192)
-    assert plain.bench == ["g4spec bench -m 31b-q4_k_m.gguf -c 8192"]
+    assert plain.bench[1:] == ["g4spec bench -m 31b-q4_k_m.gguf -c 8192"]
     long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=16384)
     assert long.works and "--cache-type q8_0" in long.commands[0]
-    assert long.bench == [f"{pair} -c 16384 --cache-type q8_0"]
+    assert long.bench[1:] == [f"{pair} -c 16384 --cache-type q8_0"]
     too_long = make("g4spec", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072)
     assert not too_long.works and "largest context that fits" in too_long.blocked[0][2]
 
@@ -197,7 +222,7 @@ def test_a_folder_is_converted_first() -> None:
     q = questions.build(FACTS, str(tiny / "target"), str(tiny / "dflash"), None, None, None, None)
     assert q is not None
     r = recipe.make(FACTS, Machine((), ram=16 << 30), q, "g4spec")
-    assert r.prepare[:2] == [
+    assert r.prepare[1:3] == [
         f"g4spec convert {tiny}/target -o target.gguf",
         f"g4spec convert {tiny}/dflash --target target.gguf -o draft.gguf",
     ]
@@ -314,10 +339,10 @@ def test_nothing_is_written_without_a_reason(engine: str) -> None:
             for p in r.pieces:
                 flag = FACTS.get(Flag, p.fact)
                 assert p.reason and flag.source and flag.date
-                assert "{" not in p.text.replace("{rank}", "").replace('{"image"', ""), p.text
+                assert "{" not in p.text.replace("{rank}", "").replace('{"', ""), p.text
             for command in r.commands:
                 assert shlex.split(command)
-                assert "{" not in command.replace('{"image"', "").replace('{"method"', "").replace(
+                assert "{" not in command.replace('{"', "").replace('{"method"', "").replace(
                     '{"model"', ""), command  # fmt: skip
 
 

@@ -109,6 +109,12 @@ def test_plain_only_and_one_category(data: dict[str, Any], tmp_path: Path) -> No
     assert "Acceptance by position" not in text and Page(text).open == []
 
 
+def test_auto_as_the_recommendation(data: dict[str, Any]) -> None:
+    data["recommendation"]["lengths"] = dict.fromkeys(data["recommendation"]["lengths"], "auto")
+    text = report.page(data)
+    assert "plain speed with auto<" in text and Page(text).open == []
+
+
 def test_ticks_are_round_and_reach_the_top() -> None:
     for highest in (0, 0.003, 0.9, 1, 7.3, 99, 100, 388.2, 12345):
         scale = charts.ticks(highest)

@@ -64,6 +64,15 @@ def test_each_single_change_is_an_error(family: Path, tmp_path: Path, change: st
     assert not report.ok
 
 
+@pytest.mark.parametrize("kind", ["target", "dflash"])
+def test_a_dropped_file_type_is_named(family: Path, tmp_path: Path, kind: str) -> None:
+    file = faults.read(family / f"{kind}.gguf")
+    number = file.kv.pop("general.file_type").data
+    report = _validate(family, kind, file.write(tmp_path / "x.gguf"))
+    found = [f.finding for f in report.failures if f.finding.where == "general.file_type"]
+    assert [(f.expected, f.found) for f in found] == [(number, "nothing")] and not report.ok
+
+
 @pytest.mark.parametrize("kind", ["target", *DRAFTS])
 def test_a_faithful_file_has_the_metadata_of_its_source(family: Path, kind: str) -> None:
     report = _validate(family, kind, family / f"{kind}.gguf")

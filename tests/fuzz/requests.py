@@ -261,7 +261,9 @@ class Serving:
         self.base = base
         self.engine = Engine.load(target, draft, n_ctx=96, parallel=2, prefix_cache=8 << 20)
         self.engine.tokenizer.template = TEMPLATE
-        self.service = Service(self.engine, Settings("tiny", queue=8, time_limit=60))
+        # 50 texts of 96 tokens are 10 s of honest work on a busy core.
+        settings = Settings("tiny", queue=8, time_limit=60, most_texts=16)
+        self.service = Service(self.engine, settings)
         self.app = app(self.service, body_limit=1 << 20)
         self.loop = asyncio.new_event_loop()
         self._life = self.app.router.lifespan_context(self.app)

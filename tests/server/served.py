@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
-from g4spec.runtime.engine import Engine
 from g4spec.server import run
 from g4spec.server.app import app
+from g4spec.server.engine_client import AnyEngine
 from g4spec.server.service import Service, Settings
 
 TEMPLATE = (Path(__file__).parent / "template.jinja").read_text()
@@ -20,7 +20,7 @@ TEMPLATE = (Path(__file__).parent / "template.jinja").read_text()
 class Served:
     """An engine behind HTTP, until `stop`."""
 
-    def __init__(self, engine: Engine, settings: Settings | None = None, **more: Any) -> None:
+    def __init__(self, engine: AnyEngine, settings: Settings | None = None, **more: Any) -> None:
         engine.tokenizer.template = TEMPLATE
         self.engine = engine
         self.service = Service(engine, settings or Settings("tiny", ("small",)))
@@ -78,5 +78,4 @@ class Served:
 
     def idle(self) -> bool:
         """Whether nothing is held for any request."""
-        scheduler = self.engine.scheduler
-        return scheduler.idle and self.service.open == 0
+        return self.engine.figures().idle and self.service.open == 0

@@ -180,17 +180,22 @@ def rotation(s: Subject) -> Findings:
             yield Finding(s.name(f".rope.dimension_count{swa}"), size, dims, REWRITE)
 
 
-@rule("G4-KEY-008", WARNING, "file_type names the type that most weights have", needs=FILE)
-def file_type(s: Subject) -> Findings:
-    """A requantized file that kept the old number is listed, and chosen, as what it is not."""
-    number = s.integer("general.file_type")
-    said = policy.of_file_type(number) if number is not None else None
+def most_type(s: Subject) -> str | None:
+    """Return the type that most bytes of matrices have."""
     sizes: dict[str, int] = {}
     for t in s.entries.values():
         # Token tables and outputs have another type than the rest in most quantized files.
         if len(t.shape) > 1 and t.name not in (*policy.TABLES, policy.OUTPUT):
             sizes[t.type_name] = sizes.get(t.type_name, 0) + (t.nbytes or 0)
-    most = max(sizes, key=lambda name: sizes[name], default=None)
+    return max(sizes, key=lambda name: sizes[name], default=None)
+
+
+@rule("G4-KEY-008", WARNING, "file_type names the type that most weights have", needs=FILE)
+def file_type(s: Subject) -> Findings:
+    """A requantized file that kept the old number is listed, and chosen, as what it is not."""
+    number = s.integer("general.file_type")
+    said = policy.of_file_type(number) if number is not None else None
+    most = most_type(s)
     if number in REMOVED_FILE_TYPES:
         yield Finding("general.file_type", "a type that llama.cpp has", number,
                       "quantize again with g4spec quantize")  # fmt: skip

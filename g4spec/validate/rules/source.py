@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from g4spec.convert import expected, provenance
+from g4spec.errors import UsageError
 from g4spec.gguf import Value
+from g4spec.quant import policy
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, WARNING, Finding, Findings, rule
+from g4spec.validate.rules.keys import most_type
 from g4spec.validate.subject import Subject
 
 SOURCE = Needs.SOURCE
@@ -102,6 +107,19 @@ def described(s: Subject) -> Findings:
     for key in s.keys:
         if key not in wanted and s.conversion.covers(key, arch):
             yield Finding(key, "no such key", _shown(s.open_file.value(key).data), RECONVERT)
+    if "general.file_type" not in s.keys and (number := _file_type(s)) is not None:
+        yield Finding("general.file_type", number, "nothing", RECONVERT)
+
+
+def _file_type(s: Subject) -> int | None:
+    """Return the number of the type that `convert` was asked for, which no source says: by the
+    command in the file, unless it was quantized again since. None where llama.cpp has none."""
+    asked = re.search(r" --type (\S+)", s.text(provenance.COMMAND) or "")
+    with suppress(UsageError):
+        mix = policy.asked(asked[1]) if asked else None
+        if mix is not None and str(most_type(s)).lower() in policy.types(mix):
+            return mix.file_type
+    return None
 
 
 def _difference(key: str, wanted: Value, found: Value) -> Findings:

@@ -1,0 +1,193 @@
+"""Finds the card that a driver or a user names; builds the machine that `--assume` describes."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.machine import GIB, Gpu, Machine
+from g4spec.advisor.schema import Capability, Card, Other
+from g4spec.advisor.versions import parse
+from g4spec.errors import UsageError
+
+MOST = 64
+"""Cards of an assumed machine."""
+VARIANTS = frozenset({"ti", "tis", "super", "laptop", "mobile", "max", "d", "s", "m", "x"})
+"""Words that make another product of a name."""
+
+_NUMBERS = {"dual": 2, "two": 2, "three": 3, "quad": 4, "four": 4}
+_FIRST = re.compile(r"^(\d{1,3})\s*[x×*]\s*(.+)$", re.IGNORECASE)
+_LAST = re.compile(r"^(.+[\d\s)])\s*[x×*]\s*(\d{1,3})$", re.IGNORECASE)
+_WORD = re.compile(rf"^({'|'.join(_NUMBERS)})\s+(.+?)s?$", re.IGNORECASE)
+_SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
+_SM = re.compile(r"\bsm_?(\d{2,3})[af]?\b", re.IGNORECASE)
+_CPU = re.compile(r"^(cpu( only)?|no (nvidia )?gpu|ram)$", re.IGNORECASE)
+
+
+def words(text: str) -> list[str]:
+    """Split a product name into lower-case words and numbers without the vendor's own words:
+    `NVIDIA GeForce RTX3090` -> rtx, 3090."""
+    found = re.findall(r"[a-z]+|\d+", text.lower())
+    return [w for w in found if w not in ("nvidia", "geforce", "tesla", "gpu", "graphics")]
+
+
+def find_card(facts: Facts, name: str) -> Card | None:
+    """Find the row of a product by its name; the longest name that occurs in it wins, as whole
+    words, so that `RTX 3090 Ti` is not an `RTX 3090`."""
+    asked, best, length = words(name), None, 0
+    for card in facts.all(Card):
+        for alias in (card.name, *card.aliases):
+            w = words(alias)
+            spots = range(len(asked) - len(w) + 1)
+            if w and len(w) > length and any(asked[i : i + len(w)] == w for i in spots):
+                best, length = card, len(w)
+    if best is not None:
+        named = set(words(best.name)) | {w for a in best.aliases for w in words(a)}
+        if (set(asked) - named) & VARIANTS:
+            return None  # another product whose figures are not in the data
+    return best
+
+
+def other(facts: Facts, name: str) -> Other | None:
+    """Find the row of a GPU that is not one of NVIDIA's cards by its name."""
+    return next((o for o in facts.all(Other) if re.search(o.pattern, name.lower())), None)
+
+
+def card_gpu(card: Card, name: str, size: float | None) -> Gpu:
+    """Make a GPU of a row; `size` in GB picks among the card's versions, by default the largest."""
+    sizes = card.memory
+    gb = max(sizes) if size is None else min(sizes, key=lambda s: abs(s - size))
+    if size is not None and abs(gb - size) > max(1.5, 0.05 * gb):
+        raise UsageError(
+            f"{card.name} with {size:g} GB",
+            expected=" or ".join(f"{s} GB" for s in sizes),
+            found=f"{size:g} GB",
+            fix="write the name with one of these sizes, or sm_86 24GB for any other card",
+        )
+    index = sizes.index(gb) if len(card.bandwidth) == len(sizes) else -1
+    memory = int((card.visible or gb) * GIB)
+    major, minor = parse(card.cc)
+    return Gpu(
+        name or card.name,
+        (major, minor),
+        memory,
+        None,
+        card.bandwidth[index],
+        card.id,
+        card.unified,
+    )
+
+
+def assume(facts: Facts, text: str, tools: Mapping[str, str] | None = None) -> Machine:
+    """Make a machine of words: `2x RTX 3090`, `3090 x2`, `V100 16GB`, `4x GB10`, `sm_86 24GB`,
+    `RTX 4090 + RTX 3090`, `CPU 64GB`. UsageError, naming what to write instead, for anything else.
+
+    Cards that share memory with the CPU (GB10) are one a node, so `4x GB10` is four nodes. Cards
+    that can be bridged are taken without a bridge, unless the text says nvlink.
+    """
+    gpus: list[Gpu] = []
+    linked = bool(re.search(r"\bnvlink\b", text, re.IGNORECASE))
+    bare = re.sub(r"\b(with )?nvlink\b", "", text, flags=re.IGNORECASE).strip()
+    bare = re.sub(r"^(cpu|ram)(?=\d)", r"\1 ", bare, flags=re.IGNORECASE)
+    if _CPU.match(_SIZE.sub("", bare).strip()):
+        return _without_gpu(bare, text, tools)
+    for part in re.split(r"[+,&]|\band\b", bare, flags=re.IGNORECASE):
+        n, name = _counted(part.strip())
+        if not 1 <= n <= MOST:
+            raise UsageError(f"--assume {text!r}", expected=f"1 to {MOST} cards", found=n)
+        gpus += [_card(facts, name, text)] * n
+    nodes = 1
+    if gpus[0].unified and len(gpus) > 1:
+        if len(set(gpus)) > 1:
+            raise UsageError(f"--assume {text!r}: different nodes in one machine")
+        nodes, gpus = len(gpus), gpus[:1]
+    nvlink: bool | None = None
+    if len(gpus) > 1 and all(g.card for g in gpus):
+        kinds = {facts.get(Card, g.card or "").nvlink for g in gpus}
+        # Boards are linked in the machines that they are sold in; a bridge is bought apart.
+        nvlink = None if any("boards" in k for k in kinds) else False
+    if linked:
+        nvlink = True
+    return Machine(tuple(gpus), nodes, nvlink=nvlink, tools=dict(tools or {}), assumed=True)
+
+
+def _counted(part: str) -> tuple[int, str]:
+    """Split `2x RTX 3090`, `3090 x2` or `dual 3090` into a number and a name."""
+    if found := _FIRST.match(part):
+        return int(found[1]), found[2].strip()
+    if found := _LAST.match(part):
+        return int(found[2]), found[1].strip()
+    if found := _WORD.match(part):
+        return _NUMBERS[found[1].lower()], found[2].strip()
+    return 1, part
+
+
+def _size(name: str) -> float | None:
+    """Read a size in GB out of a name."""
+    found = _SIZE.search(name)
+    return float(found[1]) if found else None
+
+
+def _without_gpu(bare: str, text: str, tools: Mapping[str, str] | None) -> Machine:
+    """Make a machine that has no NVIDIA card, of which the memory is known."""
+    size = _size(bare)
+    if not size:
+        raise UsageError(f"--assume {text!r}: how much memory?", expected='a size, as "CPU 64GB"')
+    ram = int(size * GIB)
+    return Machine((), ram=ram, ram_free=ram, tools=dict(tools or {}), assumed=True)
+
+
+def _card(facts: Facts, name: str, text: str) -> Gpu:
+    """Find one card by name, or by capability and size; UsageError if there is none."""
+    size, bare = _size(name), _SIZE.sub("", name).strip()
+    card = find_card(facts, bare)
+    if card is not None:
+        return card_gpu(card, card.name, size)
+    arch = _SM.search(bare)
+    if arch is not None and size is not None:
+        cc = (int(arch[1][:-1]), int(arch[1][-1]))
+        known = {c for row in facts.all(Capability) for c in row.cc}
+        if f"{cc[0]}.{cc[1]}" in known:
+            return Gpu(f"a card of capability {cc[0]}.{cc[1]}", cc, int(size * GIB))
+    raise _unknown(facts, bare, size, text)
+
+
+def _unknown(facts: Facts, bare: str, size: float | None, text: str) -> UsageError:
+    """Say what to write instead of a name that no row has."""
+    elsewhere = other(facts, bare)
+    if elsewhere is not None:
+        memory = f"{size:g}" if size else "64"
+        return UsageError(
+            f"--assume {text!r}: {elsewhere.name}. {elsewhere.says}",
+            fix=f'{elsewhere.fix}; what fits into its memory: --assume "CPU {memory}GB"',
+        )
+    cards = facts.all(Card)
+    if size is not None and not words(bare):
+        same = [c.name for c in cards if any(abs(m - size) <= 0.5 for m in c.memory)]
+        return UsageError(
+            f"--assume {text!r}: a size without a card",
+            expected=f"{', '.join(same) or 'a card'} (known with {size:g} GB); or the compute "
+            f'capability with it, as "sm_86 {size:g}GB"; or "CPU {size:g}GB" for none',
+        )
+    return UsageError(
+        f"--assume {text!r}: unknown card {bare!r}",
+        expected=f"{_near(bare, cards)}; two of them as 2x RTX 3090; with a size where there are "
+        "several, as V100 16GB; or any card by capability and size, as sm_86 24GB "
+        "(all cards: docs/hardware.md, or doctor --cards)",
+    )
+
+
+def _near(name: str, cards: list[Card]) -> str:
+    """Name the cards whose names are most like `name`, else one of each generation."""
+    plain = {" ".join(words(alias)): c.name for c in cards for alias in (c.name, *c.aliases)}
+    asked = words(name)
+    numbers = {w for w in asked if w.isdigit() and len(w) > 1}
+    same = [c for key, c in plain.items() if numbers & set(key.split())]
+    near = [plain[k] for k in difflib.get_close_matches(" ".join(asked), plain, 5, 0.6)]
+    found = list(dict.fromkeys([*same, *near]))[:6]
+    if found:
+        return f"perhaps {' or '.join(found)}"
+    seen = {c.cc: c.name for c in reversed(cards) if c.name != "RTX 3070"}
+    return f"a card as NVIDIA names it: RTX 3090, {', '.join(sorted(seen.values()))}"

@@ -1,0 +1,101 @@
+"""What to do where a model does not fit on the card: layers in the system's memory with llama.cpp,
+or a size that fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from g4spec.advisor.choice import Question, choose
+from g4spec.advisor.facts import Facts
+from g4spec.advisor.machine import GIB, Machine
+from g4spec.advisor.memory_needs import Calculator, Plan
+from g4spec.advisor.schema import Draft, Engine, Size
+from g4spec.advisor.subjects import DraftModel, Option, Target, from_row, named_target
+from g4spec.advisor.versions import holds
+
+EXPERTS_USED = 8 / 128
+"""Share of the experts of the 26B-A4B that one token reads."""
+LAYERED = ("weights", "global cache", "sliding cache")
+"""Steps of the arithmetic that lie where their layer lies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """How llama.cpp splits a model that a card cannot hold.
+
+    Attributes:
+        flag: `-ngl N`: layers on the card; `-ncmoe N`: layers whose experts are not.
+        on_card, layers: layers that lie on the card in whole, and all of them.
+        ram: bytes of the system's memory that the rest takes.
+    """
+
+    flag: str
+    on_card: int
+    layers: int
+    ram: int
+
+
+def offload(facts: Facts, target: Target, option: Option, plan: Plan) -> Offload | None:
+    """Split `option` so that a card with `plan.available` bytes holds its part; None where not even
+    one layer fits, or the number of layers is not known. An estimate: layers count as equal."""
+    size = next((s for s in facts.all(Size) if s.id == target.size), None)
+    if size is None or plan.fits:
+        return None
+    layers = size.sliding + size.full
+    missing = plan.total - plan.available
+    if target.moe:
+        experts = option.nbytes * (1 - target.active) / (1 - EXPERTS_USED)
+        out = -int(-missing // (experts / layers))
+        if out <= layers:
+            return Offload(f"-ncmoe {out}", layers - out, layers, int(experts / layers * out))
+    layer = sum(s.nbytes for s in plan.steps if s.name in LAYERED) / (layers + 1)
+    out = -int(-missing // layer)
+    if out >= layers:
+        return None
+    return Offload(f"-ngl {layers + 1 - out}", layers + 1 - out, layers, int(layer * out))
+
+
+def assistant(facts: Facts, size: Size) -> DraftModel | None:
+    """Find the MTP assistant that Google publishes for a size."""
+    row = next((r for r in facts.all(Draft) if r.model == size.id and r.kind == "mtp"), None)
+    return from_row(row, "mtp") if row is not None else None
+
+
+def smaller(facts: Facts, machine: Machine, q: Question, row: Engine) -> tuple[Size, Plan] | None:
+    """Find the largest size below the one asked about that an engine runs on the machine, with its
+    assistant where a draft was asked for."""
+    sizes = facts.all(Size)
+    names = [s.id for s in sizes]
+    for size in sizes[names.index(q.target.size) + 1 if q.target.size in names else 0 :]:
+        target = named_target(facts, size)
+        loadable = [
+            o for o in target.options if row.name in o.engines and holds(o.cc, machine.cc or (0,))
+        ]
+        draft = assistant(facts, size) if q.draft is not None else None
+        calc = Calculator(facts, machine, target, draft, 1, q.batched)
+        _, _, plan = choose(calc, row.name, loadable, Question(target, draft, q.context), row.kv)
+        if plan is not None and plan.fits:
+            return size, plan
+    return None
+
+
+def advice(
+    facts: Facts, machine: Machine, q: Question, row: Engine, option: Option | None, plan: Plan
+) -> str:
+    """Say what runs where `plan` does not fit: llama.cpp with layers in memory, a smaller size."""
+    parts = []
+    split = offload(facts, q.target, option, plan) if option is not None else None
+    if split is not None and row.name == "llama.cpp" and machine.gpus and not machine.unified:
+        what = "experts of the other layers" if "moe" in split.flag else "the rest"
+        enough = machine.ram_free is None or machine.ram_free > split.ram
+        parts.append(
+            f"{split.flag} keeps {split.on_card} of {split.layers} layers on the card and "
+            f"{what}, {split.ram / GIB:.1f} GiB, in RAM, slower"
+            + ("" if enough else f" (only {(machine.ram_free or 0) / GIB:.1f} GiB are free)")
+        )
+    less = smaller(facts, machine, q, row)
+    if less is not None:
+        size, fits = less
+        short = f"{size.id}:{fits.format.lower().replace(' ', '-')}"
+        parts.append(f"the {size.name} fits: {short}, up to {fits.largest:,} tokens")
+    return "; or ".join(parts) or "a smaller size or format, or more cards"

@@ -1,0 +1,65 @@
+"""What an engine holds at a moment, for those who watch it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from g4spec.runtime.pool import Pool
+from g4spec.runtime.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFigures:
+    """One live text.
+
+    Attributes:
+        slot, number: its slot, and its place in the order of arrival.
+        prompt_tokens, cached_tokens, tokens, drafted, accepted: see `Stats`. left: tokens that it
+            may still choose.
+    """
+
+    slot: int
+    number: int
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    left: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Counts of an engine.
+
+    Attributes:
+        running, waiting: texts. pages, pages_free: of the pool.
+        slots: the live texts.
+        stepped: see `Engine.stepped`.
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    pages_free: int
+    slots: tuple[SlotFigures, ...]
+    stepped: float
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.running or self.waiting)
+
+
+def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
+    """Count; from any thread, while the engine works."""
+    slots = []
+    live = list(scheduler.live)
+    for task in live:
+        if (sequence := task.sequence) is not None:
+            stats = task.request.stats
+            slots.append(SlotFigures(sequence.slot, task.number, stats.prompt_tokens,
+                                     stats.cached_tokens, stats.tokens, task.left, stats.drafted,
+                                     stats.accepted))  # fmt: skip
+    waiting = len(scheduler.waiting)
+    return Figures(len(live), waiting, pool.n_pages, pool.free, tuple(slots), stepped)

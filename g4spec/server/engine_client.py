@@ -1,0 +1,396 @@
+"""An engine in a process of its own, as the server uses it: it may fail, and is started again.
+
+Texts that it was writing end with an error. Those that had not begun wait, and are given to the
+next process: a text depends on its request alone, so it is the one that it would have been.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from g4spec.core import Cycle
+from g4spec.errors import EnvironmentProblem, UsageError
+from g4spec.runtime.engine import Engine, check_request, read_tokenizer
+from g4spec.runtime.figures import Figures
+from g4spec.runtime.request import Options, Request, Stats
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server.channel import Channel
+from g4spec.server.engine_process import Facts
+from g4spec.server.grammar import Vocabulary
+
+log = logging.getLogger("g4spec.server")
+
+MOST_FAILURES = 5
+"""Failures in a row, no text finished between them, after which no process is started any more."""
+
+MOST_TRIES = 3
+"""Processes that a text which never began is given to."""
+
+_PROGRAM = """import json, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+from g4spec.server.engine_process import main
+main()
+"""
+
+AnyEngine: TypeAlias = "Engine | EngineClient"
+
+NOTHING = Figures(0, 0, 1, 1, (), 0.0)
+
+
+class EngineLost(RuntimeError):
+    """The process of the engine ended while it wrote a text."""
+
+
+class RemoteRequest(Request):
+    """A request whose text is written in another process.
+
+    Attributes:
+        arrived: set when something new has come.
+    """
+
+    def __init__(self, prompt: Sequence[int], options: Options, client: EngineClient) -> None:
+        super().__init__(prompt, options, client, client.tokenizer, client.notes)
+        self.arrived, self._client = threading.Event(), client
+
+    def cancel(self) -> None:
+        """See `Request.cancel`."""
+        if not self.cancelled:
+            super().cancel()
+            self._client.cancelled(self)
+
+    def add(self, cycle: Cycle, stats: Stats, length: int, text: str) -> None:
+        """Take in a cycle, the counts behind it, and text behind the first `length` characters."""
+        self.ids += cycle.tokens
+        self.stats, self.text = stats, self.text[:length] + text
+        self._cycles.append(cycle)
+        self._tell()
+
+    def end(
+        self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
+    ) -> None:  # fmt: skip
+        """Take in the end; see `add`."""
+        self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
+        self.error, self.done = error, True
+        self._tell()
+
+    def _tell(self) -> None:
+        self.arrived.set()
+        super()._tell()
+
+
+@dataclass(slots=True)
+class _Text:
+    """A request that has not ended.
+
+    Attributes:
+        options: pickled. begun: whether a process has begun to read its prompt.
+        tries: processes that it was given to.
+    """
+
+    request: RemoteRequest
+    options: bytes
+    begun: bool = False
+    tries: int = 0
+
+
+class _Pickler(pickle.Pickler):
+    """Names what the other process has itself."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        if isinstance(value, Tokenizer):
+            return "tokenizer"
+        return "vocabulary" if isinstance(value, Vocabulary) else None
+
+
+class EngineClient:
+    """What `Service` uses of an `Engine`, whose fields it has; usable from any thread.
+
+    Args:
+        target: its tokenizer is read here, too. draft, options: see `Engine.load`.
+        make: loads the engine in the other process; a function at the top of a module.
+
+    Raises what `Engine.load` would, and EnvironmentProblem if the process ends while it loads.
+
+    Attributes:
+        title, on_cpu: see `Facts`.
+        failed: why no process is started any more.
+    """
+
+    def __init__(
+        self, target: Path, draft: Path | str | None = None, *,
+        make: Callable[..., Engine] = Engine.load,
+        progress: Callable[[int, int], None] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self._progress = progress
+        self._make, self._arguments = make, {"target": target, "draft": draft, **options}
+        self._lock = threading.Lock()
+        self._texts: dict[int, _Text] = {}
+        self._numbers = itertools.count()
+        self._channel: Channel | None = None  # of a process that is ready
+        self._first: list[Any] = []  # what came of loading: Facts or an error
+        self._loaded, self._closing = threading.Event(), threading.Event()
+        self._finished = False
+        self._figures, self._arrived = NOTHING, time.monotonic()
+        self.failed: Exception | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._supervise, name="g4spec engine", daemon=True)
+        self._thread.start()
+        try:
+            self.tokenizer = read_tokenizer(target)
+            self._loaded.wait()
+            if isinstance(self._first[0], BaseException):
+                raise self._first[0]
+        except BaseException:
+            self.close()
+            raise
+        facts: Facts = self._first[0]
+        self.config, self.n_ctx, self.n_slots = facts.config, facts.n_ctx, facts.n_slots
+        self.draft_name, self.notes = facts.draft_name, facts.notes
+        self.title, self.on_cpu = facts.title, facts.on_cpu
+        self.stop_ids = self.tokenizer.stop_ids
+
+    # ---- requests
+
+    def submit(self, prompt: Sequence[int], options: Options | None = None) -> Request:
+        """See `Engine.submit`; one text, `Options.n` = 1."""
+        options = options or Options()
+        assert options.n == 1, options.n
+        check_request(prompt, options, self.config, self.n_ctx)
+        data = io.BytesIO()
+        _Pickler(data).dump(options)
+        request = RemoteRequest(prompt, options, self)
+        with self._lock:
+            if self._closing.is_set():
+                raise UsageError("the engine is closed")
+            if self.failed is not None:
+                raise EnvironmentProblem("the engine has stopped", found=self.failed,
+                                         fix="start it again")  # fmt: skip
+            number = next(self._numbers)
+            if not self._texts:
+                self._arrived = time.monotonic()
+            self._texts[number] = _Text(request, data.getvalue())
+            if self._channel is not None:
+                self._give(number)
+        return request
+
+    generate = submit
+
+    def cancelled(self, request: Request) -> None:
+        """Pass on that a request is not wanted any more."""
+        with self._lock:
+            number = next((n for n, t in self._texts.items() if t.request is request), None)
+            if number is None:
+                return
+            if self._channel is not None:
+                self._channel.send("cancel", number)
+                return
+            del self._texts[number]
+        request.finish("cancelled")
+
+    def _give(self, number: int) -> None:
+        """Send a text to the process that runs; with the lock."""
+        text = self._texts[number]
+        text.tries += 1
+        assert self._channel is not None
+        self._channel.send("submit", number, array("q", text.request.prompt), text.options)
+
+    def advance(self, request: Request) -> None:
+        """Wait until a request has something new."""
+        assert isinstance(request, RemoteRequest)
+        while True:
+            request.arrived.clear()
+            if request.news:
+                return
+            request.arrived.wait()
+
+    def start(self) -> None:
+        """Do nothing: the process works all the time."""
+
+    # ---- what others may know
+
+    @property
+    def process(self) -> int | None:
+        """Number of the process that runs or loads."""
+        return self._process.pid if self._process is not None else None
+
+    def figures(self) -> Figures:
+        """See `Engine.figures`; as the process told last."""
+        return self._figures
+
+    def moving(self, limit: float) -> bool:
+        """See `Engine.moving`; not while there is no process."""
+        if self.failed is not None or self._channel is None:
+            return False
+        since = max(self._figures.stepped, self._arrived)
+        return not self._texts or time.monotonic() - since <= limit
+
+    def close(self) -> None:
+        """End the process and all requests."""
+        self._closing.set()
+        with self._lock:
+            channel = self._channel
+        if channel is not None:
+            channel.send("close")
+            self._thread.join(10)
+        while self._thread.is_alive():  # it loads, or does not listen any more
+            if self._process is not None:
+                self._process.kill()
+            self._thread.join(0.1)
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    # ---- the process
+
+    def _supervise(self) -> None:
+        """Keep a process running, and end all requests when there will be no other one. In one
+        thread, because the kernel ends the process with the thread that started it."""
+        try:
+            self._run_all()
+        finally:
+            with self._lock:
+                if self.failed is None and not self._closing.is_set():
+                    self.failed = EnvironmentProblem("no process of the engine runs any more")
+            if not self._loaded.is_set():  # a mistake of ours, whose traceback follows
+                self._told(EnvironmentProblem("no process of the engine could be started"))
+            self._end_all("closed")
+
+    def _run_all(self) -> None:
+        """Start a process, and another one whenever it ends."""
+        failures = 0
+        while not self._closing.is_set():
+            self._finished = False
+            reason = self._run_one()
+            failures = 1 if self._finished else failures + 1
+            if not self._loaded.is_set():
+                self._told(EnvironmentProblem("the engine's process ended while it loaded",
+                                              found=reason))  # fmt: skip
+            if self._closing.is_set() or isinstance(self._first[0], BaseException):
+                break
+            last = failures >= MOST_FAILURES
+            self._lost(reason, last)
+            if last or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
+                break
+
+    def _told(self, what: Facts | BaseException) -> None:
+        """Tell `__init__` what came of loading, the first time."""
+        self._first.append(what)
+        self._loaded.set()
+
+    def _run_one(self) -> str:
+        """Run one process to its end; returns why it ended."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path),
+                       str(theirs.fileno()), str(os.getpid())]  # fmt: skip
+            try:
+                process = self._process = subprocess.Popen(
+                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    stdout=sys.__stderr__,
+                )  # fmt: skip
+            except OSError as error:
+                return str(error)
+            channel = Channel(Connection(ours.detach()))
+        channel.send("load", self._make, self._arguments)
+        reason = None
+        try:
+            for name, *more in channel.received():
+                if name in ("lost", "refused"):
+                    reason = str(more[0])
+                if name == "refused" and not self._loaded.is_set():
+                    self._told(more[0])
+                if name == "lost":
+                    break
+                self._heard(channel, name, more)
+        finally:
+            with self._lock:
+                self._channel = None
+            channel.close()
+            process.kill()
+            code = process.wait()
+        return reason or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+
+    def _heard(self, channel: Channel, name: str, more: list[Any]) -> None:
+        """Do what a message says; see `channel`."""
+        if name == "figures":
+            self._figures = more[0]
+        elif name == "loading":
+            if self._progress is not None and not self._loaded.is_set():
+                self._progress(*more)
+        elif name == "ready":
+            self._ready(channel, more[0])
+        elif name in ("begun", "cycle", "done"):
+            self._news(name, *more)
+
+    def _ready(self, channel: Channel, facts: Facts) -> None:
+        with self._lock:
+            self._channel = channel
+            self._arrived = time.monotonic()
+            for number in list(self._texts):
+                self._give(number)
+        if self._loaded.is_set():
+            log.info("the engine runs again", extra={"facts": {"process": self.process}})
+        else:
+            self._told(facts)
+        if self._closing.is_set():
+            channel.send("close")
+
+    def _news(self, name: str, number: int, *more: Any) -> None:
+        with self._lock:
+            text = self._texts.get(number)
+            if text is None:
+                return
+            if name == "done":
+                del self._texts[number]
+        if name == "begun":
+            text.begun = True
+        elif name == "cycle":
+            text.request.add(*more)
+        else:
+            self._finished = True
+            text.request.end(*more)
+
+    def _lost(self, reason: str, last: bool) -> None:
+        """Tell the texts that were being written; all, and that there is no other process, if it
+        was the last."""
+        log.error("the engine's process ended", extra={"facts": {
+            "why": reason, "texts": len(self._texts), "again": not last}})  # fmt: skip
+        self._figures = NOTHING
+        if last:
+            with self._lock:
+                self.failed = EnvironmentProblem(
+                    f"the engine failed {MOST_FAILURES} times in a row", found=reason)
+        with self._lock:
+            gone = {n: t for n, t in self._texts.items()
+                    if last or t.begun or t.tries >= MOST_TRIES or t.request.cancelled}  # fmt: skip
+            for number in gone:
+                del self._texts[number]
+        for text in gone.values():
+            text.request.finish("interrupted", EngineLost(f"the engine has failed: {reason}"))
+
+    def _end_all(self, reason: str) -> None:
+        with self._lock:
+            texts = list(self._texts.values())
+            self._texts.clear()
+        for text in texts:
+            text.request.finish(reason)

@@ -1,0 +1,266 @@
+"""The engine in a process of its own: the same texts, and what is left when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec.errors import (
+    EnvironmentProblem,
+    G4Error,
+    InputError,
+    KernelCompileError,
+    PromptTooLong,
+    UsageError,
+)
+from g4spec.ops.sampling import NotFinite, Sampler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options, Request
+from g4spec.server import engine_client
+from g4spec.server.engine_client import EngineClient, EngineLost
+from g4spec.server.models import Model
+from tests.server import faulty
+from tests.server.conftest import TINY
+from tests.server.served import Served
+
+ROOT = TINY.parents[1]
+SETUP: dict[str, Any] = {"n_ctx": 2048, "parallel": 3, "prefix_cache": 64 << 20}
+
+
+@pytest.fixture(scope="module")
+def client(family: Path) -> Iterator[EngineClient]:
+    with EngineClient(family / "target.gguf", family / "dflash.gguf", make=faulty.load,
+                      **SETUP) as made:  # fmt: skip
+        yield made
+
+
+@pytest.fixture(scope="module")
+def remote(client: EngineClient) -> Iterator[Served]:
+    served = Served(client)
+    yield served
+    served.stop()
+
+
+def until(what: Callable[[], Any], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_requests_give_the_same_answers(remote: Served, busy: Served) -> None:
+    """With draft lengths, seeds, stop texts, log-probabilities, grammars, thoughts and calls."""
+    hello = [{"role": "user", "content": "Say hello to the class."}]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer"}},
+        "required": ["a"]}}}  # fmt: skip
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "def area(r):", "seed": 3, "draft_max": 4}),
+        ("/v1/completions", {"prompt": "The cat", "seed": 4, "n": 2, "logprobs": 2}),
+        ("/v1/completions", {"prompt": "import os\n", "stop": ["\n\n", "e"], "temperature": 0}),
+        ("/completion", {"prompt": "1 2 3", "grammar": 'root ::= "a" [0-9]+ "b"', "seed": 1}),
+        ("/v1/chat/completions", {"messages": hello, "seed": 5, "stop": ["e"]}),
+        ("/v1/chat/completions", {"messages": hello, "seed": 6, "tools": [tool],
+                                  "tool_choice": "required"}),
+        ("/v1/chat/completions", {"messages": hello, "seed": 7, "thinking_budget_tokens": 4,
+                                  "chat_template_kwargs": {"enable_thinking": True}}),
+        ("/v1/chat/completions", {"messages": hello, "seed": 8, "response_format": {
+            "type": "json_schema", "json_schema": {"name": "x", "schema": {
+                "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+                "additionalProperties": False}}}}),
+    ]  # fmt: skip
+    seen = 0
+    for path, fields in asked:
+        body = {**fields, "max_tokens" if path.startswith("/v1") else "n_predict": 24}
+        answers = [served.post(path, **body) for served in (busy, remote)]
+        for answer in answers:
+            for name in ("id", "created", "timings", "id_slot", "usage", "tokens_cached"):
+                answer.pop(name, None)
+            for choice in answer.get("choices", []):
+                for call in choice.get("message", {}).get("tool_calls") or []:
+                    call.pop("id")
+        assert answers[0] == answers[1], body
+        seen += len(str(answers[0]))
+    assert seen > 1500
+    events = remote.stream("/v1/completions", prompt="def area(r):", seed=3, max_tokens=24)
+    whole = busy.post("/v1/completions", prompt="def area(r):", seed=3, max_tokens=24)
+    assert "".join(e["choices"][0]["text"] for e in events) == whole["choices"][0]["text"]
+
+
+def test_figures_and_refusals_pass(remote: Served, client: EngineClient) -> None:
+    remote.refused("/v1/completions", {"prompt": "a " * 4000})
+    error = remote.refused("/completion", {"prompt": "a", "grammar": "root ::= ("})
+    assert "GBNF" in error["message"]
+    error = remote.refused("/completion", {"prompt": "a", "grammar": 'root ::= "\\q" x'})
+    for options, prompt, wanted in (
+        (Options(), [], InputError), (Options(), [10**6], InputError),
+        (Options(), [2] * 2049, PromptTooLong),
+        (Options(sampler=Sampler(logit_bias=((10**6, 1.0),))), [2], UsageError),
+    ):  # fmt: skip
+        with pytest.raises(wanted):
+            client.submit(prompt, options)
+    request = client.submit([2, 9], Options(n_predict=400, ignore_eos=True))
+    until(lambda: client.figures().running == 1 and client.figures().slots[0].tokens)
+    slots = remote.http.get("/slots").json()
+    assert sum(slot["is_processing"] for slot in slots) == 1 and len(slots) == 3
+    metrics = remote.http.get("/metrics").text
+    assert 'vllm:num_requests_running{model_name="tiny"} 1.0' in metrics
+    request.cancel()
+    list(request)
+    assert request.stats.stop_reason == "cancelled" and 0 < len(request.ids) < 400
+    until(lambda: client.figures().idle)
+    assert client.figures().pages_free + 8 > client.figures().pages
+
+
+def text_of(engine: Engine, prompt: list[int], options: Options) -> list[int]:
+    return list(engine.submit(prompt, options).tokens())
+
+
+PHASES = {"reading raises": [2, faulty.READING, faulty.RAISES], "killed": [2, 31]}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_failure_ends_what_runs_and_nothing_else(
+    phase: str, remote: Served, client: EngineClient, engines: Callable[..., Engine]
+) -> None:
+    """Three slots: those in them end with an error, those that wait are written as ever.
+    `benchmarks/serve_faults.py` does it at every phase, many times."""
+    plain, options = engines(None, n_ctx=2048), Options(n_predict=6, ignore_eos=True)
+    before, prompts = client.process, [[2, i] for i in range(20, 26)]
+    long = Options(n_predict=1500, ignore_eos=True)
+    lines, ended = [], threading.Event()
+
+    def stream() -> None:
+        with remote.http.stream("POST", "/v1/completions", json={
+            "prompt": "The cat", "max_tokens": 1500, "ignore_eos": True, "stream": True,
+        }) as response:  # fmt: skip
+            for line in response.iter_lines():
+                lines.append(line)
+        ended.set()
+
+    until(lambda: client.figures().idle)
+    thread = threading.Thread(target=stream)
+    thread.start()
+    until(lambda: lines)  # an error before the first token is an answer of its own
+    running = [client.submit(prompt, long) for prompt in ([2, 30], PHASES[phase])]
+    waiting = [client.submit(prompt, options) for prompt in prompts]
+    if phase == "killed":
+        until(lambda: client.figures().running == 3)
+        assert client.process is not None
+        os.kill(client.process, signal.SIGKILL)
+    until(lambda: not client.moving(60) or client.process != before)
+    red = remote.http.get("/health").status_code
+    for request in running:
+        with pytest.raises(EngineLost, match="SIGKILL" if phase == "killed" else "CUDA error"):
+            list(request)
+    assert ended.wait(30)
+    assert any("engine_failed" in line for line in lines[-4:]), lines[-4:]
+    for request, prompt in zip(waiting, prompts, strict=True):
+        assert list(request.tokens()) == text_of(plain, prompt, options)
+    assert client.process != before and client.failed is None
+    assert red == 503 and remote.http.get("/health").status_code == 200
+    assert remote.post("/v1/completions", prompt="x", max_tokens=2)
+    thread.join()
+
+
+def test_what_fails_again_and_again_is_given_up(
+    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "MOST_FAILURES", 2)
+    make = partial(faulty.load_once, tmp_path / "flag")
+    with EngineClient(family / "target.gguf", None, make=make, n_ctx=256) as client:
+        served = Served(client)
+        request = client.submit([2, 9, faulty.CRASHES], Options(n_predict=9, ignore_eos=True))
+        with pytest.raises(EngineLost):
+            list(request)
+        until(lambda: client.failed is not None)
+        assert "the file is gone" in str(client.failed)
+        with pytest.raises(EnvironmentProblem, match="2 times in a row"):
+            client.submit([2])
+        assert served.http.get("/health").status_code == 503
+        error = served.refused("/v1/completions", {"prompt": "x"}, 503)
+        assert "the file is gone" in error["message"]
+        told = Model("tiny", family / "target.gguf", service=served.service, status="loaded").json()
+        assert told["status"]["value"] == "failed" and "is gone" in told["status"]["error"]
+        served.stop()
+
+
+def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -> None:
+    target = family / "target.gguf"
+    with pytest.raises(UsageError, match="parallel: expected 1 or more"):
+        EngineClient(target, parallel=0)
+    with pytest.raises(InputError, match="no such file"):
+        EngineClient(tmp_path / "none.gguf")
+    with pytest.raises(EnvironmentProblem, match="ended while it loaded: found exit code 9"):
+        EngineClient(target, make=faulty.end)
+    with pytest.raises(EnvironmentProblem, match="cannot be loaded: found OutOfMemoryError: GPU"):
+        EngineClient(target, make=faulty.no_memory)
+
+
+@pytest.mark.parametrize("error", [
+    UsageError("-c", expected=1, found=[2], fix="use 1"), PromptTooLong(9, 4, "9 or more"),
+    KernelCompileError("a.cu", ("-O3",), "no", fix="update"), NotFinite("not finite"),
+    InputError("x"), EnvironmentProblem("y"),
+], ids=lambda error: type(error).__name__)  # fmt: skip
+def test_errors_pass_whole(error: G4Error) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error) and str(again) == str(error)
+    assert vars(again) == vars(error) and again.args == error.args
+
+
+def test_it_ends_with_the_server(family: Path) -> None:
+    """Also when that is killed, and when a step does not end."""
+    program = (
+        "import sys, time; from pathlib import Path; "
+        "from g4spec.server.engine_client import EngineClient; "
+        "client = EngineClient(Path(sys.argv[1]), n_ctx=256, device='cpu'); "
+        "print(client.process, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(family / "target.gguf")], cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True) as server:  # fmt: skip
+        assert server.stdout is not None
+        process = int(server.stdout.readline())
+        os.kill(process, signal.SIGINT)  # Ctrl-C is for the server
+        time.sleep(0.2)
+        os.kill(process, 0)
+        os.kill(process, signal.SIGSTOP)  # it cannot see the end of the socket
+        server.kill()
+        server.wait()
+
+        def gone() -> bool:
+            try:
+                state = Path(f"/proc/{process}/stat").read_text().rsplit(")")[-1].split()[0]
+            except FileNotFoundError:
+                return True
+            return state == "Z"
+
+        until(gone, 10)
+
+
+def test_many_readers_at_once(client: EngineClient) -> None:
+    """Asyncio, threads, and requests that are left in the middle."""
+
+    async def read(request: Request) -> int:
+        return sum([len(cycle.tokens) async for cycle in request])
+
+    async def all_of() -> list[int]:
+        short = Options(n_predict=8, ignore_eos=True)
+        asked = [client.submit([2, i], short) for i in range(20, 28)]
+        return await asyncio.gather(*map(read, asked))
+
+    assert asyncio.run(all_of()) == [8] * 8
+    for _ in client.submit([2, 9], Options(n_predict=900, ignore_eos=True)):
+        break
+    until(lambda: client.figures().idle)
