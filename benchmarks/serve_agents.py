@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec import convert
 from g4spec.runtime.engine import Engine
-from g4spec.server import run
+from g4spec.server import bodies, run
 from g4spec.server.app import app
 from g4spec.server.service import Service, Settings
 from tests.server.served import TEMPLATE
@@ -46,7 +46,7 @@ MOST = 400
 
 @dataclass
 class Seen:
-    """What an agent asked for: a line for each request."""
+    """Hold what an agent asked for: a line for each request."""
 
     tool: str
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -66,24 +66,11 @@ class Between:
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
-        raw, more = b"", True
-        while more:
-            message = await receive()
-            raw += message.get("body", b"")
-            more = message.get("more_body", False)
+        raw, _ = await bodies.whole(receive)
         note: dict[str, Any] = {"path": scope["path"]}
         if scope["method"] == "POST":
             raw = self._changed(scope["path"], raw, note)
         self.seen.requests.append(note)
-        answered = False
-
-        async def again() -> Any:
-            nonlocal answered
-            if answered:
-                return await receive()
-            answered = True
-            return {"type": "http.request", "body": raw, "more_body": False}
-
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 note["status"] = message["status"]
@@ -93,7 +80,7 @@ class Between:
 
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
         await self._inner({**scope, "headers": [*headers, (b"content-length", b"%d" % len(raw))]},
-                          again, noted)  # fmt: skip
+                          bodies.replayed(raw, receive), noted)  # fmt: skip
 
     def _changed(self, path: str, raw: bytes, note: dict[str, Any]) -> bytes:
         body = json.loads(raw)
@@ -183,7 +170,8 @@ def tried(name: str, folder: Path, url: str, between: Between, seconds: int) -> 
     return {"passed": code == 0 and not refused and seen.returned, "code": code,
             "tool": tool, "call was asked for": seen.forced, "result came back": seen.returned,
             "requests": len(seen.requests), "refused": refused,
-            "paths": sorted({note["path"] for note in seen.requests}), "said": said,
+            "paths": sorted({note["path"] for note in seen.requests}),
+            "said": said.replace(place, "HOME").replace(tempfile.gettempdir(), "TEMP"),
             "seconds": round(time.perf_counter() - began)}  # fmt: skip
 
 

@@ -56,7 +56,7 @@ POST = requests.post
 
 
 class Adapter:
-    """What stands between SGLang's tests and the server.
+    """Stand between SGLang's tests and the server.
 
     Attributes:
         lead: token ids before every prompt of ids. hits: prompts that began with a kept prefix.

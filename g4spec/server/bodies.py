@@ -7,7 +7,7 @@ from starlette.types import Message, Receive
 
 
 async def whole(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a body; returns it, and what gives it to whoever reads it next."""
+    """Read a body; returns it, and what gives it to whoever reads it next (`replayed`)."""
     parts, more = [], True
     while more:
         message = await receive()
@@ -15,7 +15,13 @@ async def whole(receive: Receive) -> tuple[bytes, Receive]:
             break
         parts.append(message.get("body", b""))
         more = message.get("more_body", False)
-    body, given = b"".join(parts), False
+    body = b"".join(parts)
+    return body, replayed(body, receive)
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """Return what gives this body to whoever reads it next, and then what `receive` does."""
+    given = False
 
     async def again() -> Message:
         nonlocal given
@@ -24,7 +30,7 @@ async def whole(receive: Receive) -> tuple[bytes, Receive]:
         given = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return body, again
+    return again
 
 
 def model(body: bytes) -> str | None:
