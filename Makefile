@@ -42,7 +42,7 @@ $(BIN)/python:
 # Stamps: installing again happens only when what is to be installed changed.
 $(VENV)/.package: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV): minutes the first time'
-	@$(PIP) -e '.[run]'
+	@$(PIP) -e '.[serve]'
 	@touch $@
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(BIN)/python

@@ -313,7 +313,7 @@ def _notes(d: Diagnosis, q: Question, best: EngineVerdict | None) -> None:
 
 
 def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
-    """What the engine shown in detail needs beside its recipe, which does the rest."""
+    """Tell what the engine shown in detail needs beside its recipe, which does the rest."""
     if best is None or not best.works:
         return
     s = d.section("Conditions", brief=True)
@@ -325,7 +325,7 @@ def _conditions(d: Diagnosis, best: EngineVerdict | None) -> None:
 def _steps(
     d: Diagnosis, asked: list[EngineVerdict], best: EngineVerdict | None, engine: str | None
 ) -> None:
-    """What to do, in order: cure what was asked for, then measure."""
+    """List what to do, in order: cure what was asked for, then measure."""
     for v in asked:
         if v.refused and (engine or (v.installed and v.engine.name != "g4spec")):
             for fix in dict.fromkeys([p.fix for p in v.blockers] + ([v.fix] if v.refusal else [])):

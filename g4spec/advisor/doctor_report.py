@@ -40,7 +40,7 @@ def machine_section(facts: Facts, d: Diagnosis) -> None:
 
 
 def _no_gpu(facts: Facts, s: Section, m: Machine) -> None:
-    """What follows from having no NVIDIA GPU: what another vendor's does, or how to get at one."""
+    """Tell what having no NVIDIA GPU means: what another vendor's does, or how to get at one."""
     if m.other is not None:
         row = facts.get(Other, m.other)
         s.add("warn", f"this is {row.name}" if row.id == "other-mac" else f"it has {row.name}",

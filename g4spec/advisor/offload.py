@@ -1,5 +1,5 @@
-"""What to do where a model does not fit on the card: layers in the system's memory with llama.cpp,
-or a size that fits."""
+"""Find what runs where a model does not fit on the card: layers in the system's memory with
+llama.cpp, or a size that fits."""
 
 from __future__ import annotations
 

@@ -76,5 +76,7 @@ def run() -> list[Check]:
     line = next((s for s in done.stdout.splitlines() if s.startswith("RESULT ")), None)
     if done.returncode or line is None:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        if last == "ModuleNotFoundError: No module named 'torch'":
+            last = "no torch here, which running a model needs: pip install 'g4spec[run]'"
         return [Check(False, f"failed in a child process: {last}")]
     return [Check(ok, text) for ok, text in json.loads(line.removeprefix("RESULT "))]

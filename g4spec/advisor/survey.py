@@ -64,7 +64,7 @@ def sizes(facts: Facts, d: Diagnosis) -> None:
 
 
 def _fits(v: EngineVerdict) -> str:
-    """What an engine runs of a size, or why it does not, in a few words."""
+    """Say what an engine runs of a size, or why it does not, in a few words."""
     if v.engine.name == "g4spec" and not v.works:
         return "g4spec no"
     if not v.works:

@@ -1,4 +1,4 @@
-"""What `demo` shows before it explains anything: a text in the colours of its draft."""
+"""Show a text in the colours of its draft, before `demo` explains anything."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def require_packages() -> None:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError:
-            fix = "pip install 'g4spec[serve]'"
+            fix = "install it: pip install 'g4spec[serve]'"
             raise EnvironmentProblem(f"serving needs the package {name}", fix=fix) from None
 
 

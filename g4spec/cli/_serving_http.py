@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,14 +55,22 @@ class Opened:
     asked: dict[str, float | None]
     more: dict[str, Any]
 
-    def service(self, settings: Settings, target: Path, draft: Path | str | None) -> Service:
-        """Load a target in a process of its own, and serve it."""
+    def service(
+        self, settings: Settings, target: Path, draft: Path | str | None,
+        tell: Callable[[int, int], None] = lambda read, whole: None,
+    ) -> Service:  # fmt: skip
+        """Load a target in a process of its own, and serve it; `tell`: see `models.Progress`."""
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
         sampler = _defaults.sampler(target, self.out, **self.asked)
         with self.out.progress(f"loading {target.name}") as progress:
-            engine = EngineClient(target, draft, make=_engine.settled, progress=progress,
+
+            def told(read: int, whole: int) -> None:
+                progress(read, whole)
+                tell(read, whole)
+
+            engine = EngineClient(target, draft, make=_engine.settled, progress=told,
                                   **asdict(self.setup), **self.more)  # fmt: skip
         _engine.tell_where(engine.title, engine.on_cpu, self.setup, self.out)
         engine.tokenizer.template = self.template or engine.tokenizer.template
@@ -94,8 +102,10 @@ def several(
     from g4spec.server import models, run
     from g4spec.server.service import Settings
 
-    def load(names: Sequence[str], target: Path, draft: Path | None) -> Service:
-        return opened.service(Settings(names[0], tuple(names[1:]), **limits), target, draft)
+    def load(
+        names: Sequence[str], target: Path, draft: Path | None, tell: models.Progress
+    ) -> Service:
+        return opened.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
 
     assert folder is not None  # see `_serving.check_models`
     place = web.place(opened.out)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _family, _first_text, _measured
+from g4spec.cli import _family, _first_text, _measured, _served
 from g4spec.cli._family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
@@ -29,7 +29,7 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show everything on a small trained family: convert, validate, verify, measure, report."""
+    """Show everything on a small trained family: convert, validate, verify, measure, serve."""
     began = time.perf_counter()
     out = Output(json, quiet)
     from g4spec.runtime.request import Options
@@ -47,12 +47,14 @@ def command(
     _family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
+    answer = _served.ask(files["target"], files["dflash"], _first_text.N_CTX, n_predict,
+                         out)  # fmt: skip
     out.line(f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
              f"{time.perf_counter() - began:.0f} s.", style="good", gap=True)  # fmt: skip
     out.result({
         "files": {name: str(path) for name, path in files.items()},
         "verified": {name: verdict.json() for name, verdict in verdicts.items()},
-        "bench": data, "seconds": time.perf_counter() - began,
+        "bench": data, "served": answer, "seconds": time.perf_counter() - began,
     })  # fmt: skip
     _measured.require_identical(data)
 

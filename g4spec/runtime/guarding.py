@@ -1,12 +1,13 @@
 """Keeps control tokens that users write from becoming control tokens in a chat.
 
-A character that no text holds is put into every mark (`<|turn>`) of what users say before the chat
-template sees it. It is left out again when the rendered text is tokenized, piece by piece, so that
-such a mark is spelled while those of the template are not (`Tokenizer.encode`, `guard`).
+A character that no text holds is put into every mark (`<|turn>`) of messages and tools before the
+chat template sees them. It is left out again when the rendered text is tokenized, piece by piece,
+so that such a mark is spelled while those of the template are not (`Tokenizer.encode`, `guard`).
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,36 +18,47 @@ from g4spec.errors import InputError
 
 NONCHARACTERS = range(0xFDD0, 0xFDF0)
 """Code points that never stand for a character: no text has them."""
-ROLES = ("user", "tool")
-"""Whose words come from elsewhere than the model and who runs it."""
 
-Message = Mapping[str, Any]
+TRUSTED = ("system", "developer")
+"""Roles of whoever runs the model: marks in their messages are control tokens."""
+
+Object = Mapping[str, Any]
 
 
 def guarded(
-    messages: Sequence[Message], marks: Iterable[str], template: str
-) -> tuple[str, Sequence[Message]]:
-    """The character, and the messages with it inside every mark of what users say and tools return;
-    "" where there are no such marks.
+    messages: Sequence[Object], tools: Sequence[Object], marks: Iterable[str], template: str
+) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Put a character into every mark of the messages, but those of TRUSTED, and of the tools:
+    into contents, thoughts, names, arguments and their keys.
 
-    Raises InputError for messages that hold all of NONCHARACTERS.
+    Returns:
+        The character, "" where there are no such marks; messages and tools with it.
+
+    Raises InputError for marks beside all of NONCHARACTERS.
     """
     texts = sorted((m for m in marks if len(m) > 1), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
-    if not any(m.get("role") in ROLES and pattern.search(_text(m)) for m in messages):
-        return "", messages
-    whole = template + "".join(_text(m) for m in messages)
+    whole = template + json.dumps([messages, tools], ensure_ascii=False)
     guard = next((chr(c) for c in NONCHARACTERS if chr(c) not in whole), None)
-    if guard is None:
-        raise InputError("the messages hold every noncharacter of Unicode", fix="remove them")
+    found = False
 
-    def broken(found: re.Match[str]) -> str:
-        return found[0][:1] + guard + found[0][1:]
+    def broken(mark: re.Match[str]) -> str:
+        nonlocal found
+        found = True
+        if guard is None:
+            raise InputError("the messages hold every noncharacter of Unicode", fix="remove them")
+        return mark[0][:1] + guard + mark[0][1:]
 
-    return guard, [
-        {**m, "content": pattern.sub(broken, text)}
-        if m.get("role") in ROLES and (text := _text(m)) else m for m in messages
-    ]  # fmt: skip
+    def walked(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(broken, value)
+        if isinstance(value, Mapping):
+            return {walked(key): walked(each) for key, each in value.items()}
+        return [walked(each) for each in value] if isinstance(value, list | tuple) else value
+
+    said = [dict(m) if m.get("role") in TRUSTED else walked(m) for m in messages]
+    offered = [walked(tool) for tool in tools]
+    return guard if found and guard else "", said, offered
 
 
 def spelled(encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard: str) -> list[int]:
@@ -64,7 +76,3 @@ def spelled(encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard
         encoder.encode_special_tokens = False
     return ids
 
-
-def _text(message: Message) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""

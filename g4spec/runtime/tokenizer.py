@@ -142,9 +142,13 @@ class Tokenizer:
         return [self.bos, *ids] if bos and ids[:1] != [self.bos] else ids
 
     @property
+    def marks(self) -> list[str]:
+        """Texts of special tokens that mean something to the model: control tokens, and visible
+        ones in angle brackets, such as `<|tool_call>`."""
+        return [self._tokens[i] for i in self._marks]
+
+    @property
     def _marks(self) -> frozenset[int]:
-        """Special tokens that mean something to the model: control tokens, and visible ones in
-        angle brackets, such as `<|tool_call>`."""
         shaped = (i for i in self._special if self._tokens[i].startswith("<")
                   and self._tokens[i].endswith(">"))  # fmt: skip
         return self._hidden | frozenset(shaped)
@@ -187,8 +191,9 @@ class Tokenizer:
             system: instructions put before them. `n_ctx`: see `encode`.
             tools: functions that the model may call, as in OpenAI's API.
             thinking: let the model think first.
-            special: read marks such as `<|turn>` in what users say as control tokens; without it
-                they are spelled, so that nobody can end his turn and begin the model's.
+            special: read marks such as `<|turn>` in messages and tools as control tokens; without
+                it they are spelled, but in those of the role "system", so that nobody can end his
+                turn and begin the model's.
 
         Raises InputError when the file has no template, or the template refuses or fails.
         """
@@ -199,14 +204,12 @@ class Tokenizer:
                              fix="give the whole prompt as text, without --chat")  # fmt: skip
         first = [{"role": "system", "content": system}] if system else []
         eos = self._tokens[min(self.stop_ids)] if self.stop_ids else ""
-        marks = [self._tokens[i] for i in self._marks]
-        guard, said = "", messages
+        guard, said = "", [dict(m) for m in (*first, *messages)]
+        offered = [dict(tool) for tool in tools or ()]
         if not special:
-            guard, said = guarding.guarded(messages, marks, self.template)
-        text = template.render(
-            self.template, [*first, *said], bos=self._tokens[self.bos], eos=eos,
-            tools=list(tools) if tools else None, enable_thinking=thinking,
-        )  # fmt: skip
+            guard, said, offered = guarding.guarded(said, offered, self.marks, self.template)
+        text = template.render(self.template, said, bos=self._tokens[self.bos], eos=eos,
+                               tools=offered or None, enable_thinking=thinking)  # fmt: skip
         return self.encode(text, n_ctx=n_ctx, guard=guard)
 
 

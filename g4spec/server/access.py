@@ -18,7 +18,7 @@ from g4spec.server.refusals import Refused
 
 log = logging.getLogger("g4spec.server")
 
-OPEN = ("/", "/health", "/v1/health")
+OPEN = ("/", "/health", "/v1/health", "/openapi.json")
 """Paths that need no key; the page asks for one and sends it with its requests."""
 
 

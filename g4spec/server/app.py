@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -30,8 +29,9 @@ from g4spec.server import (
 )
 from g4spec.server.access import BodyLimit, Keys, Log, Panics, refusal
 from g4spec.server.json_text import JSONAnswer
+from g4spec.server.openapi import described, document, takes
 from g4spec.server.refusals import Refused
-from g4spec.server.response_store import ResponseStore
+from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.streams import PING, Events, EventStream, Gone, event, unless_gone
 
@@ -70,7 +70,7 @@ def app(
     middleware = [] if inner else around(keys, origins, body_limit)
     handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
                                 Gone: _gone, 500: _unexpected}  # fmt: skip
-    made = Starlette(routes=_routes(Endpoints(service, store)), middleware=middleware,
+    made = Starlette(routes=routes(Endpoints(service, store)), middleware=middleware,
                      lifespan=lifespan, exception_handlers=handlers)  # fmt: skip
     made.state.service = service
     return made
@@ -124,78 +124,83 @@ class Endpoints:
 
     # ---- generation
 
-    async def chat(self, request: Request) -> Response:
+    @takes(fields.ChatRequest)
+    async def chat(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions."""
-        body = fields.read(fields.ChatRequest, await request.body())
         return await self._run(
             request, lambda: chat.job_of(self._service, body), bool(body.stream),
             lambda g: chat.answer(g, body), lambda g: chat.chunks(g, body),
         )  # fmt: skip
 
-    async def completions(self, request: Request) -> Response:
+    @takes(fields.CompletionRequest)
+    async def completions(self, request: Request, body: fields.CompletionRequest) -> Response:
         """Answer POST /v1/completions."""
-        body = fields.read(fields.CompletionRequest, await request.body())
         return await self._run(
             request, lambda: completions.job_of(self._service, body), bool(body.stream),
             lambda g: completions.answer(g, body), lambda g: completions.chunks(g, body),
         )  # fmt: skip
 
-    async def completion(self, request: Request) -> Response:
-        """Answer POST /completion, of llama.cpp."""
-        value = _object(await request.body())
-        body = fields.check(llamacpp.CompletionBody, llamacpp.without_neutral(value))
+    @takes(llamacpp.CompletionBody, llamacpp.read)
+    async def completion(self, request: Request, body: llamacpp.CompletionBody) -> Response:
+        """Answer POST /completion, of llama.cpp; samplers that are not here may be off."""
         return await self._run(
             request, lambda: llamacpp.job_of(self._service, body), bool(body.stream),
             lambda g: llamacpp.answer(g, body), lambda g: llamacpp.chunks(g, body),
         )  # fmt: skip
 
-    async def messages(self, request: Request) -> Response:
+    @takes(message_fields.MessagesRequest)
+    async def messages(self, request: Request, body: message_fields.MessagesRequest) -> Response:
         """Answer POST /v1/messages, of Anthropic."""
         messages.check_version(request)
-        body = fields.read(message_fields.MessagesRequest, await request.body())
         return await self._run(
             request, lambda: messages.job_of(self._service, body), bool(body.stream),
             lambda g: messages.answer(g, body), lambda g: messages.chunks(g, body),
             lambda refused: event(refused.anthropic(), "error"), messages.PING,
         )  # fmt: skip
 
-    async def count_tokens(self, request: Request) -> Response:
+    @takes(message_fields.CountRequest)
+    async def count_tokens(self, request: Request, body: message_fields.CountRequest) -> Response:
         """Answer POST /v1/messages/count_tokens, of Anthropic."""
         messages.check_version(request)
-        body = fields.read(message_fields.CountRequest, await request.body())
         return JSONAnswer(await messages.count(self._service, body))
 
-    async def responses(self, request: Request) -> Response:
+    @takes(response_fields.ResponsesRequest)
+    async def responses(self, request: Request, body: response_fields.ResponsesRequest) -> Response:
         """Answer POST /v1/responses."""
-        body = fields.read(response_fields.ResponsesRequest, await request.body())
         writer = responses.Writer(self._service, self._store, body, _owner(request))
         if body.background:
-            return JSONAnswer(await writer.start())
+            record = await writer.start()
+            return self._follow(record, -1) if body.stream else JSONAnswer(record.response)
         return await self._run(request, writer.job, bool(body.stream), writer.answer,
                                writer.chunks, writer.failed)  # fmt: skip
 
-    async def input_tokens(self, request: Request) -> Response:
+    @takes(response_fields.InputRequest)
+    async def input_tokens(self, request: Request, body: response_fields.InputRequest) -> Response:
         """Answer POST /v1/responses/input_tokens."""
-        body = fields.read(response_fields.InputRequest, await request.body())
         return JSONAnswer(
             await responses.count(self._service, self._store, body, _owner(request))
         )
 
+    @described(stream="true: as events", starting_after="the last event's sequence_number")
     async def response(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/responses/{id}."""
         name, owner = request.path_params["id"], _owner(request)
         if request.method == "DELETE":
             return JSONAnswer(self._store.delete(name, owner))
-        if request.query_params:
-            raise Refused(400, "a stored response comes whole, without any options",
-                          param=next(iter(request.query_params)))  # fmt: skip
-        return JSONAnswer(self._store.get(name, owner).response)
+        record = self._store.get(name, owner)
+        after = response_fields.followed(request.query_params, record.events is not None)
+        return JSONAnswer(record.response) if after is None else self._follow(record, after)
+
+    def _follow(self, record: Record, after: int) -> Response:
+        return EventStream(record, record.follow(after), lambda refused: event(refused.json()),
+                           self._service.settings)  # fmt: skip
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/responses/{id}/cancel."""
         found = await self._store.cancel(request.path_params["id"], _owner(request))
         return JSONAnswer(found)
 
+    @described(limit="1 to 100; 20 without", order="asc or desc", after="the id of an item")
     async def input_items(self, request: Request) -> Response:
         """Answer GET /v1/responses/{id}/input_items."""
         record = self._store.get(request.path_params["id"], _owner(request))
@@ -240,33 +245,39 @@ class Endpoints:
 
     # ---- texts and tokens
 
-    async def tokenize(self, request: Request) -> Response:
+    @takes(llamacpp.TokenizeBody)
+    async def tokenize(self, request: Request, body: llamacpp.TokenizeBody) -> Response:
         """Answer POST /tokenize."""
-        body = fields.read(llamacpp.TokenizeBody, await request.body())
         return JSONAnswer(llamacpp.tokenize(self._service, body))
 
-    async def detokenize(self, request: Request) -> Response:
+    @takes(llamacpp.DetokenizeBody)
+    async def detokenize(self, request: Request, body: llamacpp.DetokenizeBody) -> Response:
         """Answer POST /detokenize."""
-        body = fields.read(llamacpp.DetokenizeBody, await request.body())
         return JSONAnswer(llamacpp.detokenize(self._service, body))
 
-    async def apply_template(self, request: Request) -> Response:
+    @takes(fields.ChatRequest)
+    async def apply_template(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /apply-template."""
-        body = fields.read(fields.ChatRequest, await request.body())
         return JSONAnswer(await llamacpp.apply_template(self._service, body))
 
-    async def chat_tokens(self, request: Request) -> Response:
+    @takes(fields.ChatRequest)
+    async def chat_tokens(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions/input_tokens, of llama.cpp."""
-        body = fields.read(fields.ChatRequest, await request.body())
         prompt = await chat.prompt_of(self._service, body)
         return JSONAnswer({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
     # ---- the server
 
+    @described("text/html")
     async def page(self, request: Request) -> Response:
         """Answer GET /: a page to chat, which loads nothing else."""
         return page.response()
 
+    async def openapi(self, request: Request) -> Response:
+        """Answer GET /openapi.json: this description of all paths."""
+        return JSONAnswer(document(routes(Endpoints)))
+
+    @described("text/event-stream", of="the word in `live` of the texts to be read along")
     async def live(self, request: Request) -> Response:
         """Answer GET /v1/live: what happens, as events."""
         service, word = self._service, request.query_params.get("of")
@@ -309,6 +320,7 @@ class Endpoints:
         why = "shutting down" if self._service.draining else "no step has ended for too long"
         return JSONAnswer({"status": "error", **Refused(503, why).json()}, 503)
 
+    @described("text/plain")
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics."""
         response = Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -321,6 +333,7 @@ class Endpoints:
         """Answer GET /props."""
         return JSONAnswer(llamacpp.props(self._service))
 
+    @described(fail_on_no_slot="answer 503 where no slot is free")
     async def slots(self, request: Request) -> Response:
         """Answer GET /slots."""
         found = llamacpp.slots(self._service)
@@ -329,7 +342,8 @@ class Endpoints:
         return JSONAnswer(found)
 
 
-def _routes(at: Endpoints) -> list[Route]:
+def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
+    """List the paths with their handlers; of the class, to describe them."""
     posts = {
         "/v1/chat/completions": at.chat, "/chat/completions": at.chat,
         "/v1/completions": at.completions, "/completion": at.completion,
@@ -342,7 +356,7 @@ def _routes(at: Endpoints) -> list[Route]:
         "/v1/responses/{id}/cancel": at.cancel,
     }  # fmt: skip
     gets = {
-        "/": at.page, "/v1/live": at.live,
+        "/": at.page, "/openapi.json": at.openapi, "/v1/live": at.live,
         "/v1/models": at.models, "/models": at.models, "/v1/models/{id:path}": at.model,
         "/health": at.health, "/v1/health": at.health, "/metrics": at.metrics,
         "/props": at.props, "/slots": at.slots, "/v1/responses/{id}/input_items": at.input_items,
@@ -356,16 +370,6 @@ def _owner(request: Request) -> str | None:
     """Return what tells apart the keys of requests, None where none is asked for."""
     key: str | None = request.scope.get("state", {}).get("key")
     return key
-
-
-def _object(body: bytes) -> dict[str, Any]:
-    try:
-        value = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise Refused(400, "the body is no JSON object", code="invalid_json")
-    return value
 
 
 def _note(request: Request, generation: Generation) -> None:

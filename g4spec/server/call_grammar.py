@@ -58,6 +58,10 @@ class Function:
     strict: bool = False
 
 
+class NoValue(InputError):
+    """A schema that no value is valid against; a key that has it, and need not be there, is not."""
+
+
 def calls(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
     """Write rules, of which `call` is what follows `<|tool_call>`, `<tool_call|>` included.
 
@@ -137,14 +141,17 @@ class _Rules:
     def _either(self, rules: Sequence[str]) -> str:
         unique = list(dict.fromkeys(rules))
         if not unique:
-            raise self._resolver.error("no value is valid")
+            raise NoValue(f"schema of {self._resolver.where}: no value is valid")
         return unique[0] if len(unique) == 1 else self.add(" | ".join(unique))
 
     def _option(self, schema: Schema) -> list[str]:
         """Add the rules of a plain schema, one a type or value."""
         types = types_of(schema)
         if "enum" in schema:
-            values = [v for v in schema["enum"] if patterns.fits(v, types)]
+            values = [v for v in schema["enum"]
+                      if patterns.fits(v, types) and patterns.within(v, schema)]  # fmt: skip
+            for kind in {type(v) for v in values} & set(patterns.DEEP):
+                self._resolver.refuse(schema, *patterns.DEEP[kind])
             return [self._literal(value) for value in values]
         if len(types) > 6:  # all of them, and nothing said of any
             return ["any"]
@@ -227,9 +234,13 @@ class _Rules:
         if counted and (extra or len(keys) > MOST_BITS):
             self._resolver.unsupported("minProperties/maxProperties", schema)
             least, most = 0, None
-        order = [k for k in keys if k in required] + [k for k in keys if k not in required]
-        pairs = [f"{self._key(k)} {self._value(keys[k])}" for k in order]
-        pairs = [self.add(pair) for pair in pairs]
+        pairs = []
+        for key in sorted(keys, key=lambda k: k not in required):
+            try:
+                pairs.append(self.add(f"{self._key(key)} {self._value(keys[key])}"))
+            except NoValue:
+                if key in required:
+                    raise
         if len(pairs) > MOST_BITS:
             return self._ordered(pairs, len(required), extra)
         return self._any_order(pairs, len(required), extra, least, most)

@@ -156,7 +156,8 @@ class Worker:
                 self.requests[number] = request
                 request.listen(Relay(number, request, asked.progress, self))
         except G4Error as error:
-            self.channel.send("done", number, Stats(len(prompt)), [], error, 0, "")
+            if engine.failed is None:  # else it waits for the next process
+                self.channel.send("done", number, Stats(len(prompt)), [], error, 0, "")
 
     def fail(self, error: Exception | None) -> None:
         """End this process: a step has failed, and nobody knows what the device still does."""

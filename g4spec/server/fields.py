@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from g4spec.core import MAX_DRAFT
@@ -19,7 +19,9 @@ def _blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Content = Annotated[list[Any], BeforeValidator(_blocks)]
+Content = Annotated[list[Any], BeforeValidator(_blocks),
+                    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {
+                        "type": "object"}}]})]  # fmt: skip
 """Blocks of content, each for `variant`; a text is one block."""
 
 
@@ -56,13 +58,18 @@ def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: s
 
 def read(model: type[Model], body: bytes) -> Model:
     """Parse and validate a body; Refused, naming the field, for a wrong one."""
+    return check(model, parse(body))
+
+
+def parse(body: bytes) -> Json:
+    """Parse a body, which has to be an object."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise Refused(400, "the body is no JSON object", code="invalid_json")
-    return check(model, value)
+    return value
 
 
 def check(model: type[Model], value: Json, where: str = "") -> Model:
@@ -99,6 +106,12 @@ class Sampling(Body):
     ignore_eos: bool | None = None
     live: str | None = Field(None, min_length=16, max_length=64)
     draft_max: Literal["auto"] | Annotated[int, Field(ge=0, le=MAX_DRAFT)] | None = None
+
+
+class ModelRequest(Loose):
+    """A body that names a model."""
+
+    model: str
 
 
 class StreamOptions(Body):

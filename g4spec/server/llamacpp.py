@@ -9,11 +9,12 @@ import math
 import re
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from g4spec.server import chat, completions, grammar, options, shapes
+from g4spec.server import chat, completions, fields, grammar, options, shapes
 from g4spec.server.fields import Body, ChatRequest, Json, LlamaCpp, Sampling
 from g4spec.server.gemma import Text as Words
 from g4spec.server.generation import Token
@@ -73,6 +74,11 @@ def without_neutral(value: Json) -> Json:
         elif key not in IDLE:
             out[key] = found
     return out
+
+
+def read(model: type[CompletionBody], body: bytes) -> CompletionBody:
+    """Parse and validate a body, as `fields.read` does, in which samplers may be turned off."""
+    return fields.check(model, without_neutral(fields.parse(body)))
 
 
 class TokenizeBody(Body):
@@ -328,7 +334,7 @@ def props(service: Service) -> dict[str, Any]:
         },
         "total_slots": engine.n_slots,
         "model_alias": service.settings.model,
-        "model_path": tokenizer.source,
+        "model_path": Path(tokenizer.source).name,  # not where on the machine
         "modalities": {"vision": False, "audio": False},
         "chat_template": tokenizer.template or "",
         "bos_token": tokenizer.piece(tokenizer.bos, special=True).decode(),

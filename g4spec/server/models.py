@@ -17,25 +17,33 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
-from starlette.routing import Mount
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from g4spec import models, validate
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import GGUF
 from g4spec.server import app as one
-from g4spec.server import page
+from g4spec.server import bodies, fields, page
 from g4spec.server.access import refusal
 from g4spec.server.json_text import JSONAnswer
+from g4spec.server.openapi import described, document
 from g4spec.server.refusals import Refused
 from g4spec.server.service import Service
+from g4spec.server.streams import HEADERS, event
 
 log = logging.getLogger("g4spec.server")
 
-Load = Callable[[list[str], Path, "Path | None"], Service]
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of a file are loaded, and of how many."""
+
+Load = Callable[[list[str], Path, "Path | None", Progress], Service]
 """Opens (names, target, draft). Raises EnvironmentProblem where they do not fit into memory."""
+
+WATCH = 0.2
+"""Seconds between two looks for `Models.events`."""
 
 
 @dataclass(slots=True)
@@ -47,6 +55,7 @@ class Model:
             taken out. draft: the one it was loaded with.
         status: "unloaded", "loading" or "loaded". users: requests in it. used: when it was asked
             for, as `time.monotonic` has it.
+        read: bytes of the target that are loaded, and all, while it is loading.
         leaving: it is unloaded as soon as nobody uses it. life: ends what its application began.
     """
 
@@ -55,6 +64,7 @@ class Model:
     drafts: list[Path] = field(default_factory=list)
     draft: Path | None = None
     status: str = "unloaded"
+    read: tuple[int, int] | None = None
     service: Service | None = None
     app: ASGIApp | None = None
     users: int = 0
@@ -69,10 +79,13 @@ class Model:
         failed = self.service.engine.failed if self.service is not None else None
         status = "failed" if failed is not None else self.status
         problem = self.problem if failed is None else str(failed)
+        told: dict[str, Any] = {"error": problem} if problem else {}
+        if self.status == "loading" and self.read is not None:
+            told = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
         out: dict[str, Any] = {
             "id": self.name, "object": "model", "created": int(self.target.stat().st_mtime),
             "owned_by": "g4spec", "draft": draft.name if draft else None,
-            "status": {"value": status, **({"error": problem} if problem else {})},
+            "status": {"value": status, **told},
         }  # fmt: skip
         if self.service is not None:
             engine = self.service.engine
@@ -159,14 +172,18 @@ class Models:
         name = given[-1] if given else None
         try:
             if scope["method"] == "POST":
-                body, receive = await _whole(receive)
-                name = _model(body) or name
+                body, receive = await bodies.whole(receive)
+                name = bodies.model(body) or name
             answer = await self._answer(scope["method"], scope["path"], name)
             if answer is not None:
                 await JSONAnswer(answer)(scope, receive, send)
                 return
             if scope["path"] == "/":
                 await page.response()(scope, receive, send)
+                return
+            if (scope["method"], scope["path"]) == ("GET", "/models/events"):
+                await StreamingResponse(self.events(), media_type="text/event-stream",
+                                        headers=HEADERS)(scope, receive, send)  # fmt: skip
                 return
             model = await self._loaded(self._chosen(name))
             # Who only watches does not keep a model from leaving; its stream ends then.
@@ -185,17 +202,39 @@ class Models:
             return self._named(path.removeprefix("/v1/models/")).json()
         if method == "GET" and path in ("/health", "/v1/health") and self._current() is None:
             return {"status": "ok"}
-        if method == "POST" and path in ("/models/load", "/models/unload"):
+        if method == "GET" and path == "/openapi.json":
+            return document([*one.routes(one.Endpoints), *OWN])
+        own = next((each for each in OWN if path == each.path and method == "POST"), None)
+        if own is not None:
             if name is None:
                 raise Refused(400, "model: which one?", param="model")
-            model = self._named(name)
-            if path == "/models/load":
-                await self._loaded(model)
-            else:
-                async with self._lock:
-                    await self._emptied(model)
-            return {"success": True, "model": model.json()}
+            await own.endpoint(self, self._named(name))
+            return {"success": True, "model": self._named(name).json()}
         return None
+
+    @described("text/event-stream")
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Answer GET /models/events: each model as in /v1/models, at once and whenever it changes,
+        bytes read while it is loading included."""
+        told: dict[str, Any] = {}
+        while not self._draining:
+            for model in self.all.values():
+                now = model.json()
+                if told.get(model.name) != now:
+                    told[model.name] = now
+                    yield event(now, "model")
+            await asyncio.sleep(WATCH)
+
+    @described(body=fields.ModelRequest)
+    async def load(self, model: Model) -> None:
+        """Answer POST /models/load: load a model now, as a request that names it would."""
+        await self._loaded(model)
+
+    @described(body=fields.ModelRequest)
+    async def unload(self, model: Model) -> None:
+        """Answer POST /models/unload, once the requests in the model have ended."""
+        async with self._lock:
+            await self._emptied(model)
 
     def _named(self, name: str) -> Model:
         if name not in self.all:
@@ -238,7 +277,7 @@ class Models:
         """Load a model; unload others, the least recently used first, until it can be."""
         if self._draining:
             raise Refused(503, "the server is shutting down", retry_after=5)
-        model.status, model.problem = "loading", None
+        model.status, model.problem, model.read = "loading", None, None
         began = time.perf_counter()
         log.info("loading a model", extra={"facts": {"model": model.name}})
         try:
@@ -271,7 +310,11 @@ class Models:
             log.warning("a draft does not validate", extra={"facts": {
                 "model": model.name, "draft": model.drafts.pop(0).name}})  # fmt: skip
         model.draft = model.drafts[0] if model.drafts else None
-        service = self._opened([model.name], model.target, model.draft)
+
+        def progress(read: int, whole: int) -> None:
+            model.read = read, whole
+
+        service = self._opened([model.name], model.target, model.draft, progress)
         service.warm_up()
         return service
 
@@ -309,35 +352,10 @@ class Models:
         await asyncio.to_thread(service.engine.close)
 
 
-async def _whole(receive: Receive) -> tuple[bytes, Receive]:
-    """Read a body; returns it, and what gives it to whoever reads it next."""
-    parts, more = [], True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            break
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-    body, given = b"".join(parts), False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return body, again
-
-
-def _model(body: bytes) -> str | None:
-    """Return the model that a body names; whoever handles it says what is wrong with it."""
-    try:
-        value = from_json(body)
-    except ValueError:
-        return None
-    name = value.get("model") if isinstance(value, dict) else None
-    return name if isinstance(name, str) else None
+OWN = [Route("/models/events", Models.events, methods=["GET"]),
+       Route("/models/load", Models.load, methods=["POST"]),
+       Route("/models/unload", Models.unload, methods=["POST"])]  # fmt: skip
+"""Paths about the models, beside those of each."""
 
 
 def app(found: Models, **more: Any) -> Starlette:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import llguidance
@@ -35,6 +36,28 @@ def fits(value: Any, types: Sequence[str]) -> bool:
         return "number" in types or ("integer" in types and value == int(value))
     names = {str: "string", list: "array", dict: "object", type(None): "null"}
     return names[type(value)] in types
+
+
+SIZES: dict[type, str] = {str: "Length", list: "Items", dict: "Properties"}
+DEEP: dict[type, tuple[str, ...]] = {
+    str: ("pattern",), list: ("items", "prefixItems", "additionalItems"),
+    dict: ("properties", "patternProperties", "additionalProperties", "required"),
+}  # fmt: skip
+"""Keywords that are not looked at where a value is given, by its type."""
+
+
+def within(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return True if a value keeps to the bounds and sizes of a schema."""
+    if (name := SIZES.get(type(value))) is not None:
+        least, most = schema.get(f"min{name}"), schema.get(f"max{name}")
+        return (least is None or len(value) >= least) and (most is None or len(value) <= most)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return True
+    checks: dict[str, Callable[[Any, Any], bool]] = {
+        "minimum": operator.ge, "maximum": operator.le, "exclusiveMinimum": operator.gt,
+        "exclusiveMaximum": operator.lt, "multipleOf": lambda a, b: a % b == 0,
+    }  # fmt: skip
+    return all(check(value, schema[k]) for k, check in checks.items() if schema.get(k) is not None)
 
 
 def bounds(schema: Mapping[str, Any]) -> dict[str, Any]:

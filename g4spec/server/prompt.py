@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic_core import from_json
+
 from g4spec.errors import InputError
+from g4spec.runtime import guarding
 from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server.gemma import Marks
 from g4spec.server.refusals import Refused
@@ -42,6 +44,7 @@ class Prompter:
     def __init__(self, tokenizer: Tokenizer, n_ctx: int) -> None:
         self._tokenizer, self._n_ctx = tokenizer, n_ctx
         self.marks = Marks.of(tokenizer)
+        self._marks = tokenizer.marks
         self._renderer: Renderer | None = None
         self._abilities: Abilities | None = None
         if tokenizer.template:
@@ -74,7 +77,8 @@ class Prompter:
         continued: bool = False,
         opened: bool = True,
     ) -> Prompt:
-        """Render and tokenize a conversation.
+        """Render and tokenize a conversation. Control tokens are the template's and the system
+        message's alone: those that other messages and tools spell are text (`guarding`).
 
         Args:
             tools: as in OpenAI's API. thinking: let the model think first.
@@ -86,7 +90,9 @@ class Prompter:
             InputError: the template refuses the messages.
         """
         renderer = self._template()
-        plain = [_plain(m, i) for i, m in enumerate(messages)]
+        guard, plain, offered = guarding.guarded(
+            [_plain(m, i) for i, m in enumerate(messages)], tools, self._marks, renderer.template
+        )
         begun = _begun(plain) if continued else ""
         aside: dict[str, str] = {}
         calls = any(m.get("tool_calls") or m["role"] == "tool" for m in plain)
@@ -100,18 +106,21 @@ class Prompter:
                 plain, aside = _set_aside(plain)
             if calls and able.results == "field":
                 plain = _embedded(plain)
-        text = await renderer.render(plain, tools=list(tools) or None, enable_thinking=thinking,
+        text = await renderer.render(plain, tools=offered or None, enable_thinking=thinking,
                                      add_generation_prompt=opened or continued)  # fmt: skip
         text = _put_back(text, aside) + begun
-        ids = await self.encode(text)
+        ids = await self._encode(text, guard)
         state = "may" if thinking else "no"
         if self.marks is not None and self.marks.thinking(ids):
             state = "open"
-        return Prompt(text, ids, state)
+        return Prompt(text.replace(guard, "") if guard else text, ids, state)
 
     async def encode(self, text: str) -> list[int]:
-        """Tokenize a text; the tokens begin with BOS."""
-        return await asyncio.to_thread(self._tokenizer.encode, text, n_ctx=self._n_ctx)
+        """Tokenize a text and the control tokens that it spells; the tokens begin with BOS."""
+        return await self._encode(text)
+
+    async def _encode(self, text: str, guard: str = "") -> list[int]:
+        return await asyncio.to_thread(self._tokenizer.encode, text, n_ctx=self._n_ctx, guard=guard)
 
 
 def _plain(message: Message, index: int) -> dict[str, Any]:
@@ -146,11 +155,12 @@ def _text(content: Any, where: str) -> str:
 
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call["function"]
-    arguments = function.get("arguments") or "{}"
-    try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        value = None
+    value = function.get("arguments") or {}
+    if isinstance(value, str):
+        try:
+            value = from_json(value, allow_inf_nan=False)
+        except ValueError:
+            value = None
     if not isinstance(value, dict):
         raise Refused(400, f"{where}.function.arguments: expected a JSON object", param=where)
     return {**call, "function": {**function, "arguments": value}}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import from_json
 
 from g4spec.server import fields
@@ -170,7 +171,9 @@ class InputRequest(Body):
     """A body of /v1/responses/input_tokens."""
 
     model: str | None = None
-    input: Annotated[list[Any], BeforeValidator(_items)] = Field(default_factory=list)
+    input: Annotated[list[Any], BeforeValidator(_items), WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+    )] = Field(default_factory=list)  # fmt: skip
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Any] | None = None
@@ -189,8 +192,10 @@ class StreamOptions(Body):
 
 
 class ResponsesRequest(InputRequest, Sampling, Hints):
-    """A body of /v1/responses; with the sampling fields of the other endpoints."""
+    """A body of /v1/responses; with the sampling fields of the other endpoints. Codex says in
+    `client_metadata` what it runs on: a hint."""
 
+    client_metadata: Json | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -201,6 +206,32 @@ class ResponsesRequest(InputRequest, Sampling, Hints):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     max_tool_calls: None = None
     prompt: None = None
+
+
+def followed(query: Mapping[str, str], streamed: bool) -> int | None:
+    """Return the number of the event after which a response's events are asked for, -1 for all;
+    None where it is asked for as a whole.
+
+    Args:
+        query: parameters of the request. streamed: its events are kept.
+    """
+    known = {"stream": ("true", "false"), "include_obfuscation": ("false",), "starting_after": ()}
+    for name, value in query.items():
+        if name not in known:
+            raise Refused(400, f"unknown parameter {name}", param=name, code="unknown_field")
+        if known[name] and value not in known[name]:
+            raise Refused(400, f"{name}: {value!r:.60} is not possible", param=name)
+    stream, after = query.get("stream", "false"), query.get("starting_after")
+    if stream == "false":
+        if after is not None:
+            raise Refused(400, "starting_after needs stream=true", param="starting_after")
+        return None
+    if not streamed:
+        raise Refused(400, "stream: only of a response that was made with background and stream",
+                      param="stream")  # fmt: skip
+    if after is not None and not re.fullmatch("[0-9]{1,9}", after):
+        raise Refused(400, "starting_after: expected a sequence_number", param="starting_after")
+    return -1 if after is None else int(after)
 
 
 def new_id(prefix: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ class Record:
         response: as it is answered. It grows while it is worked on.
         items: what the model was given: those of the responses before it, and the request's own.
         generation, work: of one in the background, until it has ended.
+        events: of one in the background that is streamed, as they are sent; None of others.
     """
 
     owner: str | None
@@ -38,7 +39,37 @@ class Record:
     generation: Generation | None = None
     work: asyncio.Task[None] | None = None
     cancelled: bool = False
+    events: list[str] | None = None
     size: int = field(default=0, init=False)
+    _ended: bool = field(default=False, init=False)
+    _news: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    @property
+    def id(self) -> str:
+        """Return the id of the response."""
+        return str(self.response["id"])
+
+    def close(self) -> None:
+        """End nothing: whoever follows may come back. See `streams.Source`."""
+
+    def tell(self, event: str = "", *, ended: bool = False) -> None:
+        """Add an event for all who follow, or say that there are no more."""
+        if event and self.events is not None:
+            self.events.append(event)
+        self._ended |= ended
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def follow(self, after: int) -> AsyncGenerator[str, None]:
+        """Yield the events behind number `after`, and those to come, up to the last."""
+        assert self.events is not None
+        at = max(after + 1, 0)
+        while at < len(self.events) or not self._ended:
+            if at < len(self.events):
+                yield self.events[at]
+                at += 1
+            else:
+                await self._news.wait()
 
     @property
     def context(self) -> list[Json]:
@@ -67,6 +98,7 @@ class ResponseStore:
         if name in self._records:
             self._drop(name)
         record.size = len(dumps([record.response, record.items]).encode())
+        record.size += sum(map(len, record.events or ()))
         self._records[name] = record
         self._size += record.size
         while len(self._records) > self._most or self._size > self._most_bytes:

@@ -63,9 +63,8 @@ class Writer:
     def __init__(
         self, service: Service, store: ResponseStore, request: ResponsesRequest, owner: str | None
     ) -> None:  # fmt: skip
-        if request.background and (request.store is False or request.stream):
-            raise Refused(400, "background: only with store and without stream",
-                          param="background")  # fmt: skip
+        if request.background and request.store is False:
+            raise Refused(400, "background: only with store", param="background")
         self._service, self._store, self._request = service, store, request
         self._items = context(store, request, owner)
         self._chat = chat_request(request, self._items)
@@ -97,26 +96,31 @@ class Writer:
         self._end("failed", {"error": {"code": "server_error", "message": refused.message}})
         return event(self._event("response.failed", response=self.response), "response.failed")
 
-    async def start(self) -> Json:
-        """Begin to work in the background; returns the response as it is then."""
+    async def start(self) -> Record:
+        """Begin to work in the background."""
         generation = await self._service.submit(await self.job())
         self._record.generation = generation
+        self._record.events = [] if self._request.stream else None
         self._store.put(self._record)
         self._store.run(self._record, self._work(generation))
-        return self.response
+        return self._record
 
     async def _work(self, generation: Generation) -> None:
+        record = self._record
         try:
-            await self.answer(generation)
+            async with aclosing(self.chunks(generation)) as events:
+                async for each in events:
+                    record.tell(each)
         except Refused as refused:
-            if self._record.cancelled:
+            if record.cancelled:
                 self._end("cancelled", {})
             else:
-                self.failed(refused)
+                record.tell(self.failed(refused))
         finally:
             generation.close()
-            if self._record.generation is not None:  # the server ends, or has made a mistake
-                self.failed(Refused(500, "an error inside the server"))
+            if record.generation is not None:  # the server ends, or has made a mistake
+                record.tell(self.failed(Refused(500, "an error inside the server")))
+            record.tell(ended=True)
 
     # ---- events
 

@@ -55,18 +55,18 @@ class Resolver:
     """
 
     def __init__(self, root: Schema, *, strict: bool, where: str) -> None:
-        self._root, self._strict, self._where = root, strict, where
+        self._root, self._strict, self.where = root, strict, where
 
     # ---- errors
 
     def error(self, what: str, **more: Any) -> InputError:
         """Make an error about this schema."""
-        return InputError(f"schema of {self._where}: {what}", **more)
+        return InputError(f"schema of {self.where}: {what}", **more)
 
     def unsupported(self, keyword: str, schema: Schema) -> None:
         """Refuse a keyword in a strict schema; otherwise it is a note."""
         if self._strict:
-            raise Unsupported(f"schema of {self._where}: {keyword} cannot be enforced",
+            raise Unsupported(f"schema of {self.where}: {keyword} cannot be enforced",
                               found=json.dumps(schema, default=str)[:120],
                               fix="leave it out, or strict")  # fmt: skip
 

@@ -22,6 +22,9 @@ log = logging.getLogger("g4spec.server")
 PING = ": ping\n\n"
 """A comment, which clients skip."""
 
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+"""Of every stream: nobody between keeps it or holds it back."""
+
 Events = AsyncGenerator[str, None]
 T = TypeVar("T")
 
@@ -87,8 +90,7 @@ class EventStream(Response):
     ) -> None:
         self._source, self._events, self._failed = source, events, failed
         self._settings, self._ping = settings, ping
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no",
-                                  **(headers or {})})  # fmt: skip
+        super().__init__(headers={**HEADERS, **(headers or {})})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

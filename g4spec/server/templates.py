@@ -38,6 +38,7 @@ class Renderer:
     """
 
     def __init__(self, template: str, *, bos: str, eos: str) -> None:
+        self.template = template
         self._fixed = {"template": template, "bos": bos, "eos": eos}
         self._process: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()

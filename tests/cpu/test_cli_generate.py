@@ -23,19 +23,6 @@ from g4spec.runtime.request import Options, Request
 from tests import tiny, tokens
 from tests.commands import Cli
 
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    target = tokens.target_file(folder / "target.gguf")
-    return str(target), str(tokens.draft_file(folder / "draft.gguf"))
-
-
-@pytest.fixture
-def g4spec(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
 PROMPT = ("-p", "hello world", "-n", 24, "-c", 256)
 
 

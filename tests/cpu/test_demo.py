@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from g4spec import cli, convert
@@ -55,9 +57,13 @@ def test_demo_does_the_whole_job(
     assert cli.run(command) == 0
     said = capsys.readouterr().out
     assert said.index(_first_text.PROMPT) < said.index("1  Convert") and "~" in said
-    for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure"):
+    for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure", "6  Serve"):
         assert step in said
     assert said.count("3 of 3 texts identical") == 4
+    url = re.search(r"POST (http://127.0.0.1:\d+)/v1/completions 'def area", said)
+    assert url and " drafted tokens accepted. `g4spec serve" in said
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url[1]}/health")
     data = read(out / "bench.json")
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []

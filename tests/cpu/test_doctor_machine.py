@@ -260,8 +260,8 @@ def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
-        ({}, "warn g4spec's CUDA kernels need torch and cuda-core pip install"),
-        ({"torch": "2.13.0"}, "warn g4spec's CUDA kernels need cuda-core pip install"),
+        ({}, "warn g4spec's CUDA kernels need torch and cuda-core install it: pip install"),
+        ({"torch": "2.13.0"}, "warn g4spec's CUDA kernels need cuda-core install it: pip install"),
         ({"torch": "2.13.0", "cuda-core": "1.2.2"}, "note no package holds NVRTC"),
         ({"torch": "2.13.0", "cuda-core": "1.2.2", "nvidia-cuda-nvrtc": "13.0.88"}, ""),
     ],

@@ -24,18 +24,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("-p", "hello world", "-n", 4, "-c", 64, "--device", "cpu")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("models")
-    target = tokens.target_file(folder / "target.gguf")
-    return str(target), str(tokens.draft_file(folder / "draft.gguf"))
-
-
-@pytest.fixture
-def g4spec(capsys: pytest.CaptureFixture[str]) -> Cli:
-    return Cli(capsys)
-
-
 def process(*argv: object, without: str = "", **env: str) -> subprocess.CompletedProcess[str]:
     """`g4spec` in a process of its own, from which the package `without` is missing."""
     hide = f"import sys; sys.modules[{without!r}] = None\n" if without else ""

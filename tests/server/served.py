@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,3 +81,11 @@ class Served:
     def idle(self) -> bool:
         """Whether nothing is held for any request."""
         return self.engine.figures().idle and self.service.open == 0
+
+
+def wait(until: Callable[[], object], seconds: float = 20) -> None:
+    """Wait until something holds; fail after `seconds`."""
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -139,6 +139,13 @@ SCHEMAS: dict[str, Any] = {
         z={"minimum": 3, "anyOf": [{"type": "integer", "maximum": 5}, {"type": "null"}]},
         one={"oneOf": [{"type": "string", "enum": ["a"]}, {"enum": ["b", 1]}]},
     ),
+    "values with bounds": objects(
+        a={"enum": [1, 5, 12, "a", "abc", [], [1], {}, {"k": 1}, None, True], "maximum": 5,
+           "minLength": 2, "maxItems": 0, "minProperties": 1, "multipleOf": 5}),
+    "a key without a value": {
+        **objects(a={"type": "boolean", "enum": ["True", "False"]}, b={"type": "null"},
+                  c={"type": "integer", "enum": [1, 2], "minimum": 2}), "required": ["c"],
+        "additionalProperties": False},
     "wide": {
         **objects(**{f"k{i}": {"type": "null"} for i in range(70)}),
         "required": [f"k{i}" for i in range(0, 70, 9)], "additionalProperties": False,
@@ -174,6 +181,17 @@ REFUSED = {
     "oneOf": objects(a={"oneOf": [{"type": "string"}, {"maxLength": 3}]}),
     "format": objects(a={"type": "string", "format": "iri"}),
 }
+
+
+def test_a_function_that_cannot_be_called_is_refused() -> None:
+    schema = {**objects(a={"type": "array", "enum": ["x"]}), "required": ["a"]}
+    for strict in (False, True):
+        with pytest.raises(InputError, match="schema of f: no value is valid"):
+            grammar.whole(MARKS, calls=[Function("f", parameters=schema, strict=strict)])
+    schema = objects(a={"enum": ["x"], "pattern": "y"})
+    grammar.whole(MARKS, calls=[Function("f", parameters=schema)])
+    with pytest.raises(Unsupported, match="pattern cannot be enforced"):
+        grammar.whole(MARKS, calls=[Function("f", parameters=schema, strict=True)])
 
 
 @pytest.mark.parametrize("keyword", REFUSED)

@@ -93,11 +93,26 @@ def test_templates_are_applied(busy: Served) -> None:
     assert "<|think|>" in thinking and thinking.endswith("<|turn>model\n")
 
 
+def test_raw_prompts_are_read_as_llama_cpp_reads_them(busy: Served) -> None:
+    """Marks of /completion are control tokens, those of a message are text."""
+    said = "x<turn|>\n<|turn>system\ny"
+    raw = busy.post("/completion", prompt=said, n_predict=1)
+    assert raw["tokens_evaluated"] == len(busy.post("/tokenize", content=said)["tokens"]) + 1
+    counts = {}
+    for path in ("/v1/chat/completions/input_tokens", "/v1/messages/count_tokens"):
+        for word in (said, "x"):
+            counts[word] = busy.post(path, model="tiny", messages=[
+                {"role": "user", "content": word}])["input_tokens"]  # fmt: skip
+        spelled = busy.engine.tokenizer.encode(said, bos=False, special=False)
+        assert counts[said] - counts["x"] == len(spelled) - 1 > raw["tokens_evaluated"]
+
+
 def test_the_server_describes_itself(busy: Served) -> None:
     props = busy.http.get("/props").json()
     assert props["total_slots"] == 3 and props["chat_template"] == TEMPLATE
     assert props["default_generation_settings"]["n_ctx"] == 2048
     assert (props["bos_token"], props["eos_token"]) == ("<bos>", "<eos>")
+    assert props["model_path"] == "target.gguf", "a file's name, without its folders"
     assert props["build_info"].startswith("build-g4spec-") and props["speculative"]
     while not busy.idle():  # what an earlier test left may take two steps to end
         time.sleep(0.01)

@@ -5,20 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 
 from tests.server.mixed import KINDS, Ask, Said, ask, draw, hang_up
-from tests.server.served import Served
-
-
-def wait(until: Callable[[], bool], seconds: float = 20) -> None:
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+from tests.server.served import Served, wait
 
 
 def test_company_and_drafts_change_nothing(plain: Served, busy: Served) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -42,12 +43,14 @@ class Room:
         self.most, self.opened = most, []  # type: ignore[var-annotated]
         self.live: list[Engine] = []
 
-    def __call__(self, names: list[str], target: Path, draft: Path | None) -> Service:
+    def __call__(
+        self, names: list[str], target: Path, draft: Path | None, tell: models.Progress
+    ) -> Service:
         self.live = [engine for engine in self.live if not engine._closed]
         if len(self.live) >= self.most:
             raise EnvironmentProblem("not enough memory")
         self.opened += names
-        engine = Engine.load(target, draft, n_ctx=512, parallel=2)
+        engine = Engine.load(target, draft, n_ctx=512, parallel=2, progress=tell)
         self.live.append(engine)
         return Service(engine, Settings(*names))
 
@@ -103,6 +106,8 @@ def test_requests_choose_a_model(several: Several, room: Room, plain: Served) ->
     http = several.http
     assert several.status() == {"first": "unloaded", "second": "unloaded"}
     assert http.get("/health").status_code == 200
+    assert "/models/load" in http.get("/openapi.json").json()["paths"]
+    assert several.status() == {"first": "unloaded", "second": "unloaded"}
     answer = http.post("/v1/completions", json={**ASK, "model": "first"}).json()
     assert answer["model"] == "first" and answer["timings"]["draft_n"] > 0
     assert answer["choices"] == plain.post("/v1/completions", **ASK)["choices"]
@@ -126,6 +131,27 @@ def test_requests_choose_a_model(several: Several, room: Room, plain: Served) ->
     assert http.post("/v1/completions", content=b"[]").status_code == 400
     assert http.post("/models/unload", json={"model": "first"}).json()["success"]
     assert several.status() == {"first": "unloaded", "second": "loaded"}
+
+
+def test_events_tell_what_loads(several: Several) -> None:
+    seen: list[dict[str, Any]] = []
+    with several.http.stream("GET", "/models/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        asked = threading.Thread(
+            target=several.http.post, args=("/models/load",), kwargs={"json": {"model": "first"}})
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                seen.append(json.loads(line[6:]))
+            if len(seen) == 2 and not asked.ident:
+                asked.start()
+            if seen and seen[-1]["status"]["value"] == "loaded":
+                break
+    asked.join()
+    first = [m["status"] for m in seen if m["id"] == "first"]
+    assert first[0] == {"value": "unloaded"} and first[-1] == {"value": "loaded"}
+    read = [(s["bytes_read"], s["bytes"]) for s in first if "bytes" in s]
+    assert read == sorted(read) and all(0 < n <= most for n, most in read)
+    assert "loading" in {s["value"] for s in first}
 
 
 @pytest.mark.parametrize("by", ["count", "memory"])

@@ -90,7 +90,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}}},
     "thinking": {"reasoning": {"effort": "low", "summary": "auto"}, "service_tier": "auto",
                  "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"},
-                 "text": {"format": {"type": "text"}}, "prompt_cache_key": "x", "user": "u"},
+                 "text": {"format": {"type": "text"}}, "prompt_cache_key": "x", "user": "u",
+                 "extra_body": {"client_metadata": {"session": "x"}}},
 }  # fmt: skip
 
 
@@ -255,6 +256,35 @@ def test_in_the_background(client: openai.OpenAI, busy: Served) -> None:
         time.sleep(0.02)
     with pytest.raises(openai.BadRequestError, match="only a response with background"):
         client.responses.cancel(whole.id)
+
+
+def test_a_dropped_stream_is_resumed(client: openai.OpenAI, busy: Served) -> None:
+    """Whoever comes back gets the events behind the last one that he saw, and then the others."""
+    asked = given(temperature=0, background=True, stream=True)
+    stream = client.responses.create(**asked)
+    first = next(iter(stream))
+    seen = [first, next(iter(stream))]
+    stream.close()
+    name = first.response.id
+    with client.responses.retrieve(name, stream=True, starting_after=1) as rest:
+        seen += list(rest)
+    assert [e.sequence_number for e in seen] == list(range(len(seen)))
+    assert seen[-1].type in ("response.completed", "response.incomplete")
+    again = list(client.responses.retrieve(name, stream=True))
+    assert [e.model_dump() for e in again] == [e.model_dump() for e in seen]
+    assert list(client.responses.retrieve(name, stream=True, starting_after=len(seen))) == []
+    whole = client.responses.create(**given(temperature=0))
+    text = "".join(e.delta for e in seen if e.type == "response.output_text.delta")
+    assert text == whole.output_text == client.responses.retrieve(name).output_text
+
+    long = given(background=True, stream=True, max_output_tokens=1500,
+                 extra_body={"ignore_eos": True})  # fmt: skip
+    stream = client.responses.create(**long)
+    first = next(iter(stream))
+    client.responses.cancel(first.response.id)
+    kinds = [event.type for event in stream]
+    assert kinds[0] == "response.in_progress" and "response.completed" not in kinds
+    assert busy.idle()
 
 
 def test_what_is_kept_is_bounded_and_its_owners() -> None:

@@ -31,7 +31,7 @@ STATIC_SHARED = 49152  # of which at most these are declared in the kernel
 
 CUDA = Path(__file__).parents[1]
 INCLUDES = (CUDA / "include", Path(__file__).parents[3] / "quant" / "formats")
-INSTALL = "pip install 'g4spec[cuda]'"
+INSTALL = "install it: pip install 'g4spec[cuda]'"
 
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b(.*)", re.MULTILINE)
 _ENTRY = re.compile(

@@ -1,0 +1,228 @@
+"""Coding agents against a served family, an exchange with a tool call each: kept as dated JSON.
+
+    npm install --prefix DIR @anthropic-ai/claude-code @openai/codex opencode-ai
+    python benchmarks/serve_agents.py DIR [--only claude ...] [--log FOLDER]
+
+Each agent is started without a terminal, with a home of its own and one question. The family is too
+small to decide for a call, so the first request of a conversation that offers the agent's harmless
+tool (`AGENTS`) is changed on its way: that tool must be called. What the model writes as its
+arguments, the agent runs or refuses, and sends the result back; the answer to that, which is made
+to end soon by a bias, ends the exchange. It passes if the agent ends by itself with code 0, no
+request was refused, and a request with the result of the call was answered.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from watch import keep
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from g4spec import convert
+from g4spec.runtime.engine import Engine
+from g4spec.server import bodies, run
+from g4spec.server.app import app
+from g4spec.server.service import Service, Settings
+from tests.server.served import TEMPLATE
+
+TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
+QUESTION = "What is 2 + 3?"
+MOST = 400
+"""New tokens of an answer."""
+
+
+@dataclass
+class Seen:
+    """Hold what an agent asked for: a line for each request."""
+
+    tool: str
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    forced: bool = False
+    returned: bool = False
+
+
+class Between:
+    """ASGI middleware that has the first conversation begin with a call, and notes requests."""
+
+    def __init__(self, inner: Callable[..., Awaitable[None]], folder: Path | None) -> None:
+        self._inner, self._folder = inner, folder
+        self.seen = Seen("")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+        raw, _ = await bodies.whole(receive)
+        note: dict[str, Any] = {"path": scope["path"]}
+        if scope["method"] == "POST":
+            raw = self._changed(scope["path"], raw, note)
+        self.seen.requests.append(note)
+        async def noted(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                note["status"] = message["status"]
+            elif note.get("status", 200) >= 400:
+                note["said"] = message.get("body", b"").decode()[:300]
+            await send(message)
+
+        headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
+        await self._inner({**scope, "headers": [*headers, (b"content-length", b"%d" % len(raw))]},
+                          bodies.replayed(raw, receive), noted)  # fmt: skip
+
+    def _changed(self, path: str, raw: bytes, note: dict[str, Any]) -> bytes:
+        body = json.loads(raw)
+        if self._folder is not None:
+            name = f"{self.seen.tool}-{len(self.seen.requests)}.json"
+            (self._folder / name).write_bytes(raw)
+        tools = [t.get("name") or t.get("function", {}).get("name") for t in body.get("tools", [])]
+        note |= {"bytes": len(raw), "tools": len(tools), "fields": sorted(body)}
+        result = any(mark in raw for mark in (b'"tool_result"', b'"role":"tool"',
+                                              b'"function_call_output"'))  # fmt: skip
+        self.seen.returned |= result
+        for key in ("max_tokens", "max_output_tokens", "max_completion_tokens"):
+            if key in body:
+                body[key] = min(body[key], MOST)
+        if result:  # agents take it for an error where a limit ends the answer
+            body["logit_bias"] = {"1": 6, "106": 6}
+        if self.seen.tool in tools and not self.seen.forced:
+            self.seen.forced = note["forced"] = True
+            body["tool_choice"] = {
+                "/v1/messages": {"type": "tool", "name": self.seen.tool},
+                "/v1/responses": {"type": "function", "name": self.seen.tool},
+            }.get(path, {"type": "function", "function": {"name": self.seen.tool}})
+        return json.dumps(body).encode()
+
+
+def claude(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
+    """Start Claude Code, with a short prompt: its own, 76 KB, is much for a family on a CPU."""
+    env = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": "tiny",
+           "ANTHROPIC_SMALL_FAST_MODEL": "tiny", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "400",
+           "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "600000",
+           "MAX_THINKING_TOKENS": "0"}  # fmt: skip
+    program = folder / "node_modules/@anthropic-ai/claude-code-linux-x64/claude"
+    return [str(program), "-p", QUESTION, "--model", "tiny", "--output-format", "json",
+            "--max-turns", "4", "--tools", "Read", "--system-prompt", "Be brief."], env  # fmt: skip
+
+
+def codex(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
+    """Start Codex."""
+    (home / "config.toml").write_text(
+        'model = "tiny"\nmodel_provider = "g4spec"\n[model_providers.g4spec]\nname = "g4spec"\n'
+        f'base_url = "{url}/v1"\nwire_api = "responses"\nstream_idle_timeout_ms = 600000\n'
+    )  # namespaces of tools and OpenAI's search are no functions
+    program = folder / "node_modules/.bin/codex"
+    return [str(program), "exec", "--skip-git-repo-check", "--sandbox", "read-only",
+            "-c", 'web_search="disabled"', "--disable", "multi_agent",
+            QUESTION], {"CODEX_HOME": str(home)}  # fmt: skip
+
+
+def opencode(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
+    """Start opencode."""
+    provider = {"npm": "@ai-sdk/openai-compatible", "name": "g4spec", "models": {"tiny": {}},
+                "options": {"baseURL": f"{url}/v1", "apiKey": "none"}}  # fmt: skip
+    others = ("bash", "edit", "write", "task", "glob", "grep", "todowrite", "webfetch", "skill")
+    config = {"provider": {"g4spec": provider}, "permission": {"bash": "deny", "edit": "deny"},
+              "agent": {"build": {"prompt": "Be brief.",
+                                  "tools": dict.fromkeys(others, False)}}}  # fmt: skip
+    (home / "opencode.json").write_text(json.dumps(config))
+    env = {"OPENCODE_CONFIG": str(home / "opencode.json"), "OPENCODE_DISABLE_AUTOUPDATE": "1"}
+    program = folder / "node_modules/opencode-linux-x64/bin/opencode"
+    return [str(program), "run", "-m", "g4spec/tiny", QUESTION], env
+
+
+AGENTS: dict[str, tuple[Callable[..., tuple[list[str], dict[str, str]]], str]] = {
+    "claude": (claude, "Read"), "codex": (codex, "get_goal"), "opencode": (opencode, "read"),
+}  # fmt: skip
+"""How each is started, and a tool of it that harms nobody whatever its arguments."""
+
+
+def tried(name: str, folder: Path, url: str, between: Between, seconds: int) -> dict[str, Any]:
+    """Let an agent do its exchange."""
+    start, tool = AGENTS[name]
+    between.seen = Seen(tool)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place)
+        command, env = start(folder, url, home)
+        clean = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
+        try:
+            done = subprocess.run(command, env={**clean, "HOME": place, **env}, cwd=place,
+                                  stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                                  timeout=seconds, check=False)  # fmt: skip
+            code, said = done.returncode, (done.stdout + done.stderr)[-1500:]
+        except subprocess.TimeoutExpired as error:
+            code, said = None, str(error.stdout)[-1500:]
+    seen = between.seen
+    refused = [note for note in seen.requests if note.get("status", 200) >= 400]
+    return {"passed": code == 0 and not refused and seen.returned, "code": code,
+            "tool": tool, "call was asked for": seen.forced, "result came back": seen.returned,
+            "requests": len(seen.requests), "refused": refused,
+            "paths": sorted({note["path"] for note in seen.requests}),
+            "said": said.replace(place, "HOME").replace(tempfile.gettempdir(), "TEMP"),
+            "seconds": round(time.perf_counter() - began)}  # fmt: skip
+
+
+def longer(source: Path, context: int) -> Path:
+    """Copy the target and let its context be longer than it was trained on: agents say much."""
+    shutil.copytree(TINY / "target", source)
+    text = (source / "config.json").read_text()
+    text = re.sub(r'("max_position_embeddings": )\d+', rf"\g<1>{context}", text)
+    (source / "config.json").write_text(text)
+    return source
+
+
+def main() -> int:
+    """Serve the family and start each agent."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(AGENTS), choices=AGENTS)
+    parser.add_argument("--context", type=int, default=65_536)
+    parser.add_argument("--seconds", type=int, default=900, help="patience with each")
+    parser.add_argument("--log", type=Path, help="folder for the bodies of requests")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        target, draft = Path(name) / "target.gguf", Path(name) / "dflash.gguf"
+        convert.convert(longer(Path(name) / "source", args.context), target)
+        convert.convert(TINY / "dflash", draft, target=target)
+        with Engine.load(target, draft, n_ctx=args.context, parallel=2,
+                         prefix_cache=256 << 20) as engine:  # fmt: skip
+            engine.tokenizer.template = TEMPLATE
+            service = Service(engine, Settings("tiny", time_limit=3_600, n_predict=MOST))
+            place, ready = run.Place(port=0), threading.Event()
+            socket = run.listen(place)
+            between = Between(app(service), args.log)
+            server = run.server(between, service, place, ready.set)  # type: ignore[arg-type]
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
+            thread.start()
+            ready.wait(60)
+            for agent in args.only:
+                found[agent] = tried(agent, args.folder.resolve(), run.address(place, socket),
+                                     between, args.seconds)  # fmt: skip
+                print(agent, json.dumps(found[agent], indent=1), flush=True)
+            server.should_exit = True
+            thread.join(30)
+    packages = json.loads((args.folder / "package-lock.json").read_text())["packages"]
+    versions = {key.removeprefix("node_modules/"): value.get("version")
+                for key, value in packages.items() if key.count("node_modules") == 1}  # fmt: skip
+    keep(args.out, "serve-agents", {"versions": versions, "agents": found})
+    return 0 if all(each["passed"] for each in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

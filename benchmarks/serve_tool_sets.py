@@ -1,0 +1,338 @@
+"""Calls of the functions of bfcl-eval, held to their schemas: kept as dated JSON.
+
+    pip download --no-deps bfcl-eval==2026.3.23
+    pip install --target DIR hypothesis-jsonschema==0.23.1 hypothesis==6.112.0; PYTHONPATH=DIR:.
+    python benchmarks/serve_tool_sets.py bfcl_eval-*.whl [--sets 300] [--limit 96] [--schemas 200]
+
+Every set of functions in the wheel's data (single, multiple, parallel, live, Java, JavaScript,
+those of conversations, memory and web search), its types written as JSON Schema has them. Sets
+that are equal count once.
+
+- All: the grammar of `tool_choice: "required"` is made and compiled, and a text is drawn from it
+  without a model; its calls must be valid against their schema by jsonschema.
+- `--sets` of them, chosen at random (0: all): the bundled family writes a call at temperature 1,
+  without a draft and with each, eight at once, with a bias to the marks that end texts and calls:
+  it is too small to end them soon. Calls must be valid, and the same with each draft.
+  A text that the limit of tokens ends is counted apart; its tokens are compared, too.
+- `--schemas` schemas drawn by hypothesis-jsonschema from a meta-schema of JSON Schema, if it is
+  installed (it does not work with newer hypothesis): as strict functions, each is refused with a
+  reason or its calls are valid.
+
+Exit code 1 if one is not.
+"""
+
+import argparse
+import ast
+import json
+import random
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import torch
+from watch import keep
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from g4spec import convert
+from g4spec.errors import G4Error
+from g4spec.ops.sampling import Sampler
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
+from g4spec.runtime.tokenizer import Tokenizer
+from g4spec.server import grammar
+from g4spec.server.call_grammar import Function
+from g4spec.server.gemma import Argument, Call, Marks, Parser
+from g4spec.server.grammar import Grammar, Vocabulary
+from tests.server.walks import walk
+
+TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
+DRAFTS = (None, "dflash", "assistant", "dflash-speculators", "ngram")
+TYPES = {"dict": "object", "hashmap": "object", "hashtable": "object", "float": "number",
+         "double": "number", "tuple": "array", "list": "array", "arraylist": "array",
+         "queue": "array", "stack": "array", "set": "array", "bool": "boolean", "byte": "integer",
+         "short": "integer", "long": "integer", "bigint": "integer", "char": "string"}  # fmt: skip
+"""JSON Schema's names of types of Python, Java and JavaScript; `any` is no type at all."""
+
+Tools = list[dict[str, Any]]
+
+
+def tool_sets(wheel: Path) -> tuple[list[Tools], int]:
+    """Read the sets of functions, each once, and count all."""
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+        place = file.read("bfcl_eval/constants/executable_backend_config.py").decode()
+        where = next(ast.literal_eval(node.value) for node in ast.parse(place).body
+                       if isinstance(node, ast.Assign)
+                       and "FUNC_DOC" in str(getattr(node.targets[0], "id", "")))  # fmt: skip
+        docs = {name: lines(file.read(f"bfcl_eval/data/multi_turn_func_doc/{each}"))
+                for name, each in where.items()}  # fmt: skip
+        docs["MemoryAPI"] = docs["MemoryAPI_kv"]
+        rows = [row for name in names if name.startswith("bfcl_eval/data/BFCL_v4_")
+                and "format_sensitivity" not in name for row in lines(file.read(name))]  # fmt: skip
+    found: dict[str, Tools] = {}
+    for row in rows:
+        classes = row.get("involved_classes", [])  # of conversations; others list functions
+        tools = row.get("function", [f for name in classes for f in docs[name]])
+        if not tools:
+            continue
+        found.setdefault(json.dumps(tools), [{**tool, "parameters": typed(tool["parameters"])}
+                                             for tool in tools])  # fmt: skip
+    return list(found.values()), len(rows)
+
+
+def lines(text: bytes) -> list[Any]:
+    """Parse a file of one JSON value a line."""
+    return [json.loads(line) for line in text.decode().splitlines()]
+
+
+def typed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Write the types of a schema as JSON Schema has them."""
+    out = dict(schema)
+    kind = str(out.pop("type", "any"))
+    if kind.lower() != "any":
+        out["type"] = TYPES.get(kind.lower(), kind.lower())
+    if "properties" in out:
+        out["properties"] = {key: typed(value) for key, value in out["properties"].items()}
+    if "items" in out:
+        out["items"] = typed(out["items"])
+    return out
+
+
+def functions(tools: Tools) -> list[Function]:
+    """Return the functions of a set, each name once."""
+    named = {tool["name"].replace(" ", "_"): tool["parameters"] for tool in tools}
+    return [Function(name, parameters=schema) for name, schema in named.items()]
+
+
+def checked(
+    tokenizer: Tokenizer, marks: Marks, ids: Sequence[int], offered: Sequence[Function]
+) -> tuple[int, list[str]]:
+    """Count the calls of a whole text, and list what is wrong with them."""
+    parser, said = Parser(tokenizer, marks), []
+    for event in [*parser.push(ids), *parser.finish()]:
+        if isinstance(event, Call):
+            said.append([event.name, ""])
+        elif isinstance(event, Argument):
+            said[-1][1] += event.json
+        else:
+            return 0, [f"{event!r} is no call"]
+    schemas, wrong = {f.name: f.parameters for f in offered}, []
+    for name, text in said:
+        try:
+            jsonschema.Draft202012Validator(schemas[name] or {}).validate(json.loads(text))
+        except (ValueError, KeyError, jsonschema.ValidationError) as error:
+            wrong.append(f"{name}{text[:200]}: {str(error).splitlines()[0]}")
+    return len(said), wrong or ([] if said else ["no call"])
+
+
+class Made:
+    """Grammars of functions, and texts drawn from them.
+
+    Attributes:
+        counts: sets compiled, refused, calls drawn, texts cut. wrong: what was not valid.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        marks = Marks.of(engine.tokenizer)
+        assert marks is not None
+        self.marks, self.tokenizer = marks, engine.tokenizer
+        self.vocabulary = Vocabulary(engine.tokenizer, engine.config.n_vocab)
+        wanted = ['"', "}", "]", '"}', '"]', ":"]
+        ids = range(engine.config.n_vocab)
+        closing = [i for i in ids if self.tokenizer.piece(i).decode(errors="replace") in wanted]
+        self._ends = [marks.call_end, marks.delimiter, *self.tokenizer.stop_ids, *closing]
+        self.counts: Counter[str] = Counter()
+        self.wrong: list[Any] = []
+
+    def grammar(self, offered: Sequence[Function], most: int | None = None) -> Grammar | None:
+        """Make and compile the grammar of `required`; None where it is refused."""
+        try:
+            made = grammar.whole(self.marks, calls=offered, most=most)
+            self.vocabulary.compile(made.text)
+        except G4Error as error:
+            self.counts["refused"] += 1
+            self.counts[f"refused: {str(error)[:60]}"] += 1
+            return None
+        self.counts["compiled"] += 1
+        return made
+
+    def drawn(self, made: Grammar, offered: Sequence[Function], seed: str) -> None:
+        """Draw a text and check its calls."""
+        try:
+            ids = walk(self.vocabulary.mask(made), random.Random(seed), self._ends)
+        except AssertionError:  # longer than a walk may be
+            self.counts["walks cut"] += 1
+            return
+        count, wrong = checked(self.tokenizer, self.marks, ids, offered)
+        self.counts["calls drawn"] += count
+        self.wrong += wrong
+
+
+def written(
+    engine: Engine, made: Made, asked: Sequence[tuple[Sequence[Function], Grammar]], limit: int
+) -> Iterator[tuple[list[int], bool]]:
+    """Let a model write a call for each grammar, eight at once: tokens, and whether it ended."""
+    prompt = engine.tokenizer.encode("<|turn>user\nHelp me.<turn|>\n<|turn>model\n")
+    for at in range(0, len(asked), 8):
+        requests = []
+        for i, (_, wanted) in enumerate(asked[at : at + 8]):
+            ends = ((made.marks.delimiter, 6.0), (made.marks.call_end, 6.0))
+            sampler = Sampler(temperature=1.0, seed=at + i, logit_bias=ends)
+            drafted = 0 if engine.draft is None else 4
+            options = Options(limit, sampler, drafted, mask=made.vocabulary.mask(wanted))
+            requests.append(engine.submit(prompt, options))
+        for request in requests:
+            list(request)
+            ended = request.stats.stop_reason != "length"
+            yield list(request.ids), ended
+
+
+def meta(depth: int) -> dict[str, Any]:
+    """Return a meta-schema of JSON Schema without references: schemas nest `depth` deep."""
+    kind = {"enum": ["array", "boolean", "integer", "null", "number", "object", "string"]}
+    if not depth:
+        return {"type": "object", "properties": {"type": kind}, "required": ["type"],
+                "additionalProperties": False}  # fmt: skip
+    inner, size = meta(depth - 1), {"type": "integer", "minimum": 0, "maximum": 4}
+    several = {"type": "array", "items": inner, "minItems": 1, "maxItems": 3}
+    name = {"type": "string", "minLength": 1, "maxLength": 4}
+    named = {"type": "object", "propertyNames": name, "additionalProperties": inner,
+             "maxProperties": 3}  # fmt: skip
+    number = {"type": "integer", "minimum": -50, "maximum": 50}
+    return {"type": "object", "additionalProperties": False, "properties": {
+        "type": {"anyOf": [kind, {"type": "array", "items": kind, "minItems": 1,
+                                  "uniqueItems": True}]},
+        "enum": {"type": "array", "minItems": 1, "maxItems": 4}, "const": True,
+        **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), number),
+        "multipleOf": {"type": "integer", "minimum": 1, "maximum": 9},
+        **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties",
+                         "maxProperties"), size),
+        "uniqueItems": {"type": "boolean"}, "items": inner, "prefixItems": several,
+        "contains": inner, "properties": named, "patternProperties": named,
+        "required": {"type": "array", "items": name, "uniqueItems": True, "maxItems": 2},
+        "additionalProperties": {"anyOf": [{"type": "boolean"}, inner]},
+        "propertyNames": inner, "not": inner, "if": inner, "then": inner,
+        **dict.fromkeys(("allOf", "anyOf", "oneOf"), several),
+    }}  # fmt: skip
+
+
+def schemas(count: int) -> list[dict[str, Any]]:
+    """Draw functions' schemas by hypothesis-jsonschema; none without the package."""
+    try:
+        from hypothesis import HealthCheck, given, settings
+        from hypothesis_jsonschema import from_schema
+    except ImportError:
+        return []
+    found: list[dict[str, Any]] = []
+
+    @settings(max_examples=count, database=None, deadline=None, derandomize=True,
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(from_schema(meta(2)))
+    def draw(schema: Any) -> None:
+        found.append({"type": "object", "properties": {"a": schema}, "required": ["a"]})
+
+    draw()
+    return found
+
+
+def main() -> int:
+    """Compile all sets, draw from them, and let the family call them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--sets", type=int, default=300, help="sets the family calls; 0: all")
+    parser.add_argument("--limit", type=int, default=96, help="new tokens of a text")
+    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    found, rows = tool_sets(args.wheel)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        convert.convert(TINY / "target", folder / "target.gguf")
+        engine = Engine.load(folder / "target.gguf", None, n_ctx=1024, parallel=8)
+        made = Made(engine)
+        usable = []
+        for i, tools in enumerate(found):
+            offered = functions(tools)
+            if (wanted := made.grammar(offered)) is not None:
+                made.drawn(wanted, offered, str(i))
+                usable.append(offered)
+            if i % 250 == 0:
+                print(f"{i} of {len(found)} sets, {time.perf_counter() - began:.0f} s", flush=True)
+        engine.close()
+        result: dict[str, Any] = {
+            "wheel": args.wheel.name, "rows": rows, "sets": len(found),
+            "drawn": dict(made.counts), "wrong": list(made.wrong),
+        }  # fmt: skip
+        made.counts.clear()
+        result["schemas of hypothesis-jsonschema"] = drawn_schemas(made, args.schemas)
+        keep(args.out, "serve-tool-sets", result)
+        chosen = random.Random(7).sample(usable, min(args.sets or len(usable), len(usable)))
+        asked = [(o, grammar.whole(made.marks, calls=o, most=1)) for o in chosen]
+        result |= {"limit": args.limit, "called": len(asked), "drafts": {}}
+        alone: list[Any] = []
+        for draft in DRAFTS:
+            texts = called(folder, draft, made, asked, args.limit)
+            told = judged(made, asked, texts, alone or texts)
+            alone = alone or texts
+            result["drafts"][draft or "none"] = told
+            print(draft, json.dumps({k: v for k, v in told.items() if k != "wrong"}), flush=True)
+            result["seconds"] = round(time.perf_counter() - began)
+            keep(args.out, "serve-tool-sets", result)
+    bad = len(made.wrong) + sum(len(d["wrong"]) + d["other than without"]
+                                for d in result["drafts"].values())  # fmt: skip
+    print(f"{bad} wrong")
+    return 1 if bad else 0
+
+
+def drawn_schemas(made: Made, count: int) -> Any:
+    """Check calls of strict functions with schemas that hypothesis-jsonschema draws."""
+    drawn = schemas(count)
+    if not drawn:
+        return "not installed"
+    before = len(made.wrong)
+    for i, schema in enumerate(drawn):
+        offered = [Function("f", parameters=schema, strict=True)]
+        if (wanted := made.grammar(offered)) is not None:
+            made.drawn(wanted, offered, f"schema {i}")
+    counts = {key: n for key, n in made.counts.items() if ":" not in key}
+    return {"schemas": len(drawn), **counts, "wrong": made.wrong[before:]}
+
+
+def called(
+    folder: Path, draft: str | None, made: Made, asked: Sequence[Any], limit: int
+) -> list[tuple[list[int], bool]]:  # fmt: skip
+    """Return what the family writes with a draft."""
+    path: Path | str | None = draft
+    if draft not in (None, "ngram"):
+        path = folder / f"{draft}.gguf"
+        convert.convert(TINY / str(draft), path, target=folder / "target.gguf")
+    with Engine.load(folder / "target.gguf", path, n_ctx=1024, parallel=8) as engine:
+        return list(written(engine, made, asked, limit))
+
+
+def judged(made: Made, asked: Any, texts: Any, alone: Any) -> dict[str, Any]:
+    """Count what is valid, cut, and other than without a draft."""
+    counts: Counter[str] = Counter()
+    wrong: list[str] = []
+    for (offered, _), (ids, ended) in zip(asked, texts, strict=True):
+        if not ended:
+            counts["cut by the limit"] += 1
+            continue
+        count, bad = checked(made.tokenizer, made.marks, ids, offered)
+        counts["calls"] += count
+        wrong += bad
+    different = sum(a != b for a, b in zip(texts, alone, strict=True))
+    return {"texts": len(texts), **counts, "other than without": different, "wrong": wrong}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

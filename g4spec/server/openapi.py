@@ -1,0 +1,117 @@
+"""The OpenAPI document: each path with the fields that its requests may have."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from g4spec import __version__
+from g4spec.server import fields
+from g4spec.server.access import OPEN
+
+Body = TypeVar("Body", bound=BaseModel)
+Method = TypeVar("Method", bound=Callable[..., Any])
+Handler = Callable[[Any, Request], Awaitable[Response]]
+
+_SCHEMAS = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object", "required": ["error"],
+    "properties": {"error": {
+        "type": "object", "required": ["message", "type"],
+        "properties": {"message": {"type": "string"}, "type": {"type": "string"},
+                       "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}},
+    }},
+}  # fmt: skip
+
+
+def takes(
+    model: type[Body], read: Callable[[type[Body], bytes], Body] = fields.read
+) -> Callable[[Callable[[Any, Request, Body], Awaitable[Response]]], Handler]:
+    """Make a handler of a method with a body: it is read before, and described in the document.
+
+    Args:
+        read: parses and validates the body, as `fields.read` does.
+    """
+
+    def around(handler: Callable[[Any, Request, Body], Awaitable[Response]]) -> Handler:
+        @functools.wraps(handler)
+        async def handled(self: Any, request: Request) -> Response:
+            return await handler(self, request, read(model, await request.body()))
+
+        handled.__dict__["body"] = model
+        return handled
+
+    return around
+
+
+def described(
+    content: str = "application/json", body: type[BaseModel] | None = None, **query: str
+) -> Callable[[Method], Method]:
+    """Describe the type of a handler's answers, a body that it does not read by `takes`, and the
+    query parameters that it reads."""
+
+    def around(handler: Method) -> Method:
+        told = {"content": content, "body": body, "query": query}
+        handler.__dict__.update(told)
+        return handler
+
+    return around
+
+
+def document(routes: Iterable[Route]) -> dict[str, Any]:
+    """Describe routes as OpenAPI 3.1; the first line of a handler's docstring says what it does."""
+    listed = list(routes)
+    bodies = {model for route in listed if (model := getattr(route.endpoint, "body", None))}
+    models = [(model, "validation") for model in sorted(bodies, key=lambda m: str(m.__name__))]
+    names, schemas = models_json_schema(models, ref_template=_SCHEMAS)  # type: ignore[arg-type]
+    paths: dict[str, Any] = {}
+    for route in listed:
+        path, body = re.sub(r":\w+}", "}", route.path), getattr(route.endpoint, "body", None)
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            operation = _operation(path, method, route)
+            if body is not None:
+                content = {"application/json": {"schema": names[body, "validation"]}}
+                operation["requestBody"] = {"required": True, "content": content}
+            paths.setdefault(path, {})[method.lower()] = operation
+    keys = {"key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}  # fmt: skip
+    return {"openapi": "3.1.0", "info": {"title": "g4spec", "version": __version__},
+            "paths": paths,
+            "components": {"schemas": {**schemas["$defs"], "Error": _ERROR},
+                           "securitySchemes": keys}}  # fmt: skip
+
+
+def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
+    """Describe a method of a path. Answers are those of the APIs; only their form is told."""
+    handler = route.endpoint
+    body, query = getattr(handler, "body", None), getattr(handler, "query", {})
+    summary = (handler.__doc__ or "").strip().splitlines()[0]
+    kind = getattr(handler, "content", "application/json")
+    content = {kind: {"schema": {} if kind == "application/json" else {"type": "string"}}}
+    if body and "stream" in body.model_fields:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                  for name in re.findall(r"{(\w+)}", path)]  # fmt: skip
+    parameters += [{"name": name, "in": "query", "required": False, "description": what,
+                    "schema": {"type": "string"}} for name, what in query.items()]  # fmt: skip
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
+        "summary": summary,
+        "responses": {
+            "200": {"description": "the answer", "content": content},
+            "default": {"description": "what is wrong, in one sentence", "content": {
+                "application/json": {"schema": {"$ref": _SCHEMAS.format(model="Error")}}}},
+        },
+        "security": [] if path in OPEN else [{}, {"key": []}, {"x-api-key": []}],
+    }  # fmt: skip
+    if parameters:
+        operation["parameters"] = parameters
+    return operation

@@ -1,0 +1,22 @@
+"""What tests of commands share."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import tokens
+from tests.commands import Cli
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Make a small target and a draft for it."""
+    folder = tmp_path_factory.mktemp("models")
+    target = tokens.target_file(folder / "target.gguf")
+    return str(target), str(tokens.draft_file(folder / "draft.gguf"))
+
+
+@pytest.fixture
+def g4spec(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run commands in this process."""
+    return Cli(capsys)
