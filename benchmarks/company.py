@@ -76,7 +76,7 @@ def main() -> int:
         kind, parallel = choices[turn % len(choices)], rng.choice(PARALLEL)
         count = min(3 + 2 * parallel, args.answers - total["answers"])
         verdict = judge(kind, parallel, f"{args.seed}/{turn}", count, args.longest,
-                        tight=rng.random() < 0.4, plain=plain, engines=engines)  # fmt: skip
+                        tight=rng.random() < 0.3, plain=plain, engines=engines)  # fmt: skip
         figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
         most_live = max(most_live, figures.pop("most_live"))
         total.update(figures)
