@@ -72,21 +72,24 @@ def main() -> int:
     kinds: dict[str, Counter[str]] = {Path(str(kind)).stem: Counter() for kind in choices}
     wrong: list[str] = []
     turn = most_live = 0
-    while total["answers"] < args.answers and time.perf_counter() - began < args.seconds:
-        kind, parallel = choices[turn % len(choices)], rng.choice(PARALLEL)
-        count = min(3 + 2 * parallel, args.answers - total["answers"])
-        verdict = judge(kind, parallel, f"{args.seed}/{turn}", count, args.longest,
-                        tight=rng.random() < 0.4, plain=plain, engines=engines)  # fmt: skip
-        figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
-        most_live = max(most_live, figures.pop("most_live"))
-        total.update(figures)
-        kinds[Path(str(kind)).stem].update(figures)
-        wrong += verdict.wrong
-        for line in verdict.wrong:
-            print(line[:500], flush=True)
-        turn += 1
-        if turn % len(choices) == 0:
-            print(f"{total['answers']} answers, {len(wrong)} differ", flush=True)
+    try:
+        while total["answers"] < args.answers and time.perf_counter() - began < args.seconds:
+            kind, parallel = choices[turn % len(choices)], rng.choice(PARALLEL)
+            count = min(3 + 2 * parallel, args.answers - total["answers"])
+            verdict = judge(kind, parallel, f"{args.seed}/{turn}", count, args.longest,
+                            tight=rng.random() < 0.3, plain=plain, engines=engines)  # fmt: skip
+            figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
+            most_live = max(most_live, figures.pop("most_live"))
+            total.update(figures)
+            kinds[Path(str(kind)).stem].update(figures)
+            wrong += verdict.wrong
+            for line in verdict.wrong:
+                print(line[:500], flush=True)
+            turn += 1
+            if turn % len(choices) == 0:
+                print(f"{total['answers']} answers, {len(wrong)} differ", flush=True)
+    except KeyboardInterrupt:  # whole rounds are kept
+        pass
     found = {"device": args.device, "seed": args.seed, "longest": args.longest, "rounds": turn,
              **total, "most_live": most_live, "wrong": wrong, "drafts": kinds,
              "seconds": round(time.perf_counter() - began)}  # fmt: skip

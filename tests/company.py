@@ -115,9 +115,9 @@ def draw(
 
 
 def _grown(rng: random.Random, ask: Ask, longest: int, vocab: int) -> Ask:
-    prompt = [2, *tokens(rng, PAGE * rng.choice((1, 1, 1, 2, 4)) - rng.randint(17, 33), vocab)]
+    prompt = [2, *tokens(rng, PAGE * rng.choice((1, 2, 3, 3, 4)) - rng.randint(17, 33), vocab)]
     return replace(ask, prompt=prompt, options=replace(
-        ask.options, n_predict=longest - rng.randrange(9), ignore_eos=True, stop=()))  # fmt: skip
+        ask.options, n_predict=longest - rng.randrange(40), ignore_eos=True, stop=()))  # fmt: skip
 
 
 def _log_uniform(rng: random.Random, most: int) -> int:
@@ -290,7 +290,7 @@ def judge(
     Args:
         plain: answers without a draft, if there is such an engine already.
     """
-    asks = draw(random.Random(seed), count, longest, engines.vocab, growing=0.3 * tight)
+    asks = draw(random.Random(seed), count, longest, engines.vocab, growing=0.6 * tight)
     engine = engines.crowded(kind, parallel, tight)
     crowd = together(engine, asks)
     wrong = [f"{name}: {n}" for name, n in left_over(engine).items() if n]
