@@ -220,6 +220,15 @@ def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
 
 def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:
     """What a kernel takes that the driver has compiled; spills are part of its stack."""
-    its = handle.attributes
-    return nvrtc.Resources(its.num_regs(index), 0, its.local_size_bytes(index),
-                           its.shared_size_bytes(index))  # fmt: skip
+    from cuda.bindings import driver
+
+    def of(name: str) -> int:
+        which = driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"]
+        status, value = driver.cuKernelGetAttribute(
+            which, driver.CUkernel(int(handle.handle)), driver.CUdevice(index)
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise EnvironmentProblem(f"the driver does not tell {name} of a kernel", found=status)
+        return int(value)
+
+    return nvrtc.Resources(of("NUM_REGS"), 0, of("LOCAL_SIZE_BYTES"), of("SHARED_SIZE_BYTES"))
