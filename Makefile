@@ -31,7 +31,7 @@ check: $(VENV)/.tests
 	$(BIN)/lint-imports --no-logo
 
 docs: $(VENV)/.docs
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/linkchecker --config docs/linkchecker.ini site/index.html
 
 bench-cpu: $(VENV)/.tests

@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def commands() -> str:
     """Return the page on all commands: usage, description, and each option with its default."""
     top: Any = typer.main.get_command(cli.app())
-    parts = ["# Commands", "Made from the command line; `g4spec COMMAND --help` shows the same.", ""]
+    parts = ["# Commands", "", "Generated; `g4spec COMMAND --help` shows the same.", ""]
     for name, command in top.commands.items():
         parts += _command(name, command)
         for inner, one in getattr(command, "commands", {}).items():

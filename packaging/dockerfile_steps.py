@@ -56,7 +56,7 @@ def play(steps: list[tuple[str, str]], place: Path, env: dict[str, str]) -> None
             lists[word] = json.loads(rest)
     run = place / "models"
     run.mkdir()
-    demo = ["demo", "--family", str(ROOT / "examples" / "tiny")]
+    demo = ["demo", "--family", str(ROOT / "examples" / "tiny"), "-n", "4"]
     for words in (lists["CMD"], ["--version"], demo):
         subprocess.run([*lists["ENTRYPOINT"], *words], cwd=run, env=env, check=True)
 

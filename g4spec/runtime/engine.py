@@ -43,10 +43,12 @@ DEFAULT_CTX = 8192
 
 
 class Engine:
-    """A loaded target, with or without a draft. Make one with :meth:`load`; usable from any thread.
+    """A loaded target, with or without a draft. Make one with `load`; usable from any thread.
 
     Attributes:
-        config, tokenizer: of the target. stop_ids: tokens that end a text.
+        config: of the target.
+        tokenizer: of the target.
+        stop_ids: tokens that end a text.
         n_ctx: positions that a text may have.
         memory: what was computed before loading.
         notes: what should be said about every run.
@@ -111,7 +113,8 @@ class Engine:
                 draft's file says, which is 0 unless somebody wrote it there.
             chunk: rows of a prompt read at a time; default: what the device likes. On a GPU it is
                 rounded up to whole blocks.
-            device, cache_type: see `devices.select`.
+            device: "cpu", "cuda", "cuda:1" and so on, or "auto".
+            cache_type: how keys and values are stored, "f16" or "q8_0"; see `devices.select`.
             parallel: texts that may live at once; more wait.
             pool: tokens that all texts together may keep in layers without a window; default and
                 least: `n_ctx`.
