@@ -113,8 +113,7 @@ class Engine:
                 draft's file says, which is 0 unless somebody wrote it there.
             chunk: rows of a prompt read at a time; default: what the device likes. On a GPU it is
                 rounded up to whole blocks.
-            device: "cpu", "cuda", "cuda:1" and so on, or "auto".
-            cache_type: how keys and values are stored, "f16" or "q8_0"; see `devices.select`.
+            device, cache_type: see `devices.select`.
             parallel: texts that may live at once; more wait.
             pool: tokens that all texts together may keep in layers without a window; default and
                 least: `n_ctx`.
