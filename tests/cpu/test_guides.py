@@ -103,6 +103,13 @@ def test_every_page_is_in_the_navigation() -> None:
     assert {n for n in named if not (ROOT / n).exists()} == {"docs/commands.md"}, "generated"
 
 
+def test_the_log_has_an_index() -> None:
+    text = (ROOT / "benchmarks" / "LOG.md").read_text(encoding="utf-8")
+    index, *sections = re.split(r"^## (?=\d{4})", text, flags=re.MULTILINE)
+    missing = [t for t in (s.splitlines()[0] for s in sections) if f"[{t[12:]}](#" not in index]
+    assert not missing, "a line for each section, with what came of it"
+
+
 @pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"),
                                   *(ROOT / "benchmarks").glob("*.md")],
                          ids=lambda p: str(p.relative_to(ROOT)))  # fmt: skip
