@@ -5,6 +5,7 @@
 template <int K>
 struct Q80 {
   static constexpr int UNIT = K, UNIT_BYTES = K * 136, SCRATCH = 0;
+  static constexpr int SUMS = SUMS32, SUMS_BYTES = 64;  // of 8 rows of a block
 
   template <int NT>
   using Lane = PlainLane<Q80, NT>;
@@ -56,6 +57,7 @@ struct Q80 {
                                 int lane) {
     constexpr int GROUP_BYTES = In<Q80>::ROWS * NT;
     const int g = lane / 4, t = lane % 4;
+    const u32 place = tiled_place(lane);
     const uint4* codes = (const uint4*)unit + warp * 2 * K;
     const uint2* scales = (const uint2*)(unit + K * 128);
 #pragma unroll 2
@@ -73,7 +75,7 @@ struct Q80 {
         in_turn();
         const auto rows = activations<NT>(act + i * GROUP_BYTES, k32 / 2);
         u32 b[2][NT][2];
-        rows.fragments(b, k32 % 2, lane);
+        tiled_fragments<NT>(b, rows.at, place, k32 % 2);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const float2 n = rows.sums32(k32 % 2, nt, t);
@@ -90,6 +92,46 @@ struct Q80 {
       }
     }
   }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  template <int G>
+  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles<G>& act, int warp,
+                               int lane) {
+    const int g = lane / 4, t = lane % 4;
+    const uint4* codes = (const uint4*)unit + warp * 2 * K;
+    const uint2* scales = (const uint2*)(unit + K * 128);
+    Sums64<G> c[2];
+    uint2 d, before;
+#pragma unroll
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      before = d;
+      d = scales[(k32 * 4 + warp) * 8 + g];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4 w = codes[tile * K + k32 * 32 + lane];
+        u32 a[2][4];
+        unpack(a[0], w.x, w.y);
+        unpack(a[1], w.z, w.w);
+#pragma unroll
+        for (int i = 0; i < 2 * G; ++i) {
+          const float2 n = act.sums32(K, k32, i, t);
+          c[tile][4 * i] = c[tile][4 * i + 2] = n.x * 1.125f;
+          c[tile][4 * i + 1] = c[tile][4 * i + 3] = n.y * 1.125f;
+        }
+        start_products<G>(c[tile], a, act, k32 * 2, true);
+        if (k32 + tile == 0) continue;
+        finish_products<G>(c[1 - tile], false);
+        fold_tile<G>(acc, 1 - tile, c[1 - tile], tile ? d.x : before.y);
+      }
+    }
+    finish_products<G>(c[1], true);
+    fold_tile<G>(acc, 1, c[1], d.y);
+  }
+  template <int G>
+  static DEVICE void fold_tile(Acc<2> (&acc)[G], int tile, const Sums64<G>& c, u32 pair) {
+    fold_all<G>(acc, tile, c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+  }
+#endif
 
   // 1024 + q of two k16 rows; the sums that accumulators start at are times 1024 + 128.
   static DEVICE void unpack(u32 (&a)[4], u32 first, u32 second) {

@@ -7,7 +7,7 @@ template <int K, int BITS, bool MINIMUM>
 struct Blocks32 {
   static constexpr int CODES = K * 64, UPPER = BITS == 5 ? K * 16 : 0, PLANE = K * 8;
   static constexpr int UNIT = K, UNIT_BYTES = CODES + UPPER + PLANE * (MINIMUM ? 2 : 1);
-  static constexpr int SCRATCH = 0;
+  static constexpr int SCRATCH = 0, SUMS = SUMS32, SUMS_BYTES = 64;  // of 8 rows of a block
   // Bias of the operands over the codes, as a multiple of 1024: rows g hold 1024 + code, rows g + 8
   // 1024 + 16 * code.
   static constexpr float ZERO = MINIMUM ? 0.0f : (1 << (BITS - 1)) / 1024.0f;
@@ -66,6 +66,7 @@ struct Blocks32 {
                                 int lane) {
     constexpr int GROUP_BYTES = In<Blocks32>::ROWS * NT;
     const int t = lane % 4;
+    const u32 place = tiled_place(lane);
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
@@ -97,7 +98,7 @@ struct Blocks32 {
         in_turn();
         const auto rows = activations<NT>(act + g * GROUP_BYTES, k64);
         u32 b[2][NT][2];
-        rows.fragments(b, h, lane);
+        tiled_fragments<NT>(b, rows.at, place, h);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
           const float2 n = rows.sums32(h, nt, t);
@@ -114,6 +115,66 @@ struct Blocks32 {
       }
     }
   }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  template <int G>
+  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles<G>& act, int warp,
+                               int lane) {
+    const int t = lane % 4;
+    const uint4* codes = (const uint4*)unit + warp * K + lane;
+    const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
+    const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
+    const uint2* m = (const uint2*)(unit + CODES + UPPER + PLANE) + warp * 8 + lane / 4;
+    Sums64<G> c[2];
+    uint2 scales, before, least, least_before;
+#pragma unroll
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      const int k64 = k32 / 2, h = k32 % 2;
+      before = scales, least_before = least;
+      scales = d[k32 * 32];
+      if constexpr (MINIMUM) least = m[k32 * 32];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4 w = codes[tile * (K / 2) + k64 * 32];
+        u32 a[2][4];
+        from_nibbles(a[0], h ? w.z : w.x);
+        from_nibbles(a[1], h ? w.w : w.y);
+        if constexpr (BITS == 5) {
+          const u32 fifths = upper[tile * (K / 2) + k64 * 32];
+          add_fifths(a[0], fifths, h * 2);
+          add_fifths(a[1], fifths, h * 2 + 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 2 * G; ++i) {
+          const float2 n = act.sums32(K, k32, i, t);
+          c[tile][4 * i] = n.x * LOW, c[tile][4 * i + 1] = n.y * LOW;
+          c[tile][4 * i + 2] = n.x * HIGH, c[tile][4 * i + 3] = n.y * HIGH;
+        }
+        start_products<G>(c[tile], a, act, k32 * 2, true);
+        if (k32 + tile == 0) continue;
+        finish_products<G>(c[1 - tile], false);
+        if (tile) fold_tile<G>(acc, 0, c[0], scales.x, least.x, act, k32, t);
+        else fold_tile<G>(acc, 1, c[1], before.y, least_before.y, act, k32 - 1, t);
+      }
+    }
+    finish_products<G>(c[1], true);
+    fold_tile<G>(acc, 1, c[1], scales.y, least.y, act, K / 32 - 1, t);
+  }
+  template <int G>
+  static DEVICE void fold_tile(Acc<2> (&acc)[G], int tile, const Sums64<G>& c, u32 scale, u32 least,
+                               const Tiles<G>& act, int k32, int t) {
+    const float2 s = halves(scale, 1.0f, 0.0625f);
+    fold_all<G>(acc, tile, c, s.x, s.y);
+    if constexpr (MINIMUM) {
+      const float2 low = halves(least, -1.0f / 1024, -1.0f / 1024);
+#pragma unroll
+      for (int i = 0; i < 2 * G; ++i) {
+        const float2 n = act.sums32(K, k32, i, t);
+        fold(acc[i / 2][tile][i % 2], {n.x, n.y, n.x, n.y}, low.x, low.y);
+      }
+    }
+  }
+#endif
 
   static DEVICE float2 halves(u32 pair, float low, float high) {
     return {low * from_half((u16)pair), high * from_half((u16)(pair >> 16))};

@@ -8,7 +8,8 @@
 // the number of rows, so a row's bits do not depend on the rows beside it.
 //
 // With G > 1 a CTA multiplies G groups of 16 rows with the same weights, each as if it were alone: what
-// is left of a sum, and what teams exchange, goes group by group.
+// is left of a sum, and what teams exchange, goes group by group. WG: warp groups multiply
+// (`multiply_tiles`), which changes nothing but how activations lie in a stage.
 #pragma once
 #include "product.cuh"
 
@@ -95,10 +96,10 @@ struct Gated {
   static constexpr float STORED = 1.0f / 64;  // of the value, as half; the row scale is 64
   u8* y;  // [G][channels / 64][ACT_BYTES * NT]
   int channels, tokens;
-  bool silu;
+  bool silu, tiled;  // tiled: rows of several groups
 
   DEVICE Gated of(int g) const {
-    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu};
+    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu, tiled};
   }
 
   DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_inner(x)); }
@@ -130,6 +131,11 @@ struct Gated {
       sum += __shfl_xor_sync(FULL, sum, 2);
       if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = sum;
       if (k16 * 16 >= channels || tokens <= 0) continue;
+      if (tiled) {
+        const u32 at = tiled_word(nt * 8 + g, 2 * s, t);
+        *(u32*)(block + at) = v.x, *(u32*)(block + (at ^ NEXT_PIECE)) = v.y;
+        continue;
+      }
       const int at = NT == 1 ? ((s / 2) * 32 + lane) * 8 + (s % 2) * 4
                              : (s * 32 + lane) * 8 + nt * 4;
       *(uint2*)((u16*)block + at) = v;
@@ -150,17 +156,37 @@ struct Gated {
   }
 };
 
+// Bytes of a format's sums of 8 rows and 64 k; of one that G > 1 does not take, none.
+template <class F, class = void>
+struct SumsOf {
+  static constexpr int BYTES = 0;
+};
+template <class F>
+struct SumsOf<F, decltype(void(F::SUMS))> {
+  static constexpr int BYTES = F::SUMS_BYTES;
+};
+template <class F>
+constexpr int sums_of() {
+  return SumsOf<F>::BYTES;
+}
+
 // Bytes a CTA leaves of a group that it does not finish, for each group of rows.
 template <int NT, int ROWS>
 constexpr int LEFT = ROWS * 8 * NT * 4;
 
-// Stages in shared memory: weights, then activations.
-template <class F, int NT, int ROWS, int G = 1>
+// Stages in shared memory: weights, then activations; or halves of activations, [blocks of 64 k][tiles
+// of all groups], weights, and the sums that the format needs, [G][blocks].
+template <class F, int NT, int ROWS, int G = 1, bool WG = false>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
-  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;  // of a group of rows
-  static constexpr int FILL = WEIGHTS + ROWS_BYTES * G;
-  static constexpr int BYTES = FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>;
+  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;  // of a group of rows, in memory
+  static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * NT, OF_SUMS = sums_of<F>() * NT;
+  static constexpr int COPIED = WG ? BLOCKS * (HALVES + OF_SUMS) : ROWS_BYTES;  // of a group
+  static constexpr int WEIGHTS_AT = WG ? BLOCKS * G * HALVES : 0;
+  static constexpr int ROWS_AT = WG ? 0 : WEIGHTS, SUMS_AT = WEIGHTS_AT + WEIGHTS;
+  static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = WG ? 1024 : 16;
+  static constexpr int BYTES =
+      ((FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>) + ALIGN - 1) / ALIGN * ALIGN;
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
   // of a warp: factors of a unit, the sums of a team, or an epilogue's
   static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
@@ -220,8 +246,8 @@ struct Ring {
   }
 };
 
-template <class F, int NT, int ROWS, int STAGES, int G = 1>
-using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G>::BYTES, Stage<F, NT, ROWS, G>::TEAMS>;
+template <class F, int NT, int ROWS, int STAGES, int G = 1, bool WG = false>
+using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G, WG>::BYTES, Stage<F, NT, ROWS, G, WG>::TEAMS>;
 
 // acc of the first team += that of the second, by way of `mine`: scratch of this warp, SCRATCH bytes
 // from that of the next one. All consumers come here.
@@ -242,10 +268,10 @@ DEVICE void join_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
 }
 
 // The consumers' side. `mine`: as of `join_teams`.
-template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, class Out>
-DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
+template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, bool WG = false, class Out>
+DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G, WG> ring,
                     u8* mine, float* sums, const Run& run) {
-  using S = Stage<F, NT, ROWS, G>;
+  using S = Stage<F, NT, ROWS, G, WG>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
@@ -261,6 +287,11 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
       ring.wait();
       if constexpr (G == 1)
         of.multiply(acc[0], ring.slot, ring.slot + S::WEIGHTS);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+      else if constexpr (WG)
+        of.template multiply_tiles<G>(acc, ring.slot + S::WEIGHTS_AT,
+                                      Tiles<G>(ring.slot, ring.slot + S::SUMS_AT));
+#endif
       else
         of.template multiply_groups<G>(acc, ring.slot, ring.slot + S::WEIGHTS);
       ring.leave();

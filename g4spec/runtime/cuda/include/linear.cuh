@@ -51,24 +51,37 @@ struct Units {
   DEVICE void copy_weights(const Work& w, u8* to, u64* full, int lane) const {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
+      u8* place = to + S::WEIGHTS_AT + half * F::UNIT_BYTES;
       const u8* from = weights + (i64)half * w.units * In<F>::WHOLE;
 #if ARCH >= 900
-      bulk_copy_once(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full);
+      bulk_copy_once(place, from, F::UNIT_BYTES, full);
 #else
 #pragma unroll 4
       for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)
-        copy16(to + half * F::UNIT_BYTES + b, from + b);
+        copy16(place + b, from + b);
 #endif
     }
   }
-  template <int G>
+  template <int G, bool WG>
   DEVICE void copy_rows(const Work& w, u8* to, u64* full, int lane) const {
     const u8* from = w.rows + (i64)k * S::ROWS_BYTES;
-    to += S::WEIGHTS;
 #if ARCH >= 900
+    if constexpr (WG) {
+      for (int g = 0; g < groups<G>(w); ++g, from += (i64)w.units * S::ROWS_BYTES)
+#pragma unroll
+        for (int b = 0; b < S::BLOCKS; ++b) {
+          const u8* block = from + b * (S::ROWS_BYTES / S::BLOCKS);
+          bulk_copy(to + (b * G + g) * S::HALVES, block, S::HALVES, full);
+          bulk_copy(to + S::SUMS_AT + (g * S::BLOCKS + b) * S::OF_SUMS,
+                    block + F::SUMS * (S::HALVES / TILE_BYTES), S::OF_SUMS, full);
+        }
+      return;
+    }
+    to += S::ROWS_AT;
     for (int g = 0; g < groups<G>(w); ++g)
       bulk_copy(to + g * S::ROWS_BYTES, from + g * (i64)w.units * S::ROWS_BYTES, S::ROWS_BYTES, full);
 #else
+    to += S::ROWS_AT;
     for (int g = 0; g < groups<G>(w); ++g, to += S::ROWS_BYTES, from += (i64)w.units * S::ROWS_BYTES)
 #pragma unroll 4
       for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + b, from + b);
@@ -84,11 +97,11 @@ DEVICE void wait_empty(u64* full, int i) {
   barrier_wait(full + COUNT + i % COUNT, i / COUNT & 1);
 }
 
-template <class F, int NT, int ROWS, int STAGES, int G>
+template <class F, int NT, int ROWS, int STAGES, int G, bool WG>
 DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane) {
-  using S = Stage<F, NT, ROWS, G>;
-  constexpr int COUNT = RingOf<F, NT, ROWS, STAGES, G>::COUNT;
-  const u32 fill = S::WEIGHTS + S::ROWS_BYTES * groups<G>(w);
+  using S = Stage<F, NT, ROWS, G, WG>;
+  constexpr int COUNT = RingOf<F, NT, ROWS, STAGES, G, WG>::COUNT;
+  const u32 fill = S::WEIGHTS + S::COPIED * groups<G>(w);
   using U = Units<F, S, ROWS / GROUP>;
 #if ARCH >= 900
   if (lane) return;
@@ -111,14 +124,14 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   grid_wait();
   U early(w, run);
   for (int i = 0; i < first; ++i, early.next(w))
-    early.template copy_rows<G>(w, stages + i * S::BYTES, full + i, lane);
+    early.template copy_rows<G, WG>(w, stages + i * S::BYTES, full + i, lane);
 #endif
   for (int i = first; i < count; ++i, at.next(w)) {
     u8* to = stages + i % STAGES * S::BYTES;
     u64* filled = full + i % COUNT;
     wait_empty<STAGES, COUNT>(full, i);
     at.copy_weights(w, to, filled, lane);
-    at.template copy_rows<G>(w, to, filled, lane);
+    at.template copy_rows<G, WG>(w, to, filled, lane);
 #if ARCH >= 900
     barrier_expect(filled, fill);
 #endif
@@ -153,10 +166,10 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   }
 }
 
-template <class F, int NT, int ROWS, int STAGES, int G = 1, class Out>
+template <class F, int NT, int ROWS, int STAGES, int G = 1, bool WG = false, class Out>
 DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
-  using S = Stage<F, NT, ROWS, G>;
-  using R = RingOf<F, NT, ROWS, STAGES, G>;
+  using S = Stage<F, NT, ROWS, G, WG>;
+  using R = RingOf<F, NT, ROWS, STAGES, G, WG>;
   u8* scratch = shared + STAGES * S::BYTES;
   float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)sums + sum_bytes(NT));
@@ -172,7 +185,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   const Run run(w, cta);
   if (warp >= CONSUMERS) {
     if constexpr (G > 1) share_registers<40, 232>(true);
-    if (warp == CONSUMERS) feed<F, NT, ROWS, STAGES, G>(w, shared, full, run, lane);
+    if (warp == CONSUMERS) feed<F, NT, ROWS, STAGES, G, WG>(w, shared, full, run, lane);
     return;
   }
   if constexpr (G > 1) share_registers<40, 232>(false);
@@ -183,12 +196,12 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   at.k = now((at.k + warp) % w.units);
   grid_wait();
   if (lane == 0 && warp < min(run.end - run.begin, STAGES))
-    at.template copy_rows<G>(w, shared + warp * S::BYTES, full + warp, lane);
+    at.template copy_rows<G, WG>(w, shared + warp * S::BYTES, full + warp, lane);
 #else
   grid_wait();
 #endif
-  consume<F, NT, ROWS, STAGES, S::SCRATCH, G>(w, out, R{shared, full}, scratch + warp * S::SCRATCH,
-                                              sums, run);
+  consume<F, NT, ROWS, STAGES, S::SCRATCH, G, WG>(w, out, R{shared, full},
+                                                  scratch + warp * S::SCRATCH, sums, run);
 }
 
 #define WORK \

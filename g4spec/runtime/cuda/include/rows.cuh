@@ -13,14 +13,16 @@ constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
 // More than 16 rows come in groups of 16, [blocks of 64 columns] each, one behind the other, all in two
-// tiles. Row m of `rows` is row `row` of its group, which has `count` rows.
+// tiles, whose halves lie row by row (`tiled_word`). Row m of `rows` is row `row` of its group, which has
+// `count` rows.
 struct RowGroup {
   int index, row, count, tiles;
+  bool tiled;
 
   DEVICE RowGroup(int m, int rows) {
     index = m / 16, row = m % 16;
     count = rows - index * 16 < 16 ? rows - index * 16 : 16;
-    tiles = tiles_of(rows);
+    tiles = tiles_of(rows), tiled = rows > 16;
   }
   DEVICE RowGroup with(int other) const {
     RowGroup g = *this;
@@ -32,6 +34,16 @@ struct RowGroup {
     return rows + ((i64)index * blocks * 2 + i * tiles) * ACT_BYTES;
   }
 };
+
+// Where word t of piece p of a row's 64 halves lies, among more than 16 rows, in bytes: a tile of 8 rows
+// is [8 rows][8 pieces of 16 bytes], piece p of row r in place p ^ r (the 128-byte swizzle). Of
+// columns 16 i + 4 t and on, two are word t of piece 2 i and two word t of piece 2 i + 1: in this order
+// of K a lane has its operands.
+constexpr int TILE_BYTES = 1024;
+DEVICE u32 tiled_word(u32 row, u32 piece, u32 t) {
+  return row / 8 * TILE_BYTES + row % 8 * 128 + (piece ^ row % 8) * 16 + t * 4;
+}
+constexpr u32 NEXT_PIECE = 16;  // from piece 2 i to 2 i + 1, by exclusive or
 
 DEVICE float sum4(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 DEVICE float4 mul4(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
@@ -85,22 +97,23 @@ struct RowPlace {
 
   RowPlace() = default;
   // Of a row among more than 16, in blocks of `width` values.
-  DEVICE RowPlace(const RowGroup& own, u32 width, u32 i) : RowPlace(own.tiles, own.row, i) {
+  DEVICE RowPlace(const RowGroup& own, u32 width, u32 i) : RowPlace(own.tiles, own.row, i, own.tiled) {
     block = now(block + own.index * (width / 64 * (2 * ACT_BYTES)));
   }
-  DEVICE RowPlace(u32 tiles, u32 m, u32 i) {
+  DEVICE RowPlace(u32 tiles, u32 m, u32 i, bool tiled = false) {
     const u32 k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
     quad = now(i % 16);
     block = now(i / 16 * (ACT_BYTES * tiles));
-    halves = now(tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
-                            : (k16 * 32 + lane) * 16 + m / 8 * 8);
+    halves = now(tiled        ? tiled_word(m, k16 * 2, i % 4)
+                 : tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
+                              : (k16 * 32 + lane) * 16 + m / 8 * 8);
     sums = SumPlace(tiles, m, k16 / 2);
     sums.split16 = now(sums.split16), sums.sums32 = now(sums.sums32);
   }
 
   // All lanes of a warp call it, with consecutive i that start at a multiple of 16; `valid` is the
-  // same for 16 lanes.
-  DEVICE void store(u8* rows, float4 v, bool valid) const {
+  // same for 16 lanes. `tiled`: as it was made.
+  DEVICE void store(u8* rows, float4 v, bool valid, bool tiled = false) const {
     const uint2 h = {pack_halves(v.x, v.y), pack_halves(v.z, v.w)};
     float sum = (from_half(h.x) + from_half(h.x >> 16)) + (from_half(h.y) + from_half(h.y >> 16));
     sum += __shfl_xor_sync(FULL, sum, 1);
@@ -109,7 +122,8 @@ struct RowPlace {
     const float next32 = __shfl_xor_sync(FULL, sum32, 8);
     if (!valid) return;
     u8* to = rows + block;
-    *(uint2*)(to + halves) = h;
+    if (tiled) *(u32*)(to + halves) = h.x, *(u32*)(to + (halves ^ NEXT_PIECE)) = h.y;
+    else *(uint2*)(to + halves) = h;
     if (quad % 8 == 0) sums.store32(to, sum, next16);
     if (quad == 0) sums.store64(to, sum32, next32);
   }

@@ -26,7 +26,11 @@ GROUPS = (2, 3, MOST_GROUPS)
 """That kernels are made for."""
 
 HANDED_ON = "sm_90a"
-"""Where warps hand registers on: there a block has three warps more."""
+"""Where warps hand registers on, so that a block has three warps more, and where warp groups can
+multiply."""
+
+WARP_GROUPS = True
+"""Whether they do there. Their sums have the bits of the others."""
 
 
 def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> torch.Tensor:
@@ -85,27 +89,29 @@ def threads(arch: str) -> int:
 
 def two(a: Cut, b: Cut) -> str:
     """Name of the instance that multiplies both."""
-    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages)
+    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages, str(a.warp_groups).lower())
     return f"linear_two_wide<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
 
 
 @functools.cache
-def widened(hows: tuple[Cut, ...], groups: int, arch: str) -> tuple[Cut, ...]:
+def widened(
+    hows: tuple[Cut, ...], groups: int, arch: str, warp_groups: bool = False
+) -> tuple[Cut, ...]:
     """Cuts of 16 rows as they are for `groups` groups of them, or for as many as fit into the
     shared memory, if possible in two stages."""
     enough = [n for n in GROUPS if n >= groups][:1]
     for least in (2, 1):
         for n in (*enough, *(n for n in reversed(GROUPS) if n < groups)):
-            found = [_staged(how, n, arch) for how in hows]
+            found = [_staged(how, n, arch, warp_groups) for how in hows]
             if all(how.stages >= least for how in found):
                 return tuple(found)
     raise AssertionError(f"{hows} of 32 rows do not fit into the shared memory of {arch}")
 
 
-def _staged(how: Cut, groups: int, arch: str) -> Cut:
+def _staged(how: Cut, groups: int, arch: str, warp_groups: bool) -> Cut:
     """The same for so many groups, in as many stages as fit; 0 where none does."""
     stages = range(MOST_STAGES[how.rows], -1, -1)
-    each = (replace(how, groups=groups, stages=n) for n in stages)
+    each = (replace(how, groups=groups, stages=n, warp_groups=warp_groups) for n in stages)
     return next(c for c in each if c.shared <= nvrtc.SHARED_LIMIT[arch] or not c.stages)
 
 
@@ -113,7 +119,9 @@ def _parts(x: Rows, *hows: Cut) -> Iterator[tuple[int, Rows, tuple[Cut, ...]]]:
     """Parts of rows that are multiplied at once: first row, rows, cuts."""
     at = 0
     while at < x.groups:
-        own = widened(hows, min(x.groups - at, MOST_GROUPS), _arch(x))
+        arch = _arch(x)
+        by = WARP_GROUPS and arch == HANDED_ON
+        own = widened(hows, min(x.groups - at, MOST_GROUPS), arch, by)
         end = min(at + own[0].groups, x.groups)
         part = x.part(at, end)
         yield at * MOST, part, own

@@ -15,7 +15,10 @@ K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
 Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
 a power of two that the product multiplies its result with.
 
-More than 16 rows come in groups of 16, each as above with two tiles, one group behind the other.
+More than 16 rows come in groups of 16, each as above with two tiles, one group behind the other,
+but their halves lie row by row: [tile][8 rows][8 pieces of 8 halves], piece p of row r in place
+p ^ r. Columns 16 i + 4 t and 16 i + 4 t + 1 are halves 2 t and 2 t + 1 of piece 2 i, the next two
+the same of piece 2 i + 1: an operand of `wgmma` as it is in shared memory, and of `ldmatrix`.
 A row has the same bits in any place of any group.
 
 Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
@@ -60,12 +63,14 @@ class Rows:
             than 16 rows.
         count, width: T and K.
         scale: float32 [16 * groups], what the product multiplies each row with, or None.
+        tiled: halves lie row by row: they are of more than 16 rows.
     """
 
     data: torch.Tensor
     count: int
     width: int
     scale: torch.Tensor | None = None
+    tiled: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -91,7 +96,7 @@ class Rows:
             return self
         data = self.data[first] if last == first + 1 else self.data[first:last]
         scale = None if self.scale is None else self.scale[first * MOST : last * MOST]
-        return Rows(data, min(self.count, last * MOST) - first * MOST, self.width, scale)
+        return Rows(data, min(self.count, last * MOST) - first * MOST, self.width, scale, self.tiled)
 
 
 def tiles(count: int) -> int:
@@ -111,7 +116,7 @@ def empty(count: int, width: int, device: torch.device, *, scaled: bool = False)
     sizes = (*([n] if n > 1 else []), width // BLOCK, BLOCK_BYTES * tiles(count))
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
     scale = torch.empty(MOST * n, dtype=torch.float32, device=device) if scaled else None
-    return Rows(data, count, width, scale)
+    return Rows(data, count, width, scale, n > 1)
 
 
 def regrouped(parts: Sequence[Rows]) -> Rows:
@@ -121,9 +126,11 @@ def regrouped(parts: Sequence[Rows]) -> Rows:
         return parts[0]
     raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
     fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
-    data = [_packed([x[at : at + MOST] for x in fields], tiles(count))
+    tiled = count > MOST
+    data = [_packed([x[at : at + MOST] for x in fields], tiles(count), tiled)
             for at in range(0, count, MOST)]  # fmt: skip
-    return Rows(data[0] if len(data) == 1 else torch.stack(data), count, parts[0].width)
+    whole = torch.stack(data) if tiled else data[0]
+    return Rows(whole, count, parts[0].width, tiled=tiled)
 
 
 def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -137,7 +144,11 @@ def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
         return data[..., first * n : last * n].contiguous().view(dtype)
 
     halves = part(0, 1024, torch.float16)
-    if n == 1:  # k16 / 2, row, t, k16 % 2, e
+    if rows.tiled:
+        halves = _swizzled(halves.view(several, blocks, 2, 8, 8, 8))
+        # tile, row, k16, e / 2, t, e % 2
+        halves = halves.view(several, blocks, 2, 8, 4, 2, 4, 2).permute(0, 2, 3, 1, 4, 6, 5, 7)
+    elif n == 1:  # k16 / 2, row, t, k16 % 2, e
         halves = halves.view(several, blocks, 2, 8, 4, 2, 4).permute(0, 3, 1, 2, 5, 4, 6)
     else:  # k16, row % 8, t, row / 8, e
         halves = halves.view(several, blocks, 4, 8, 4, 2, 4).permute(0, 5, 3, 1, 2, 4, 6)
@@ -152,13 +163,22 @@ def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     )
 
 
-def _packed(fields: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+def _swizzled(tiles: torch.Tensor) -> torch.Tensor:
+    """Tiles [..., 8 rows, 8 pieces, 8] with piece p of row r in place p ^ r; its own inverse."""
+    r = torch.arange(8, device=tiles.device)
+    return tiles[..., r[:, None], r[:, None] ^ r, :]
+
+
+def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor:
     """A group in `n` tiles of the rows of which these are the `_fields`, without padding."""
     count, blocks = fields[0].shape[:2]
     halves, of16, of32, floats = (
         torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
     )
-    if n == 1:
+    if tiled:  # tile, row, block, k16, t, e / 2, e % 2
+        halves = halves.view(2, 8, blocks, 4, 4, 2, 2).permute(2, 0, 1, 3, 5, 4, 6)
+        halves = _swizzled(halves.reshape(blocks, 2, 8, 8, 8))
+    elif n == 1:
         halves = halves.view(8, blocks, 2, 2, 4, 4).permute(1, 2, 0, 4, 3, 5)
     else:
         halves = halves.view(2, 8, blocks, 4, 4, 4).permute(2, 3, 1, 4, 0, 5)
