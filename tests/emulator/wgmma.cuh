@@ -3,8 +3,8 @@
 #include "ptx.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-inline u64 operand(const void* p, u32 block) {
-  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16;
+inline u64 operand(const void* p, u32 block, u32 eight = 1024) {
+  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32;
 }
 inline void products_fence() {}
 inline void products_commit() { check::products_commit(); }
@@ -22,8 +22,11 @@ inline float swizzled(u32 at) {
   at ^= (at >> 7 & 7) << 4;
   return from_half(*(const u16*)machine::at(at));
 }
+inline u32 place_of_row(u64 operand, int row) {
+  return (u32)(operand & 0x3fff) * 16 + row / 8 * (u32)(operand >> 32 & 0x3fff) * 16 + row % 8 * 128;
+}
 inline float by_row(u64 operand, int row, int column) {
-  return swizzled((u32)(operand & 0x3fff) * 16 + row * 128 + column * 2);
+  return swizzled(place_of_row(operand, row) + column * 2);
 }
 inline float by_column(u64 operand, int row, int column) {
   const u32 block = (u32)(operand >> 16 & 0x3fff) * 16;
@@ -47,7 +50,7 @@ inline void read_by_row(u64 operand, int rows = 64) {
   if (machine::self->lane) return;
   for (int row = 0; row < rows; ++row)
     for (u32 i = 0; i < 2; ++i) {
-      const u32 at = (u32)(operand & 0x3fff) * 16 + row * 128 + i * 16;
+      const u32 at = place_of_row(operand, row) + i * 16;
       check::product_reads(machine::at(at ^ (at >> 7 & 7) << 4), 16);
     }
 }

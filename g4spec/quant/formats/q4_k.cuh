@@ -52,7 +52,7 @@ struct Affine {
       header = now(unit + HEADER + (warp % 4 * 32 + lane) * 16);
       rows = now(lane * 16);
       sums = now(t * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
-      place = now(tiled_place(lane));
+      place = now(tiled_place<4>(lane));
       tiled_sums = now((t * 8 * NT + g) * 8);
       put = kept(scratch + row_slot(lane) * 4);
       put_mins = kept(scratch + MINS + lane * 16);
@@ -86,8 +86,8 @@ struct Affine {
     }
 
     template <int G>
-    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
-      constexpr int GROUP_BYTES = In<Affine>::ROWS * NT;
+    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      constexpr int OF_SUMS = 4 * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
@@ -111,18 +111,19 @@ struct Affine {
 #pragma unroll
           for (int g = 0; g < G; ++g) {
             in_turn();
-            add_half(acc[g], a, act + g * GROUP_BYTES + j * (ACT_BYTES * NT), h, s);
+            add_half(acc[g], a, act.halves + (g * 4 * NT + j) * TILE_BYTES, h, s);
           }
         }
       }
 #pragma unroll
-      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act + sums + g * GROUP_BYTES);
+      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act.sums + tiled_sums + g * OF_SUMS);
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     template <int G>
-    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles<G>& act) const {
+    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
       const u8 *w = unit + codes, *u = unit + upper;
+      const Halves<4> b(act.halves);
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
       store(factors);
@@ -147,7 +148,7 @@ struct Affine {
               add_fifths(a[0], own.upper[tile], h * 2);
               add_fifths(a[1], own.upper[tile], h * 2 + 1);
             }
-            start_products<G>(c[tile], a, act, j * 4 + h * 2);
+            start_products<G>(c[tile], a, b, j * 4 + h * 2);
             if (j + h + tile == 0) continue;
             finish_products<G>(c[1 - tile], false);
             if (tile) fold_all<G>(acc, 0, c[0], s.x, s.y);

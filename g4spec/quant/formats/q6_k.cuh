@@ -47,7 +47,7 @@ struct Q6K {
       rows = now(lane * 16);
       own = now(unit + SCALES + (row + g) * 16 + t * 2);
       sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
-      place = now(tiled_place(lane));
+      place = now(tiled_place<4>(lane));
       tiled_sums = now((t * 8 * NT + g) * 8);
       put = kept(scratch + row_slot(lane) * 4);
       scales = kept(scratch + g * 16);
@@ -76,8 +76,8 @@ struct Q6K {
     }
 
     template <int G>
-    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
-      constexpr int GROUP_BYTES = In<Q6K>::ROWS * NT;
+    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      constexpr int OF_SUMS = 4 * SUMS_BYTES * NT;  // of a group
       const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
       KWeights<uint2> next(w, u, 0);
@@ -101,7 +101,7 @@ struct Q6K {
           for (int g = 0; g < G; ++g) {
             in_turn();
             u32 b[2][NT][2];
-            tiled_fragments<NT>(b, act + g * GROUP_BYTES + j * (ACT_BYTES * NT), place, h);
+            tiled_fragments<NT>(b, act.halves + (g * 4 * NT + j) * TILE_BYTES, place, h);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) add_half(acc[g][tile], a[tile], b, tile, s0, s1);
           }
@@ -109,13 +109,14 @@ struct Q6K {
       }
 #pragma unroll
       for (int g = 0; g < G; ++g)
-        subtract_zeros<ACT_BYTES>(acc[g], unit + own, act + sums + g * GROUP_BYTES);
+        subtract_zeros<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * OF_SUMS);
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     template <int G>
-    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles<G>& act) const {
+    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
       const u8 *w = unit + codes, *u = unit + upper;
+      const Halves<4> b(act.halves);
       const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
       KWeights<uint2> next(w, u, 0);
       store(factors);
@@ -138,8 +139,8 @@ struct Q6K {
           for (int i = 0; i < 4; ++i) {
             const int step = i / 2, tile = i % 2;
             if (tile == 0) before = s, s = ((const float4*)scales)[(j * 4 + h * 2 + step) * 8];
-            u32(&own)[1][4] = (u32(&)[1][4])a[tile][step];
-            start_products<G>(c[tile], own, act, j * 4 + h * 2 + step);
+            u32(&operand)[1][4] = (u32(&)[1][4])a[tile][step];
+            start_products<G>(c[tile], operand, b, j * 4 + h * 2 + step);
             if (j + h + i == 0) continue;
             finish_products<G>(c[1 - tile], false);
             if (tile) fold_all<G>(acc, 0, c[0], s.x, s.y);
@@ -151,7 +152,7 @@ struct Q6K {
       fold_all<G>(acc, 1, c[1], s.z, s.w);
 #pragma unroll
       for (int g = 0; g < G; ++g)
-        subtract_zeros<SUMS_BYTES>(acc[g], unit + this->own,
+        subtract_zeros<SUMS_BYTES>(acc[g], unit + own,
                                    act.sums + tiled_sums + g * 4 * (SUMS_BYTES * NT));
     }
 #endif

@@ -62,11 +62,11 @@ struct Blocks32 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act, int warp,
+  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act, int warp,
                                 int lane) {
-    constexpr int GROUP_BYTES = In<Blocks32>::ROWS * NT;
+    constexpr int BLOCKS = K / 64, OF_SUMS = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int t = lane % 4;
-    const u32 place = tiled_place(lane);
+    const u32 place = tiled_place<BLOCKS>(lane);
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
@@ -96,12 +96,11 @@ struct Blocks32 {
 #pragma unroll
       for (int g = 0; g < G; ++g) {
         in_turn();
-        const auto rows = activations<NT>(act + g * GROUP_BYTES, k64);
         u32 b[2][NT][2];
-        tiled_fragments<NT>(b, rows.at, place, h);
+        tiled_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const float2 n = rows.sums32(h, nt, t);
+          const float2 n = tiled_sums32(act.sums + g * OF_SUMS, k32, nt, t);
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
             float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
@@ -118,20 +117,20 @@ struct Blocks32 {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles<G>& act, int warp,
+  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles& act, int warp,
                                int lane) {
+    constexpr int OF_SUMS = K / 32 * SUMS_BYTES;  // of a group
     const int t = lane % 4;
+    const Halves<K / 64> b(act.halves);
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
     const uint2* m = (const uint2*)(unit + CODES + UPPER + PLANE) + warp * 8 + lane / 4;
-    Sums64<G> c[2];
-    uint2 scales, before, least, least_before;
-#pragma unroll
+#pragma unroll 2
     for (int k32 = 0; k32 < K / 32; ++k32) {
       const int k64 = k32 / 2, h = k32 % 2;
-      before = scales, least_before = least;
-      scales = d[k32 * 32];
+      const uint2 scales = d[k32 * 32];
+      uint2 least;
       if constexpr (MINIMUM) least = m[k32 * 32];
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
@@ -144,33 +143,25 @@ struct Blocks32 {
           add_fifths(a[0], fifths, h * 2);
           add_fifths(a[1], fifths, h * 2 + 1);
         }
+        Sums64<G> c;
 #pragma unroll
         for (int i = 0; i < 2 * G; ++i) {
-          const float2 n = act.sums32(K, k32, i, t);
-          c[tile][4 * i] = n.x * LOW, c[tile][4 * i + 1] = n.y * LOW;
-          c[tile][4 * i + 2] = n.x * HIGH, c[tile][4 * i + 3] = n.y * HIGH;
+          const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
+          c[4 * i] = n.x * LOW, c[4 * i + 1] = n.y * LOW;
+          c[4 * i + 2] = n.x * HIGH, c[4 * i + 3] = n.y * HIGH;
         }
-        start_products<G>(c[tile], a, act, k32 * 2, true);
-        if (k32 + tile == 0) continue;
-        finish_products<G>(c[1 - tile], false);
-        if (tile) fold_tile<G>(acc, 0, c[0], scales.x, least.x, act, k32, t);
-        else fold_tile<G>(acc, 1, c[1], before.y, least_before.y, act, k32 - 1, t);
-      }
-    }
-    finish_products<G>(c[1], true);
-    fold_tile<G>(acc, 1, c[1], scales.y, least.y, act, K / 32 - 1, t);
-  }
-  template <int G>
-  static DEVICE void fold_tile(Acc<2> (&acc)[G], int tile, const Sums64<G>& c, u32 scale, u32 least,
-                               const Tiles<G>& act, int k32, int t) {
-    const float2 s = halves(scale, 1.0f, 0.0625f);
-    fold_all<G>(acc, tile, c, s.x, s.y);
-    if constexpr (MINIMUM) {
-      const float2 low = halves(least, -1.0f / 1024, -1.0f / 1024);
+        start_products<G>(c, a, b, k32 * 2, true);
+        finish_products<G>(c, true);
+        const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
+        fold_all<G>(acc, tile, c, s.x, s.y);
+        if constexpr (MINIMUM) {
+          const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
 #pragma unroll
-      for (int i = 0; i < 2 * G; ++i) {
-        const float2 n = act.sums32(K, k32, i, t);
-        fold(acc[i / 2][tile][i % 2], {n.x, n.y, n.x, n.y}, low.x, low.y);
+          for (int i = 0; i < 2 * G; ++i) {
+            const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
+            fold(acc[i / 2][tile][i % 2], {n.x, n.y, n.x, n.y}, low.x, low.y);
+          }
+        }
       }
     }
   }

@@ -9,12 +9,18 @@
 //
 // With G > 1 a CTA multiplies G groups of 16 rows with the same weights, each as if it were alone: what
 // is left of a sum, and what teams exchange, goes group by group. WG: warp groups multiply
-// (`multiply_tiles`), which changes nothing but how activations lie in a stage.
+// (`multiply_tiles`).
 #pragma once
 #include "product.cuh"
 
 constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which take turns with units
 constexpr int THREADS = 32 * (CONSUMERS + 1);
+
+// The same number in all lanes; with IT the compiler knows that.
+template <bool IT>
+DEVICE int uniform(int x) {
+  return IT ? __shfl_sync(FULL, x, 0) : x;
+}
 
 DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
 
@@ -132,8 +138,8 @@ struct Gated {
       if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = sum;
       if (k16 * 16 >= channels || tokens <= 0) continue;
       if (tiled) {
-        const u32 at = tiled_word(nt * 8 + g, 2 * s, t);
-        *(u32*)(block + at) = v.x, *(u32*)(block + (at ^ NEXT_PIECE)) = v.y;
+        const u32 at = tiled_word(channels / 64, k16 / 4, nt * 8 + g, 2 * s, t);
+        *(u32*)(y + at) = v.x, *(u32*)(y + (at ^ NEXT_PIECE)) = v.y;
         continue;
       }
       const int at = NT == 1 ? ((s / 2) * 32 + lane) * 8 + (s % 2) * 4
@@ -147,12 +153,15 @@ struct Gated {
   DEVICE void write_sums(int group, const float* sums, int warp, int lane) const {
     const int k16 = group * (ROWS / 32) + warp;
     if (warp % 4 || lane >= 8 * NT || k16 * 16 >= channels || tokens <= 0) return;
-    u8* block = y + (i64)(k16 / 4) * ACT_BYTES * NT;
+    u8* to = tiled ? y : y + (i64)(k16 / 4) * ACT_BYTES * NT;
     const float* of = sums + warp * 8 * NT + lane;
     const float a = of[0], b = of[8 * NT], c = of[16 * NT], d = of[24 * NT];
-    SumPlace(NT, lane, 0).store32(block, a, b);
-    SumPlace(NT, lane, 1).store32(block, c, d);
-    SumPlace(NT, lane, 0).store64(block, a + b, c + d);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const SumPlace at = tiled ? SumPlace(channels / 64, k16 / 4, lane, half) : SumPlace(NT, lane, half);
+      at.store32(to, half ? c : a, half ? d : b);
+      if (half == 0) at.store64(to, a + b, c + d);
+    }
   }
 };
 
@@ -174,17 +183,18 @@ constexpr int sums_of() {
 template <int NT, int ROWS>
 constexpr int LEFT = ROWS * 8 * NT * 4;
 
-// Stages in shared memory: weights, then activations; or halves of activations, [blocks of 64 k][tiles
-// of all groups], weights, and the sums that the format needs, [G][blocks].
-template <class F, int NT, int ROWS, int G = 1, bool WG = false>
+// Stages in shared memory: weights, then activations; for several groups halves of activations, [tiles
+// of all groups][blocks of 64 k], weights, and the sums that the format needs, [G][blocks].
+template <class F, int NT, int ROWS, int G = 1>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
   static constexpr int ROWS_BYTES = In<F>::ROWS * NT;  // of a group of rows, in memory
-  static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * NT, OF_SUMS = sums_of<F>() * NT;
-  static constexpr int COPIED = WG ? BLOCKS * (HALVES + OF_SUMS) : ROWS_BYTES;  // of a group
-  static constexpr int WEIGHTS_AT = WG ? BLOCKS * G * HALVES : 0;
-  static constexpr int ROWS_AT = WG ? 0 : WEIGHTS, SUMS_AT = WEIGHTS_AT + WEIGHTS;
-  static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = WG ? 1024 : 16;
+  static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * BLOCKS;  // HALVES: of a tile
+  static constexpr int OF_SUMS = sums_of<F>() * NT * BLOCKS;                 // of a group
+  static constexpr int COPIED = G > 1 ? HALVES * NT + OF_SUMS : ROWS_BYTES;  // of a group
+  static constexpr int WEIGHTS_AT = G > 1 ? HALVES * NT * G : 0;
+  static constexpr int SUMS_AT = WEIGHTS_AT + WEIGHTS;
+  static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = G > 1 ? 1024 : 16;
   static constexpr int BYTES =
       ((FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>) + ALIGN - 1) / ALIGN * ALIGN;
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
@@ -246,8 +256,8 @@ struct Ring {
   }
 };
 
-template <class F, int NT, int ROWS, int STAGES, int G = 1, bool WG = false>
-using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G, WG>::BYTES, Stage<F, NT, ROWS, G, WG>::TEAMS>;
+template <class F, int NT, int ROWS, int STAGES, int G = 1>
+using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G>::BYTES, Stage<F, NT, ROWS, G>::TEAMS>;
 
 // acc of the first team += that of the second, by way of `mine`: scratch of this warp, SCRATCH bytes
 // from that of the next one. All consumers come here.
@@ -269,11 +279,11 @@ DEVICE void join_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
 
 // The consumers' side. `mine`: as of `join_teams`.
 template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, bool WG = false, class Out>
-DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G, WG> ring,
+DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
                     u8* mine, float* sums, const Run& run) {
-  using S = Stage<F, NT, ROWS, G, WG>;
+  using S = Stage<F, NT, ROWS, G>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = uniform<WG>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const Scales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
   const typename F::template Lane<NT> of(mine, part, lane);
@@ -290,10 +300,11 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
       else if constexpr (WG)
         of.template multiply_tiles<G>(acc, ring.slot + S::WEIGHTS_AT,
-                                      Tiles<G>(ring.slot, ring.slot + S::SUMS_AT));
+                                      {ring.slot, ring.slot + S::SUMS_AT});
 #endif
       else
-        of.template multiply_groups<G>(acc, ring.slot, ring.slot + S::WEIGHTS);
+        of.template multiply_groups<G>(acc, ring.slot + S::WEIGHTS_AT,
+                                       {ring.slot, ring.slot + S::SUMS_AT});
       ring.leave();
       ring.next();
     }

@@ -62,29 +62,32 @@ struct Units {
 #endif
     }
   }
-  template <int G, bool WG>
-  DEVICE void copy_rows(const Work& w, u8* to, u64* full, int lane) const {
-    const u8* from = w.rows + (i64)k * S::ROWS_BYTES;
+  // All lanes call it, or one where the copy engine copies.
+  static DEVICE void copy(u8* to, const u8* from, int bytes, u64* full, int lane) {
 #if ARCH >= 900
-    if constexpr (WG) {
-      for (int g = 0; g < groups<G>(w); ++g, from += (i64)w.units * S::ROWS_BYTES)
-#pragma unroll
-        for (int b = 0; b < S::BLOCKS; ++b) {
-          const u8* block = from + b * (S::ROWS_BYTES / S::BLOCKS);
-          bulk_copy(to + (b * G + g) * S::HALVES, block, S::HALVES, full);
-          bulk_copy(to + S::SUMS_AT + (g * S::BLOCKS + b) * S::OF_SUMS,
-                    block + F::SUMS * (S::HALVES / TILE_BYTES), S::OF_SUMS, full);
-        }
-      return;
-    }
-    to += S::ROWS_AT;
-    for (int g = 0; g < groups<G>(w); ++g)
-      bulk_copy(to + g * S::ROWS_BYTES, from + g * (i64)w.units * S::ROWS_BYTES, S::ROWS_BYTES, full);
+    bulk_copy(to, from, bytes, full);
 #else
-    to += S::ROWS_AT;
-    for (int g = 0; g < groups<G>(w); ++g, to += S::ROWS_BYTES, from += (i64)w.units * S::ROWS_BYTES)
 #pragma unroll 4
-      for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + b, from + b);
+    for (int b = lane * 16; b < bytes; b += 512) copy16(to + b, from + b);
+#endif
+  }
+  template <int G>
+  DEVICE void copy_rows(const Work& w, u8* to, u64* full, int lane) const {
+    const i64 group = (i64)w.units * S::ROWS_BYTES;
+    const u8* from = w.rows;
+    if constexpr (G == 1) {
+      copy(to + S::WEIGHTS, from + (i64)k * S::ROWS_BYTES, S::ROWS_BYTES, full, lane);
+    } else {
+      const i64 tile = (i64)w.units * S::HALVES;
+      const u8* halves = from + (i64)k * S::HALVES;
+      const u8* sums = from + (i64)w.units * S::BLOCKS * (2 * F::SUMS) + (i64)k * S::OF_SUMS;
+      for (int g = 0; g < groups<G>(w); ++g, halves += group, sums += group) {
+        copy(to + 2 * g * S::HALVES, halves, S::HALVES, full, lane);
+        copy(to + (2 * g + 1) * S::HALVES, halves + tile, S::HALVES, full, lane);
+        copy(to + S::SUMS_AT + g * S::OF_SUMS, sums, S::OF_SUMS, full, lane);
+      }
+    }
+#if ARCH < 900
     barrier_arrive_copied(full);
 #endif
   }
@@ -97,10 +100,10 @@ DEVICE void wait_empty(u64* full, int i) {
   barrier_wait(full + COUNT + i % COUNT, i / COUNT & 1);
 }
 
-template <class F, int NT, int ROWS, int STAGES, int G, bool WG>
+template <class F, int NT, int ROWS, int STAGES, int G>
 DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane) {
-  using S = Stage<F, NT, ROWS, G, WG>;
-  constexpr int COUNT = RingOf<F, NT, ROWS, STAGES, G, WG>::COUNT;
+  using S = Stage<F, NT, ROWS, G>;
+  constexpr int COUNT = RingOf<F, NT, ROWS, STAGES, G>::COUNT;
   const u32 fill = S::WEIGHTS + S::COPIED * groups<G>(w);
   using U = Units<F, S, ROWS / GROUP>;
 #if ARCH >= 900
@@ -124,14 +127,14 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   grid_wait();
   U early(w, run);
   for (int i = 0; i < first; ++i, early.next(w))
-    early.template copy_rows<G, WG>(w, stages + i * S::BYTES, full + i, lane);
+    early.template copy_rows<G>(w, stages + i * S::BYTES, full + i, lane);
 #endif
   for (int i = first; i < count; ++i, at.next(w)) {
     u8* to = stages + i % STAGES * S::BYTES;
     u64* filled = full + i % COUNT;
     wait_empty<STAGES, COUNT>(full, i);
     at.copy_weights(w, to, filled, lane);
-    at.template copy_rows<G, WG>(w, to, filled, lane);
+    at.template copy_rows<G>(w, to, filled, lane);
 #if ARCH >= 900
     barrier_expect(filled, fill);
 #endif
@@ -168,12 +171,12 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
 
 template <class F, int NT, int ROWS, int STAGES, int G = 1, bool WG = false, class Out>
 DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
-  using S = Stage<F, NT, ROWS, G, WG>;
-  using R = RingOf<F, NT, ROWS, STAGES, G, WG>;
+  using S = Stage<F, NT, ROWS, G>;
+  using R = RingOf<F, NT, ROWS, STAGES, G>;
   u8* scratch = shared + STAGES * S::BYTES;
   float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)sums + sum_bytes(NT));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = uniform<WG>(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < R::COUNT; ++i) {
       barrier_init(full + i, ARCH >= 900 ? 1 : 32);
@@ -185,7 +188,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   const Run run(w, cta);
   if (warp >= CONSUMERS) {
     if constexpr (G > 1) share_registers<40, 232>(true);
-    if (warp == CONSUMERS) feed<F, NT, ROWS, STAGES, G, WG>(w, shared, full, run, lane);
+    if (warp == CONSUMERS) feed<F, NT, ROWS, STAGES, G>(w, shared, full, run, lane);
     return;
   }
   if constexpr (G > 1) share_registers<40, 232>(false);
@@ -196,7 +199,7 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   at.k = now((at.k + warp) % w.units);
   grid_wait();
   if (lane == 0 && warp < min(run.end - run.begin, STAGES))
-    at.template copy_rows<G, WG>(w, shared + warp * S::BYTES, full + warp, lane);
+    at.template copy_rows<G>(w, shared + warp * S::BYTES, full + warp, lane);
 #else
   grid_wait();
 #endif

@@ -66,17 +66,32 @@ struct KOperands {
   }
 };
 
-// The same of activations that lie row by row. `block`: of 64 k of a group; `place`: `tiled_place`.
-DEVICE u32 tiled_place(int lane) { return tiled_word(lane % 8 + lane / 16 * 8, lane / 8 % 2, 0); }
+// Activations of a unit of several groups, in shared memory: halves [tiles][blocks of 64 k], and the
+// sums that a format needs, [G][blocks].
+struct Tiles {
+  const u8 *halves, *sums;
+};
+
+// B fragments of 32 k, as above, of halves that lie row by row. `at`: of 64 k of a group's first tile;
+// `place`: of the lane among BLOCKS.
+template <int BLOCKS>
+DEVICE u32 tiled_place(int lane) {
+  return tiled_word(BLOCKS, 0, lane % 8 + lane / 16 * 8, lane / 8 % 2, 0);
+}
 template <int NT>
-DEVICE void tiled_fragments(u32 (&b)[2][NT][2], const u8* block, u32 place, int h) {
+DEVICE void tiled_fragments(u32 (&b)[2][NT][2], const u8* at, u32 place, int h) {
   static_assert(NT == 2, "");
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
     u32 v[4];
-    load_matrix_x4(v, block + (place ^ (h * 2 + s) * 32));
+    load_matrix_x4(v, at + (place ^ (h * 2 + s) * 32));
     b[s][0][0] = v[0], b[s][0][1] = v[1], b[s][1][0] = v[2], b[s][1][1] = v[3];
   }
+}
+
+// As `Activations::sums32` of a group with its sums at `sums`, of 32 k of the unit.
+DEVICE float2 tiled_sums32(const u8* sums, int k32, int nt, int t) {
+  return *(const float2*)(sums + k32 * 64 + (nt * 8 + 2 * t) * 4);
 }
 
 // The same of weights alone, for products of several groups of rows.
@@ -121,22 +136,13 @@ DEVICE Activations<NT> activations(const u8* act, int k64) {
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Activations of a unit as `multiply_tiles` reads them: [blocks of 64 k][tiles of 8 rows], and the sums
-// that a format needs, [G][blocks].
-template <int G>
-struct Tiles {
-  u64 halves;
-  const u8* sums;
+// Halves of all groups as an operand.
+template <int BLOCKS>
+struct Halves {
+  u64 first;
 
-  DEVICE Tiles(const u8* halves, const u8* sums) : halves(operand(halves, 0)), sums(sums) {}
-  // As `Activations::sums32`, of tile `i` of all and 32 k of a unit of K.
-  DEVICE float2 sums32(int K, int k32, int i, int t) const {
-    return *(const float2*)(sums + ((i / 2 * (K / 64) + k32 / 2) * 2 + k32 % 2) * 64 +
-                            (i % 2 * 8 + 2 * t) * 4);
-  }
-  DEVICE u64 step(int k16) const {
-    return halves + (k16 / 4 * G * (2 * TILE_BYTES) + k16 % 4 * 32) / 16;
-  }
+  DEVICE explicit Halves(const u8* at) : first(operand(at, 0, BLOCKS * TILE_BYTES)) {}
+  DEVICE u64 step(int k16) const { return first + (k16 / 4 * TILE_BYTES + k16 % 4 * 32) / 16; }
 };
 
 // A tile of each warp times all rows of activations: c[8 g + 4 nt + i] is what acc[g][tile][nt][i] is
@@ -146,14 +152,15 @@ using Sums64 = float[8 * G];
 
 // Products of 16 k with operands a[i], one behind the other, from k16 step `step` on: one group of
 // products. `add`: to what c is, or to zero.
-template <int G, int N>
-DEVICE void start_products(Sums64<G>& c, u32 (&a)[N][4], const Tiles<G>& act, int step, bool add = false) {
+template <int G, int BLOCKS, int N>
+DEVICE void start_products(Sums64<G>& c, u32 (&a)[N][4], const Halves<BLOCKS>& b, int step,
+                           bool add = false) {
 #pragma unroll
   for (int i = 0; i < N; ++i) hold(a[i]);
   if (add) hold(c);
   products_fence();
 #pragma unroll
-  for (int i = 0; i < N; ++i) product_values(c, a[i], act.step(step + i), add || i);
+  for (int i = 0; i < N; ++i) product_values(c, a[i], b.step(step + i), add || i);
   products_commit();
 }
 
@@ -234,12 +241,12 @@ struct PlainLane {
     F::template add<NT>(acc, unit + unit_at, act, warp, lane);
   }
   template <int G>
-  DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
+  DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
     F::template add_groups<NT, G>(acc, unit + unit_at, act, warp, lane);
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   template <int G>
-  DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles<G>& act) const {
+  DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
     F::template add_tiles<G>(acc, unit + unit_at, act, warp, lane);
   }
 #endif

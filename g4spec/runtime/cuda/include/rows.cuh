@@ -12,9 +12,8 @@ constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
 
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
-// More than 16 rows come in groups of 16, [blocks of 64 columns] each, one behind the other, all in two
-// tiles, whose halves lie row by row (`tiled_word`). Row m of `rows` is row `row` of its group, which has
-// `count` rows.
+// More than 16 rows come in groups of 16, one behind the other, all in two tiles that lie row by row
+// (`tiled_word`). Row m of `rows` is row `row` of its group, which has `count` rows.
 struct RowGroup {
   int index, row, count, tiles;
   bool tiled;
@@ -29,19 +28,17 @@ struct RowGroup {
     g.row = other;
     return g;
   }
-  // Where block `i` of the group begins; `blocks` of them are a row. Groups in front have two tiles.
-  DEVICE u8* block(u8* rows, int blocks, int i) const {
-    return rows + ((i64)index * blocks * 2 + i * tiles) * ACT_BYTES;
-  }
+  // Where the group begins; `blocks` of 64 columns are a row. Groups in front have two tiles.
+  DEVICE u8* in(u8* rows, int blocks) const { return rows + (i64)index * blocks * (2 * ACT_BYTES); }
 };
 
-// Where word t of piece p of a row's 64 halves lies, among more than 16 rows, in bytes: a tile of 8 rows
-// is [8 rows][8 pieces of 16 bytes], piece p of row r in place p ^ r (the 128-byte swizzle). Of
-// columns 16 i + 4 t and on, two are word t of piece 2 i and two word t of piece 2 i + 1: in this order
-// of K a lane has its operands.
+// A group of more than 16 rows: halves [2 tiles][blocks of 64 columns][8 rows][8 pieces of 16 bytes],
+// piece p of row r in place p ^ r (the 128-byte swizzle), then sums, a kind behind the other, each
+// [blocks]. Of columns 16 i + 4 t and on, two are word t of piece 2 i and two word t of piece 2 i + 1:
+// in this order of K a lane has its operands. Where such a word is, in bytes:
 constexpr int TILE_BYTES = 1024;
-DEVICE u32 tiled_word(u32 row, u32 piece, u32 t) {
-  return row / 8 * TILE_BYTES + row % 8 * 128 + (piece ^ row % 8) * 16 + t * 4;
+DEVICE u32 tiled_word(u32 blocks, u32 block, u32 row, u32 piece, u32 t) {
+  return (row / 8 * blocks + block) * TILE_BYTES + row % 8 * 128 + (piece ^ row % 8) * 16 + t * 4;
 }
 constexpr u32 NEXT_PIECE = 16;  // from piece 2 i to 2 i + 1, by exclusive or
 
@@ -74,6 +71,12 @@ struct SumPlace {
     sums32 = SUMS32 * tiles + at * 4;
     split32 = SPLIT32 * tiles + m * 8;
   }
+  // The same in bytes from the start of a group of more than 16 rows of so many blocks.
+  DEVICE SumPlace(u32 blocks, u32 block, u32 m, u32 half) {
+    split16 = blocks * (2 * SPLIT16) + block * (2 * (SUMS32 - SPLIT16)) + (half * 16 + m) * 8;
+    sums32 = blocks * (2 * SUMS32) + block * (2 * (SPLIT32 - SUMS32)) + (half * 16 + m) * 4;
+    split32 = blocks * (2 * SPLIT32) + block * (2 * (ACT_BYTES - SPLIT32)) + m * 8;
+  }
   DEVICE void store32(u8* block, float a, float b) const {  // a, b: of 16
     *(uint2*)(block + split16) = split_sums(a, b);
     *(float*)(block + sums32) = -1024.0f * (a + b);
@@ -96,18 +99,20 @@ struct RowPlace {
   SumPlace sums;
 
   RowPlace() = default;
-  // Of a row among more than 16, in blocks of `width` values.
-  DEVICE RowPlace(const RowGroup& own, u32 width, u32 i) : RowPlace(own.tiles, own.row, i, own.tiled) {
+  // Of a row of `width` values.
+  DEVICE RowPlace(const RowGroup& own, u32 width, u32 i)
+      : RowPlace(own.tiles, own.row, i, own.tiled ? width / 64 : 0) {
     block = now(block + own.index * (width / 64 * (2 * ACT_BYTES)));
   }
-  DEVICE RowPlace(u32 tiles, u32 m, u32 i, bool tiled = false) {
+  // From the start of its group; `blocks` of a row among more than 16, else 0.
+  DEVICE RowPlace(u32 tiles, u32 m, u32 i, u32 blocks = 0) {
     const u32 k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
     quad = now(i % 16);
-    block = now(i / 16 * (ACT_BYTES * tiles));
-    halves = now(tiled        ? tiled_word(m, k16 * 2, i % 4)
+    block = now(blocks ? 0 : i / 16 * (ACT_BYTES * tiles));
+    halves = now(blocks       ? tiled_word(blocks, i / 16, m, k16 * 2, i % 4)
                  : tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
                               : (k16 * 32 + lane) * 16 + m / 8 * 8);
-    sums = SumPlace(tiles, m, k16 / 2);
+    sums = blocks ? SumPlace(blocks, i / 16, m, k16 / 2) : SumPlace(tiles, m, k16 / 2);
     sums.split16 = now(sums.split16), sums.sums32 = now(sums.sums32);
   }
 

@@ -10,9 +10,10 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// `block`: bytes between blocks of 64 columns, which matters where the columns are the result's.
-DEVICE u64 operand(const void* p, u32 block) {
-  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(1024 >> 4) << 32 |
+// `block`: bytes between blocks of 64 columns, which matters where the columns are the result's. `eight`:
+// bytes between blocks of 8 rows.
+DEVICE u64 operand(const void* p, u32 block, u32 eight = 1024) {
+  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 |
          (u64)1 << 62;
 }
 

@@ -85,6 +85,6 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   if (!next_norm) return;
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    RowPlace(tiles, row, P::at(j), tiled)
+    RowPlace(tiles, row, P::at(j), tiled ? width / 64 : 0)
         .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4, tiled);
 }

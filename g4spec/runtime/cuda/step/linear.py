@@ -91,7 +91,7 @@ class Cut:
     def stage(self) -> int:
         """Bytes of a unit: weights and activations."""
         rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
-        if self.warp_groups:  # on 1024 bytes
+        if self.groups > 1:  # on 1024 bytes
             rows = self.unit // BLOCK * (TILE_BYTES + SUMS.get(self.type, 64))
             return -(-(self.weights + rows * self.tiles * self.groups) // 1024) * 1024
         return self.weights + rows * self.tiles * self.groups

@@ -15,10 +15,11 @@ K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
 Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
 a power of two that the product multiplies its result with.
 
-More than 16 rows come in groups of 16, each as above with two tiles, one group behind the other,
-but their halves lie row by row: [tile][8 rows][8 pieces of 8 halves], piece p of row r in place
-p ^ r. Columns 16 i + 4 t and 16 i + 4 t + 1 are halves 2 t and 2 t + 1 of piece 2 i, the next two
-the same of piece 2 i + 1: an operand of `wgmma` as it is in shared memory, and of `ldmatrix`.
+More than 16 rows come in groups of 16, one behind the other, with the same numbers in another
+order: halves of all blocks, [tile][block][8 rows][8 pieces of 8 halves], piece p of row r in place
+p ^ r, then sums of 16 of all blocks, the floats, and sums of 32. Columns 16 i + 4 t and
+16 i + 4 t + 1 of a block are halves 2 t and 2 t + 1 of piece 2 i, the next two the same of piece
+2 i + 1: an operand of `wgmma` as it is in shared memory, and of `ldmatrix`.
 A row has the same bits in any place of any group.
 
 Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
@@ -138,16 +139,17 @@ def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     [R, B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32
     [R, B, 2]."""
     n, blocks, several = rows.tiles, rows.width // BLOCK, rows.groups
-    data = rows.data.view(several, blocks, -1)
+    whole = blocks if rows.tiled else 1  # blocks of which each part lies together
+    data = rows.data.view(several, blocks // whole, -1)
 
     def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        return data[..., first * n : last * n].contiguous().view(dtype)
+        return data[..., first * n * whole : last * n * whole].contiguous().view(dtype)
 
     halves = part(0, 1024, torch.float16)
     if rows.tiled:
-        halves = _swizzled(halves.view(several, blocks, 2, 8, 8, 8))
-        # tile, row, k16, e / 2, t, e % 2
-        halves = halves.view(several, blocks, 2, 8, 4, 2, 4, 2).permute(0, 2, 3, 1, 4, 6, 5, 7)
+        halves = _swizzled(halves.view(several, 2, blocks, 8, 8, 8))
+        # tile, block, row, k16, e / 2, t, e % 2
+        halves = halves.view(several, 2, blocks, 8, 4, 2, 4, 2).permute(0, 1, 3, 2, 4, 6, 5, 7)
     elif n == 1:  # k16 / 2, row, t, k16 % 2, e
         halves = halves.view(several, blocks, 2, 8, 4, 2, 4).permute(0, 3, 1, 2, 5, 4, 6)
     else:  # k16, row % 8, t, row / 8, e
@@ -176,14 +178,15 @@ def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor
         torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
     )
     if tiled:  # tile, row, block, k16, t, e / 2, e % 2
-        halves = halves.view(2, 8, blocks, 4, 4, 2, 2).permute(2, 0, 1, 3, 5, 4, 6)
-        halves = _swizzled(halves.reshape(blocks, 2, 8, 8, 8))
+        halves = halves.view(2, 8, blocks, 4, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6)
+        halves = _swizzled(halves.reshape(2, blocks, 8, 8, 8))
     elif n == 1:
         halves = halves.view(8, blocks, 2, 2, 4, 4).permute(1, 2, 0, 4, 3, 5)
     else:
         halves = halves.view(2, 8, blocks, 4, 4, 4).permute(2, 3, 1, 4, 0, 5)
     parts = (halves, of16.permute(1, 2, 0, 3, 4), floats.permute(1, 2, 0), of32.permute(1, 0, 2, 3))
-    return torch.cat([x.reshape(blocks, -1).view(torch.uint8) for x in parts], dim=1)
+    raw = [x.reshape(1 if tiled else blocks, -1).view(torch.uint8) for x in parts]
+    return torch.cat(raw, dim=1).view(blocks, -1)
 
 
 def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
