@@ -146,8 +146,8 @@ __global__ __launch_bounds__(256) void combine_chunks(
   x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
   *(float2*)(out + ((i64)row * width + block) * 64 + lane * 2) = x;
   const RowGroup own(row, count);
-  u8* to = own.in(rows, width);
-  store_rows(to, own, own.row, width, block, x.x, x.y);
+  u8* mine = own.in(rows, width);
+  store_rows(mine, own, own.row, width, block, x.x, x.y);
   for (int behind = own.row + own.count; behind < 8 * own.tiles; behind += own.count)
-    store_rows(to, own, behind, width, block, 0, 0);
+    store_rows(mine, own, behind, width, block, 0, 0);
 }

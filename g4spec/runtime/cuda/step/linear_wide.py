@@ -141,24 +141,38 @@ def _grid(weight: Weight, how: Cut, by: Exchange, slices: int = 0) -> tuple[int,
 
 
 def _units() -> list[Unit]:
-    """Common types in as many groups as fit, and one instance of each kernel. What is spilled with
-    registers handed on is outside of the loop over a unit, but for a few words."""
+    """Common types in as many groups as fit, and one instance of each kernel. What other products
+    than those of warp groups spill with registers handed on is outside of the loop over a unit,
+    but for a few words."""
     out = []
     for arch in ARCHS:
-        q4, q6, q8, q5 = (narrow.cut(t, 256, 2, 2, arch) for t in ("q4_k", "q6_k", "q8_0", "q5_1"))
-        (own,) = widened((q4,), MOST_GROUPS, arch)
-        names = {own.name("linear"): own.shared}
-        if arch == HANDED_ON:
-            names[own.name("gate_up")] = own.shared
-            a, b = widened((q4, q6), 2, arch)
-            names[two(a, b)] = max(a.shared, b.shared)
-        for how in {HANDED_ON: (q6, q8, q5), "sm_86": (q8,), "sm_120": (q6,)}.get(arch, ()):
-            (own,) = widened((how,), MOST_GROUPS, arch)
-            names[own.name("linear")] = own.shared
-        spill = 400 if arch == HANDED_ON else 800
-        out.append(Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168,
-                        max(names.values()), spill))  # fmt: skip
+        q4, q5k, q6, q8, q5, q40 = (
+            narrow.cut(type, 256, 2, 2, arch)
+            for type in ("q4_k", "q5_k", "q6_k", "q8_0", "q5_1", "q4_0")
+        )
+        few = {"sm_86": (q4, q8), "sm_120": (q4, q6)}.get(arch, (q4,))
+        if arch != HANDED_ON:
+            out.append(_unit(arch, _singles(few, arch, False), 800))
+            continue
+        out.append(_unit(arch, _singles((q4, q6, q8, q5), arch, False), 400))
+        names = _singles((q4, q5k, q6, q8, q5, q40), arch, True)
+        for groups in GROUPS:
+            (own,) = widened((q4,), groups, arch, True)
+            names |= {own.name(kind): own.shared for kind in ("linear", "gate_up")}
+        a, b = widened((q4, q6), MOST_GROUPS, arch, True)
+        names[two(a, b)] = max(a.shared, b.shared)
+        out.append(_unit(arch, names, 0))
     return out
+
+
+def _singles(hows: tuple[Cut, ...], arch: str, warp_groups: bool) -> dict[str, int]:
+    """Products with one matrix, and their shared memory."""
+    own = [widened((how,), MOST_GROUPS, arch, warp_groups)[0] for how in hows]
+    return {how.name("linear"): how.shared for how in own}
+
+
+def _unit(arch: str, names: dict[str, int], spill: int) -> Unit:
+    return Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), spill)
 
 
 UNITS = _units()
