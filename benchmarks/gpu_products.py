@@ -5,8 +5,9 @@
 Queries to values, output, gates and ups, down in Q4_K (or `--type`), random codes and scales, of so
 many layers, which do not fit into L2. First that every row keeps the bits that it has among 16;
 then microseconds of a layer's products one behind the other (a CUDA graph), and of each by itself
-(`--each`). A form is `wg` (products of warp groups) or `mma`, then the most groups of 16 rows that
-are multiplied at once, then the most stages: `wg:4:2`. A table of all forms comes last.
+(`--each`). A form is `wg` (products of warp groups), `wg2` (two for each step
+of K) or `mma`, then the most groups of 16 rows that are multiplied at once, then the most stages:
+`wg:4:2`. A table of all forms comes last.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Form:
     """How products of more than 16 rows are made."""
 
     name: str
-    warp_groups: bool
+    warp_groups: int
     groups: int
     stages: int
 
@@ -53,7 +54,7 @@ class Form:
     def of(cls, name: str) -> Form:
         kind, *numbers = name.split(":")
         groups, stages = (*map(int, numbers), *(linear.MOST_GROUPS, 8)[len(numbers) :])
-        return cls(name, {"wg": True, "mma": False}[kind], groups, stages)
+        return cls(name, {"wg": 1, "wg2": 2, "mma": 0}[kind], groups, stages)
 
     def take(self) -> None:
         """All products are made so from now on."""

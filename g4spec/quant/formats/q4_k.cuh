@@ -120,16 +120,24 @@ struct Affine {
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    template <int G>
+    // In P parts of G / P groups each, and two tiles: so many chains of two products, one of which is
+    // folded while the others are multiplied.
+    template <int G, int P>
     DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      constexpr int N = G / P, CHAINS = 2 * P;
       const u8 *w = unit + codes, *u = unit + upper;
       const Halves<4> b(act.halves);
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
       store(factors);
       __syncwarp();
-      Sums64<G> c[2];
+      Sums64<N> c[CHAINS];
       float4 s, before;
+      const auto finish = [&](int chain, int newest, float4 of) {
+        finish_products<N>(c[chain], newest);
+        const int tile = chain / P;
+        fold_all<N>(acc, tile, c[chain], tile ? of.z : of.x, tile ? of.w : of.y, chain % P * N);
+      };
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const auto own = next;
@@ -148,16 +156,18 @@ struct Affine {
               add_fifths(a[0], own.upper[tile], h * 2);
               add_fifths(a[1], own.upper[tile], h * 2 + 1);
             }
-            start_products<G>(c[tile], a, b, j * 4 + h * 2);
-            if (j + h + tile == 0) continue;
-            finish_products<G>(c[1 - tile], false);
-            if (tile) fold_all<G>(acc, 0, c[0], s.x, s.y);
-            else fold_all<G>(acc, 1, c[1], before.z, before.w);
+#pragma unroll
+            for (int part = 0; part < P; ++part) {
+              const int chain = tile * P + part, oldest = (chain + 1) % CHAINS;
+              start_products<N>(c[chain], a, b, j * 4 + h * 2, part * N);
+              if (oldest == 0) finish(oldest, CHAINS - 1, s);
+              else if (j + h) finish(oldest, CHAINS - 1, before);
+            }
           }
         }
       }
-      finish_products<G>(c[1], true);
-      fold_all<G>(acc, 1, c[1], s.z, s.w);
+#pragma unroll
+      for (int chain = 1; chain < CHAINS; ++chain) finish(chain, CHAINS - 1 - chain, s);
 #pragma unroll
       for (int g = 0; g < G; ++g)
         subtract_mins(acc[g], act.sums + tiled_sums + g * 4 * (SUMS_BYTES * NT));

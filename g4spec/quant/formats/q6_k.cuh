@@ -113,7 +113,7 @@ struct Q6K {
     }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    template <int G>
+    template <int G, int>
     DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
       const u8 *w = unit + codes, *u = unit + upper;
       const Halves<4> b(act.halves);
@@ -142,13 +142,13 @@ struct Q6K {
             u32(&operand)[1][4] = (u32(&)[1][4])a[tile][step];
             start_products<G>(c[tile], operand, b, j * 4 + h * 2 + step);
             if (j + h + i == 0) continue;
-            finish_products<G>(c[1 - tile], false);
+            finish_products<G>(c[1 - tile], 1);
             if (tile) fold_all<G>(acc, 0, c[0], s.x, s.y);
             else fold_all<G>(acc, 1, c[1], before.z, before.w);
           }
         }
       }
-      finish_products<G>(c[1], true);
+      finish_products<G>(c[1], 0);
       fold_all<G>(acc, 1, c[1], s.z, s.w);
 #pragma unroll
       for (int g = 0; g < G; ++g)

@@ -117,8 +117,8 @@ struct Q80 {
           c[4 * i] = c[4 * i + 2] = n.x * 1.125f;
           c[4 * i + 1] = c[4 * i + 3] = n.y * 1.125f;
         }
-        start_products<G>(c, a, b, k32 * 2, true);
-        finish_products<G>(c, true);
+        start_products<G>(c, a, b, k32 * 2, 0, true);
+        finish_products<G>(c, 0);
         const u32 pair = tile ? d.y : d.x;
         fold_all<G>(acc, tile, c, from_half((u16)pair), from_half((u16)(pair >> 16)));
       }

@@ -150,8 +150,8 @@ struct Blocks32 {
           c[4 * i] = n.x * LOW, c[4 * i + 1] = n.y * LOW;
           c[4 * i + 2] = n.x * HIGH, c[4 * i + 3] = n.y * HIGH;
         }
-        start_products<G>(c, a, b, k32 * 2, true);
-        finish_products<G>(c, true);
+        start_products<G>(c, a, b, k32 * 2, 0, true);
+        finish_products<G>(c, 0);
         const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
         fold_all<G>(acc, tile, c, s.x, s.y);
         if constexpr (MINIMUM) {

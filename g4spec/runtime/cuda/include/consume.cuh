@@ -9,7 +9,7 @@
 //
 // With G > 1 a CTA multiplies G groups of 16 rows with the same weights, each as if it were alone: what
 // is left of a sum, and what teams exchange, goes group by group. WG: warp groups multiply
-// (`multiply_tiles`).
+// (`multiply_tiles`), with so many products for each step of K where the format has a choice.
 #pragma once
 #include "product.cuh"
 
@@ -278,12 +278,12 @@ DEVICE void join_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
 }
 
 // The consumers' side. `mine`: as of `join_teams`.
-template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, bool WG = false, class Out>
+template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, int WG = 0, class Out>
 DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
                     u8* mine, float* sums, const Run& run) {
   using S = Stage<F, NT, ROWS, G>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
-  const int warp = uniform<WG>(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const Scales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
   const typename F::template Lane<NT> of(mine, part, lane);
@@ -298,9 +298,9 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
       if constexpr (G == 1)
         of.multiply(acc[0], ring.slot, ring.slot + S::WEIGHTS);
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-      else if constexpr (WG)
-        of.template multiply_tiles<G>(acc, ring.slot + S::WEIGHTS_AT,
-                                      {ring.slot, ring.slot + S::SUMS_AT});
+      else if constexpr (WG > 0)
+        of.template multiply_tiles<G, G % (2 * WG) ? 1 : WG>(acc, ring.slot + S::WEIGHTS_AT,
+                                                       {ring.slot, ring.slot + S::SUMS_AT});
 #endif
       else
         of.template multiply_groups<G>(acc, ring.slot + S::WEIGHTS_AT,

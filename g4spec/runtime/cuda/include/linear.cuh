@@ -169,14 +169,14 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   }
 }
 
-template <class F, int NT, int ROWS, int STAGES, int G = 1, bool WG = false, class Out>
+template <class F, int NT, int ROWS, int STAGES, int G = 1, int WG = 0, class Out>
 DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS, G>;
   using R = RingOf<F, NT, ROWS, STAGES, G>;
   u8* scratch = shared + STAGES * S::BYTES;
   float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)sums + sum_bytes(NT));
-  const int warp = uniform<WG>(threadIdx.x / 32), lane = threadIdx.x % 32;
+  const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < R::COUNT; ++i) {
       barrier_init(full + i, ARCH >= 900 ? 1 : 32);

@@ -142,11 +142,14 @@ struct Halves {
   u64 first;
 
   DEVICE explicit Halves(const u8* at) : first(operand(at, 0, BLOCKS * TILE_BYTES)) {}
-  DEVICE u64 step(int k16) const { return first + (k16 / 4 * TILE_BYTES + k16 % 4 * 32) / 16; }
+  // Columns of k16 step `k16`, of groups from `group` on.
+  DEVICE u64 step(int k16, int group) const {
+    return first + ((group * 2 * BLOCKS + k16 / 4) * TILE_BYTES + k16 % 4 * 32) / 16;
+  }
 };
 
-// A tile of each warp times all rows of activations: c[8 g + 4 nt + i] is what acc[g][tile][nt][i] is
-// made from.
+// A tile of each warp times G groups of rows, from `group` on: c[8 g + 4 nt + i] is what
+// acc[group + g][tile][nt][i] is made from.
 template <int G>
 using Sums64 = float[8 * G];
 
@@ -154,30 +157,33 @@ using Sums64 = float[8 * G];
 // products. `add`: to what c is, or to zero.
 template <int G, int BLOCKS, int N>
 DEVICE void start_products(Sums64<G>& c, u32 (&a)[N][4], const Halves<BLOCKS>& b, int step,
-                           bool add = false) {
+                           int group = 0, bool add = false) {
 #pragma unroll
   for (int i = 0; i < N; ++i) hold(a[i]);
   if (add) hold(c);
   products_fence();
 #pragma unroll
-  for (int i = 0; i < N; ++i) product_values(c, a[i], b.step(step + i), add || i);
+  for (int i = 0; i < N; ++i) product_values(c, a[i], b.step(step + i, group), add || i);
   products_commit();
 }
 
-// What the oldest of two groups of products made, or the last one, once it is there.
+// What products made, once all but the `newest` that were started are there.
 template <int G>
-DEVICE void finish_products(Sums64<G>& c, bool last) {
-  if (last) products_wait<0>();
-  else products_wait<1>();
+DEVICE void finish_products(Sums64<G>& c, int newest) {
+  if (newest == 0) products_wait<0>();
+  if (newest == 1) products_wait<1>();
+  if (newest == 2) products_wait<2>();
+  if (newest == 3) products_wait<3>();
   hold(c);
 }
 
 // acc += scale * c, for a tile.
-template <int G>
-DEVICE void fold_all(Acc<2> (&acc)[G], int tile, const Sums64<G>& c, float low, float high) {
+template <int N, int G>
+DEVICE void fold_all(Acc<2> (&acc)[G], int tile, const Sums64<N>& c, float low, float high,
+                     int group = 0) {
 #pragma unroll
-  for (int i = 0; i < 2 * G; ++i) {
-    float(&to)[4] = acc[i / 2][tile][i % 2];
+  for (int i = 0; i < 2 * N; ++i) {
+    float(&to)[4] = acc[group + i / 2][tile][i % 2];
     to[0] += low * c[4 * i];
     to[1] += low * c[4 * i + 1];
     to[2] += high * c[4 * i + 2];
@@ -245,7 +251,7 @@ struct PlainLane {
     F::template add_groups<NT, G>(acc, unit + unit_at, act, warp, lane);
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  template <int G>
+  template <int G, int>
   DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
     F::template add_tiles<G>(acc, unit + unit_at, act, warp, lane);
   }

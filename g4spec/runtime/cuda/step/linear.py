@@ -54,7 +54,7 @@ class Cut:
         tiles: of 8 rows of activations. rows: of weights in a stage. stages: in shared memory.
         upper: only the upper two bits of the codes are read, and activations are bytes.
         groups: of 16 rows of activations that are multiplied at once (linear_wide.cu).
-        warp_groups: products of warp groups take all of these at once (sm_90a).
+        warp_groups: products of warp groups (sm_90a) that take all of these; 0: those of warps.
     """
 
     type: str
@@ -64,7 +64,7 @@ class Cut:
     stages: int
     upper: bool = False
     groups: int = 1
-    warp_groups: bool = False
+    warp_groups: int = 0
 
     @property
     def format(self) -> str:
@@ -73,8 +73,8 @@ class Cut:
 
     def name(self, kind: str) -> str:
         if self.groups > 1:
-            form = str(self.warp_groups).lower()
-            return f"{kind}_wide<{self.format}, {self.groups}, {self.rows}, {self.stages}, {form}>"
+            numbers = (self.groups, self.rows, self.stages, self.warp_groups)
+            return f"{kind}_wide<{self.format}, {', '.join(map(str, numbers))}>"
         return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"
 
     @property

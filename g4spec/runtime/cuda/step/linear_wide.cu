@@ -1,7 +1,7 @@
 // y = x W^T for 17 to 64 rows x and a quantized W in packed order, one product a launch that reads W
 // once. The kernels are those of linear.cu, but what is made of weights is multiplied with G groups of 16
 // rows: each of them takes the same sums in the same order, so a row has the bits that it has there.
-// WG: warp groups multiply all groups at once, in the same order.
+// WG: warp groups multiply all groups, by so many products for each step of K; 0: warps do.
 #include "linear.cuh"
 #include "q4_0.cuh"
 #include "q4_1.cuh"
@@ -14,7 +14,7 @@
 
 // y [tokens, N] of slices [whole, N], where `slices` is not 0; `row_groups` groups of rows have the
 // tokens.
-template <class F, int G, int ROWS, int STAGES, bool WG>
+template <class F, int G, int ROWS, int STAGES, int WG>
 __global__ __launch_bounds__(WIDE_THREADS, 1) void linear_wide(WORK, float* y, int n_rows, int slices,
                                                           int tokens, int whole, int row_groups) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -26,7 +26,7 @@ __global__ __launch_bounds__(WIDE_THREADS, 1) void linear_wide(WORK, float* y, i
 }
 
 // gelu(gate x) or silu(gate x), times up x, as input of the next product
-template <class F, int G, int ROWS, int STAGES, bool WG>
+template <class F, int G, int ROWS, int STAGES, int WG>
 __global__ __launch_bounds__(WIDE_THREADS, 1) void gate_up_wide(WORK, u8* y, int channels, int silu,
                                                            int tokens, int row_groups) {
   extern __shared__ __align__(1024) u8 shared[];
@@ -37,7 +37,7 @@ __global__ __launch_bounds__(WIDE_THREADS, 1) void gate_up_wide(WORK, u8* y, int
 
 // Two products of the same rows, side by side in y: CTAs from `others` on have the second.
 template <class A, class B, int G, int ROWS_A, int STAGES_A, int ROWS_B, int STAGES_B,
-          bool WG>
+          int WG>
 __global__ __launch_bounds__(WIDE_THREADS, 1) void linear_two_wide(
     WORK, const u8* weights_b, int units_b, int groups_b, int run_b, int others, float* y,
     int n_rows, int n_rows_b, int stride, int tokens, int row_groups) {

@@ -29,8 +29,8 @@ HANDED_ON = "sm_90a"
 """Where warps hand registers on, so that a block has three warps more, and where warp groups can
 multiply."""
 
-WARP_GROUPS = True
-"""Whether they do there. Their sums have the bits of the others."""
+WARP_GROUPS = 1
+"""By how many products for each step of K they do; 0: warps multiply. Sums have the same bits."""
 
 
 def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> torch.Tensor:
@@ -89,13 +89,13 @@ def threads(arch: str) -> int:
 
 def two(a: Cut, b: Cut) -> str:
     """Name of the instance that multiplies both."""
-    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages, str(a.warp_groups).lower())
+    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages, a.warp_groups)
     return f"linear_two_wide<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
 
 
 @functools.cache
 def widened(
-    hows: tuple[Cut, ...], groups: int, arch: str, warp_groups: bool = False
+    hows: tuple[Cut, ...], groups: int, arch: str, warp_groups: int = 0
 ) -> tuple[Cut, ...]:
     """Cuts of 16 rows as they are for `groups` groups of them, or for as many as fit into the
     shared memory, if possible in two stages."""
@@ -108,7 +108,7 @@ def widened(
     raise AssertionError(f"{hows} of 32 rows do not fit into the shared memory of {arch}")
 
 
-def _staged(how: Cut, groups: int, arch: str, warp_groups: bool) -> Cut:
+def _staged(how: Cut, groups: int, arch: str, warp_groups: int) -> Cut:
     """The same for so many groups, in as many stages as fit; 0 where none does."""
     stages = range(MOST_STAGES[how.rows], -1, -1)
     each = (replace(how, groups=groups, stages=n, warp_groups=warp_groups) for n in stages)
@@ -120,7 +120,7 @@ def _parts(x: Rows, *hows: Cut) -> Iterator[tuple[int, Rows, tuple[Cut, ...]]]:
     at = 0
     while at < x.groups:
         arch = _arch(x)
-        by = WARP_GROUPS and arch == HANDED_ON
+        by = WARP_GROUPS if arch == HANDED_ON else 0
         own = widened(hows, min(x.groups - at, MOST_GROUPS), arch, by)
         end = min(at + own[0].groups, x.groups)
         part = x.part(at, end)
@@ -152,20 +152,20 @@ def _units() -> list[Unit]:
         )
         few = {"sm_86": (q4, q8), "sm_120": (q4, q6)}.get(arch, (q4,))
         if arch != HANDED_ON:
-            out.append(_unit(arch, _singles(few, arch, False), 800))
+            out.append(_unit(arch, _singles(few, arch, 0), 800))
             continue
-        out.append(_unit(arch, _singles((q4, q6, q8, q5), arch, False), 400))
-        names = _singles((q4, q5k, q6, q8, q5, q40), arch, True)
+        out.append(_unit(arch, _singles((q4, q6, q8, q5), arch, 0), 400))
+        names = _singles((q4, q5k, q6, q8, q5, q40), arch, WARP_GROUPS)
         for groups in GROUPS:
-            (own,) = widened((q4,), groups, arch, True)
+            (own,) = widened((q4,), groups, arch, WARP_GROUPS)
             names |= {own.name(kind): own.shared for kind in ("linear", "gate_up")}
-        a, b = widened((q4, q6), MOST_GROUPS, arch, True)
+        a, b = widened((q4, q6), MOST_GROUPS, arch, WARP_GROUPS)
         names[two(a, b)] = max(a.shared, b.shared)
         out.append(_unit(arch, names, 0))
     return out
 
 
-def _singles(hows: tuple[Cut, ...], arch: str, warp_groups: bool) -> dict[str, int]:
+def _singles(hows: tuple[Cut, ...], arch: str, warp_groups: int) -> dict[str, int]:
     """Products with one matrix, and their shared memory."""
     own = [widened((how,), MOST_GROUPS, arch, warp_groups)[0] for how in hows]
     return {how.name("linear"): how.shared for how in own}

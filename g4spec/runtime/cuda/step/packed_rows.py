@@ -97,7 +97,8 @@ class Rows:
             return self
         data = self.data[first] if last == first + 1 else self.data[first:last]
         scale = None if self.scale is None else self.scale[first * MOST : last * MOST]
-        return Rows(data, min(self.count, last * MOST) - first * MOST, self.width, scale, self.tiled)
+        count = min(self.count, last * MOST) - first * MOST
+        return Rows(data, count, self.width, scale, self.tiled)
 
 
 def tiles(count: int) -> int:
