@@ -1,11 +1,13 @@
 """Products of a layer of the 31B by numbers of rows on a GPU, without anything between them.
 
-    python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--most-groups 4 2]
+    python benchmarks/gpu_products.py [--rows 16 32 64 128] [--layers 6] [--forms wg mma wg:2]
 
-Queries to values, output, gates and ups, down in Q4_K, random codes and scales, of so many layers,
-which do not fit into L2. First that 16 rows keep their bits among more; then microseconds of a
-layer's products one behind the other (a CUDA graph), and of each by itself. `--most-groups`: of 16
-rows that are multiplied at once.
+Queries to values, output, gates and ups, down in Q4_K (or `--type`), random codes and scales, of so
+many layers, which do not fit into L2. First that every row keeps the bits that it has among 16;
+then microseconds of a layer's products one behind the other (a CUDA graph), and of each by itself
+(`--each`). A form is `wg` (products of warp groups), `wg2` (two for each step
+of K) or `mma`, then the most groups of 16 rows that are multiplied at once, then the most stages:
+`wg:4:2`. A table of all forms comes last.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import argparse
 import faulthandler
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,9 +29,11 @@ from g4spec.measure.synthetic_bench import milliseconds
 from g4spec.runtime.cuda.build import launch, units
 from g4spec.runtime.cuda.ops import CudaOps
 from g4spec.runtime.cuda.step import graphs, linear, linear_wide, packed_rows
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 SHAPES = {"qkv": (16384, 5376), "o": (5376, 8192), "gate_up": (43008, 5376), "down": (5376, 21504)}
+STAGES = dict(linear.MOST_STAGES)
 BEGAN = time.perf_counter()
 
 
@@ -37,70 +41,118 @@ def say(*what: object) -> None:
     print(f"{time.perf_counter() - BEGAN:6.1f} s", *what, flush=True)
 
 
-def run(name: str, x: packed_rows.Rows, weight: Weight, by: linear.Exchange) -> torch.Tensor:
+@dataclass(frozen=True)
+class Form:
+    """How products of more than 16 rows are made."""
+
+    name: str
+    warp_groups: int
+    groups: int
+    stages: int
+
+    @classmethod
+    def of(cls, name: str) -> Form:
+        kind, *numbers = name.split(":")
+        groups, stages = (*map(int, numbers), *(linear.MOST_GROUPS, 8)[len(numbers) :])
+        return cls(name, {"wg": 1, "wg2": 2, "mma": 0}[kind], groups, stages)
+
+    def take(self) -> None:
+        """All products are made so from now on."""
+        linear_wide.WARP_GROUPS, linear_wide.MOST_GROUPS = self.warp_groups, self.groups
+        for rows, most in STAGES.items():
+            linear.MOST_STAGES[rows] = min(most, self.stages)
+        linear_wide.widened.cache_clear()
+
+    def jobs(self, type: str, rows: list[int], arch: str) -> set[units.Job]:
+        """What is to be compiled."""
+        self.take()
+        names = set()
+        for count in rows:
+            left = packed_rows.groups(count) if count > MOST else 0
+            while left:
+                most = min(left, self.groups)
+                for narrow in (False, True):
+                    how = linear.cut(type, 256, 2, 2, arch, narrow)
+                    (own,) = linear_wide.widened((how,), most, arch, self.warp_groups)
+                    names |= {own.name("linear"), own.name("gate_up")}
+                left -= most
+        return {units.Job("linear_wide.cu", name, arch) for name in names}
+
+
+def run(name: str, x: Rows, weight: Weight, by: linear.Exchange) -> torch.Tensor | Rows:
     """The product of this name; what it leaves."""
     if name == "gate_up":
-        return linear_wide.gate_up(x, weight, by).data
+        return linear_wide.gate_up(x, weight, by)
     return linear_wide.linear(x, weight, by, parts=True)
 
 
-def compile_first(rows: list[int], most: list[int], arch: str) -> None:
-    """Compile what is measured in several processes."""
-    names = set()
-    for groups in {min(-(-count // 16), limit) for count in rows for limit in most if count > 16}:
-        for narrow in (False, True):
-            how = linear.cut("q4_k", 256, 2, 2, arch, narrow)
-            (own,) = linear_wide.widened((how,), groups, arch)
-            names |= {own.name("linear"), own.name("gate_up")}
-    units.compile_all([units.Job("linear_wide.cu", n, arch) for n in sorted(names)], workers=16)
+def values(found: torch.Tensor | Rows) -> torch.Tensor:
+    """Numbers [..., T, N]."""
+    return packed_rows.unpack(found)[0][: len(found)] if isinstance(found, Rows) else found
+
+
+def wrong(x: torch.Tensor, name: str, weight: Weight, by: linear.Exchange) -> int:
+    """Numbers of all rows that differ from those of 16 rows at a time."""
+    got = values(run(name, packed_rows.pack_rows(x), weight, by))
+    few = [values(run(name, packed_rows.pack_rows(x[at : at + MOST].contiguous()), weight, by))
+           for at in range(0, len(x), MOST)]  # fmt: skip
+    want = torch.cat(few, dim=-2)
+    return int((got.view(want.dtype) != want).sum()) + int((~got.isfinite()).sum())
+
+
+def timed(
+    names: list[str], x: dict[str, Rows], layers: list[dict[str, Weight]], by: linear.Exchange
+) -> float:
+    """Microseconds a layer."""
+
+    def chain() -> tuple[()]:
+        for layer in layers:
+            for n in names:
+                run(n, x[n], layer[n], by)
+        return ()
+
+    play = graphs.Capture(chain, torch.cuda.graph_pool_handle()).replay
+    return milliseconds(play, 20, 0.1) * 1e3 / len(layers)
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(20, repeat=True)
+    faulthandler.dump_traceback_later(60, repeat=True)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[16, 32, 64, 128])
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--most-groups", type=int, nargs="*", default=[linear.MOST_GROUPS])
+    parser.add_argument("--type", default="q4_k")
+    parser.add_argument("--forms", nargs="*", default=["wg", "mma"])
+    parser.add_argument("--each", action="store_true", help="each product by itself, too")
     parser.add_argument("--compile", action="store_true", help="do nothing else")
     args = parser.parse_args()
-    compile_first(args.rows, args.most_groups, launch.arch())
-    say("compiled")
+    forms = [Form.of(name) for name in args.forms]
+    jobs = {job for form in forms for job in form.jobs(args.type, args.rows, launch.arch())}
+    units.compile_all(sorted(jobs, key=lambda job: job.name), workers=16)
+    say("compiled", len(jobs))
     if args.compile:
         return
     ops = CudaOps("cuda")
-    by, form = linear.Exchange(ops.device), quant.get("q4_k")
-    first = {n: synthetic._matrix(form, shape, ops).alone for n, shape in SHAPES.items()}
+    by, format = linear.Exchange(ops.device), quant.get(args.type)
+    first = {n: synthetic._matrix(format, shape, ops).alone for n, shape in SHAPES.items()}
     layers = [first] + [{n: replace(w, data=w.data.clone()) for n, w in first.items()}
                         for _ in range(args.layers - 1)]  # fmt: skip
     say("weights are there")
     numbers = {n: torch.randn(max(args.rows), k, device=ops.device) for n, (_, k) in SHAPES.items()}
-    for limit in args.most_groups:
-        linear_wide.MOST_GROUPS = limit
+    table: dict[str, list[float]] = {form.name: [] for form in forms}
+    for form in forms:
+        form.take()
         for count in args.rows:
+            if count > MOST:
+                bad = {n: wrong(numbers[n][:count], n, w, by) for n, w in first.items()}
+                say(f"{form.name}, {count} rows: numbers with other bits", bad)
             x = {n: packed_rows.pack_rows(v[:count]) for n, v in numbers.items()}
-            same = []
-            for n, w in first.items():
-                few = run(n, packed_rows.pack_rows(numbers[n][:16].contiguous()), w, by)
-                many = run(n, x[n], w, by)
-                torch.cuda.synchronize()
-                if n != "gate_up":
-                    same.append(torch.equal(many[..., :16, :], few))
-                elif count > 16:
-                    same.append(torch.equal(many[0], few))
-            say(count, "rows,", limit, "groups at most: the bits of 16 rows", same)
-            pool, line = torch.cuda.graph_pool_handle(), []
-            for names in ([*SHAPES], *([n] for n in SHAPES)):
-
-                def chain(names: list[str] = names, x: dict = x) -> tuple[()]:  # type: ignore[type-arg]
-                    for layer in layers:
-                        for n in names:
-                            run(n, x[n], layer[n], by)
-                    return ()
-
-                play = graphs.Capture(chain, pool).replay
-                each = milliseconds(play, 20, 0.1) * 1e3 / args.layers
-                line.append(f"{'layer' if len(names) > 1 else names[0]} {each:.1f}")
-            say(count, "rows, us:", *line)
+            table[form.name].append(timed([*SHAPES], x, layers, by))
+            each = {n: round(timed([n], x, layers, by), 1) for n in SHAPES} if args.each else ""
+            say(f"{form.name}, {count} rows: {table[form.name][-1]:.1f} us a layer", each)
+    print(torch.cuda.get_device_name(), args.type)
+    print("us a layer".ljust(12), *(f"{count:8}" for count in args.rows))
+    for name, line in table.items():
+        print(name.ljust(12), *(f"{us:8.1f}" for us in line))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def test_compiles_within_its_bounds(module: str, arch: str) -> None:
                 (f"{took.registers} registers", took.registers > unit.max_registers),
                 (f"{took.shared} bytes of static shared memory", took.shared > nvrtc.STATIC_SHARED),
                 (f"{shared} bytes of shared memory", shared > nvrtc.SHARED_LIMIT[arch]),
+                ("products of warp groups that wait for each other", "wgmma" in cubin.log),
             )
             if wrong
         ]

@@ -3,8 +3,8 @@
 #include "ptx.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-inline u64 operand(const void* p, u32 block) {
-  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16;
+inline u64 operand(const void* p, u32 block, u32 eight = 1024) {
+  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32;
 }
 inline void products_fence() {}
 inline void products_commit() { check::products_commit(); }
@@ -22,8 +22,11 @@ inline float swizzled(u32 at) {
   at ^= (at >> 7 & 7) << 4;
   return from_half(*(const u16*)machine::at(at));
 }
+inline u32 place_of_row(u64 operand, int row) {
+  return (u32)(operand & 0x3fff) * 16 + row / 8 * (u32)(operand >> 32 & 0x3fff) * 16 + row % 8 * 128;
+}
 inline float by_row(u64 operand, int row, int column) {
-  return swizzled((u32)(operand & 0x3fff) * 16 + row * 128 + column * 2);
+  return swizzled(place_of_row(operand, row) + column * 2);
 }
 inline float by_column(u64 operand, int row, int column) {
   const u32 block = (u32)(operand >> 16 & 0x3fff) * 16;
@@ -41,13 +44,13 @@ void add_product(float (&d)[N], int add, A a, B b) {
     d[i] = (float)x;
   }
 }
-// What a product reads: 16 columns of 64 rows; 16 rows of 256 columns. Told by a lane of each warp,
+// What a product reads: 16 columns of 64 rows, or fewer; 16 rows of 256 columns. Told by a lane of each warp,
 // for all four: which of them reads what is not defined.
-inline void read_by_row(u64 operand) {
+inline void read_by_row(u64 operand, int rows = 64) {
   if (machine::self->lane) return;
-  for (int row = 0; row < 64; ++row)
+  for (int row = 0; row < rows; ++row)
     for (u32 i = 0; i < 2; ++i) {
-      const u32 at = (u32)(operand & 0x3fff) * 16 + row * 128 + i * 16;
+      const u32 at = place_of_row(operand, row) + i * 16;
       check::product_reads(machine::at(at ^ (at >> 7 & 7) << 4), 16);
     }
 }
@@ -69,21 +72,35 @@ inline void product_256_weights(float (&d)[128], u64 a, u64 b, int add) {
   add_product(d, add, [=](int first, int row, int k) { return by_row(a, first + row, k); },
               [=](int k, int column) { return by_column(b, k, column); });
 }
+// Operand a of one warp's 16 rows, from what its lanes hold.
+struct Fragment {
+  const u32* mine;
+  float all[16][16];
+
+  explicit Fragment(const u32 (&a)[4]) : mine(a), all{} {
+    machine::together("wgmma", *this, [](Fragment** lanes) {
+      for (int to = 0; to < 32; ++to)
+        for (int lane = 0; lane < 32; ++lane)
+          for (int i = 0; i < 8; ++i)
+            lanes[to]->all[lane / 4 + i / 2 % 2 * 8][2 * (lane % 4) + i % 2 + i / 4 * 8] =
+                from_half(u16(lanes[lane]->mine[i / 2] >> i % 2 * 16));
+    });
+  }
+};
 inline void product_256_values(float (&d)[128], const u32 (&a)[4], u64 b, int add) {
   check::Quiet quiet;
   read_by_column(b);
-  struct Fragment {
-    const u32* mine;
-    float all[16][16];
-  } f{a, {}};
-  machine::together("wgmma", f, [](Fragment** lanes) {
-    for (int to = 0; to < 32; ++to)
-      for (int lane = 0; lane < 32; ++lane)
-        for (int i = 0; i < 8; ++i)
-          lanes[to]->all[lane / 4 + i / 2 % 2 * 8][2 * (lane % 4) + i % 2 + i / 4 * 8] =
-              from_half(u16(lanes[lane]->mine[i / 2] >> i % 2 * 16));
-  });
+  const Fragment f(a);
   add_product(d, add, [&](int, int row, int k) { return f.all[row][k]; },
               [=](int k, int column) { return by_column(b, k, column); });
+}
+template <int N>  // 2 N rows of b
+void product_values(float (&d)[N], const u32 (&a)[4], u64 b, int add) {
+  check::Quiet quiet;
+  if ((b & 0x3fff) * 16 % 1024 >= 128) machine::fail("an operand that is not on 1024 bytes");
+  read_by_row(b, 2 * N);
+  const Fragment f(a);
+  add_product(d, add, [&](int, int row, int k) { return f.all[row][k]; },
+              [=](int k, int column) { return by_row(b, column, k); });
 }
 #endif

@@ -14,8 +14,17 @@ from tests.gpu.parity import HALF, matrix, stored
 
 pytestmark = pytest.mark.gpu
 
+FORMS = (0, 1, 2)
+"""Products of warps, and of warp groups by so many for each step of K."""
+
 COUNTS = (17, 37, 50) if EMULATED else (17, 32, 33, 48, 50, 64, 65, 96, 100, 127, 128, 129, 200)
 MOST = max(COUNTS)
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of more than 16 rows are made in one of the ways there are."""
+    monkeypatch.setattr(linear_wide, "WARP_GROUPS", request.param)
 
 
 def alone(x: torch.Tensor) -> list[tuple[slice, rows.Rows]]:
@@ -24,6 +33,7 @@ def alone(x: torch.Tensor) -> list[tuple[slice, rows.Rows]]:
     return [(slice(*at), rows.pack_rows(x[slice(*at)].contiguous())) for at in begin]
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("size", [(128, 64), (200, 512), (384, 1280)])
 @pytest.mark.parametrize("type", packing.PARTS)
 def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) -> None:
@@ -47,6 +57,7 @@ def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) 
     assert not by.arrived.any()
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("types", [("q4_k", "q6_k"), ("q5_0", "q8_0")])
 def test_two_side_by_side(types: tuple[str, str]) -> None:
     g = torch.Generator().manual_seed(3)
@@ -61,6 +72,7 @@ def test_two_side_by_side(types: tuple[str, str]) -> None:
     assert not by.arrived.any()
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("type", ["q4_k", "q8_0", "q6_k"])
 def test_gates_and_ups(type: str) -> None:
     """Their product is what the next one reads: halves, sums and zeros behind the last row."""

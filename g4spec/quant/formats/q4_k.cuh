@@ -7,6 +7,7 @@ template <int BITS>
 struct Affine {
   static constexpr int UPPER = 16384, HEADER = UPPER + (BITS - 4) * 4096;
   static constexpr int UNIT = 256, UNIT_BYTES = HEADER + 2048, SCRATCH = 1664;
+  static constexpr int SUMS = SPLIT32, SUMS_BYTES = 64;  // of 8 rows of a block
 
   // The factors of a row's groups, one lane a row.
   struct Factors {
@@ -38,7 +39,7 @@ struct Affine {
     static constexpr int MINS = 1024, DMINS = 1536;  // in scratch
     using Operands = KOperands<NT, u32, BITS == 5>;
     float share;  // of d
-    u32 codes, upper, header, rows, sums;  // offsets
+    u32 codes, upper, header, rows, sums, place, tiled_sums;  // offsets
     u8 *put, *put_mins;                    // in scratch
     const u8 *scales, *mins;
 
@@ -51,6 +52,8 @@ struct Affine {
       header = now(unit + HEADER + (warp % 4 * 32 + lane) * 16);
       rows = now(lane * 16);
       sums = now(t * ACT_BYTES * NT + SPLIT32 * NT + g * 8);
+      place = now(tiled_place<4>(lane));
+      tiled_sums = now((t * 8 * NT + g) * 8);
       put = kept(scratch + row_slot(lane) * 4);
       put_mins = kept(scratch + MINS + lane * 16);
       scales = kept(scratch + g * 16);
@@ -83,9 +86,9 @@ struct Affine {
     }
 
     template <int G>
-    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
-      constexpr int GROUP_BYTES = In<Affine>::ROWS * NT;
-      const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
+    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      constexpr int OF_SUMS = 4 * SUMS_BYTES * NT;  // of a group
+      const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(*(const uint4*)(unit + header), share);
       KWeights<u32, BITS == 5> next(w, u, 0);
       store(factors);
@@ -108,21 +111,75 @@ struct Affine {
 #pragma unroll
           for (int g = 0; g < G; ++g) {
             in_turn();
-            add_half(acc[g], a, x + g * GROUP_BYTES, j, h, s);
+            add_half(acc[g], a, act.halves + (g * 4 * NT + j) * TILE_BYTES, h, s);
           }
         }
       }
 #pragma unroll
-      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act + sums + g * GROUP_BYTES);
+      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act.sums + tiled_sums + g * OF_SUMS);
     }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    // In P parts of G / P groups each, and two tiles: so many chains of two products, one of which is
+    // folded while the others are multiplied.
+    template <int G, int P>
+    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      constexpr int N = G / P, CHAINS = 2 * P;
+      const u8 *w = unit + codes, *u = unit + upper;
+      const Halves<4> b(act.halves);
+      const Factors factors(*(const uint4*)(unit + header), share);
+      KWeights<u32, BITS == 5> next(w, u, 0);
+      store(factors);
+      __syncwarp();
+      Sums64<N> c[CHAINS];
+      float4 s, before;
+      const auto finish = [&](int chain, int newest, float4 of) {
+        finish_products<N>(c[chain], newest);
+        const int tile = chain / P;
+        fold_all<N>(acc, tile, c[chain], tile ? of.z : of.x, tile ? of.w : of.y, chain % P * N);
+      };
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const auto own = next;
+        if (j + 1 < 4) next = KWeights<u32, BITS == 5>(w, u, j + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          before = s;
+          s = ((const float4*)scales)[(j * 2 + h) * 8];
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            const uint4 v = own.w[tile];
+            u32 a[2][4];  // [step]
+            subnormal_nibbles(a[0], h ? v.z : v.x);
+            subnormal_nibbles(a[1], h ? v.w : v.y);
+            if constexpr (BITS == 5) {
+              add_fifths(a[0], own.upper[tile], h * 2);
+              add_fifths(a[1], own.upper[tile], h * 2 + 1);
+            }
+#pragma unroll
+            for (int part = 0; part < P; ++part) {
+              const int chain = tile * P + part, oldest = (chain + 1) % CHAINS;
+              start_products<N>(c[chain], a, b, j * 4 + h * 2, part * N);
+              if (oldest == 0) finish(oldest, CHAINS - 1, s);
+              else if (j + h) finish(oldest, CHAINS - 1, before);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int chain = 1; chain < CHAINS; ++chain) finish(chain, CHAINS - 1 - chain, s);
+#pragma unroll
+      for (int g = 0; g < G; ++g)
+        subtract_mins(acc[g], act.sums + tiled_sums + g * 4 * (SUMS_BYTES * NT));
+    }
+#endif
+
     // 32 k, a group.
-    static DEVICE void add_half(Acc<NT>& acc, const u32 (&a)[2][2][4], const u8* x, int j, int h,
-                                float4 s) {
+    DEVICE void add_half(Acc<NT>& acc, const u32 (&a)[2][2][4], const u8* x, int h, float4 s) const {
       float zero[4] = {0, 0, 0, 0};
       u32 b[2][NT][2];
       float c[2][NT][4];
-      fragments_of<NT>(b, x, j, h);
+      tiled_fragments<NT>(b, x, place, h);
 #pragma unroll
       for (int step = 0; step < 2; ++step)
 #pragma unroll

@@ -5,6 +5,7 @@
 struct Q6K {
   static constexpr int UNIT = 256, UNIT_BYTES = 26880, SCRATCH = 2304;
   static constexpr int UPPER = 16384, SCALES = 24576, D = SCALES + 2048;
+  static constexpr int SUMS = SPLIT16, SUMS_BYTES = 128;  // of 8 rows of a block
 
   struct Factors {  // of a row's groups, one lane a row
     float scales[16], zero;
@@ -31,7 +32,7 @@ struct Q6K {
     static constexpr int ZEROS = 2048;  // in scratch
     using Operands = KOperands<NT, uint2>;
     float share;  // of d
-    u32 codes, upper, header, d, rows, own, sums;  // offsets
+    u32 codes, upper, header, d, rows, own, sums, place, tiled_sums;  // offsets
     u8* put;                                       // in scratch
     const u8* scales;
 
@@ -46,6 +47,8 @@ struct Q6K {
       rows = now(lane * 16);
       own = now(unit + SCALES + (row + g) * 16 + t * 2);
       sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
+      place = now(tiled_place<4>(lane));
+      tiled_sums = now((t * 8 * NT + g) * 8);
       put = kept(scratch + row_slot(lane) * 4);
       scales = kept(scratch + g * 16);
     }
@@ -69,13 +72,13 @@ struct Q6K {
 #pragma unroll
         for (int h = 0; h < 2; ++h) add(acc, own, j, h);
       }
-      subtract_zeros(acc, unit + own, act + sums);
+      subtract_zeros<ACT_BYTES>(acc, unit + own, act + sums);
     }
 
     template <int G>
-    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
-      constexpr int GROUP_BYTES = In<Q6K>::ROWS * NT;
-      const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
+    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      constexpr int OF_SUMS = 4 * SUMS_BYTES * NT;  // of a group
+      const u8 *w = unit + codes, *u = unit + upper;
       const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
       KWeights<uint2> next(w, u, 0);
       store(factors);
@@ -98,7 +101,7 @@ struct Q6K {
           for (int g = 0; g < G; ++g) {
             in_turn();
             u32 b[2][NT][2];
-            fragments_of<NT>(b, x + g * GROUP_BYTES, j, h);
+            tiled_fragments<NT>(b, act.halves + (g * 4 * NT + j) * TILE_BYTES, place, h);
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile) add_half(acc[g][tile], a[tile], b, tile, s0, s1);
           }
@@ -106,8 +109,53 @@ struct Q6K {
       }
 #pragma unroll
       for (int g = 0; g < G; ++g)
-        subtract_zeros(acc[g], unit + own, act + sums + g * GROUP_BYTES);
+        subtract_zeros<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * OF_SUMS);
     }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    template <int G, int>
+    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      const u8 *w = unit + codes, *u = unit + upper;
+      const Halves<4> b(act.halves);
+      const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
+      KWeights<uint2> next(w, u, 0);
+      store(factors);
+      __syncwarp();
+      Sums64<G> c[2];
+      float4 s, before;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const auto of = next;
+        if (j + 1 < 4) next = KWeights<uint2>(w, u, j + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          u32 a[2][2][4];  // [tile][step]
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            const uint4 v = of.w[tile];
+            codes_of(a[tile], h ? v.z : v.x, h ? v.w : v.y, h ? of.upper[tile].y : of.upper[tile].x);
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int step = i / 2, tile = i % 2;
+            if (tile == 0) before = s, s = ((const float4*)scales)[(j * 4 + h * 2 + step) * 8];
+            u32(&operand)[1][4] = (u32(&)[1][4])a[tile][step];
+            start_products<G>(c[tile], operand, b, j * 4 + h * 2 + step);
+            if (j + h + i == 0) continue;
+            finish_products<G>(c[1 - tile], 1);
+            if (tile) fold_all<G>(acc, 0, c[0], s.x, s.y);
+            else fold_all<G>(acc, 1, c[1], before.z, before.w);
+          }
+        }
+      }
+      finish_products<G>(c[1], 0);
+      fold_all<G>(acc, 1, c[1], s.z, s.w);
+#pragma unroll
+      for (int g = 0; g < G; ++g)
+        subtract_zeros<SUMS_BYTES>(acc[g], unit + own,
+                                   act.sums + tiled_sums + g * 4 * (SUMS_BYTES * NT));
+    }
+#endif
 
     // 32 k of a tile, which are two groups.
     static DEVICE void add_half(float (&acc)[NT][4], const u32 (&a)[2][4], const u32 (&b)[2][NT][2],
@@ -162,14 +210,16 @@ struct Q6K {
     }
 
     // Scales are whole numbers: a product of them with the sums of the activations, which are two
-    // halves each. The unit's first and last 8 groups are the two sides of its K.
+    // halves each. The unit's first and last 8 groups are the two sides of its K. PITCH: bytes from
+    // one block of 64 to the next, over tiles.
+    template <int PITCH>
     DEVICE void subtract_zeros(Acc<NT>& acc, const u8* own, const u8* sums) const {
       const float4 zero = *(const float4*)(scales + ZEROS);
       uint2 s[NT][2];
       u32 a[2][2][2];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const u8* from = sums + side * 2 * ACT_BYTES * NT;
+        const u8* from = sums + side * 2 * PITCH * NT;
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) s[nt][side] = ((const uint2*)from)[nt * 8];
 #pragma unroll

@@ -5,6 +5,7 @@
 template <int K>
 struct Q80 {
   static constexpr int UNIT = K, UNIT_BYTES = K * 136, SCRATCH = 0;
+  static constexpr int SUMS = SUMS32, SUMS_BYTES = 64;  // of 8 rows of a block
 
   template <int NT>
   using Lane = PlainLane<Q80, NT>;
@@ -52,10 +53,11 @@ struct Q80 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act, int warp,
+  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act, int warp,
                                 int lane) {
-    constexpr int GROUP_BYTES = In<Q80>::ROWS * NT;
+    constexpr int BLOCKS = K / 64, OF_SUMS = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int g = lane / 4, t = lane % 4;
+    const u32 place = tiled_place<BLOCKS>(lane);
     const uint4* codes = (const uint4*)unit + warp * 2 * K;
     const uint2* scales = (const uint2*)(unit + K * 128);
 #pragma unroll 2
@@ -71,12 +73,11 @@ struct Q80 {
 #pragma unroll
       for (int i = 0; i < G; ++i) {
         in_turn();
-        const auto rows = activations<NT>(act + i * GROUP_BYTES, k32 / 2);
         u32 b[2][NT][2];
-        rows.fragments(b, k32 % 2, lane);
+        tiled_fragments<NT>(b, act.halves + (i * NT * BLOCKS + k32 / 2) * TILE_BYTES, place, k32 % 2);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const float2 n = rows.sums32(k32 % 2, nt, t);
+          const float2 n = tiled_sums32(act.sums + i * OF_SUMS, k32, nt, t);
           const float start[4] = {n.x * 1.125f, n.y * 1.125f, n.x * 1.125f, n.y * 1.125f};
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
@@ -90,6 +91,40 @@ struct Q80 {
       }
     }
   }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  template <int G>
+  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles& act, int warp,
+                               int lane) {
+    constexpr int OF_SUMS = K / 32 * SUMS_BYTES;  // of a group
+    const Halves<K / 64> b(act.halves);
+    const int g = lane / 4, t = lane % 4;
+    const uint4* codes = (const uint4*)unit + warp * 2 * K;
+    const uint2* scales = (const uint2*)(unit + K * 128);
+#pragma unroll 2
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      const uint2 d = scales[(k32 * 4 + warp) * 8 + g];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4 w = codes[tile * K + k32 * 32 + lane];
+        u32 a[2][4];
+        unpack(a[0], w.x, w.y);
+        unpack(a[1], w.z, w.w);
+        Sums64<G> c;
+#pragma unroll
+        for (int i = 0; i < 2 * G; ++i) {
+          const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
+          c[4 * i] = c[4 * i + 2] = n.x * 1.125f;
+          c[4 * i + 1] = c[4 * i + 3] = n.y * 1.125f;
+        }
+        start_products<G>(c, a, b, k32 * 2, 0, true);
+        finish_products<G>(c, 0);
+        const u32 pair = tile ? d.y : d.x;
+        fold_all<G>(acc, tile, c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+      }
+    }
+  }
+#endif
 
   // 1024 + q of two k16 rows; the sums that accumulators start at are times 1024 + 128.
   static DEVICE void unpack(u32 (&a)[4], u32 first, u32 second) {

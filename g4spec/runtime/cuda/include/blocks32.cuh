@@ -7,7 +7,7 @@ template <int K, int BITS, bool MINIMUM>
 struct Blocks32 {
   static constexpr int CODES = K * 64, UPPER = BITS == 5 ? K * 16 : 0, PLANE = K * 8;
   static constexpr int UNIT = K, UNIT_BYTES = CODES + UPPER + PLANE * (MINIMUM ? 2 : 1);
-  static constexpr int SCRATCH = 0;
+  static constexpr int SCRATCH = 0, SUMS = SUMS32, SUMS_BYTES = 64;  // of 8 rows of a block
   // Bias of the operands over the codes, as a multiple of 1024: rows g hold 1024 + code, rows g + 8
   // 1024 + 16 * code.
   static constexpr float ZERO = MINIMUM ? 0.0f : (1 << (BITS - 1)) / 1024.0f;
@@ -62,10 +62,11 @@ struct Blocks32 {
   }
 
   template <int NT, int G>
-  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act, int warp,
+  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act, int warp,
                                 int lane) {
-    constexpr int GROUP_BYTES = In<Blocks32>::ROWS * NT;
+    constexpr int BLOCKS = K / 64, OF_SUMS = BLOCKS * SUMS_BYTES * NT;  // of a group
     const int t = lane % 4;
+    const u32 place = tiled_place<BLOCKS>(lane);
     const uint4* codes = (const uint4*)unit + warp * K + lane;
     const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
     const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
@@ -95,12 +96,11 @@ struct Blocks32 {
 #pragma unroll
       for (int g = 0; g < G; ++g) {
         in_turn();
-        const auto rows = activations<NT>(act + g * GROUP_BYTES, k64);
         u32 b[2][NT][2];
-        rows.fragments(b, h, lane);
+        tiled_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) {
-          const float2 n = rows.sums32(h, nt, t);
+          const float2 n = tiled_sums32(act.sums + g * OF_SUMS, k32, nt, t);
 #pragma unroll
           for (int tile = 0; tile < 2; ++tile) {
             float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
@@ -114,6 +114,58 @@ struct Blocks32 {
       }
     }
   }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  template <int G>
+  static DEVICE void add_tiles(Acc<2> (&acc)[G], const u8* unit, const Tiles& act, int warp,
+                               int lane) {
+    constexpr int OF_SUMS = K / 32 * SUMS_BYTES;  // of a group
+    const int t = lane % 4;
+    const Halves<K / 64> b(act.halves);
+    const uint4* codes = (const uint4*)unit + warp * K + lane;
+    const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
+    const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
+    const uint2* m = (const uint2*)(unit + CODES + UPPER + PLANE) + warp * 8 + lane / 4;
+#pragma unroll 2
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      const int k64 = k32 / 2, h = k32 % 2;
+      const uint2 scales = d[k32 * 32];
+      uint2 least;
+      if constexpr (MINIMUM) least = m[k32 * 32];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4 w = codes[tile * (K / 2) + k64 * 32];
+        u32 a[2][4];
+        from_nibbles(a[0], h ? w.z : w.x);
+        from_nibbles(a[1], h ? w.w : w.y);
+        if constexpr (BITS == 5) {
+          const u32 fifths = upper[tile * (K / 2) + k64 * 32];
+          add_fifths(a[0], fifths, h * 2);
+          add_fifths(a[1], fifths, h * 2 + 1);
+        }
+        Sums64<G> c;
+#pragma unroll
+        for (int i = 0; i < 2 * G; ++i) {
+          const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
+          c[4 * i] = n.x * LOW, c[4 * i + 1] = n.y * LOW;
+          c[4 * i + 2] = n.x * HIGH, c[4 * i + 3] = n.y * HIGH;
+        }
+        start_products<G>(c, a, b, k32 * 2, 0, true);
+        finish_products<G>(c, 0);
+        const float2 s = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
+        fold_all<G>(acc, tile, c, s.x, s.y);
+        if constexpr (MINIMUM) {
+          const float2 low = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
+#pragma unroll
+          for (int i = 0; i < 2 * G; ++i) {
+            const float2 n = tiled_sums32(act.sums + i / 2 * OF_SUMS, k32, i % 2, t);
+            fold(acc[i / 2][tile][i % 2], {n.x, n.y, n.x, n.y}, low.x, low.y);
+          }
+        }
+      }
+    }
+  }
+#endif
 
   static DEVICE float2 halves(u32 pair, float low, float high) {
     return {low * from_half((u16)pair), high * from_half((u16)(pair >> 16))};

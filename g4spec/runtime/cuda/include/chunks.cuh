@@ -57,6 +57,11 @@ struct __align__(8) Item {
 };
 constexpr int ITEMS = 264;  // most of a block
 
+// Blocks of a launch that a sequence has, and which of them this one is.
+struct Share {
+  int sequence, own, blocks;
+};
+
 // What a block does, in shared memory. Each (head, rows) pair has as many blocks as any other, so
 // that blocks with the same keys read them at the same time. From the last chunk on, each goes to the
 // block of its pair that has least to do so far.
@@ -66,22 +71,120 @@ struct Work {
   Item items[ITEMS];
   Units units;
   int count, all_from, all_to, capacity, n_kv;
+  int sequence;
+
+  // What the rows of a sequence see costs for each pair of heads and rows, and how many pairs a block
+  // may have before its list is too long.
+  struct Cost {
+    u32 of_pair, pairs;
+
+    // Blocks that take no longer than `time` each: a pair has several, or a block several pairs.
+    DEVICE u32 blocks(u32 time, u32 all) const {
+      if (time < of_pair) return all * ((of_pair + time - 1) / time);
+      const u32 some = least(least(time / of_pair, pairs), all);
+      return (all + some - 1) / some;
+    }
+  };
+
+  // Blocks are shared out so that the slowest is as fast as can be; what is left over does nothing. As
+  // many as all sequences have pairs are enough. By one warp.
+  DEVICE Share share(const Chunks& chunks, const i64* first, const i64* last, int sequences,
+                     int tokens, int pairs) {
+    if (sequences == 1) return {0, (int)blockIdx.x, (int)gridDim.x};
+    const int each = gridDim.x / sequences, at = blockIdx.x;
+    if (sequences > ITEMS) return {at % sequences, at / sequences, at / sequences < each ? each : 0};
+    Cost* costs = (Cost*)items;  // until there are items
+    const int lane = threadIdx.x % 32;
+    u32 all = 0, longest = 0;
+    for (int s = lane; s < sequences; s += 32) {
+      int lo = 0x7fffffff, hi = 0;
+#pragma unroll
+      for (int t = 0; t < 16; ++t)
+        if (t < tokens) {
+          lo = least(lo, (int)__ldcg(first + s * tokens + t));
+          hi = most(hi, (int)__ldcg(last + s * tokens + t));
+        }
+      const u32 some = chunks.of(hi) - chunks.of(lo) + 1;
+      costs[s] = {(hi / KEYS - lo / KEYS + 1) * COST + some, ITEMS / some};
+      all += costs[s].of_pair, longest = most(longest, costs[s].of_pair);
+    }
+    __syncwarp();
+    longest = ~__reduce_min_sync(FULL, ~longest);
+    u32 low = total(all) * pairs / gridDim.x, time = longest;  // too short perhaps; long enough
+    for (int step = 0; step < 12 && low + 1 < time; ++step) {
+      const u32 middle = (low + time) / 2;
+      u32 blocks = 0;
+      for (int s = lane; s < sequences; s += 32) blocks += costs[s].blocks(middle, pairs);
+      if (total(blocks) <= gridDim.x) time = middle;
+      else low = middle;
+    }
+    Share found = {0, 0, 0};
+    int begin = 0;
+    for (int base = 0; base < sequences; base += 32) {
+      const int n = base + lane < sequences ? costs[base + lane].blocks(time, pairs) : 0;
+      int end = n;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int before = __shfl_up_sync(FULL, end, step);
+        if (lane >= step) end += before;
+      }
+      const int own = at - begin - (end - n);
+      const u32 mine = __ballot_sync(FULL, own >= 0 && own < n);
+      if (mine) {
+        const int of = __ffs(mine) - 1;
+        found = {base + of, __shfl_sync(FULL, own, of), __shfl_sync(FULL, n, of)};
+      }
+      begin += __shfl_sync(FULL, end, 31);
+    }
+    __syncwarp();
+    return found;
+  }
+  static DEVICE u32 total(u32 x) {  // over a warp
+#pragma unroll
+    for (int step = 16; step; step /= 2) x += __shfl_xor_sync(FULL, x, step);
+    return x;
+  }
 
   // By one warp, whose lanes stand for blocks. Where there are more, 32 or fewer of them have every
-  // second (third ..) chunk.
+  // second (third ..) chunk; where there are fewer than pairs, each has several of these.
   DEVICE void set(const Chunks& chunks, const Span& span, const Units& where, int rows_of_unit,
-                  int heads, int row_blocks) {
+                  int heads, int row_blocks, const Share& share) {
     const int lane = threadIdx.x % 32, low = chunks.of(span.lo), high = chunks.of(span.hi);
-    const u32 each = gridDim.x / (u32)(heads * row_blocks), turns = (each + 31) / 32;
-    const u32 blocks = each / turns, place = blockIdx.x / blocks, own = blockIdx.x - place * blocks;
+    const int found = share.blocks < heads * row_blocks
+                          ? few_blocks(chunks, span, low, high, heads * row_blocks, row_blocks, share)
+                          : many_blocks(chunks, span, low, high, heads, row_blocks, share);
+    if (lane) return;
+    count = found, all_from = span.all_from, all_to = span.all_to;
+    units = where, capacity = rows_of_unit, n_kv = heads, sequence = share.sequence;
+  }
+  DEVICE int few_blocks(const Chunks& chunks, const Span& span, int low, int high, int pairs,
+                        int row_blocks, const Share& share) {
+    if (share.blocks == 0) return 0;
+    const int each = (pairs + share.blocks - 1) / share.blocks, from = share.own * each;
+    const int some = high - low + 1, found = most(0, least(each, pairs - from)) * some;
+    for (int i = threadIdx.x % 32; i < found; i += 32) {
+      const int pair = from + i / some, chunk = high - i % some;
+      items[i] = item_of(chunks, span, low, chunk, pair / row_blocks, pair % row_blocks);
+    }
+    return found;
+  }
+  DEVICE Item item_of(const Chunks& chunks, const Span& span, int low, int chunk, int head,
+                      int rows) const {
+    const int begin = most(chunks.start(chunk), span.lo) / KEYS;
+    const int end = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS + 1;
+    return {(u16)begin, (u16)end, (u16)(chunk - low), (u8)head, (u8)rows};
+  }
+  DEVICE int many_blocks(const Chunks& chunks, const Span& span, int low, int high, int heads,
+                         int row_blocks, const Share& share) {
+    const int lane = threadIdx.x % 32;
+    const u32 each = share.blocks / (u32)(heads * row_blocks), turns = (each + 31) / 32;
+    const u32 blocks = each / turns, place = share.own / blocks, own = share.own - place * blocks;
     const u32 pair = place / turns, head = pair / (u32)row_blocks, rows = pair - head * row_blocks;
     Item item;
     auto open = [&](int chunk) {  // what it costs; nothing if there is none
       if (chunk < low || head >= heads) return 0;
-      const int begin = most(chunks.start(chunk), span.lo) / KEYS;
-      const int end = least(chunks.start(chunk + 1) - 1, span.hi) / KEYS + 1;
-      item = {(u16)begin, (u16)end, (u16)(chunk - low), (u8)head, (u8)rows};
-      return ((end - begin) * COST + 1) * 32;
+      item = item_of(chunks, span, low, chunk, head, rows);
+      return ((item.end - item.tile) * COST + 1) * 32;
     };
     int chunk = high - (place - pair * turns) - lane * turns, found = 0;
     u32 cost = open(chunk), load = lane < blocks ? cost + lane : ~0u;  // and which block it is
@@ -99,9 +202,7 @@ struct Work {
       }
       chunk -= 32 * turns;
     }
-    if (lane) return;
-    count = found, all_from = span.all_from, all_to = span.all_to;
-    units = where, capacity = rows_of_unit, n_kv = heads;
+    return found;
   }
   // Which [capacity] rows of a plane hold a position, for a head: those of its unit.
   DEVICE int strip(int position, int head) const { return units.of(position) * n_kv + head; }

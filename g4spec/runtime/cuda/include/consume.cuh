@@ -8,12 +8,19 @@
 // the number of rows, so a row's bits do not depend on the rows beside it.
 //
 // With G > 1 a CTA multiplies G groups of 16 rows with the same weights, each as if it were alone: what
-// is left of a sum, and what teams exchange, goes group by group.
+// is left of a sum, and what teams exchange, goes group by group. WG: warp groups multiply
+// (`multiply_tiles`), with so many products for each step of K where the format has a choice.
 #pragma once
 #include "product.cuh"
 
 constexpr int CONSUMERS = 8;  // warps: teams of ROWS / 32, which take turns with units
 constexpr int THREADS = 32 * (CONSUMERS + 1);
+
+// The same number in all lanes; with IT the compiler knows that.
+template <bool IT>
+DEVICE int uniform(int x) {
+  return IT ? __shfl_sync(FULL, x, 0) : x;
+}
 
 DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
 
@@ -95,10 +102,10 @@ struct Gated {
   static constexpr float STORED = 1.0f / 64;  // of the value, as half; the row scale is 64
   u8* y;  // [G][channels / 64][ACT_BYTES * NT]
   int channels, tokens;
-  bool silu;
+  bool silu, tiled;  // tiled: rows of several groups
 
   DEVICE Gated of(int g) const {
-    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu};
+    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu, tiled};
   }
 
   DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_inner(x)); }
@@ -130,6 +137,11 @@ struct Gated {
       sum += __shfl_xor_sync(FULL, sum, 2);
       if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = sum;
       if (k16 * 16 >= channels || tokens <= 0) continue;
+      if (tiled) {
+        const u32 at = tiled_word(channels / 64, k16 / 4, nt * 8 + g, 2 * s, t);
+        *(u32*)(y + at) = v.x, *(u32*)(y + (at ^ NEXT_PIECE)) = v.y;
+        continue;
+      }
       const int at = NT == 1 ? ((s / 2) * 32 + lane) * 8 + (s % 2) * 4
                              : (s * 32 + lane) * 8 + nt * 4;
       *(uint2*)((u16*)block + at) = v;
@@ -141,26 +153,50 @@ struct Gated {
   DEVICE void write_sums(int group, const float* sums, int warp, int lane) const {
     const int k16 = group * (ROWS / 32) + warp;
     if (warp % 4 || lane >= 8 * NT || k16 * 16 >= channels || tokens <= 0) return;
-    u8* block = y + (i64)(k16 / 4) * ACT_BYTES * NT;
+    u8* to = tiled ? y : y + (i64)(k16 / 4) * ACT_BYTES * NT;
     const float* of = sums + warp * 8 * NT + lane;
     const float a = of[0], b = of[8 * NT], c = of[16 * NT], d = of[24 * NT];
-    SumPlace(NT, lane, 0).store32(block, a, b);
-    SumPlace(NT, lane, 1).store32(block, c, d);
-    SumPlace(NT, lane, 0).store64(block, a + b, c + d);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const SumPlace at = tiled ? SumPlace(channels / 64, k16 / 4, lane, half) : SumPlace(NT, lane, half);
+      at.store32(to, half ? c : a, half ? d : b);
+      if (half == 0) at.store64(to, a + b, c + d);
+    }
   }
 };
+
+// Bytes of a format's sums of 8 rows and 64 k; of one that G > 1 does not take, none.
+template <class F, class = void>
+struct SumsOf {
+  static constexpr int BYTES = 0;
+};
+template <class F>
+struct SumsOf<F, decltype(void(F::SUMS))> {
+  static constexpr int BYTES = F::SUMS_BYTES;
+};
+template <class F>
+constexpr int sums_of() {
+  return SumsOf<F>::BYTES;
+}
 
 // Bytes a CTA leaves of a group that it does not finish, for each group of rows.
 template <int NT, int ROWS>
 constexpr int LEFT = ROWS * 8 * NT * 4;
 
-// Stages in shared memory: weights, then activations.
+// Stages in shared memory: weights, then activations; for several groups halves of activations, [tiles
+// of all groups][blocks of 64 k], weights, and the sums that the format needs, [G][blocks].
 template <class F, int NT, int ROWS, int G = 1>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
-  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;  // of a group of rows
-  static constexpr int FILL = WEIGHTS + ROWS_BYTES * G;
-  static constexpr int BYTES = FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>;
+  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;  // of a group of rows, in memory
+  static constexpr int BLOCKS = F::UNIT / 64, HALVES = TILE_BYTES * BLOCKS;  // HALVES: of a tile
+  static constexpr int OF_SUMS = sums_of<F>() * NT * BLOCKS;                 // of a group
+  static constexpr int COPIED = G > 1 ? HALVES * NT + OF_SUMS : ROWS_BYTES;  // of a group
+  static constexpr int WEIGHTS_AT = G > 1 ? HALVES * NT * G : 0;
+  static constexpr int SUMS_AT = WEIGHTS_AT + WEIGHTS;
+  static constexpr int FILL = WEIGHTS + COPIED * G, ALIGN = G > 1 ? 1024 : 16;
+  static constexpr int BYTES =
+      ((FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>) + ALIGN - 1) / ALIGN * ALIGN;
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
   // of a warp: factors of a unit, the sums of a team, or an epilogue's
   static constexpr int OTHER = TEAMS > 1 ? 1024 * NT : 512 * NT;
@@ -242,12 +278,12 @@ DEVICE void join_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
 }
 
 // The consumers' side. `mine`: as of `join_teams`.
-template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, class Out>
+template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, int WG = 0, class Out>
 DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
                     u8* mine, float* sums, const Run& run) {
   using S = Stage<F, NT, ROWS, G>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
   const Scales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
   const typename F::template Lane<NT> of(mine, part, lane);
@@ -261,8 +297,14 @@ DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G
       ring.wait();
       if constexpr (G == 1)
         of.multiply(acc[0], ring.slot, ring.slot + S::WEIGHTS);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+      else if constexpr (WG > 0)
+        of.template multiply_tiles<G, G % (2 * WG) ? 1 : WG>(acc, ring.slot + S::WEIGHTS_AT,
+                                                       {ring.slot, ring.slot + S::SUMS_AT});
+#endif
       else
-        of.template multiply_groups<G>(acc, ring.slot, ring.slot + S::WEIGHTS);
+        of.template multiply_groups<G>(acc, ring.slot + S::WEIGHTS_AT,
+                                       {ring.slot, ring.slot + S::SUMS_AT});
       ring.leave();
       ring.next();
     }

@@ -51,27 +51,43 @@ struct Units {
   DEVICE void copy_weights(const Work& w, u8* to, u64* full, int lane) const {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
+      u8* place = to + S::WEIGHTS_AT + half * F::UNIT_BYTES;
       const u8* from = weights + (i64)half * w.units * In<F>::WHOLE;
 #if ARCH >= 900
-      bulk_copy_once(to + half * F::UNIT_BYTES, from, F::UNIT_BYTES, full);
+      bulk_copy_once(place, from, F::UNIT_BYTES, full);
 #else
 #pragma unroll 4
       for (int b = lane * 16; b < F::UNIT_BYTES; b += 512)
-        copy16(to + half * F::UNIT_BYTES + b, from + b);
+        copy16(place + b, from + b);
 #endif
     }
   }
+  // All lanes call it, or one where the copy engine copies.
+  static DEVICE void copy(u8* to, const u8* from, int bytes, u64* full, int lane) {
+#if ARCH >= 900
+    bulk_copy(to, from, bytes, full);
+#else
+#pragma unroll 4
+    for (int b = lane * 16; b < bytes; b += 512) copy16(to + b, from + b);
+#endif
+  }
   template <int G>
   DEVICE void copy_rows(const Work& w, u8* to, u64* full, int lane) const {
-    const u8* from = w.rows + (i64)k * S::ROWS_BYTES;
-    to += S::WEIGHTS;
-#if ARCH >= 900
-    for (int g = 0; g < groups<G>(w); ++g)
-      bulk_copy(to + g * S::ROWS_BYTES, from + g * (i64)w.units * S::ROWS_BYTES, S::ROWS_BYTES, full);
-#else
-    for (int g = 0; g < groups<G>(w); ++g, to += S::ROWS_BYTES, from += (i64)w.units * S::ROWS_BYTES)
-#pragma unroll 4
-      for (int b = lane * 16; b < S::ROWS_BYTES; b += 512) copy16(to + b, from + b);
+    const i64 group = (i64)w.units * S::ROWS_BYTES;
+    const u8* from = w.rows;
+    if constexpr (G == 1) {
+      copy(to + S::WEIGHTS, from + (i64)k * S::ROWS_BYTES, S::ROWS_BYTES, full, lane);
+    } else {
+      const i64 tile = (i64)w.units * S::HALVES;
+      const u8* halves = from + (i64)k * S::HALVES;
+      const u8* sums = from + (i64)w.units * S::BLOCKS * (2 * F::SUMS) + (i64)k * S::OF_SUMS;
+      for (int g = 0; g < groups<G>(w); ++g, halves += group, sums += group) {
+        copy(to + 2 * g * S::HALVES, halves, S::HALVES, full, lane);
+        copy(to + (2 * g + 1) * S::HALVES, halves + tile, S::HALVES, full, lane);
+        copy(to + S::SUMS_AT + g * S::OF_SUMS, sums, S::OF_SUMS, full, lane);
+      }
+    }
+#if ARCH < 900
     barrier_arrive_copied(full);
 #endif
   }
@@ -88,7 +104,7 @@ template <class F, int NT, int ROWS, int STAGES, int G>
 DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane) {
   using S = Stage<F, NT, ROWS, G>;
   constexpr int COUNT = RingOf<F, NT, ROWS, STAGES, G>::COUNT;
-  const u32 fill = S::WEIGHTS + S::ROWS_BYTES * groups<G>(w);
+  const u32 fill = S::WEIGHTS + S::COPIED * groups<G>(w);
   using U = Units<F, S, ROWS / GROUP>;
 #if ARCH >= 900
   if (lane) return;
@@ -153,14 +169,14 @@ DEVICE void feed(const Work& w, u8* stages, u64* full, const Run& run, int lane)
   }
 }
 
-template <class F, int NT, int ROWS, int STAGES, int G = 1, class Out>
+template <class F, int NT, int ROWS, int STAGES, int G = 1, int WG = 0, class Out>
 DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
   using S = Stage<F, NT, ROWS, G>;
   using R = RingOf<F, NT, ROWS, STAGES, G>;
   u8* scratch = shared + STAGES * S::BYTES;
   float* sums = (float*)(scratch + CONSUMERS * S::SCRATCH);
   u64* full = (u64*)((u8*)sums + sum_bytes(NT));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = uniform<(WG > 0)>(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < R::COUNT; ++i) {
       barrier_init(full + i, ARCH >= 900 ? 1 : 32);
@@ -187,8 +203,8 @@ DEVICE void multiply(const Work& w, const Out& out, u8* shared, int cta) {
 #else
   grid_wait();
 #endif
-  consume<F, NT, ROWS, STAGES, S::SCRATCH, G>(w, out, R{shared, full}, scratch + warp * S::SCRATCH,
-                                              sums, run);
+  consume<F, NT, ROWS, STAGES, S::SCRATCH, G, WG>(w, out, R{shared, full},
+                                                  scratch + warp * S::SCRATCH, sums, run);
 }
 
 #define WORK \

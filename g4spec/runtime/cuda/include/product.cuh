@@ -6,13 +6,17 @@
 // lane reads and writes, which no unit changes. What is needed of a unit's header is unpacked into
 // F::SCRATCH bytes of shared memory a warp, while the first operands come. Between two units the
 // warp meets. `multiply_groups` does the same for G groups of 8 NT rows: what it makes of weights
-// serves all of them, and each sum is added up in the order of `multiply`.
+// serves all of them, and each sum is added up in the order of `multiply`. Rows of several groups lie
+// row by row (rows.cuh). `multiply_tiles` does it by products of a warp group: tile 0 of each of its
+// four warps is one operand of 64 rows, tile 1 another, with each lane's registers as they are; all
+// rows of activations are the other operand, in shared memory. Bits are those of `multiply`.
 // Integer codes go into the tensor cores as bit patterns of halves, without a conversion. With
 // nothing added (Q4_K, Q5_K, Q6_K) these are subnormal numbers, code * 2^-24, which tensor cores
 // multiply exactly; the scales make up for the factor. Others are 1024 + code; the accumulator starts
 // at -1024 times the sum of the activations, which removes the bias again.
 #pragma once
 #include "rows.cuh"
+#include "wgmma.cuh"
 
 constexpr int GROUP = 128;           // rows of weights packed together
 constexpr u32 MAGIC = 0x64006400u;   // 1024.0 twice in half precision
@@ -62,6 +66,34 @@ struct KOperands {
   }
 };
 
+// Activations of a unit of several groups, in shared memory: halves [tiles][blocks of 64 k], and the
+// sums that a format needs, [G][blocks].
+struct Tiles {
+  const u8 *halves, *sums;
+};
+
+// B fragments of 32 k, as above, of halves that lie row by row. `at`: of 64 k of a group's first tile;
+// `place`: of the lane among BLOCKS.
+template <int BLOCKS>
+DEVICE u32 tiled_place(int lane) {
+  return tiled_word(BLOCKS, 0, lane % 8 + lane / 16 * 8, lane / 8 % 2, 0);
+}
+template <int NT>
+DEVICE void tiled_fragments(u32 (&b)[2][NT][2], const u8* at, u32 place, int h) {
+  static_assert(NT == 2, "");
+#pragma unroll
+  for (int s = 0; s < 2; ++s) {
+    u32 v[4];
+    load_matrix_x4(v, at + (place ^ (h * 2 + s) * 32));
+    b[s][0][0] = v[0], b[s][0][1] = v[1], b[s][1][0] = v[2], b[s][1][1] = v[3];
+  }
+}
+
+// As `Activations::sums32` of a group with its sums at `sums`, of 32 k of the unit.
+DEVICE float2 tiled_sums32(const u8* sums, int k32, int nt, int t) {
+  return *(const float2*)(sums + k32 * 64 + (nt * 8 + 2 * t) * 4);
+}
+
 // The same of weights alone, for products of several groups of rows.
 template <class Upper, bool HAS_UPPER = true>
 struct KWeights {
@@ -102,6 +134,63 @@ template <int NT>
 DEVICE Activations<NT> activations(const u8* act, int k64) {
   return {act + k64 * ACT_BYTES * NT};
 }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Halves of all groups as an operand.
+template <int BLOCKS>
+struct Halves {
+  u64 first;
+
+  DEVICE explicit Halves(const u8* at) : first(operand(at, 0, BLOCKS * TILE_BYTES)) {}
+  // Columns of k16 step `k16`, of groups from `group` on.
+  DEVICE u64 step(int k16, int group) const {
+    return first + ((group * 2 * BLOCKS + k16 / 4) * TILE_BYTES + k16 % 4 * 32) / 16;
+  }
+};
+
+// A tile of each warp times G groups of rows, from `group` on: c[8 g + 4 nt + i] is what
+// acc[group + g][tile][nt][i] is made from.
+template <int G>
+using Sums64 = float[8 * G];
+
+// Products of 16 k with operands a[i], one behind the other, from k16 step `step` on: one group of
+// products. `add`: to what c is, or to zero.
+template <int G, int BLOCKS, int N>
+DEVICE void start_products(Sums64<G>& c, u32 (&a)[N][4], const Halves<BLOCKS>& b, int step,
+                           int group = 0, bool add = false) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) hold(a[i]);
+  if (add) hold(c);
+  products_fence();
+#pragma unroll
+  for (int i = 0; i < N; ++i) product_values(c, a[i], b.step(step + i, group), add || i);
+  products_commit();
+}
+
+// What products made, once all but the `newest` that were started are there.
+template <int G>
+DEVICE void finish_products(Sums64<G>& c, int newest) {
+  if (newest == 0) products_wait<0>();
+  if (newest == 1) products_wait<1>();
+  if (newest == 2) products_wait<2>();
+  if (newest == 3) products_wait<3>();
+  hold(c);
+}
+
+// acc += scale * c, for a tile.
+template <int N, int G>
+DEVICE void fold_all(Acc<2> (&acc)[G], int tile, const Sums64<N>& c, float low, float high,
+                     int group = 0) {
+#pragma unroll
+  for (int i = 0; i < 2 * N; ++i) {
+    float(&to)[4] = acc[group + i / 2][tile][i % 2];
+    to[0] += low * c[4 * i];
+    to[1] += low * c[4 * i + 1];
+    to[2] += high * c[4 * i + 2];
+    to[3] += high * c[4 * i + 3];
+  }
+}
+#endif
 
 // A fragments from 4-bit codes: rows g as 1024 + q, rows g + 8 as 1024 + 16 q.
 DEVICE void from_nibbles(u32 (&a)[4], u32 w) {
@@ -158,7 +247,13 @@ struct PlainLane {
     F::template add<NT>(acc, unit + unit_at, act, warp, lane);
   }
   template <int G>
-  DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
+  DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
     F::template add_groups<NT, G>(acc, unit + unit_at, act, warp, lane);
   }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  template <int G, int>
+  DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+    F::template add_tiles<G>(acc, unit + unit_at, act, warp, lane);
+  }
+#endif
 };

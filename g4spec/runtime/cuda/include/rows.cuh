@@ -12,26 +12,35 @@ constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
 
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
-// More than 16 rows come in groups of 16, [blocks of 64 columns] each, one behind the other, all in two
-// tiles. Row m of `rows` is row `row` of its group, which has `count` rows.
+// More than 16 rows come in groups of 16, one behind the other, all in two tiles that lie row by row
+// (`tiled_word`). Row m of `rows` is row `row` of its group, which has `count` rows.
 struct RowGroup {
   int index, row, count, tiles;
+  bool tiled;
 
   DEVICE RowGroup(int m, int rows) {
     index = m / 16, row = m % 16;
     count = rows - index * 16 < 16 ? rows - index * 16 : 16;
-    tiles = tiles_of(rows);
+    tiles = tiles_of(rows), tiled = rows > 16;
   }
   DEVICE RowGroup with(int other) const {
     RowGroup g = *this;
     g.row = other;
     return g;
   }
-  // Where block `i` of the group begins; `blocks` of them are a row. Groups in front have two tiles.
-  DEVICE u8* block(u8* rows, int blocks, int i) const {
-    return rows + ((i64)index * blocks * 2 + i * tiles) * ACT_BYTES;
-  }
+  // Where the group begins; `blocks` of 64 columns are a row. Groups in front have two tiles.
+  DEVICE u8* in(u8* rows, int blocks) const { return rows + (i64)index * blocks * (2 * ACT_BYTES); }
 };
+
+// A group of more than 16 rows: halves [2 tiles][blocks of 64 columns][8 rows][8 pieces of 16 bytes],
+// piece p of row r in place p ^ r (the 128-byte swizzle), then sums, a kind behind the other, each
+// [blocks]. Of columns 16 i + 4 t and on, two are word t of piece 2 i and two word t of piece 2 i + 1:
+// in this order of K a lane has its operands. Where such a word is, in bytes:
+constexpr int TILE_BYTES = 1024;
+DEVICE u32 tiled_word(u32 blocks, u32 block, u32 row, u32 piece, u32 t) {
+  return (row / 8 * blocks + block) * TILE_BYTES + row % 8 * 128 + (piece ^ row % 8) * 16 + t * 4;
+}
+constexpr u32 NEXT_PIECE = 16;  // from piece 2 i to 2 i + 1, by exclusive or
 
 DEVICE float sum4(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 DEVICE float4 mul4(float4 a, float s) { return {a.x * s, a.y * s, a.z * s, a.w * s}; }
@@ -62,6 +71,12 @@ struct SumPlace {
     sums32 = SUMS32 * tiles + at * 4;
     split32 = SPLIT32 * tiles + m * 8;
   }
+  // The same in bytes from the start of a group of more than 16 rows of so many blocks.
+  DEVICE SumPlace(u32 blocks, u32 block, u32 m, u32 half) {
+    split16 = blocks * (2 * SPLIT16) + block * (2 * (SUMS32 - SPLIT16)) + (half * 16 + m) * 8;
+    sums32 = blocks * (2 * SUMS32) + block * (2 * (SPLIT32 - SUMS32)) + (half * 16 + m) * 4;
+    split32 = blocks * (2 * SPLIT32) + block * (2 * (ACT_BYTES - SPLIT32)) + m * 8;
+  }
   DEVICE void store32(u8* block, float a, float b) const {  // a, b: of 16
     *(uint2*)(block + split16) = split_sums(a, b);
     *(float*)(block + sums32) = -1024.0f * (a + b);
@@ -84,23 +99,26 @@ struct RowPlace {
   SumPlace sums;
 
   RowPlace() = default;
-  // Of a row among more than 16, in blocks of `width` values.
-  DEVICE RowPlace(const RowGroup& own, u32 width, u32 i) : RowPlace(own.tiles, own.row, i) {
+  // Of a row of `width` values.
+  DEVICE RowPlace(const RowGroup& own, u32 width, u32 i)
+      : RowPlace(own.tiles, own.row, i, own.tiled ? width / 64 : 0) {
     block = now(block + own.index * (width / 64 * (2 * ACT_BYTES)));
   }
-  DEVICE RowPlace(u32 tiles, u32 m, u32 i) {
+  // From the start of its group; `blocks` of a row among more than 16, else 0.
+  DEVICE RowPlace(u32 tiles, u32 m, u32 i, u32 blocks = 0) {
     const u32 k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
     quad = now(i % 16);
-    block = now(i / 16 * (ACT_BYTES * tiles));
-    halves = now(tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
-                            : (k16 * 32 + lane) * 16 + m / 8 * 8);
-    sums = SumPlace(tiles, m, k16 / 2);
+    block = now(blocks ? 0 : i / 16 * (ACT_BYTES * tiles));
+    halves = now(blocks       ? tiled_word(blocks, i / 16, m, k16 * 2, i % 4)
+                 : tiles == 1 ? (k16 / 2 * 32 + lane) * 16 + k16 % 2 * 8
+                              : (k16 * 32 + lane) * 16 + m / 8 * 8);
+    sums = blocks ? SumPlace(blocks, i / 16, m, k16 / 2) : SumPlace(tiles, m, k16 / 2);
     sums.split16 = now(sums.split16), sums.sums32 = now(sums.sums32);
   }
 
   // All lanes of a warp call it, with consecutive i that start at a multiple of 16; `valid` is the
-  // same for 16 lanes.
-  DEVICE void store(u8* rows, float4 v, bool valid) const {
+  // same for 16 lanes. `tiled`: as it was made.
+  DEVICE void store(u8* rows, float4 v, bool valid, bool tiled = false) const {
     const uint2 h = {pack_halves(v.x, v.y), pack_halves(v.z, v.w)};
     float sum = (from_half(h.x) + from_half(h.x >> 16)) + (from_half(h.y) + from_half(h.y >> 16));
     sum += __shfl_xor_sync(FULL, sum, 1);
@@ -109,7 +127,8 @@ struct RowPlace {
     const float next32 = __shfl_xor_sync(FULL, sum32, 8);
     if (!valid) return;
     u8* to = rows + block;
-    *(uint2*)(to + halves) = h;
+    if (tiled) *(u32*)(to + halves) = h.x, *(u32*)(to + (halves ^ NEXT_PIECE)) = h.y;
+    else *(uint2*)(to + halves) = h;
     if (quad % 8 == 0) sums.store32(to, sum, next16);
     if (quad == 0) sums.store64(to, sum32, next32);
   }

@@ -10,9 +10,10 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 
-// `block`: bytes between blocks of 64 columns, which matters where the columns are the result's.
-DEVICE u64 operand(const void* p, u32 block) {
-  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(1024 >> 4) << 32 |
+// `block`: bytes between blocks of 64 columns, which matters where the columns are the result's. `eight`:
+// bytes between blocks of 8 rows.
+DEVICE u64 operand(const void* p, u32 block, u32 eight = 1024) {
+  return (u64)(shared_address(p) >> 4) | (u64)(block >> 4) << 16 | (u64)(eight >> 4) << 32 |
          (u64)1 << 62;
 }
 
@@ -49,6 +50,37 @@ DEVICE void product_64(float (&d)[32], u64 a, u64 b, int add) {
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
       "%32, %33, p, 1, 1, 0, 0;\n}"
       : G4_F32(d, 0) : "l"(a), "l"(b), "r"(add));
+}
+
+#define G4_F16(d, i) G4_F8(d, i), G4_F8(d, i + 8)
+
+// d (+)= a [64 rows, 16] in registers times b [32, 48, 64 rows, 16] transposed.
+DEVICE void product_values(float (&d)[16], const u32 (&a)[4], u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}"
+      : G4_F16(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+DEVICE void product_values(float (&d)[24], const u32 (&a)[4], u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23}, "
+      "{%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}"
+      : G4_F16(d, 0), G4_F8(d, 16)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+DEVICE void product_values(float (&d)[32], const u32 (&a)[4], u64 b, int add) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+      : G4_F32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 // d (+)= a [64 rows, 16] in registers times b [16 rows, 256].

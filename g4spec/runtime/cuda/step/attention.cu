@@ -5,7 +5,7 @@
 // Some warps compute scores and weights (`score`), the others sum values (`gather`), one tile
 // behind: all meet when a tile has its weights, and the tile before has been summed. Each side brings
 // its own operand to shared memory. A row of the 8-wide operand is a (token, head) pair: row r is
-// token r / group, head r % group of the KV head. The second dimension of the grid is the sequence.
+// token r / group, head r % group of the KV head. Blocks are shared out among sequences by what these see.
 #include "attend_tiles.cuh"
 
 #if ARCH >= 800
@@ -302,20 +302,25 @@ __global__ __launch_bounds__(32 * (QW + PW), 1) void attend_chunks(
     const u16* q, const char* keys, const char* values, const char* key_scales,
     const char* value_scales, const int* table, const i64* first, const i64* last,
     const i64* positions, const i64* slots, float* sums, float* tops, int tokens, int n_kv, int group,
-    int width, int capacity, int room, int shift, int growing, float scale) {
+    int width, int capacity, int room, int shift, int growing, int sequences, float scale) {
 #if ARCH >= 800
   using S = Shape<D, Q8, NT, QW, PW, KS, VS, KR, VR, TURN>;
   extern __shared__ __align__(128) char shared[];
   __shared__ Work<S::KEYS> work;
   grid_launch();
-  const int row = blockIdx.y * tokens, rows = tokens * group;
-  const i64 partial = (i64)blockIdx.y * room * n_kv * rows;
-  const int settled = (int)__ldcg(positions + row);
-  if (threadIdx.x < 32)
-    work.set({shift, growing}, span_of(first + row, last + row, tokens),
-             {table, width, (int)__ldcg(slots + row)}, capacity, n_kv,
-             (rows + S::ROWS - 1) / S::ROWS);
+  const int rows = tokens * group, row_blocks = (rows + S::ROWS - 1) / S::ROWS;
+  if (threadIdx.x < 32) {
+    const Chunks chunks = {shift, growing};
+    const Share own = work.share(chunks, first, last, sequences, tokens, n_kv * row_blocks);
+    const int row = own.sequence * tokens;
+    work.set(chunks, span_of(first + row, last + row, tokens),
+             {table, width, (int)__ldcg(slots + row)}, capacity, n_kv, row_blocks, own);
+  }
+  const int only = sequences == 1 ? (int)__ldcg(positions) : 0;
   __syncthreads();
+  const int row = work.sequence * tokens;
+  const int settled = sequences == 1 ? only : (int)__ldcg(positions + row);
+  const i64 partial = (i64)work.sequence * room * n_kv * rows;
   const Args args = {q + (i64)row * n_kv * group * D, first + row, last + row, sums + partial * D,
                      tops + partial * 2, {keys, key_scales}, {values, value_scales}, tokens, n_kv,
                      group, capacity, scale * 1.44269504f};

@@ -235,8 +235,9 @@ def attend(
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
-            (_grid(kernel, shape, kv, chunks, blocks, batch), sequences), 32 * sum(shape.warps),
-            q, *cache, first, last, *places, sums, tops, *numbers, shared=shape.shared,
+            _grid(kernel, shape, kv, chunks, blocks, batch), 32 * sum(shape.warps),
+            q, *cache, first, last, *places, sums, tops, *map(np.int32, (*sizes, sequences)),
+            np.float32(scale), shared=shape.shared,
         )  # fmt: skip
     return _combine(sums, tops, first, last, tokens, chunks)
 
@@ -244,8 +245,8 @@ def attend(
 def _grid(
     kernel: launch.Kernel, shape: Shape, kv: CudaKV, chunks: Chunks, blocks: int, batch: Batch
 ) -> int:
-    """Blocks of `attend_chunks` for each sequence: as many as run at once, or as there is work at
-    most."""
+    """Blocks of `attend_chunks`: as many as run at once, or as there is work at most, and at least
+    one for each pair of heads and rows of each sequence. The kernel shares them out."""
     span = kv.positions
     if kv.window is not None:
         span = min(kv.window + batch.uniform - 1, kv.positions)
@@ -255,8 +256,8 @@ def _grid(
     registers = -(-kernel.resources.registers // 8) * 8 * threads
     each = min(limit // (shape.shared + _STATIC + 1024), 65536 // registers, 1536 // threads)
     pairs = kv.n_kv * blocks  # no block needs a longer list than all chunks of one pair
-    at_once = _processors(kernel) * max(1, each) // len(batch.sizes)
-    return min(work, max(pairs, at_once))
+    sequences, at_once = len(batch.sizes), _processors(kernel) * max(1, each)
+    return min(work * sequences, max(pairs * sequences, at_once))
 
 
 def _processors(kernel: launch.Kernel) -> int:

@@ -2,26 +2,25 @@
 #include "chunks.cuh"
 #include "rows.cuh"
 
-// Where value k of 64 of a row stands among the halves that a product reads.
-DEVICE int place_in_rows(int tiles, int row, int k) {
-  const int k16 = k / 16, lane = row % 8 * 4 + k % 16 / 4;
-  return tiles == 1 ? (k16 / 2 * 32 + lane) * 8 + k16 % 2 * 4 + k % 4
-                    : (k16 * 32 + lane) * 8 + row / 8 * 4 + k % 4;
-}
-
-// A lane's values 2 lane, 2 lane + 1 of 64, rounded, and the sums that go with them.
-DEVICE void store_rows(u8* block, int tiles, int row, float x, float y) {
-  const int lane = threadIdx.x % 32;
+// A lane's values 2 lane, 2 lane + 1 of block `block` of `blocks`, rounded, and the sums that go with
+// them, of row `row` of the group that begins at `rows`.
+DEVICE void store_rows(u8* rows, const RowGroup& own, int row, int blocks, int block, float x, float y) {
+  const int lane = threadIdx.x % 32, k16 = lane / 8, t = lane % 8 / 2, odd = lane % 2;
   const u32 halves = pack_halves(x, y);
-  *(u32*)(block + place_in_rows(tiles, row, lane * 2) * 2) = halves;
+  u8* to = own.tiled ? rows : rows + block * own.tiles * ACT_BYTES;
+  const u32 at = own.tiled        ? tiled_word(blocks, block, row, 2 * k16 + odd, t)
+                 : own.tiles == 1 ? (k16 / 2 * 32 + row * 4 + t) * 16 + k16 % 2 * 8 + odd * 4
+                                  : (k16 * 32 + row % 8 * 4 + t) * 16 + row / 8 * 8 + odd * 4;
+  *(u32*)(to + at) = halves;
   float sum = from_half((u16)halves) + from_half((u16)(halves >> 16));
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) sum += __shfl_xor_sync(FULL, sum, step);
   const float next16 = __shfl_xor_sync(FULL, sum, 8), sum32 = sum + next16;
   const float next32 = __shfl_xor_sync(FULL, sum32, 16);
-  const SumPlace place(tiles, row, lane / 16);
-  if (lane % 16 == 0) place.store32(block, sum, next16);
-  if (lane == 0) place.store64(block, sum32, next32);
+  const SumPlace place = own.tiled ? SumPlace(blocks, block, row, lane / 16)
+                                   : SumPlace(own.tiles, row, lane / 16);
+  if (lane % 16 == 0) place.store32(to, sum, next16);
+  if (lane == 0) place.store64(to, sum32, next32);
 }
 
 constexpr int SEGMENTS = 8;  // of 32 chunks: the most that a row sees
@@ -147,8 +146,8 @@ __global__ __launch_bounds__(256) void combine_chunks(
   x = {__fdiv_rn(x.x, total), __fdiv_rn(x.y, total)};
   *(float2*)(out + ((i64)row * width + block) * 64 + lane * 2) = x;
   const RowGroup own(row, count);
-  u8* to_rows = own.block(rows, width, block);
-  store_rows(to_rows, own.tiles, own.row, x.x, x.y);
+  u8* mine = own.in(rows, width);
+  store_rows(mine, own, own.row, width, block, x.x, x.y);
   for (int behind = own.row + own.count; behind < 8 * own.tiles; behind += own.count)
-    store_rows(to_rows, own.tiles, behind, 0, 0);
+    store_rows(mine, own, behind, width, block, 0, 0);
 }

@@ -330,7 +330,8 @@ DEVICE void write(char* shared, const Args& a, const Part& p) {
         v = mul4(v, reciprocal(total));
       }
       const RowGroup own(a.row + token, a.count);
-      RowPlace(own.tiles, own.row, column).store(own.block(a.rows, blocks, 0), v, true);
+      RowPlace(own.tiles, own.row, column, own.tiled ? blocks : 0)
+          .store(own.in(a.rows, blocks), v, true, own.tiled);
     }
 }
 

@@ -19,7 +19,8 @@ __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 b
   grid_launch();
   const int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
   const bool valid = i < width / 4;
-  const RowPlace place(RowGroup(row, rows), width, i);
+  const RowGroup own(row, rows);
+  const RowPlace place(own, width, i);
   grid_wait();
   float4 v = {};
   if (valid && row < rows) {
@@ -28,7 +29,7 @@ __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 b
     v = mul4({activated<ACTIVATION>(g.x), activated<ACTIVATION>(g.y), activated<ACTIVATION>(g.z),
               activated<ACTIVATION>(g.w)}, b);
   }
-  if (AS_ROWS) place.store((u8*)out, mul4(v, 1.0f / 64), valid);
+  if (AS_ROWS) place.store((u8*)out, mul4(v, 1.0f / 64), valid, own.tiled);
   else if (valid) ((float4*)out)[(i64)row * (width / 4) + i] = v;
 }
 

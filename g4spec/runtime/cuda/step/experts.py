@@ -173,8 +173,8 @@ class Experts:
             count if to is None else 8 * to.tiles, 32 * rows.shape(width)[0],
             b.y, b.dense, x, self.norm_experts, self.norm_dense, self.norm, following, self.scale,
             out, None if to is None else to.data, b.arrived,
-            *map(np.int32, (len(b.arrived), count, to.tiles if to else 0, width)),
-            np.float32(self.eps),
+            *map(np.int32, (len(b.arrived), count, to.tiles if to else 0)),
+            *map(np.int32, (to is not None and to.tiled, width)), np.float32(self.eps),
         )  # fmt: skip
 
 

@@ -37,12 +37,12 @@ struct Part {
 // y [rows, K, width]: what experts give, weighted; dense [rows, width]. Weights of norms [width]:
 // of the experts' sum, of the dense branch, of both together, of the next layer (null: `to` is not
 // written). `out` [rows, width]. `arrived` [counters] is zeroed. Grid: rows, those that
-// fill `tiles` tiles included.
+// fill `tiles` tiles included; `tiled`: they are a group of more than 16 rows.
 template <int WARPS, int V, int K>
 __global__ __launch_bounds__(32 * WARPS) void finish(
     const float* y, const float* dense, const float* x, const float* experts_norm,
     const float* dense_norm, const float* norm, const float* next_norm, const float* scale,
-    float* out, u8* to, u32* arrived, int counters, int rows, int tiles,
+    float* out, u8* to, u32* arrived, int counters, int rows, int tiles, int tiled,
     int width, float eps) {
   using P = Part<WARPS, V>;
   grid_launch();
@@ -85,6 +85,6 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   if (!next_norm) return;
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    RowPlace(tiles, row, P::at(j))
-        .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4);
+    RowPlace(tiles, row, P::at(j), tiled ? width / 64 : 0)
+        .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4, tiled);
 }

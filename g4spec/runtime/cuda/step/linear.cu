@@ -28,7 +28,7 @@ __global__ __launch_bounds__(THREADS, 1) void gate_up(WORK, u8* y, int channels,
                                                       int tokens) {
   extern __shared__ __align__(128) u8 shared[];
   multiply<F, NT, ROWS, STAGES>({weights, rows, row_scale, partial, arrived, units, groups, run, 0},
-                                Gated{y, channels, tokens, silu != 0}, shared, last_first());
+                                Gated{y, channels, tokens, silu != 0, false}, shared, last_first());
 }
 
 // Two products of the same rows, side by side in y: CTAs from `others` on have the second.

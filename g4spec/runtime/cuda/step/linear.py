@@ -29,6 +29,9 @@ THREADS = 32 * (CONSUMERS + 1)
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
 """Bytes of shared memory in which a warp keeps a unit's factors, at most; 0 for others."""
 
+TILE_BYTES, SUMS = 1024, {"q6_k": 128}
+"""Bytes of 8 rows of a block: their halves, and sums that warp groups need; 64 for others."""
+
 UPPER_ROWS = 2048 + 32
 """Bytes of a unit of 8 rows as `linear_upper` reads them."""
 
@@ -51,6 +54,7 @@ class Cut:
         tiles: of 8 rows of activations. rows: of weights in a stage. stages: in shared memory.
         upper: only the upper two bits of the codes are read, and activations are bytes.
         groups: of 16 rows of activations that are multiplied at once (linear_wide.cu).
+        warp_groups: products of warp groups (sm_90a) that take all of these; 0: those of warps.
     """
 
     type: str
@@ -60,6 +64,7 @@ class Cut:
     stages: int
     upper: bool = False
     groups: int = 1
+    warp_groups: int = 0
 
     @property
     def format(self) -> str:
@@ -68,7 +73,8 @@ class Cut:
 
     def name(self, kind: str) -> str:
         if self.groups > 1:
-            return f"{kind}_wide<{self.format}, {self.groups}, {self.rows}, {self.stages}>"
+            numbers = (self.groups, self.rows, self.stages, self.warp_groups)
+            return f"{kind}_wide<{self.format}, {', '.join(map(str, numbers))}>"
         return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"
 
     @property
@@ -85,6 +91,9 @@ class Cut:
     def stage(self) -> int:
         """Bytes of a unit: weights and activations."""
         rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
+        if self.groups > 1:  # on 1024 bytes
+            rows = self.unit // BLOCK * (TILE_BYTES + SUMS.get(self.type, 64))
+            return -(-(self.weights + rows * self.tiles * self.groups) // 1024) * 1024
         return self.weights + rows * self.tiles * self.groups
 
     @property

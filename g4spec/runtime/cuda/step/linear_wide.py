@@ -26,7 +26,11 @@ GROUPS = (2, 3, MOST_GROUPS)
 """That kernels are made for."""
 
 HANDED_ON = "sm_90a"
-"""Where warps hand registers on: there a block has three warps more."""
+"""Where warps hand registers on, so that a block has three warps more, and where warp groups can
+multiply."""
+
+WARP_GROUPS = 1
+"""By how many products for each step of K they do; 0: warps multiply. Sums have the same bits."""
 
 
 def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> torch.Tensor:
@@ -85,27 +89,29 @@ def threads(arch: str) -> int:
 
 def two(a: Cut, b: Cut) -> str:
     """Name of the instance that multiplies both."""
-    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages)
+    numbers = (a.groups, a.rows, a.stages, b.rows, b.stages, a.warp_groups)
     return f"linear_two_wide<{a.format}, {b.format}, {', '.join(map(str, numbers))}>"
 
 
 @functools.cache
-def widened(hows: tuple[Cut, ...], groups: int, arch: str) -> tuple[Cut, ...]:
+def widened(
+    hows: tuple[Cut, ...], groups: int, arch: str, warp_groups: int = 0
+) -> tuple[Cut, ...]:
     """Cuts of 16 rows as they are for `groups` groups of them, or for as many as fit into the
     shared memory, if possible in two stages."""
     enough = [n for n in GROUPS if n >= groups][:1]
     for least in (2, 1):
         for n in (*enough, *(n for n in reversed(GROUPS) if n < groups)):
-            found = [_staged(how, n, arch) for how in hows]
+            found = [_staged(how, n, arch, warp_groups) for how in hows]
             if all(how.stages >= least for how in found):
                 return tuple(found)
     raise AssertionError(f"{hows} of 32 rows do not fit into the shared memory of {arch}")
 
 
-def _staged(how: Cut, groups: int, arch: str) -> Cut:
+def _staged(how: Cut, groups: int, arch: str, warp_groups: int) -> Cut:
     """The same for so many groups, in as many stages as fit; 0 where none does."""
     stages = range(MOST_STAGES[how.rows], -1, -1)
-    each = (replace(how, groups=groups, stages=n) for n in stages)
+    each = (replace(how, groups=groups, stages=n, warp_groups=warp_groups) for n in stages)
     return next(c for c in each if c.shared <= nvrtc.SHARED_LIMIT[arch] or not c.stages)
 
 
@@ -113,7 +119,9 @@ def _parts(x: Rows, *hows: Cut) -> Iterator[tuple[int, Rows, tuple[Cut, ...]]]:
     """Parts of rows that are multiplied at once: first row, rows, cuts."""
     at = 0
     while at < x.groups:
-        own = widened(hows, min(x.groups - at, MOST_GROUPS), _arch(x))
+        arch = _arch(x)
+        by = WARP_GROUPS if arch == HANDED_ON else 0
+        own = widened(hows, min(x.groups - at, MOST_GROUPS), arch, by)
         end = min(at + own[0].groups, x.groups)
         part = x.part(at, end)
         yield at * MOST, part, own
@@ -133,24 +141,38 @@ def _grid(weight: Weight, how: Cut, by: Exchange, slices: int = 0) -> tuple[int,
 
 
 def _units() -> list[Unit]:
-    """Common types in as many groups as fit, and one instance of each kernel. What is spilled with
-    registers handed on is outside of the loop over a unit, but for a few words."""
+    """Common types in as many groups as fit, and one instance of each kernel. What other products
+    than those of warp groups spill with registers handed on is outside of the loop over a unit,
+    but for a few words."""
     out = []
     for arch in ARCHS:
-        q4, q6, q8, q5 = (narrow.cut(t, 256, 2, 2, arch) for t in ("q4_k", "q6_k", "q8_0", "q5_1"))
-        (own,) = widened((q4,), MOST_GROUPS, arch)
-        names = {own.name("linear"): own.shared}
-        if arch == HANDED_ON:
-            names[own.name("gate_up")] = own.shared
-            a, b = widened((q4, q6), 2, arch)
-            names[two(a, b)] = max(a.shared, b.shared)
-        for how in {HANDED_ON: (q6, q8, q5), "sm_86": (q8,), "sm_120": (q6,)}.get(arch, ()):
-            (own,) = widened((how,), MOST_GROUPS, arch)
-            names[own.name("linear")] = own.shared
-        spill = 400 if arch == HANDED_ON else 800
-        out.append(Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168,
-                        max(names.values()), spill))  # fmt: skip
+        q4, q5k, q6, q8, q5, q40 = (
+            narrow.cut(type, 256, 2, 2, arch)
+            for type in ("q4_k", "q5_k", "q6_k", "q8_0", "q5_1", "q4_0")
+        )
+        few = {"sm_86": (q4, q8), "sm_120": (q4, q6)}.get(arch, (q4,))
+        if arch != HANDED_ON:
+            out.append(_unit(arch, _singles(few, arch, 0), 800))
+            continue
+        out.append(_unit(arch, _singles((q4, q6, q8, q5), arch, 0), 400))
+        names = _singles((q4, q5k, q6, q8, q5, q40), arch, WARP_GROUPS)
+        for groups in GROUPS:
+            (own,) = widened((q4,), groups, arch, WARP_GROUPS)
+            names |= {own.name(kind): own.shared for kind in ("linear", "gate_up")}
+        a, b = widened((q4, q6), MOST_GROUPS, arch, WARP_GROUPS)
+        names[two(a, b)] = max(a.shared, b.shared)
+        out.append(_unit(arch, names, 0))
     return out
+
+
+def _singles(hows: tuple[Cut, ...], arch: str, warp_groups: int) -> dict[str, int]:
+    """Products with one matrix, and their shared memory."""
+    own = [widened((how,), MOST_GROUPS, arch, warp_groups)[0] for how in hows]
+    return {how.name("linear"): how.shared for how in own}
+
+
+def _unit(arch: str, names: dict[str, int], spill: int) -> Unit:
+    return Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), spill)
 
 
 UNITS = _units()

@@ -84,19 +84,19 @@ DEVICE void fill_tile(void* const (&to)[3], const RowGroup& own, int width, int 
   for (int m = own.row + own.count; m < 8 * own.tiles; m += own.count) {
     const RowPlace place(own.with(m), width, i);
 #pragma unroll
-    for (int o = 0; o < N; ++o) place.store((u8*)to[o], {0, 0, 0, 0}, mine);
+    for (int o = 0; o < N; ++o) place.store((u8*)to[o], {0, 0, 0, 0}, mine, own.tiled);
   }
 }
 
 // Four normed values, times those of each weight, to where each output has them.
 template <int NEXT, int N, int OWN>
 DEVICE void leave(float4 normed, const float4 (&weights)[N][OWN], int q, void* const (&to)[3],
-                  u32 at, const RowPlace& place, bool mine) {
+                  u32 at, const RowPlace& place, bool mine, bool tiled) {
 #pragma unroll
   for (int o = 0; o < N; ++o) {
     const float4 y = mul4(normed, weights[o][q]);
     if (NEXT == FLOATS && mine) ((float4*)to[o])[at] = y;
-    if (NEXT == ROWS || NEXT == SCALED) place.store((u8*)to[o], y, mine);
+    if (NEXT == ROWS || NEXT == SCALED) place.store((u8*)to[o], y, mine, tiled);
   }
 }
 
@@ -154,7 +154,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     const bool mine = R::valid(j, n4);
     const float4 value = SPLIT ? v.chosen(part) : v.v[q];
     if (ENTER != PLAIN && mine) ((float4*)out)[start + i] = value;
-    leave<NEXT>(mul4(value, r), nw, q, to, start + i, place[q], mine);
+    leave<NEXT>(mul4(value, r), nw, q, to, start + i, place[q], mine, own.tiled);
     if (NEXT == ROWS || NEXT == SCALED) fill_tile<N>(to, own, width, i, mine);
   }
 }

@@ -15,7 +15,11 @@ K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
 Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
 a power of two that the product multiplies its result with.
 
-More than 16 rows come in groups of 16, each as above with two tiles, one group behind the other.
+More than 16 rows come in groups of 16, one behind the other, with the same numbers in another
+order: halves of all blocks, [tile][block][8 rows][8 pieces of 8 halves], piece p of row r in place
+p ^ r, then sums of 16 of all blocks, the floats, and sums of 32. Columns 16 i + 4 t and
+16 i + 4 t + 1 of a block are halves 2 t and 2 t + 1 of piece 2 i, the next two the same of piece
+2 i + 1: an operand of `wgmma` as it is in shared memory, and of `ldmatrix`.
 A row has the same bits in any place of any group.
 
 Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
@@ -60,12 +64,14 @@ class Rows:
             than 16 rows.
         count, width: T and K.
         scale: float32 [16 * groups], what the product multiplies each row with, or None.
+        tiled: halves lie row by row: they are of more than 16 rows.
     """
 
     data: torch.Tensor
     count: int
     width: int
     scale: torch.Tensor | None = None
+    tiled: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -91,7 +97,8 @@ class Rows:
             return self
         data = self.data[first] if last == first + 1 else self.data[first:last]
         scale = None if self.scale is None else self.scale[first * MOST : last * MOST]
-        return Rows(data, min(self.count, last * MOST) - first * MOST, self.width, scale)
+        count = min(self.count, last * MOST) - first * MOST
+        return Rows(data, count, self.width, scale, self.tiled)
 
 
 def tiles(count: int) -> int:
@@ -111,7 +118,7 @@ def empty(count: int, width: int, device: torch.device, *, scaled: bool = False)
     sizes = (*([n] if n > 1 else []), width // BLOCK, BLOCK_BYTES * tiles(count))
     data = torch.empty(sizes, dtype=torch.uint8, device=device)
     scale = torch.empty(MOST * n, dtype=torch.float32, device=device) if scaled else None
-    return Rows(data, count, width, scale)
+    return Rows(data, count, width, scale, n > 1)
 
 
 def regrouped(parts: Sequence[Rows]) -> Rows:
@@ -121,9 +128,11 @@ def regrouped(parts: Sequence[Rows]) -> Rows:
         return parts[0]
     raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
     fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
-    data = [_packed([x[at : at + MOST] for x in fields], tiles(count))
+    tiled = count > MOST
+    data = [_packed([x[at : at + MOST] for x in fields], tiles(count), tiled)
             for at in range(0, count, MOST)]  # fmt: skip
-    return Rows(data[0] if len(data) == 1 else torch.stack(data), count, parts[0].width)
+    whole = torch.stack(data) if tiled else data[0]
+    return Rows(whole, count, parts[0].width, tiled=tiled)
 
 
 def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -131,13 +140,18 @@ def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     [R, B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32
     [R, B, 2]."""
     n, blocks, several = rows.tiles, rows.width // BLOCK, rows.groups
-    data = rows.data.view(several, blocks, -1)
+    whole = blocks if rows.tiled else 1  # blocks of which each part lies together
+    data = rows.data.view(several, blocks // whole, -1)
 
     def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        return data[..., first * n : last * n].contiguous().view(dtype)
+        return data[..., first * n * whole : last * n * whole].contiguous().view(dtype)
 
     halves = part(0, 1024, torch.float16)
-    if n == 1:  # k16 / 2, row, t, k16 % 2, e
+    if rows.tiled:
+        halves = _swizzled(halves.view(several, 2, blocks, 8, 8, 8))
+        # tile, block, row, k16, e / 2, t, e % 2
+        halves = halves.view(several, 2, blocks, 8, 4, 2, 4, 2).permute(0, 1, 3, 2, 4, 6, 5, 7)
+    elif n == 1:  # k16 / 2, row, t, k16 % 2, e
         halves = halves.view(several, blocks, 2, 8, 4, 2, 4).permute(0, 3, 1, 2, 5, 4, 6)
     else:  # k16, row % 8, t, row / 8, e
         halves = halves.view(several, blocks, 4, 8, 4, 2, 4).permute(0, 5, 3, 1, 2, 4, 6)
@@ -152,18 +166,28 @@ def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch
     )
 
 
-def _packed(fields: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+def _swizzled(tiles: torch.Tensor) -> torch.Tensor:
+    """Tiles [..., 8 rows, 8 pieces, 8] with piece p of row r in place p ^ r; its own inverse."""
+    r = torch.arange(8, device=tiles.device)
+    return tiles[..., r[:, None], r[:, None] ^ r, :]
+
+
+def _packed(fields: Sequence[torch.Tensor], n: int, tiled: bool) -> torch.Tensor:
     """A group in `n` tiles of the rows of which these are the `_fields`, without padding."""
     count, blocks = fields[0].shape[:2]
     halves, of16, of32, floats = (
         torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
     )
-    if n == 1:
+    if tiled:  # tile, row, block, k16, t, e / 2, e % 2
+        halves = halves.view(2, 8, blocks, 4, 4, 2, 2).permute(0, 2, 1, 3, 5, 4, 6)
+        halves = _swizzled(halves.reshape(2, blocks, 8, 8, 8))
+    elif n == 1:
         halves = halves.view(8, blocks, 2, 2, 4, 4).permute(1, 2, 0, 4, 3, 5)
     else:
         halves = halves.view(2, 8, blocks, 4, 4, 4).permute(2, 3, 1, 4, 0, 5)
     parts = (halves, of16.permute(1, 2, 0, 3, 4), floats.permute(1, 2, 0), of32.permute(1, 0, 2, 3))
-    return torch.cat([x.reshape(blocks, -1).view(torch.uint8) for x in parts], dim=1)
+    raw = [x.reshape(1 if tiled else blocks, -1).view(torch.uint8) for x in parts]
+    return torch.cat(raw, dim=1).view(blocks, -1)
 
 
 def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

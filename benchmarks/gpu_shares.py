@@ -1,0 +1,67 @@
+"""Attention of many texts of very different contexts in one launch, on a GPU.
+
+    python benchmarks/gpu_shares.py [--long 32000] [--texts 64] [--rows 1]
+
+A layer of the 31B without a window (4 KV heads of 512, 8 heads each): microseconds for texts of
+equal contexts, for one long one alone, and for the long one beside others a thousandth as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from g4spec.core import CacheShape
+from g4spec.measure.synthetic_bench import milliseconds
+from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
+from g4spec.runtime.cuda.cache.cuda_kv_size import TURNING
+from g4spec.runtime.cuda.step import graphs
+from g4spec.runtime.cuda.step.attention import attend
+from tests.gpu.batches import rows_of, spread
+
+N_KV, GROUP, DIM = 4, 8, 512
+
+
+def timed(kv: CudaKV, contexts: list[int], rows: int) -> float:
+    """Microseconds for so many rows at the end of each context."""
+    batch = rows_of([(slot, n - rows, rows) for slot, n in enumerate(contexts)], "cuda")
+    q = torch.randn(len(batch), N_KV * GROUP, DIM, device="cuda").half()
+    first, last = torch.zeros_like(batch.positions), batch.positions
+
+    def run() -> tuple[()]:
+        for _ in range(10):
+            attend(q, kv, batch, first, last, 0.05)
+        return ()
+
+    play = graphs.Capture(run, torch.cuda.graph_pool_handle()).replay
+    return milliseconds(play, 20, 0.1) * 1e2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--long", type=int, default=32000)
+    parser.add_argument("--texts", type=int, default=64)
+    parser.add_argument("--rows", type=int, default=1)
+    args = parser.parse_args()
+    shape = CacheShape(N_KV, DIM, None, TURNING)
+    kv = CudaKV(shape, spread(args.texts, args.long, device="cuda"))
+    for plane in kv.planes:
+        plane.random_(0, 64) if plane.dtype is torch.uint8 else plane.normal_()
+    short = max(args.rows, args.long // 1000)
+    even = (args.long + short * (args.texts - 1)) // args.texts
+    print(torch.cuda.get_device_name())
+    for name, contexts in {
+        "the long one alone": [args.long],
+        "the long one and short ones": [args.long, *[short] * (args.texts - 1)],
+        "as many positions, all alike": [even] * args.texts,
+    }.items():
+        print(f"{name:30} {timed(kv, contexts, args.rows):8.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()
