@@ -12,9 +12,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from g4spec import quant
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.weights import packing
 from g4spec.runtime.cuda.weights.dequant import FILE_TYPES, Weight, in_file_order
 from g4spec.runtime.cuda.weights.packing import spelt
 
@@ -38,8 +38,8 @@ def takes(weight: Weight) -> bool:
     data = weight.data
     if weight.type and not in_file_order(weight):
         return False
-    size = quant.get(format_of(weight)).block_bytes if weight.type else 16
-    align = next(n for n in (16, 8, 4, 2) if size % n == 0)
+    size = packing.PARTS[weight.type][0].itemsize if weight.type else 16
+    align = next(n for n in (16, 8, 4, 2, 1) if size % n == 0)
     return weight.columns % 8 == 0 and data.is_contiguous() and data.data_ptr() % align == 0
 
 

@@ -27,10 +27,21 @@ CONSUMERS = 8
 THREADS = 32 * (CONSUMERS + 1)
 
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
-"""Bytes of shared memory in which a warp keeps a unit's factors, at most; 0 for others."""
+"""Bytes of shared memory in which a warp keeps a unit's factors, at most."""
+
+CODEBOOKS = {
+    "iq4_nl": 32, "iq4_xs": 32, "mxfp4": 32, "nvfp4": 16, "iq3_s": 32, "iq3_xxs": 32, "q3_k": 16,
+    "q2_k": 16, "iq2_s": 16, "iq2_xs": 16, "iq2_xxs": 32, "iq1_m": 16, "iq1_s": 32,
+}  # fmt: skip
+"""Types whose codes are numbers of a table's entries (codebook_product.cuh): values that share a
+factor."""
 
 UPPER_ROWS = 2048 + 32
 """Bytes of a unit of 8 rows as `linear_upper` reads them."""
+
+WIDE = ("q4_k", "q5_k", "iq4_xs", "iq3_s", "iq3_xxs", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq2_xxs",
+        "iq1_m", "iq1_s")  # fmt: skip
+"""Types whose stages hold 256 rows where they can."""
 
 MOST_STAGES = {128: 8, 256: 5}
 """In shared memory, by the rows of a stage."""
@@ -77,7 +88,7 @@ class Cut:
         stage = max(self.stage, self.rows * 8 * self.tiles * 4)
         teams = CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
-        scratch = max(SCRATCH.get(self.type, 0), other)
+        scratch = max(scratch_of(self.type, self.unit), other)
         sums = CONSUMERS * 8 * self.tiles * 4
         return self.stages * (stage + 16 * teams) + CONSUMERS * scratch + sums
 
@@ -92,6 +103,13 @@ class Cut:
         """Bytes that are read of a unit's weights."""
         lower = packing.PARTS[self.type][1][0].nbytes(self.unit) if self.upper else 0
         return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // GROUP)
+
+
+def scratch_of(type: str, unit: int) -> int:
+    """Bytes of a warp for the factors of a unit: of its groups, of 32 rows each."""
+    if type in CODEBOOKS:
+        return 128 * (unit // CODEBOOKS[type] + (type == "q2_k"))
+    return SCRATCH.get(type, 0)
 
 
 @functools.cache
@@ -109,10 +127,11 @@ def cut(
     wide = (
         groups % 2 == 0
         and not narrow
-        and (type in ("q4_k", "q5_k") or (type == "q6_k" and groups >= HUGE))
+        and (type in WIDE or (type == "q6_k" and groups >= HUGE))
     )
     room = nvrtc.SHARED_LIMIT[arch]
-    rows = 256 if wide and Cut(type, unit, 2, 256, 2).shared <= room else 128
+    least = 3 if type in CODEBOOKS else 2
+    rows = 256 if wide and Cut(type, unit, 2, 256, least).shared <= room else 128
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
     few = rows == 256 and tiles == 2 and not upper
     for stages in range(3 if few else MOST_STAGES[rows], 0, -1):
@@ -290,7 +309,7 @@ def _units() -> list[Unit]:
     out = []
     for arch in ARCHS:
         cuts = {cut(type, unit, groups, tiles, arch)
-                for type in packing.PARTS for unit in ((256,) if type.endswith("_k") else (64, 256))
+                for type in packing.PARTS for unit in packing.units_of(type)
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
         for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):

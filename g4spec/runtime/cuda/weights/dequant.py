@@ -16,7 +16,7 @@ import torch
 
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt
+from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt, units_of
 
 FILE_TYPES = tuple(PARTS)
 """Quantized types whose file order has kernels (portable.cu)."""
@@ -28,8 +28,8 @@ class Weight:
 
     Attributes:
         type: of a packed matrix, e.g. "q4_k"; "" for plain numbers.
-        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; the file's
-            bytes, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
+        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; bytes as
+            `held`, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
             [matrices * rows, columns].
     """
 
@@ -189,7 +189,7 @@ def _same_bits(x: torch.Tensor, out: torch.Tensor, size: int, multiply: Multiply
 
 UNITS = [
     Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in PARTS
-                             for unit in ((256,) if type.endswith("_k") else (64, 256))
+                             for unit in units_of(type)
                              for dtype in (torch.float16, torch.bfloat16)),
          max_registers=80),
     Unit("portable.cu", tuple(file_instance(type) for type in FILE_TYPES), max_registers=48),

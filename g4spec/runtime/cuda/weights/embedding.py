@@ -8,10 +8,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from g4spec import quant
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held, packing
 
 THREADS = 128
 """Of a block; four values each."""
@@ -23,7 +22,7 @@ def embed(
     """Rows `ids` of a table, dequantized and times `scale` -> float32 [T, width].
 
     Args:
-        table: the file's bytes, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
+        table: bytes as `held`, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
         name: the table's quant type.
         ids: int64 [T]; any T.
     """
@@ -32,7 +31,7 @@ def embed(
     grid = (-(-width // (4 * THREADS)), len(ids))
     common = table, ids, out, np.int32(width), np.float32(scale)
     if table.dim() == 2:
-        assert table.shape[1] == quant.get(name).row_bytes(width), (table.shape, name, width)
+        assert table.shape[1] == held.row_bytes(name, width), (table.shape, name, width)
         launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, *common)
         return out
     columns = width // table.shape[1]

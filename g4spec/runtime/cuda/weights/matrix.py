@@ -1,6 +1,6 @@
 """Weight matrices on the GPU, packed for the product that reads them.
 
-A matrix arrives as the file's bytes and is packed when it is first used, alone or together with
+A matrix arrives as the file's bytes, is held (`held`), and is packed when it is first used, alone or together with
 those that are multiplied with the same rows; the bytes go then. For kernels that read the file's
 bytes (portable.cu) matrices are laid behind each other and nothing else.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 TILE = 16
@@ -43,6 +43,7 @@ class Matrix:
     ) -> None:
         self.keeps, self.grouped = keeps, bool(type) and not keeps
         self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
+        raw = held.held(type, raw) if type else raw
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
         self.turned = False  # rows are gates and ups in turns
