@@ -217,15 +217,15 @@ def test_every_type_that_is_read_is_packed() -> None:
 def test_kernels_take_units_of_the_same_size(name: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     header = f"{name}.cuh"
-    sources = {"sizes.cu": f'#include "{header}"\n'
-               "template <int UNIT, int BYTES, int SCRATCH> __global__ void sizes() {}\n"}  # fmt: skip
+    kernel = "template <int UNIT, int BYTES, int SCRATCH> __global__ void sizes() {}\n"
+    sources = {"sizes.cu": f'#include "{header}"\n{kernel}'}
     path = str(files("g4spec.quant") / "formats" / header)
     sources |= {
         header if file == path else file: text for file, text in nvrtc.closure(path).items()
     }
     for unit in packing.units_of(name):
         struct = packing.format_name(name, unit)
-        built = nvrtc.compile(sources, f"sizes<{struct}::UNIT, {struct}::UNIT_BYTES, {struct}::SCRATCH>",
-                              "sm_80")  # fmt: skip
+        numbers = f"{struct}::UNIT, {struct}::UNIT_BYTES, {struct}::SCRATCH"
+        built = nvrtc.compile(sources, f"sizes<{numbers}>", "sm_80")
         scratch = linear.scratch_of(name, unit)
         assert f"Li{unit}ELi{packing.unit_bytes(name, unit)}ELi{scratch}E" in built.symbol

@@ -9,12 +9,14 @@ Rows that share a launch with others get the bits that they get alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import FILE_TYPES, Weight, in_file_order
 from g4spec.runtime.cuda.weights.packing import spelt
 
@@ -96,7 +98,16 @@ def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
     return y
 
 
+_MORE = (*samples.SAMPLES, *samples.ALIKE)
+
+
+def _all(types: Sequence[str]) -> tuple[str, ...]:
+    return (*(instance(f, t) for f in types for t in ROWS), *map(instance_of_visits, types))
+
+
 UNITS = [
-    Unit("portable.cu", (*(instance(f, t) for f in FORMATS for t in ROWS),
-                         *(instance_of_visits(f) for f in FORMATS)), max_registers=168)
+    Unit("portable.cu", (*_all([f for f in FORMATS if f not in _MORE]),
+                         *(instance(f, max(ROWS)) for f in samples.SAMPLES)), max_registers=168,
+         more=tuple(name for name in _all(_MORE)
+                    if name not in {instance(f, max(ROWS)) for f in samples.SAMPLES}))
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.elementwise import gated_scale
 from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, Rows, empty
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.packing import GROUP
 
@@ -312,6 +312,9 @@ def _units() -> list[Unit]:
                 for type in packing.PARTS for unit in packing.units_of(type)
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
+        shown = {cut(type, 256, 2, 2, arch).name("linear") for type in samples.SAMPLES}
+        more = {c.name(kind) for c in cuts for kind in ("linear", "gate_up")
+                if c.type in CODEBOOKS} - shown  # fmt: skip
         for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):
             part = cut("q6_k", 256, groups, tiles, arch, upper=True)
             names[part.name("linear")] = part.shared
@@ -319,7 +322,8 @@ def _units() -> list[Unit]:
             for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
                 a, b = (cut(type, 256, 2, tiles, arch) for type in types)
                 names[two(a, b)] = max(a.shared, b.shared)
-        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 16))
+        out.append(Unit("linear.cu", tuple(sorted(names.keys() - more)), (arch,), 168,
+                        max(names.values()), 16, tuple(sorted(more))))  # fmt: skip
     return out
 
 

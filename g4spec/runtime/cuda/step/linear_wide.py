@@ -20,6 +20,7 @@ from g4spec.runtime.cuda.step import linear as narrow
 from g4spec.runtime.cuda.step.elementwise import gated_scale
 from g4spec.runtime.cuda.step.linear import ARCHS, MOST_GROUPS, MOST_STAGES, Cut, Exchange, split
 from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, empty
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 GROUPS = (2, 3, MOST_GROUPS)
@@ -147,9 +148,15 @@ def _units() -> list[Unit]:
         for how in {HANDED_ON: (q6, q8, q5), "sm_86": (q8,), "sm_120": (q6,)}.get(arch, ()):
             (own,) = widened((how,), MOST_GROUPS, arch)
             names[own.name("linear")] = own.shared
+        more: dict[str, int] = {}
+        for type in (*samples.SAMPLES, *samples.ALIKE):
+            how = narrow.cut(type, packing.units_of(type)[-1], 2, 2, arch)
+            for own in widened((how,), MOST_GROUPS, arch):
+                more |= {own.name(kind): own.shared for kind in ("linear", "gate_up")}
         spill = 400 if arch == HANDED_ON else 800
         out.append(Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168,
-                        max(names.values()), spill))  # fmt: skip
+                        max([*names.values(), *more.values()]), spill,
+                        tuple(more)))  # fmt: skip
     return out
 
 

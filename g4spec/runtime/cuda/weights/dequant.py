@@ -8,7 +8,7 @@ and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt, units_of
+from g4spec.runtime.cuda.weights.samples import ALIKE, COMPILED
 
 FILE_TYPES = tuple(PARTS)
 """Quantized types whose file order has kernels (portable.cu)."""
@@ -187,10 +188,13 @@ def _same_bits(x: torch.Tensor, out: torch.Tensor, size: int, multiply: Multiply
     return torch.equal(other.view(torch.uint8), out.contiguous().view(torch.uint8))
 
 
+def _instances(types: Iterable[str]) -> tuple[str, ...]:
+    return tuple(instance(type, unit, dtype) for type in types for unit in units_of(type)
+                 for dtype in (torch.float16, torch.bfloat16))  # fmt: skip
+
+
 UNITS = [
-    Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in PARTS
-                             for unit in units_of(type)
-                             for dtype in (torch.float16, torch.bfloat16)),
-         max_registers=80),
-    Unit("portable.cu", tuple(file_instance(type) for type in FILE_TYPES), max_registers=48),
+    Unit("dequant.cu", _instances(COMPILED), max_registers=80, more=_instances(ALIKE)),
+    Unit("portable.cu", tuple(map(file_instance, COMPILED)), max_registers=48,
+         more=tuple(map(file_instance, ALIKE))),
 ]  # fmt: skip

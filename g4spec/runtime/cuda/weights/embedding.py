@@ -10,7 +10,7 @@ import torch
 
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights import held, packing
+from g4spec.runtime.cuda.weights import held, packing, samples
 
 THREADS = 128
 """Of a block; four values each."""
@@ -43,7 +43,8 @@ def embed(
 
 
 UNITS = [
-    Unit("embed.cu", (*(f"embed<{n.upper()}>" for n in (*packing.PARTS, "f16", "bf16", "f32")),
-                      *(f"embed_packed<{n.upper()}>" for n in packing.PARTS)),
-         max_registers=64),
+    Unit("embed.cu", (*(f"embed<{n.upper()}>" for n in (*samples.COMPILED, "f16", "bf16", "f32")),
+                      *(f"embed_packed<{n.upper()}>" for n in samples.COMPILED)),
+         max_registers=64, more=tuple(f"{of}<{n.upper()}>" for of in ("embed", "embed_packed")
+                                      for n in samples.ALIKE)),
 ]  # fmt: skip

@@ -1,8 +1,9 @@
 """Weight matrices on the GPU, packed for the product that reads them.
 
-A matrix arrives as the file's bytes, is held (`held`), and is packed when it is first used, alone or together with
-those that are multiplied with the same rows; the bytes go then. For kernels that read the file's
-bytes (portable.cu) matrices are laid behind each other and nothing else.
+A matrix arrives as the file's bytes, which memory may hold in another form (`held`), and is packed
+when it is first used, alone or together with those that are multiplied with the same rows; the
+bytes go then. For kernels that read blocks in the file's order (portable.cu) matrices are laid
+behind each other and nothing else.
 """
 
 from __future__ import annotations
