@@ -15,7 +15,7 @@ from g4spec.quant import codebook
 from g4spec.quant.formats import mxfp4, nvfp4
 from g4spec.runtime.cuda.build import nvrtc
 from g4spec.runtime.cuda.step import linear
-from g4spec.runtime.cuda.weights import held, packing
+from g4spec.runtime.cuda.weights import held, held_size, packing
 from tests.quant_blocks import random_blocks
 
 SHAPES = [(128, 256), (200, 768), (1, 256), (129, 64), (300, 192)]
@@ -26,7 +26,7 @@ CASES = [
 
 def random_bytes(name: str, n: int, k: int, seed: int = 0) -> torch.Tensor:
     rng = np.random.default_rng(seed)
-    return torch.from_numpy(rng.integers(0, 256, (n, held.row_bytes(name, k)), np.uint8))
+    return torch.from_numpy(rng.integers(0, 256, (n, held_size.row_bytes(name, k)), np.uint8))
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)

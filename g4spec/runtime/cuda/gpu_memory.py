@@ -16,7 +16,7 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import attention
-from g4spec.runtime.cuda.weights import held, packing
+from g4spec.runtime.cuda.weights import held_size, packing
 
 FLOAT = 4
 
@@ -65,9 +65,8 @@ class Card:
         return sum(self._weight(t) for t in tensors)
 
     def _weight(self, t: TensorInfo) -> int:
-        if t.format.name in held.BLOCKS and not self._number(t):
-            return math.prod(t.shape[:-1]) * held.row_bytes(t.format.name, t.shape[-1])
-        return max(t.nbytes, self._number(t) * math.prod(t.shape))
+        number = self._number(t)
+        return max(t.nbytes, number * math.prod(t.shape)) if number else held_size.tensor_bytes(t)
 
     def _number(self, t: TensorInfo) -> int:
         """Bytes of each number that `CudaBackend.load` unpacks; 0 if it keeps the file's bytes."""

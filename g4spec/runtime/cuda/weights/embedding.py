@@ -10,7 +10,7 @@ import torch
 
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights import held, packing, samples
+from g4spec.runtime.cuda.weights import held_size, packing, samples
 
 THREADS = 128
 """Of a block; four values each."""
@@ -31,7 +31,7 @@ def embed(
     grid = (-(-width // (4 * THREADS)), len(ids))
     common = table, ids, out, np.int32(width), np.float32(scale)
     if table.dim() == 2:
-        assert table.shape[1] == held.row_bytes(name, width), (table.shape, name, width)
+        assert table.shape[1] == held_size.row_bytes(name, width), (table.shape, name, width)
         launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, *common)
         return out
     columns = width // table.shape[1]

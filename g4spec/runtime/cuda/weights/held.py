@@ -37,36 +37,13 @@ import torch
 from g4spec import quant
 from g4spec.quant import codebook
 from g4spec.quant.formats import iq1_m, iq1_s, iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs, q3_k
+from g4spec.runtime.cuda.weights.held_size import BLOCKS
 
-STEP = 1 << 26
+STEP = 1 << 24
 """Values rewritten at a time; temporaries take up to 16 bytes for each."""
 
 
-def _dtype(bits: int, scales: int) -> np.dtype[np.void]:
-    codes = [("q", "u1", (8, 16))] if bits == 4 else [("low", "u1", (2, 32)), ("high", "u1", 32)]
-    return np.dtype([*codes, ("scale", "i1", scales), ("d", "<f2")])
-
-
-BLOCKS: dict[str, np.dtype[np.void]] = {
-    "q3_k": _dtype(3, 16),
-    "iq3_s": _dtype(4, 8),
-    "iq3_xxs": _dtype(4, 8),
-    "iq2_s": _dtype(3, 16),
-    "iq2_xs": _dtype(3, 16),
-    "iq2_xxs": _dtype(3, 8),
-    "iq1_m": _dtype(3, 16),
-    "iq1_s": _dtype(3, 8),
-}
-"""Of the types whose blocks are rewritten."""
-
 Fields = Callable[..., torch.Tensor]
-
-
-def row_bytes(name: str, columns: int) -> int:
-    """Bytes in memory of a row of `columns` values."""
-    form = quant.get(name)
-    size = BLOCKS[name].itemsize if name in BLOCKS else form.block_bytes
-    return form.row_bytes(columns) // form.block_bytes * size
 
 
 def held(name: str, raw: torch.Tensor) -> torch.Tensor:

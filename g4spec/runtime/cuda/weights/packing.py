@@ -46,7 +46,7 @@ from g4spec.quant.formats import (
     q6_k,
     q8_0,
 )
-from g4spec.runtime.cuda.weights import held
+from g4spec.runtime.cuda.weights import held_size
 
 GROUP = 128
 """Rows of a group."""
@@ -176,7 +176,7 @@ def _factors(name: str, word: int, span: int) -> Part:
 
 def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
     """Parts of the types whose blocks `held` rewrites."""
-    dtype = held.BLOCKS[name]
+    dtype = held_size.BLOCKS[name]
     fields = dtype.fields
     assert fields is not None
     codes = ((_numbers("q", 4, 16),) if "q" in fields else
@@ -227,7 +227,7 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
     "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
     "q2_k": (q2_k.DTYPE, (_numbers("q", 2, 32), _by_row("scales", "scales", 4),
                           _by_row("d", "dmin", 1))),
-    **{name: _rewritten(name) for name in held.BLOCKS},
+    **{name: _rewritten(name) for name in held_size.BLOCKS},
 }  # fmt: skip
 """Blocks as memory holds them, and the parts of a unit in order."""
 
