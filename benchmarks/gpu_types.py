@@ -3,10 +3,10 @@
     python benchmarks/gpu_types.py [--types iq4_xs q3_k ...] [--rows 1 16] [--layers 4]
 
 Queries to values, output, gates and ups, down, all of one type, random codes and scales, of so
-many layers, which do not fit into L2. For each type and number of rows: microseconds of a layer's products
-one behind the other (a CUDA graph), milliseconds for each GB that the file has of them and that
-memory holds, both over those of Q4_K, which is measured again beside each type; GB/s of packing.
-First that rows keep their bits among more and that values are right. Writes
+many layers, which do not fit into L2. For each type and number of rows: microseconds of a layer's
+products one behind the other (a CUDA graph); milliseconds for each GB that the file has of them,
+and that memory holds, both over those of Q4_K, which is measured again beside each type; GB/s of
+packing. First that rows keep their bits among more and that values are right. Writes
 `results/<date>-gpu-types.json`.
 """
 

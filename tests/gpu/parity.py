@@ -28,10 +28,10 @@ from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
 from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
 from g4spec.runtime.cuda.step.picks import Picks
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.batches import rows_of, spread
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, EMULATED
 from tests.quant_blocks import random_blocks
 
 Pair = tuple[Any, torch.Tensor, float]
@@ -40,7 +40,7 @@ Case = Callable[[Any, Ops, torch.Generator], Iterator[Pair]]
 HALF = 2.0**-9
 """What two roundings to half precision may do to a sum."""
 
-TYPES = ("", *packing.PARTS)
+TYPES = ("", *samples.COMPILED, "q3_k") if EMULATED else ("", *packing.PARTS)
 LARGE = 8192
 """Rows of a table that counts as large."""
 COUNTS = (1, 3, 8, 9, 16, 40)

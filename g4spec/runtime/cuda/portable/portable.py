@@ -105,9 +105,9 @@ def _all(types: Sequence[str]) -> tuple[str, ...]:
     return (*(instance(f, t) for f in types for t in ROWS), *map(instance_of_visits, types))
 
 
+_SAMPLE = instance("q3_k", max(ROWS))
+
 UNITS = [
-    Unit("portable.cu", (*_all([f for f in FORMATS if f not in _MORE]),
-                         *(instance(f, max(ROWS)) for f in samples.SAMPLES)), max_registers=168,
-         more=tuple(name for name in _all(_MORE)
-                    if name not in {instance(f, max(ROWS)) for f in samples.SAMPLES}))
+    Unit("portable.cu", (*_all([f for f in FORMATS if f not in _MORE]), _SAMPLE),
+         max_registers=168, more=tuple(name for name in _all(_MORE) if name != _SAMPLE))
 ]  # fmt: skip

@@ -312,7 +312,8 @@ def _units() -> list[Unit]:
                 for type in packing.PARTS for unit in packing.units_of(type)
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
-        shown = {cut(type, 256, 2, 2, arch).name("linear") for type in samples.SAMPLES}
+        shown = {cut(type, 256, 2, 2, arch).name("linear") for type in samples.SAMPLES
+                 if arch in ("sm_86", "sm_90a")}  # fmt: skip
         more = {c.name(kind) for c in cuts for kind in ("linear", "gate_up")
                 if c.type in CODEBOOKS} - shown  # fmt: skip
         for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):

@@ -17,7 +17,7 @@ import torch
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt, units_of
-from g4spec.runtime.cuda.weights.samples import ALIKE, COMPILED
+from g4spec.runtime.cuda.weights.samples import ALIKE, COMPILED, SAMPLES
 
 FILE_TYPES = tuple(PARTS)
 """Quantized types whose file order has kernels (portable.cu)."""
@@ -193,8 +193,12 @@ def _instances(types: Iterable[str]) -> tuple[str, ...]:
                  for dtype in (torch.float16, torch.bfloat16))  # fmt: skip
 
 
+_SAMPLE = instance("q2_k", 256, torch.float16)
+_MORE = (*SAMPLES, *ALIKE)
+
 UNITS = [
-    Unit("dequant.cu", _instances(COMPILED), max_registers=80, more=_instances(ALIKE)),
+    Unit("dequant.cu", (*_instances(COMPILED), _SAMPLE), max_registers=80,
+         more=tuple(name for name in _instances(_MORE) if name != _SAMPLE)),
     Unit("portable.cu", tuple(map(file_instance, COMPILED)), max_registers=48,
-         more=tuple(map(file_instance, ALIKE))),
+         more=tuple(map(file_instance, _MORE))),
 ]  # fmt: skip

@@ -5,6 +5,8 @@ The token table is also the last product's matrix, and kept once, in that produc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
@@ -42,9 +44,12 @@ def embed(
     return out
 
 
+def _all(types: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{of}<{n.upper()}>" for of in ("embed", "embed_packed") for n in types)
+
+
 UNITS = [
-    Unit("embed.cu", (*(f"embed<{n.upper()}>" for n in (*samples.COMPILED, "f16", "bf16", "f32")),
-                      *(f"embed_packed<{n.upper()}>" for n in samples.COMPILED)),
-         max_registers=64, more=tuple(f"{of}<{n.upper()}>" for of in ("embed", "embed_packed")
-                                      for n in samples.ALIKE)),
+    Unit("embed.cu", (*_all((*samples.COMPILED, "iq4_xs")),
+                      *(f"embed<{n.upper()}>" for n in ("f16", "bf16", "f32"))), max_registers=64,
+         more=_all(n for n in (*samples.SAMPLES, *samples.ALIKE) if n != "iq4_xs")),
 ]  # fmt: skip

@@ -8,4 +8,5 @@ SAMPLES = ("iq4_xs", "q2_k", "q3_k")
 ALIKE = tuple(n for n in ("iq4_nl", "mxfp4", "nvfp4", *held_size.BLOCKS) if n not in SAMPLES)
 """The others: instances of the same templates with another table."""
 
-COMPILED = tuple(n for n in packing.PARTS if n not in ALIKE)
+COMPILED = tuple(n for n in packing.PARTS if n not in (*SAMPLES, *ALIKE))
+"""Types of other kinds, whose kernels are all compiled."""
