@@ -114,7 +114,8 @@ def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> tor
     got = run(q, kv, first, last, scale)
     want = expected(q, kv, first, last, scale)
     error = (got.values - want).abs().max().item()
-    assert error < 4e-3, (error, first, last)  # weights in half precision, values about 1
+    # Weights in half precision; values about 1, and up to 5 among the millions of a long context.
+    assert error < 5e-3, (error, first[:1], last[-1:])
     assert torch.equal(unpacked(got, len(q)), got.values.half())
     return got.values
 

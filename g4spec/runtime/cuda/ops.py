@@ -69,7 +69,7 @@ class CudaOps(Ops):
         portable: do with what every GPU has, also on those that could do better.
 
     Attributes:
-        title: the GPU's name, and whether it runs the portable kernels.
+        title: the GPU's name, and which kernels it runs if not its own.
         portable: whether it does.
         without_kernel: what ran as torch so far.
         pairs: how gates and ups are packed.
@@ -81,6 +81,8 @@ class CudaOps(Ops):
         super().__init__(device)
         self.title = torch.cuda.get_device_name(self.device)
         self.portable = portable or launch.arch(self.device.index) not in attention.TENSOR_ARCHS
+        arch = launch.arch(self.device.index)
+        self.title += f", kernels of {arch}" if arch != launch.own_arch(self.device.index) else ""
         self.title += ", portable kernels" if self.portable else ""
         self._exchange = Exchange(self.device)
         self.pairs = Pairs()
