@@ -132,11 +132,12 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
         names = [t.format.name for t in large]
         common = max(set(names), key=names.count).upper() if names else "none"
         nbytes = sum(t.nbytes for t in file.tensors.values())
+        option = Option(common, nbytes, ("llama.cpp", "g4spec"), own=own.weight_bytes(file))
         return Target(
             title=f"{path.name} (Gemma 4 {size.name if size else f'with {n} layers'})",
             size=size.id if size else "other",
             given=given,
-            options=(Option(common, nbytes, ("llama.cpp", "g4spec")),),
+            options=(option,),
             caches=gguf_caches(kv, "gemma4"),
             context=_number(kv, "gemma4.context_length"),
             hub=size.hub if size else "",
@@ -145,7 +146,7 @@ def _gguf_target(facts: Facts, path: Path, given: str) -> Target:
             is_gguf=True,
             is_local=True,
             refusal=own.refusal(file, models.kinds()["gemma4"]),
-            notes=tuple(note for note in (own.mix(file), own.without_kernels(file)) if note),
+            notes=tuple(note for note in (own.mix(file), own.rewritten(file)) if note),
         )
 
 

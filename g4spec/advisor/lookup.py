@@ -41,7 +41,7 @@ def target(facts: Facts, text: str) -> Target:
         options = (estimated(size, wanted, whole),)
         notes = (f"{options[0].format}: no file of this size is in the data; "
                  f"{options[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
-                 "a few per cent larger", *own.named(options[0].format))  # fmt: skip
+                 "a few per cent larger",)  # fmt: skip
     elif rest and len(options) == len(whole.options):
         notes = (f"the name {name} does not say its weight format; every format is considered",)
     gguf = "/" in name and "gguf" in text.lower()
@@ -76,7 +76,7 @@ def estimated(size: Size, wanted: str, whole: Target) -> Option:
         raise UsageError(f"-m: no weight format {wanted!r}", found=wanted,
                          expected=f"one of {known}, or a type: {', '.join(forms)}")  # fmt: skip
     nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
-    return Option(wanted.upper(), nbytes, GGUF)
+    return Option(wanted.upper(), nbytes, GGUF, own=own.scaled(wanted, nbytes))
 
 
 def _row_of(facts: Facts, text: str, size: str) -> Draft | None:

@@ -255,6 +255,12 @@ class Calculator:
         how = f"prompts in chunks of up to {4096 if large else 1024}"
         return gib(self.facts, f"fixed-g4spec-{size}{'-large' * large}"), how
 
+    def _weights(self, option: Option, own: bool, n: int, share: str) -> Step:
+        """A card's share of the weights; our runtime rewrites some types for a GPU."""
+        held = option.own or option.nbytes if own and self.machine.gpus else option.nbytes
+        how = " as the GPU holds them" if held != option.nbytes else ""
+        return Step("weights", held // n, f"{option.format}, {held / 1e9:.2f} GB{how}{share}")
+
     def _gguf(self, engine: str, option: Option, kv: str, context: int) -> tuple[Step, ...]:
         """llama.cpp splits by layer: weights and cache are shared, buffers are on every card."""
         n, caches = self.gpus, self.target.caches
@@ -265,11 +271,7 @@ class Calculator:
         per_token = (own_token_bytes if own else token_bytes)(caches, kv)
         per_slot = slot_bytes(caches, kv)
         steps = [
-            Step(
-                "weights",
-                option.nbytes // n,
-                f"{option.format}, {option.nbytes / 1e9:.2f} GB{share}",
-            ),
+            self._weights(option, own, n, share),
             Step(
                 "global cache",
                 int(per_token * tokens) // n,

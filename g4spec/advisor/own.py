@@ -8,13 +8,9 @@ from types import ModuleType
 from g4spec import models
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
-from g4spec.quant import formats, readable
+from g4spec.quant import formats, get, readable
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
-
-_SLOW = (
-    "g4spec has no CUDA kernels for {types} yet: on a GPU it computes these tensors with torch in "
-    "float32, slowly"
-)
+from g4spec.runtime.cuda.weights.held_size import BLOCKS, block_bytes, tensor_bytes
 
 
 def refusal(file: GGUF, kind: ModuleType) -> str:
@@ -50,18 +46,28 @@ def with_kernels() -> frozenset[str]:
     return frozenset((*(path.stem for path in folder.glob("*.cuh")), *plain))
 
 
-def without_kernels(file: GGUF) -> str:
-    """Say which of a file's tensors a GPU runs as torch in float32, slowly, or ""."""
-    forms = {t.format for t in file.tensors.values()}
-    slow = sorted(f.name.upper() for f in forms if f.decode and f.name not in with_kernels())
-    return _SLOW.format(types=", ".join(slow)) if slow else ""
+def weight_bytes(file: GGUF) -> int:
+    """Bytes that the weights of a file take in a GPU's memory."""
+    return sum(map(tensor_bytes, file.tensors.values()))
 
 
-def named(type: str) -> tuple[str, ...]:
-    """Say the same of a weight format by its name: `IQ4_XS`, `Q3_K_M`."""
+def rewritten(file: GGUF) -> str:
+    """Say which of a file's tensors take other bytes on a GPU than in the file, or ""."""
+    other = [t for t in file.tensors.values() if tensor_bytes(t) != t.nbytes]
+    if not other:
+        return ""
+    types = ", ".join(sorted({t.format.name.upper() for t in other}))
+    there, here = (sum(sizes) / 1e9 for sizes in (map(tensor_bytes, other),
+                                                  (t.nbytes for t in other)))  # fmt: skip
+    return (f"on a GPU g4spec holds its tensors in {types} in {there:.2f} GB instead of "
+            f"{here:.2f}: codes of 3 or 4 bits, the same values")  # fmt: skip
+
+
+def scaled(type: str, nbytes: int) -> int:
+    """Bytes in a GPU's memory of so many in a file of a weight format: `IQ3_S`, `Q3_K_M`."""
     low = type.lower().split("-")[-1]
-    known = {low, low.rsplit("_", 1)[0]} & with_kernels()
-    return () if known else (_SLOW.format(types=type),)
+    name = next((n for n in (low, low.rsplit("_", 1)[0]) if n in BLOCKS), None)
+    return nbytes if name is None else nbytes * block_bytes(name) // get(name).block_bytes
 
 
 def mix(file: GGUF) -> str:

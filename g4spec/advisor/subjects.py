@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from g4spec.advisor import own
 from g4spec.advisor.facts import Facts
 from g4spec.advisor.schema import Draft, Size, Weights
 from g4spec.core import CacheShape
@@ -19,7 +20,8 @@ HEAD_SLIDING, HEAD_FULL = 256, 512
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One weight format of a target. `nbytes`: of the weights; `fact`: the row it is from."""
+    """One weight format of a target. `nbytes`: of the weights; `fact`: the row it is from; `own`:
+    bytes that our runtime takes of a GPU for them, or 0: as many."""
 
     format: str
     nbytes: int
@@ -27,6 +29,7 @@ class Option:
     hub: str = ""
     fact: str = ""
     cc: str = ""
+    own: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,8 @@ def options_of(facts: Facts, size: Size) -> tuple[Option, ...]:
     """Every weight format known for a size, best quality first."""
     found = [w for w in facts.all(Weights) if w.model == size.id and w.rank < 90]
     found.sort(key=lambda w: (w.rank, -w.gb))
-    return tuple(Option(w.format, int(w.gb * 1e9), w.engines, w.hub, w.id, w.cc) for w in found)
+    return tuple(Option(w.format, int(w.gb * 1e9), w.engines, w.hub, w.id, w.cc,
+                        own.scaled(w.format, int(w.gb * 1e9))) for w in found)  # fmt: skip
 
 
 def named_target(facts: Facts, size: Size, given: str = "") -> Target:

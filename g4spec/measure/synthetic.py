@@ -174,10 +174,12 @@ def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
     columns, rows = shape[-1], math.prod(shape[:-1])
     raw = torch.randint(0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8,
                         device=ops.device)  # fmt: skip
-    halves = raw.view(rows, columns // form.block, form.block_bytes)
-    for at, value in _FACTORS[form.name]:
+    blocks = raw.view(rows, columns // form.block, form.block_bytes)
+    for at, value in _FACTORS.get(form.name, ()):
         bits = torch.tensor([value * columns**-0.5], dtype=torch.float16).view(torch.uint8)
-        halves[..., at : at + 2] = bits.to(ops.device)
+        blocks[..., at : at + 2] = bits.to(ops.device)
+    for at, byte in _BYTES.get(form.name, ()):
+        blocks[..., at] = byte
     return Matrix(form.name, raw, shape[-2], columns, rows // shape[-2], keeps=ops.portable)
 
 
@@ -190,5 +192,21 @@ _FACTORS = {
     "q4_1": ((0, 1 / 4.6), (2, -7.5 / 4.6)),
     "q5_0": ((0, 1 / 9.2),),
     "q5_1": ((0, 1 / 9.2), (2, -15.5 / 9.2)),
+    "iq4_nl": ((0, 1 / 70),),
+    "iq4_xs": ((0, 1 / 1300),),
+    "q3_k": ((108, 1 / 42),),
+    "q2_k": ((80, 1 / 14), (82, 1 / 8)),
+    "iq3_s": ((0, 1 / 167),),
+    "iq3_xxs": ((0, 1 / 167),),
+    "iq2_s": ((0, 1 / 64),),
+    "iq2_xs": ((0, 1 / 64),),
+    "iq2_xxs": ((0, 1 / 64),),
+    "iq1_s": ((0, 1 / 8),),
 }
 """Where a block's half-precision factors stand, and what they are for one column."""
+_BYTES = {
+    "mxfp4": ((0, 118),),
+    "nvfp4": tuple((at, 0x08) for at in range(4)),
+    "iq1_m": tuple((at, byte) for at, byte in ((49, 0x02), (51, 0x02), (53, 0x02), (55, 0x22))),
+}
+"""The same of bytes of other factors, for about 5,000 columns."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from g4spec import quant
 from g4spec.convert import convert
 from g4spec.core import CacheShape
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
+from g4spec.gguf.reader import TensorInfo
 from g4spec.models import gemma4
 from g4spec.models.spec import LayerSpec
 from g4spec.ops.kv import LayerKV, Space
@@ -23,6 +26,7 @@ from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, Kind, slot_bytes
 from g4spec.runtime.cuda.gpu_memory import Card
+from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from tests import tiny, tokens
@@ -59,6 +63,17 @@ def test_a_plan_for_a_gpu_counts_the_spare_slot_and_the_spare_page(
     assert memory.plan(backend, size, 512, config, [], shapes).cache == got
     rings = sum(slot_bytes(s, 700, slack, kind) for s in shapes)
     assert got - parallel * rings == 13 * card.page(shapes) + (parallel > 2) * rings
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_a_plan_for_a_gpu_counts_weights_as_it_holds_them(portable: bool) -> None:
+    card = Card(torch.device("cpu"), "f16", portable)
+    for name in (n for n, f in quant.readable().items() if f.quantized):
+        for shape in ((40, 512), (3, 40, 256)):
+            raw = torch.zeros(math.prod(shape[:-1]), quant.get(name).row_bytes(shape[-1])).byte()
+            info = TensorInfo("w", shape, quant.get(name).type, 0, raw.numel())
+            there = Matrix(name, raw, shape[-2], shape[-1], len(raw) // shape[-2], keeps=portable)
+            assert card.weights([info]) == there.table.nbytes, name
 
 
 def test_a_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
@@ -117,6 +132,7 @@ from pathlib import Path
 from g4spec.runtime.cuda.backend import CudaBackend
 from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, slot_bytes
 from g4spec.runtime.cuda.gpu_memory import Card
+from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 torch.nn.functional.linear(torch.zeros(16, 64), torch.zeros(64, 64))

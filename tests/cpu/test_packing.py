@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 
 import numpy as np
@@ -10,8 +11,11 @@ import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
+from g4spec.quant import codebook
+from g4spec.quant.formats import mxfp4, nvfp4
 from g4spec.runtime.cuda.build import nvrtc
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.weights import held, held_size, packing
 from tests.quant_blocks import random_blocks
 
 SHAPES = [(128, 256), (200, 768), (1, 256), (129, 64), (300, 192)]
@@ -22,7 +26,7 @@ CASES = [
 
 def random_bytes(name: str, n: int, k: int, seed: int = 0) -> torch.Tensor:
     rng = np.random.default_rng(seed)
-    return torch.from_numpy(rng.integers(0, 256, (n, quant.get(name).row_bytes(k)), np.uint8))
+    return torch.from_numpy(rng.integers(0, 256, (n, held_size.row_bytes(name, k)), np.uint8))
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)
@@ -46,9 +50,8 @@ def test_chunks_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", packing.PARTS)
 def test_parts_are_aligned(name: str) -> None:
-    for unit in (64, 256):
-        if unit % quant.get(name).block == 0:
-            assert all(part.nbytes(unit) % 16 == 0 for part in packing.PARTS[name][1])
+    for unit in packing.units_of(name):
+        assert all(part.nbytes(unit) % 16 == 0 for part in packing.PARTS[name][1])
 
 
 def test_types_and_shapes_without_a_packing_are_refused() -> None:
@@ -124,15 +127,73 @@ class Unit:
         return self.half(at) * scale * code - self.half(at + 2) * least
 
 
-@pytest.mark.parametrize(("name", "unit"), [(n, 256) for n in packing.PARTS] +
-                         [(n, 64) for n in packing.PARTS if not n.endswith("k")])  # fmt: skip
+class NumberUnit(Unit):
+    """The same of a type whose codes are numbers of a table's entries."""
+
+    def __init__(self, name: str, unit: int, data: bytes) -> None:
+        self.name, self.unit, self.data = name, unit, data
+        self.bits, self.table, self.share = TABLES[name]
+        self.head = 16 * self.bits * unit
+
+    def code(self, row: int, k: int) -> int:
+        tile, r = divmod(row, 16)
+        k64, j, t, e = k // 64, k // 16 % 4, k // 4 % 4, k % 4
+        lane, place = (tile * (self.unit // 64) + k64) * 32 + r % 8 * 4 + t, [0, 4, 16, 20][e]
+        place += r // 8 * 8
+        if self.bits == 4:
+            return self.u32(4 * (4 * lane + j)) >> place & 15
+        low = self.u32(4 * (2 * lane + j // 2)) >> place + j % 2 * 2 & 3
+        high = self.u32(32 * self.unit + 4 * lane) >> place + j & 1 if self.bits == 3 else 0
+        return low | high << 2
+
+    def value(self, row: int, k: int) -> np.float32:
+        code = np.float32(self.table[self.code(row, k)])
+        at = self.head
+        if self.name == "iq4_nl":
+            return code * self.half(at + (k // 32 * 128 + row) * 2)
+        if self.name == "mxfp4":
+            return code * mxfp4.power(np.uint8([self.data[at + k // 32 * 128 + row]]))[0]
+        if self.name == "nvfp4":
+            return code * nvfp4.HALVED[self.data[at + (k // 64 * 128 + row) * 4 + k // 16 % 4]]
+        if self.name == "iq4_xs":
+            first, low = self.u32(at + row * 8), self.u32(at + row * 8 + 4)
+            scale = low >> k // 32 * 4 & 15 | (first >> 16 + k // 32 * 2 & 3) << 4
+            return self.half(at + row * 8) * np.float32(scale - 32) * code
+        if self.name == "q2_k":
+            scale, d = self.data[at + row * 16 + k // 16], at + 2048 + row * 4
+            least = self.half(d + 2) * np.float32(scale >> 4)
+            return self.half(d) * np.float32(scale & 15) * code - least
+        count = packing.PARTS[self.name][0]["scale"].shape[0]
+        scale = np.int8(np.uint8(self.data[at + row * count + k * count // 256]))
+        d = self.half(at + 128 * count + row * 2)
+        return d * np.float32(scale) * code / np.float32(self.share)
+
+
+_SIGNED = {name: [*kinds, *(-k for k in kinds)] for name, kinds in (
+    ("iq3_s", range(1, 16, 2)), ("iq3_xxs", codebook.GRIDS["iq3_xxs"][2]), ("iq2", (8, 25, 43, 0)),
+)}  # fmt: skip
+_IQ1 = [-7, 1, 9, 0, -9, -1, 7, 0]
+TABLES: dict[str, tuple[int, Sequence[float], int]] = {
+    "iq4_nl": (4, codebook.LINEAR_4.tolist(), 1), "iq4_xs": (4, codebook.LINEAR_4.tolist(), 1),
+    "mxfp4": (4, codebook.E2M1.tolist(), 1), "nvfp4": (4, codebook.E2M1.tolist(), 1),
+    "iq3_s": (4, _SIGNED["iq3_s"], 1), "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
+    "q3_k": (3, range(-4, 4), 1), "q2_k": (2, range(4), 1),
+    **{name: (3, _SIGNED["iq2"], 8) for name in ("iq2_s", "iq2_xs", "iq2_xxs")},
+    "iq1_m": (3, _IQ1, 8), "iq1_s": (3, _IQ1, 8),
+}  # fmt: skip
+"""Bits of a code, entries, and what a scale is divided by."""
+
+
+@pytest.mark.parametrize(("name", "unit"),
+                         [(n, u) for n in packing.PARTS for u in packing.units_of(n)])  # fmt: skip
 def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
     rows, columns = 200, 3 * unit
     raw = random_blocks(name, rows, columns)
     expected = quant.get(name).dequantize(raw)
-    packed = packing.pack(name, torch.from_numpy(raw), unit).numpy()
+    packed = packing.pack(name, held.held(name, torch.from_numpy(raw)), unit).numpy()
     for group, u in ((0, 0), (0, 2), (1, 1)):
-        read = Unit(name, unit, packed[group, u].tobytes())
+        kind = NumberUnit if name in TABLES else Unit
+        read = kind(name, unit, packed[group, u].tobytes())
         for row in (*range(0, 17), 24, 40, 47, 64, 71):
             for k in range(unit):
                 assert read.value(row, k) == expected[group * 128 + row, u * unit + k], (row, k)
@@ -143,25 +204,28 @@ def test_matrices_that_no_kernel_takes_are_named() -> None:
     assert packing.unpackable("q8_0", 96, 9, True) == ""
     assert packing.unpackable("q8_0", 96, 9, False) == "q8_0 matrices of 96 columns"
     assert packing.unpackable("q8_0", 64, 1 << 20, False) == "q8_0 matrices of 1048576 rows"
-    others = [n for n, f in quant.readable().items() if f.quantized and n not in packing.PARTS]
-    for name in others:
-        assert packing.unpackable(name, 256, 9, True) == f"{name} matrices"
-        with pytest.raises(Unsupported, match=name.upper()):
-            packing.unit_of(name, 256)
+    assert packing.unpackable("tq1_0", 256, 9, True) == "tq1_0 matrices"
+    with pytest.raises(Unsupported, match="TQ1_0"):
+        packing.unit_of("tq1_0", 256)
+
+
+def test_every_type_that_is_read_is_packed() -> None:
+    assert {n for n, f in quant.readable().items() if f.quantized} == set(packing.PARTS)
 
 
 @pytest.mark.parametrize("name", packing.PARTS)
 def test_kernels_take_units_of_the_same_size(name: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     header = f"{name}.cuh"
-    sources = {"sizes.cu": f'#include "{header}"\n'
-               "template <int UNIT, int BYTES> __global__ void sizes() {}\n"}  # fmt: skip
+    kernel = "template <int UNIT, int BYTES, int SCRATCH> __global__ void sizes() {}\n"
+    sources = {"sizes.cu": f'#include "{header}"\n{kernel}'}
     path = str(files("g4spec.quant") / "formats" / header)
     sources |= {
         header if file == path else file: text for file, text in nvrtc.closure(path).items()
     }
-    kind = name.upper().replace("_", "")
-    for unit in (256,) if name.endswith("k") else (64, 256):
-        struct = kind if name.endswith("k") else f"{kind}<{unit}>"
-        built = nvrtc.compile(sources, f"sizes<{struct}::UNIT, {struct}::UNIT_BYTES>", "sm_80")
-        assert f"Li{unit}ELi{packing.unit_bytes(name, unit)}E" in built.symbol
+    for unit in packing.units_of(name):
+        struct = packing.format_name(name, unit)
+        numbers = f"{struct}::UNIT, {struct}::UNIT_BYTES, {struct}::SCRATCH"
+        built = nvrtc.compile(sources, f"sizes<{numbers}>", "sm_80")
+        scratch = linear.scratch_of(name, unit)
+        assert f"Li{unit}ELi{packing.unit_bytes(name, unit)}ELi{scratch}E" in built.symbol

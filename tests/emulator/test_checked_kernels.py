@@ -56,7 +56,7 @@ def test_attention_of_a_layer_with_a_window(start: int, count: int, at_once: int
 
 def test_experts_of_a_layer() -> None:
     shape = test_experts.Shape(experts=16, k=4, width=768, dense=256, expert=320)
-    layer = test_experts.make(shape, ("q4_k", "q5_0", "q4_k", "q8_0"))
+    layer = test_experts.make(shape, ("iq4_xs", "q5_0", "q4_k", "q8_0"))
     test_experts.check(layer, test_experts.randn(16, 768))
 
 

@@ -11,7 +11,7 @@ from tests.emulator import kernels
 from tests.gpu.parity import HALF, matrix
 
 
-@pytest.mark.parametrize("type", ["q4_k", "q8_0"])
+@pytest.mark.parametrize("type", ["q4_k", "q8_0", "q2_k"])
 def test_few_rows_and_many(type: str) -> None:
     """An arrival at a barrier waits for all copies of its thread, also for those of another stage:
     weights of all stages are asked for before any rows are."""

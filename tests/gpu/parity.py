@@ -7,6 +7,7 @@ largest error allowed as a share of the largest wanted value of a row.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
@@ -27,10 +28,11 @@ from g4spec.runtime.cuda.step import screen
 from g4spec.runtime.cuda.step.choose import Choice
 from g4spec.runtime.cuda.step.packed_rows import Rows, unpack
 from g4spec.runtime.cuda.step.picks import Picks
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.batches import rows_of, spread
-from tests.gpu.device import DEVICE
+from tests.gpu.device import DEVICE, EMULATED
+from tests.quant_blocks import random_blocks
 
 Pair = tuple[Any, torch.Tensor, float]
 Case = Callable[[Any, Ops, torch.Generator], Iterator[Pair]]
@@ -38,7 +40,7 @@ Case = Callable[[Any, Ops, torch.Generator], Iterator[Pair]]
 HALF = 2.0**-9
 """What two roundings to half precision may do to a sum."""
 
-TYPES = ("", *packing.PARTS)
+TYPES = ("", *samples.COMPILED, "q3_k") if EMULATED else ("", *packing.PARTS)
 LARGE = 8192
 """Rows of a table that counts as large."""
 COUNTS = (1, 3, 8, 9, 16, 40)
@@ -58,9 +60,17 @@ def matrix(
     if not type:
         stored = flat.to(dtype)
         return Matrix("", stored.to(DEVICE), rows, shape[-1], count), stored.float().view(shape)
-    raw = quant.get(type).quantize(flat.numpy())
+    raw = quantized(type, flat.numpy())
     exact = torch.from_numpy(quant.get(type).dequantize(raw)).view(shape)
     return Matrix(type, torch.from_numpy(raw).to(DEVICE), rows, shape[-1], count), exact
+
+
+def quantized(type: str, values: np.ndarray) -> np.ndarray:
+    """Bytes of values, or of some of the same size for types that cannot be written."""
+    if quant.get(type).encode is not None:
+        return quant.get(type).quantize(values)
+    found = random_blocks(type, math.prod(values.shape[:-1]), values.shape[-1])
+    return found.reshape(*values.shape[:-1], -1)
 
 
 def there(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from g4spec import quant
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.embedding import embed
 from tests.gpu.device import DEVICE
+from tests.gpu.parity import quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -22,7 +23,7 @@ CASES = [(name, width) for name in (*packing.PARTS, *PLAIN) for width in WIDTHS
 def table(name: str, rows: int, width: int) -> np.ndarray:
     """Random values, quantized."""
     values = np.random.default_rng(width).standard_normal((rows, width)).astype(np.float32)
-    return quant.get(name).quantize(values)
+    return quantized(name, values)
 
 
 @pytest.mark.parametrize(("name", "width"), CASES)
@@ -33,11 +34,25 @@ def test_embed(name: str, width: int, packed: bool) -> None:
     raw, scale = table(name, 300, width), float(np.sqrt(width))
     ids = [0, 7, 8, 127, 128, 255, 256, 299, 31, 64, 64]
     want = quant.get(name).dequantize(raw)[ids] * np.float32(scale)
-    there = torch.from_numpy(raw).to(DEVICE)
+    there = held.held(name, torch.from_numpy(raw)).to(DEVICE)
     if packed:
         there = packing.pack(name, there, packing.unit_of(name, width))
     got = embed(there, name, torch.tensor(ids, device=DEVICE), width, scale)
     assert torch.equal(got.cpu(), torch.from_numpy(want))
+
+
+def test_every_scale_of_mxfp4_and_nvfp4() -> None:
+    """Powers below the least normal float too, and the byte that is no number."""
+    for name, first in (("mxfp4", 1), ("nvfp4", 4)):
+        form = quant.get(name)
+        raw = np.random.default_rng(5).integers(0, 256, (256, form.block_bytes), np.uint8)
+        raw[:, :first] = np.arange(256, dtype=np.uint8)[:, None]
+        wide = np.tile(raw, 256 // form.block)
+        with np.errstate(over="ignore"):
+            want = torch.from_numpy(form.dequantize(wide))
+        there, ids = torch.from_numpy(wide).to(DEVICE), torch.arange(256, device=DEVICE)
+        for table in (there, packing.pack(name, there, 256)):
+            assert torch.equal(embed(table, name, ids, 256, 1.0).cpu(), want)
 
 
 def test_many_rows() -> None:

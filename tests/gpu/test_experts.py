@@ -14,10 +14,11 @@ from g4spec import quant
 from g4spec.ops.reference import Ops
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape, fits
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import TILE
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
+from tests.gpu.parity import quantized
 
 pytestmark = pytest.mark.gpu
 
@@ -68,10 +69,12 @@ class Layer:
 
 
 def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A random matrix: the file's bytes, and the values they stand for."""
+    """A random matrix: its bytes as memory holds them, and the values they stand for."""
     fmt = quant.get(type)
-    raw = fmt.quantize(g.standard_normal(shape, np.float32) / np.float32(math.sqrt(shape[-1])))
-    return torch.from_numpy(raw), torch.from_numpy(fmt.dequantize(raw))
+    values = g.standard_normal(shape, np.float32) / np.float32(math.sqrt(shape[-1]))
+    raw = quantized(type, values)
+    flat = torch.from_numpy(raw).view(-1, raw.shape[-1])
+    return held.held(type, flat).view(*shape[:-1], -1), torch.from_numpy(fmt.dequantize(raw))
 
 
 def _packed(type: str, raw: torch.Tensor, columns: int) -> Weight:
@@ -164,7 +167,9 @@ def test_steps(layer: Layer, count: int) -> None:
 @pytest.mark.parametrize(
     "types",
     [("q4_k", "q5_0", "q4_k", "q8_0"), ("q5_k", "q5_1", "q6_k", "q4_0"),
-     ("q6_k", "q4_1", "q5_k", "q5_0"), ("q8_0", "q8_0", "q8_0", "q8_0")],
+     ("q6_k", "q4_1", "q5_k", "q5_0"), ("iq4_xs", "iq4_nl", "q3_k", "iq4_nl"),
+     ("q2_k", "q4_0", "iq3_s", "nvfp4"), ("iq2_xxs", "iq4_nl", "iq1_m", "mxfp4"),
+     ("q8_0", "q8_0", "q8_0", "q8_0")],
 )  # fmt: skip
 def test_types(types: tuple[str, str, str, str]) -> None:
     small = make(Shape(experts=16, k=4, width=768, dense=256, expert=320), types)

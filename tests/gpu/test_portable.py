@@ -8,7 +8,7 @@ import torch
 
 from g4spec import quant
 from g4spec.runtime.cuda.portable import portable
-from g4spec.runtime.cuda.weights import dequant
+from g4spec.runtime.cuda.weights import dequant, held
 from g4spec.runtime.cuda.weights.dequant import Weight
 from tests.gpu.device import DEVICE
 from tests.quant_blocks import random_blocks
@@ -22,7 +22,7 @@ CASES = [(f, n, k) for f in portable.FORMATS for n, k in SHAPES if k % quant.get
 def weight(name: str, n: int, k: int, matrices: int = 1) -> tuple[Weight, torch.Tensor]:
     """Random matrices on the GPU, and their values [matrices * n, k] in float64."""
     raw = random_blocks(name, matrices * n, k)
-    data = torch.from_numpy(raw).to(DEVICE)
+    data = held.held(name, torch.from_numpy(raw)).to(DEVICE)
     plain = {name: dtype for dtype, name in portable.PLAIN.items()}.get(name)
     values = torch.from_numpy(quant.get(name).dequantize(raw)).double()
     if plain is None:

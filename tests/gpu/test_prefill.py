@@ -22,14 +22,15 @@ from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.cuda.prefill import long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.prefill_attention import Chunk, HeadWeights
 from g4spec.runtime.cuda.prefill.prefill_experts import Experts, Stacks
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Products, Weight, dequantize
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
+from tests.gpu.parity import quantized
 from tests.gpu.prefill_models import SLOT, Small, dense, small
 
 pytestmark = pytest.mark.gpu
 
-PACKED = ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0")
+WRITABLE = tuple(name for name in packing.PARTS if quant.get(name).encode)
 N_CTX = 1536
 
 
@@ -41,15 +42,15 @@ def tolerance(layer: int) -> float:
 
 @pytest.mark.parametrize("columns", [512, 192])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("type", PACKED)
+@pytest.mark.parametrize("type", packing.PARTS)
 def test_dequantized_values(type: str, dtype: torch.dtype, columns: int) -> None:
     if columns % quant.get(type).block:
         pytest.skip("no such matrix")
     rows, matrices, fmt = 200, 2, quant.get(type)
     x = np.random.default_rng(0).standard_normal((matrices, rows, columns), np.float32)
-    raw = torch.from_numpy(fmt.quantize(x))
+    raw = torch.from_numpy(quantized(type, x))
     unit = packing.unit_of(type, columns)
-    data = torch.cat([packing.pack(type, m, unit) for m in raw]).to(DEVICE)
+    data = torch.cat([packing.pack(type, held.held(type, m), unit) for m in raw]).to(DEVICE)
     out = torch.full((matrices * rows + 1, columns), torch.nan, dtype=dtype, device=DEVICE)
     dequantize(Weight(type, data, rows, columns, matrices), out[:-1])
     want = torch.from_numpy(fmt.dequantize(raw.numpy())).view(-1, columns)
@@ -132,7 +133,7 @@ def test_windows(window: int) -> None:
     check(small(dense(3, window=window), {"": "q8_0"}), 300)
 
 
-@pytest.mark.parametrize("type", [*PACKED, "f16"])
+@pytest.mark.parametrize("type", [*WRITABLE, "f16"])
 def test_types(type: str) -> None:
     check(small(dense(3), {"": type}), 80)
 

@@ -7,16 +7,22 @@ from typing import Any
 import pytest
 import torch
 
+from g4spec import quant
 from g4spec.runtime.cuda import kernel_selftest as selftest
 from g4spec.runtime.cuda.ops import CudaOps
-from tests.gpu.device import DEVICE
+from g4spec.runtime.cuda.weights import packing, samples
+from tests.gpu.device import DEVICE, EMULATED
 
 pytestmark = pytest.mark.gpu
 
 
-def test_the_kernels_pass() -> None:
+def test_the_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = [n for n in packing.PARTS if quant.get(n).encode]
+    if EMULATED:
+        types = [*samples.COMPILED]
+        monkeypatch.setattr(packing, "PARTS", {n: packing.PARTS[n] for n in types})
     found = list(selftest.checks(CudaOps(DEVICE)))
-    assert len(found) == 10 and all(ok for ok, _ in found), found
+    assert len(found) == len(types) + 2 and all(ok for ok, _ in found), found
 
 
 def test_wrong_kernels_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.cuda_kv_size import Kind, page_bytes, slot_bytes, spare_slots
 from g4spec.runtime.cuda.prefill import plan
 from g4spec.runtime.cuda.step import attention
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held_size, packing
 
 FLOAT = 4
 
@@ -59,9 +59,14 @@ class Card:
         self.device, self.cache_type, self.portable = device, cache_type, portable
 
     def weights(self, tensors: Iterable[TensorInfo]) -> int:
-        """As in the file, but for rows that packing adds to whole groups; integers as 64 bits, and
-        as 32 what is no matrix, or one of a type or width that kernels do not take."""
-        return sum(max(t.nbytes, self._number(t) * math.prod(t.shape)) for t in tensors)
+        """As in the file, but for rows that packing adds to whole groups; types whose blocks are
+        rewritten (`held`) as they lie then; integers as 64 bits, and as 32 what is no matrix, or
+        one of a type or width that kernels do not take."""
+        return sum(self._weight(t) for t in tensors)
+
+    def _weight(self, t: TensorInfo) -> int:
+        number = self._number(t)
+        return max(t.nbytes, number * math.prod(t.shape)) if number else held_size.tensor_bytes(t)
 
     def _number(self, t: TensorInfo) -> int:
         """Bytes of each number that `CudaBackend.load` unpacks; 0 if it keeps the file's bytes."""

@@ -38,6 +38,8 @@ class Unit:
         max_registers, max_spill: bounds (of spills in bytes) that a test holds each instance to, on
             every architecture.
         shared: most bytes of dynamic shared memory of a block; one number, or one for each arch.
+        more: further instances of the same templates, which a test compiles only where it is asked
+            for all (G4SPEC_COMPILE=all).
     """
 
     file: str
@@ -46,6 +48,7 @@ class Unit:
     max_registers: int = 255
     shared: int | Mapping[str, int] = 0
     max_spill: int = 0
+    more: tuple[str, ...] = ()
 
     def shared_on(self, arch: str) -> int:
         """Most bytes of dynamic shared memory of a block on this architecture."""

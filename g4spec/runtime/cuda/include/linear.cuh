@@ -84,7 +84,8 @@ struct Units {
       for (int g = 0; g < groups<G>(w); ++g, halves += group, sums += group) {
         copy(to + 2 * g * S::HALVES, halves, S::HALVES, full, lane);
         copy(to + (2 * g + 1) * S::HALVES, halves + tile, S::HALVES, full, lane);
-        copy(to + S::SUMS_AT + g * S::OF_SUMS, sums, S::OF_SUMS, full, lane);
+        if constexpr (S::OF_SUMS > 0)
+          copy(to + S::SUMS_AT + g * S::OF_SUMS, sums, S::OF_SUMS, full, lane);
       }
     }
 #if ARCH < 900

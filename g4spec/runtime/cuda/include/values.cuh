@@ -1,7 +1,7 @@
 // Four consecutive values of a matrix: from the file's bytes or in packed order (packing.py). Every
 // operation is rounded as in g4spec.quant.
 #pragma once
-#include "ptx.cuh"
+#include "codebook.cuh"
 
 struct Four {  // values code * scale + offset
   int code[4];
@@ -171,6 +171,53 @@ struct Q6_K {
     return f.values();
   }
 };
+
+// Codes of a table.
+template <class T>
+struct Codebook {
+  static constexpr int BLOCK = T::BLOCK, BYTES = T::BYTES;
+
+  static DEVICE float4 values(u32 entries, float scale, float least) {
+    float v[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      v[e] = __fmul_rn((float)((int)(entries >> (8 * e) & 255) - 128), scale);
+      if constexpr (T::MINIMUM) v[e] = __fsub_rn(v[e], least);
+    }
+    return {v[0], v[1], v[2], v[3]};
+  }
+  static DEVICE float4 raw(const u8* b, int k) {
+    const u32 codes = T::four(b, k), pairs = (codes | codes >> 4) & 0x00ff00ffu;
+    float least = 0.0f;
+    if constexpr (T::MINIMUM) least = T::raw_least(b, k / T::GROUP);
+    return values(codebook::looked_up<T>((pairs | pairs >> 8) & 0xffffu),
+                  T::raw_factor(b, k / T::GROUP), least);
+  }
+  static DEVICE float4 packed(const Place& p) {
+    const int low_bytes = codebook::low_bytes<T>(p.columns);
+    const u32* low = (const u32*)p.unit + p.lane64() * (T::BITS == 4 ? 4 : 2);
+    const u32 high = T::BITS == 3 ? ((const u32*)(p.unit + low_bytes))[p.lane64()] : 0;
+    const u32 codes = codebook::eight_codes<T>(low, high, p.j()) >> (8 * p.h());
+    const u8* header = p.unit + codebook::code_bytes<T>(p.columns);
+    float least = 0.0f;
+    if constexpr (T::MINIMUM) least = T::least(header, p.r, p.k / T::GROUP);
+    return values(codebook::looked_up<T>((codes & 255) | (codes >> 8 & 0xff00u)),
+                  T::factor(header, p.r, p.k / T::GROUP), least);
+  }
+};
+using IQ1_M = Codebook<codebook::IQ1_M>;
+using IQ1_S = Codebook<codebook::IQ1_S>;
+using IQ2_S = Codebook<codebook::IQ2_S>;
+using IQ2_XS = Codebook<codebook::IQ2_XS>;
+using IQ2_XXS = Codebook<codebook::IQ2_XXS>;
+using IQ3_S = Codebook<codebook::IQ3_S>;
+using IQ3_XXS = Codebook<codebook::IQ3_XXS>;
+using IQ4_NL = Codebook<codebook::IQ4_NL>;
+using IQ4_XS = Codebook<codebook::IQ4_XS>;
+using MXFP4 = Codebook<codebook::MXFP4>;
+using NVFP4 = Codebook<codebook::NVFP4>;
+using Q2_K = Codebook<codebook::Q2_K>;
+using Q3_K = Codebook<codebook::Q3_K>;
 
 struct F32 {
   static constexpr int BLOCK = 4, BYTES = 16;

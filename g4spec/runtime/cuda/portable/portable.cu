@@ -6,6 +6,7 @@
 // additions depends on the number of columns alone. Reads W once, and x once a block.
 //
 // Beside it, experts (a row times the matrix that it chose), and matrices as halves for cuBLAS.
+#include "codebook.cuh"
 #include "sixteen.cuh"
 
 // Bytes of 8 codes: where the file's blocks are only aligned to 2 or 4 bytes, in such pieces.
@@ -105,6 +106,44 @@ struct Q6K {
     affine(w, codes, 32.0f, scale, 0.0f);
   }
 };
+
+// Codes of a table, of blocks as memory holds them (g4spec/runtime/cuda/weights/held.py).
+template <class T>
+struct Codebook {
+  static constexpr int VALUES = T::BLOCK, BYTES = T::BYTES;
+
+  static DEVICE void values(float (&w)[8], const u8* row, int k) {
+    const u8* block = row + k / VALUES * BYTES;
+    const int at = k % VALUES, group = at / T::GROUP;
+    const float s = T::raw_factor(block, group);
+    float least = 0.0f;
+    if constexpr (T::MINIMUM) least = T::raw_least(block, group);
+#pragma unroll
+    for (int half = 0; half < 8; half += 4) {
+      const u32 codes = T::four(block, at + half), pairs = (codes | codes >> 4) & 0x00ff00ffu;
+      const u32 entries = codebook::looked_up<T>((pairs | pairs >> 8) & 0xffffu);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const u32 bits = permute(entries, 0x4b000000u, 0x7540 + i);
+        const float x = __uint_as_float(bits) - (8388608.0f + 128.0f);
+        w[half + i] = T::MINIMUM ? fmaf(s, x, -least) : s * x;
+      }
+    }
+  }
+};
+using IQ1M = Codebook<codebook::IQ1_M>;
+using IQ1S = Codebook<codebook::IQ1_S>;
+using IQ2S = Codebook<codebook::IQ2_S>;
+using IQ2XS = Codebook<codebook::IQ2_XS>;
+using IQ2XXS = Codebook<codebook::IQ2_XXS>;
+using IQ3S = Codebook<codebook::IQ3_S>;
+using IQ3XXS = Codebook<codebook::IQ3_XXS>;
+using IQ4NL = Codebook<codebook::IQ4_NL>;
+using IQ4XS = Codebook<codebook::IQ4_XS>;
+using MXFP4 = Codebook<codebook::MXFP4>;
+using NVFP4 = Codebook<codebook::NVFP4>;
+using Q2K = Codebook<codebook::Q2_K>;
+using Q3K = Codebook<codebook::Q3_K>;
 
 struct F32 {
   static constexpr int VALUES = 1, BYTES = 4;

@@ -9,12 +9,14 @@ Rows that share a launch with others get the bits that they get alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from g4spec import quant
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import FILE_TYPES, Weight, in_file_order
 from g4spec.runtime.cuda.weights.packing import spelt
 
@@ -38,8 +40,8 @@ def takes(weight: Weight) -> bool:
     data = weight.data
     if weight.type and not in_file_order(weight):
         return False
-    size = quant.get(format_of(weight)).block_bytes if weight.type else 16
-    align = next(n for n in (16, 8, 4, 2) if size % n == 0)
+    size = packing.PARTS[weight.type][0].itemsize if weight.type else 16
+    align = next(n for n in (16, 8, 4, 2, 1) if size % n == 0)
     return weight.columns % 8 == 0 and data.is_contiguous() and data.data_ptr() % align == 0
 
 
@@ -96,7 +98,16 @@ def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
     return y
 
 
+_MORE = (*samples.SAMPLES, *samples.ALIKE)
+
+
+def _all(types: Sequence[str]) -> tuple[str, ...]:
+    return (*(instance(f, t) for f in types for t in ROWS), *map(instance_of_visits, types))
+
+
+_SAMPLE = instance("q3_k", max(ROWS))
+
 UNITS = [
-    Unit("portable.cu", (*(instance(f, t) for f in FORMATS for t in ROWS),
-                         *(instance_of_visits(f) for f in FORMATS)), max_registers=168)
+    Unit("portable.cu", (*_all([f for f in FORMATS if f not in _MORE]), _SAMPLE),
+         max_registers=168, more=tuple(name for name in _all(_MORE) if name != _SAMPLE))
 ]  # fmt: skip

@@ -13,14 +13,7 @@
 // order in which each needs earlier ones only. The counters are zero before; the kernel that
 // finishes the layer zeroes them again.
 #include "expert_list.cuh"
-#include "q4_0.cuh"
-#include "q4_1.cuh"
-#include "q4_k.cuh"
-#include "q5_0.cuh"
-#include "q5_1.cuh"
-#include "q5_k.cuh"
-#include "q6_k.cuh"
-#include "q8_0.cuh"
+#include "formats.cuh"
 
 constexpr float STORED = 1.0f / 64;  // gelu(gate) * up as half: of its value
 

@@ -1,14 +1,7 @@
 // y = x W^T for 1 to 16 rows x and a quantized W in packed order, one product a launch. One warp
 // feeds a ring of stages in shared memory, the others multiply (see consume.cuh).
 #include "linear.cuh"
-#include "q4_0.cuh"
-#include "q4_1.cuh"
-#include "q4_k.cuh"
-#include "q5_0.cuh"
-#include "q5_1.cuh"
-#include "q5_k.cuh"
-#include "q6_k.cuh"
-#include "q8_0.cuh"
+#include "formats.cuh"
 
 // y [T, N], or its partial sums [slices, T, N]
 template <class F, int NT, int ROWS, int STAGES>

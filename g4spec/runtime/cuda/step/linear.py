@@ -16,7 +16,7 @@ from g4spec.runtime.cuda.build import launch, nvrtc
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.step.elementwise import gated_scale
 from g4spec.runtime.cuda.step.packed_rows import BLOCK, BLOCK_BYTES, Rows, empty
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.packing import GROUP
 
@@ -27,13 +27,24 @@ CONSUMERS = 8
 THREADS = 32 * (CONSUMERS + 1)
 
 SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
-"""Bytes of shared memory in which a warp keeps a unit's factors, at most; 0 for others."""
+"""Bytes of shared memory in which a warp keeps a unit's factors, at most."""
+
+CODEBOOKS = {
+    "iq4_nl": 32, "iq4_xs": 32, "mxfp4": 32, "nvfp4": 16, "iq3_s": 32, "iq3_xxs": 32, "q3_k": 16,
+    "q2_k": 16, "iq2_s": 16, "iq2_xs": 16, "iq2_xxs": 32, "iq1_m": 16, "iq1_s": 32,
+}  # fmt: skip
+"""Types whose codes are numbers of a table's entries (codebook_product.cuh): values that share a
+factor."""
 
 TILE_BYTES, SUMS = 1024, {"q6_k": 128}
 """Bytes of 8 rows of a block: their halves, and sums that warp groups need; 64 for others."""
 
 UPPER_ROWS = 2048 + 32
 """Bytes of a unit of 8 rows as `linear_upper` reads them."""
+
+WIDE = ("q4_k", "q5_k", "iq4_xs", "iq3_s", "iq3_xxs", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq2_xxs",
+        "iq1_m", "iq1_s")  # fmt: skip
+"""Types whose stages hold 256 rows where they can."""
 
 MOST_STAGES = {128: 8, 256: 5}
 """In shared memory, by the rows of a stage."""
@@ -83,7 +94,7 @@ class Cut:
         stage = max(self.stage, self.rows * 8 * self.tiles * 4)
         teams = CONSUMERS * 32 // self.rows
         other = (1024 if teams > 1 else 512) * self.tiles
-        scratch = max(SCRATCH.get(self.type, 0), other)
+        scratch = max(scratch_of(self.type, self.unit), other)
         sums = CONSUMERS * 8 * self.tiles * 4
         return self.stages * (stage + 16 * teams) + CONSUMERS * scratch + sums
 
@@ -103,6 +114,13 @@ class Cut:
         return (packing.unit_bytes(self.type, self.unit) - lower) * (self.rows // GROUP)
 
 
+def scratch_of(type: str, unit: int) -> int:
+    """Bytes of a warp for the factors of a unit: of its groups, of 32 rows each."""
+    if type in CODEBOOKS:
+        return 128 * (unit // CODEBOOKS[type] + (type == "q2_k"))
+    return SCRATCH.get(type, 0)
+
+
 @functools.cache
 def cut(
     type: str,
@@ -118,10 +136,11 @@ def cut(
     wide = (
         groups % 2 == 0
         and not narrow
-        and (type in ("q4_k", "q5_k") or (type == "q6_k" and groups >= HUGE))
+        and (type in WIDE or (type == "q6_k" and groups >= HUGE))
     )
     room = nvrtc.SHARED_LIMIT[arch]
-    rows = 256 if wide and Cut(type, unit, 2, 256, 2).shared <= room else 128
+    least = 3 if type in CODEBOOKS else 2
+    rows = 256 if wide and Cut(type, unit, 2, 256, least).shared <= room else 128
     # A fourth stage of 256 rows gained 0.6 % with one tile and lost 1.5 % with two.
     few = rows == 256 and tiles == 2 and not upper
     for stages in range(3 if few else MOST_STAGES[rows], 0, -1):
@@ -299,9 +318,13 @@ def _units() -> list[Unit]:
     out = []
     for arch in ARCHS:
         cuts = {cut(type, unit, groups, tiles, arch)
-                for type in packing.PARTS for unit in ((256,) if type.endswith("_k") else (64, 256))
+                for type in packing.PARTS for unit in packing.units_of(type)
                 for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
+        shown = {cut(type, 256, 2, 2, arch).name("linear") for type in samples.SAMPLES
+                 if arch in ("sm_86", "sm_90a")}  # fmt: skip
+        more = {c.name(kind) for c in cuts for kind in ("linear", "gate_up")
+                if c.type in CODEBOOKS} - shown  # fmt: skip
         for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):
             part = cut("q6_k", 256, groups, tiles, arch, upper=True)
             names[part.name("linear")] = part.shared
@@ -309,7 +332,8 @@ def _units() -> list[Unit]:
             for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
                 a, b = (cut(type, 256, 2, tiles, arch) for type in types)
                 names[two(a, b)] = max(a.shared, b.shared)
-        out.append(Unit("linear.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), 16))
+        out.append(Unit("linear.cu", tuple(sorted(names.keys() - more)), (arch,), 168,
+                        max(names.values()), 16, tuple(sorted(more))))  # fmt: skip
     return out
 
 

@@ -3,14 +3,7 @@
 // rows: each of them takes the same sums in the same order, so a row has the bits that it has there.
 // WG: warp groups multiply all groups, by so many products for each step of K; 0: warps do.
 #include "linear.cuh"
-#include "q4_0.cuh"
-#include "q4_1.cuh"
-#include "q4_k.cuh"
-#include "q5_0.cuh"
-#include "q5_1.cuh"
-#include "q5_k.cuh"
-#include "q6_k.cuh"
-#include "q8_0.cuh"
+#include "formats.cuh"
 
 // y [tokens, N] of slices [whole, N], where `slices` is not 0; `row_groups` groups of rows have the
 // tokens.

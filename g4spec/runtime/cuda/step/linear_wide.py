@@ -8,8 +8,9 @@ has the same bits in any number of rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from g4spec.runtime.cuda.step import linear as narrow
 from g4spec.runtime.cuda.step.elementwise import gated_scale
 from g4spec.runtime.cuda.step.linear import ARCHS, MOST_GROUPS, MOST_STAGES, Cut, Exchange, split
 from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, empty
+from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 GROUPS = (2, 3, MOST_GROUPS)
@@ -94,9 +96,7 @@ def two(a: Cut, b: Cut) -> str:
 
 
 @functools.cache
-def widened(
-    hows: tuple[Cut, ...], groups: int, arch: str, warp_groups: int = 0
-) -> tuple[Cut, ...]:
+def widened(hows: tuple[Cut, ...], groups: int, arch: str, warp_groups: int = 0) -> tuple[Cut, ...]:
     """Cuts of 16 rows as they are for `groups` groups of them, or for as many as fit into the
     shared memory, if possible in two stages."""
     enough = [n for n in GROUPS if n >= groups][:1]
@@ -151,6 +151,11 @@ def _units() -> list[Unit]:
             for type in ("q4_k", "q5_k", "q6_k", "q8_0", "q5_1", "q4_0")
         )
         few = {"sm_86": (q4, q8), "sm_120": (q4, q6)}.get(arch, (q4,))
+        warp_groups = WARP_GROUPS if arch == HANDED_ON else 0
+        others = [narrow.cut(type, packing.units_of(type)[-1], 2, 2, arch)
+                  for type in (*samples.SAMPLES, *samples.ALIKE)]  # fmt: skip
+        more = _singles(tuple(others), arch, warp_groups, "linear", "gate_up")
+        out.append(_unit(arch, {}, 800, more))
         if arch != HANDED_ON:
             out.append(_unit(arch, _singles(few, arch, 0), 800))
             continue
@@ -165,14 +170,17 @@ def _units() -> list[Unit]:
     return out
 
 
-def _singles(hows: tuple[Cut, ...], arch: str, warp_groups: int) -> dict[str, int]:
-    """Products with one matrix, and their shared memory."""
+def _singles(hows: tuple[Cut, ...], arch: str, warp_groups: int, *kinds: str) -> dict[str, int]:
+    """Products with one matrix, "linear" or of `kinds`, and their shared memory."""
     own = [widened((how,), MOST_GROUPS, arch, warp_groups)[0] for how in hows]
-    return {how.name("linear"): how.shared for how in own}
+    return {how.name(kind): how.shared for how in own for kind in kinds or ("linear",)}
 
 
-def _unit(arch: str, names: dict[str, int], spill: int) -> Unit:
-    return Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168, max(names.values()), spill)
+def _unit(
+    arch: str, names: dict[str, int], spill: int, more: Mapping[str, int] = MappingProxyType({})
+) -> Unit:
+    shared = max([*names.values(), *more.values()])
+    return Unit("linear_wide.cu", tuple(sorted(names)), (arch,), 168, shared, spill, tuple(more))
 
 
 UNITS = _units()

@@ -3,6 +3,7 @@
 //
 // One CTA a unit of 128 rows; a warp takes a tile of 16 rows. Lane 4 g + t holds rows g and g + 8,
 // columns 4 t .. 4 t + 3 of each k16: a store of a warp fills a 32-byte sector of eight rows.
+#include "codebook.cuh"
 #include "sixteen.cuh"
 
 // A whole number below 2^23 in the low bits of `x`, minus `bias`, as float.
@@ -172,6 +173,61 @@ template <int K> using Q40 = Legacy<4, false, K>;
 template <int K> using Q41 = Legacy<4, true, K>;
 template <int K> using Q50 = Legacy<5, false, K>;
 template <int K> using Q51 = Legacy<5, true, K>;
+
+// Codes of a table.
+template <class T, int K = 256>
+struct Codebook {
+  static constexpr int UNIT = K, CODES = codebook::code_bytes<T>(K), WORDS = T::BITS == 4 ? 4 : 2;
+  static constexpr int LOW = codebook::low_bytes<T>(K), BYTES = CODES + T::HEADER * K / 2;
+  const u8* unit;
+  int tile, lane;
+
+  DEVICE Codebook(const u8* unit, int tile, int lane) : unit(unit), tile(tile), lane(lane) {}
+  DEVICE void values(int k64, Values& v) const {
+    const int at = (tile * (K / 64) + k64) * 32 + lane;
+    u32 low[WORDS], high = 0;
+    if constexpr (WORDS == 4) {
+      const uint4 q = load_stream((const uint4*)unit + at);
+      low[0] = q.x, low[1] = q.y, low[2] = q.z, low[3] = q.w;
+    } else {
+      const uint2 q = ((const uint2*)unit)[at];
+      low[0] = q.x, low[1] = q.y;
+    }
+    if constexpr (T::BITS == 3) high = ((const u32*)(unit + LOW))[at];
+    const u8* header = unit + CODES;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int group = (k64 * 4 + j) * 16 / T::GROUP;
+      const u32 codes = codebook::eight_codes<T>(low, high, j);
+      const u32 entries[2] = {codebook::looked_up<T>(codes), codebook::looked_up<T>(codes >> 16)};
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = tile * 16 + r * 8 + lane / 4;
+        const float s = T::factor(header, row, group);
+        float least = 0.0f;
+        if constexpr (T::MINIMUM) least = T::least(header, row, group);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float x = whole(entries[e / 2] >> (16 * r + 8 * (e % 2)), 255, 128);
+          v[r][j][e] = T::MINIMUM ? fmaf(s, x, -least) : s * x;
+        }
+      }
+    }
+  }
+};
+using IQ1M = Codebook<codebook::IQ1_M>;
+using IQ1S = Codebook<codebook::IQ1_S>;
+using IQ2S = Codebook<codebook::IQ2_S>;
+using IQ2XS = Codebook<codebook::IQ2_XS>;
+using IQ2XXS = Codebook<codebook::IQ2_XXS>;
+using IQ3S = Codebook<codebook::IQ3_S>;
+using IQ3XXS = Codebook<codebook::IQ3_XXS>;
+template <int K> using IQ4NL = Codebook<codebook::IQ4_NL, K>;
+using IQ4XS = Codebook<codebook::IQ4_XS>;
+template <int K> using MXFP4 = Codebook<codebook::MXFP4, K>;
+template <int K> using NVFP4 = Codebook<codebook::NVFP4, K>;
+using Q2K = Codebook<codebook::Q2_K>;
+using Q3K = Codebook<codebook::Q3_K>;
 
 // `packed`: matrices of `groups` groups of 128 rows, of which `rows` count. Grid: (units of K,
 // groups of all matrices). `out`: [matrices * rows, K].

@@ -8,7 +8,7 @@ and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,8 @@ import torch
 
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt
+from g4spec.runtime.cuda.weights.packing import GROUP, PARTS, format_name, spelt, units_of
+from g4spec.runtime.cuda.weights.samples import ALIKE, COMPILED, SAMPLES
 
 FILE_TYPES = tuple(PARTS)
 """Quantized types whose file order has kernels (portable.cu)."""
@@ -28,8 +29,8 @@ class Weight:
 
     Attributes:
         type: of a packed matrix, e.g. "q4_k"; "" for plain numbers.
-        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; the file's
-            bytes, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
+        data: packed (see `packing`), uint8 [matrices * groups, units, bytes of a unit]; bytes as
+            `held`, uint8 [matrices * rows, bytes of a row]; or plain float16, bfloat16 or float32
             [matrices * rows, columns].
     """
 
@@ -187,10 +188,17 @@ def _same_bits(x: torch.Tensor, out: torch.Tensor, size: int, multiply: Multiply
     return torch.equal(other.view(torch.uint8), out.contiguous().view(torch.uint8))
 
 
+def _instances(types: Iterable[str]) -> tuple[str, ...]:
+    return tuple(instance(type, unit, dtype) for type in types for unit in units_of(type)
+                 for dtype in (torch.float16, torch.bfloat16))  # fmt: skip
+
+
+_SAMPLE = instance("q2_k", 256, torch.float16)
+_MORE = (*SAMPLES, *ALIKE)
+
 UNITS = [
-    Unit("dequant.cu", tuple(instance(type, unit, dtype) for type in PARTS
-                             for unit in ((256,) if type.endswith("_k") else (64, 256))
-                             for dtype in (torch.float16, torch.bfloat16)),
-         max_registers=80),
-    Unit("portable.cu", tuple(file_instance(type) for type in FILE_TYPES), max_registers=48),
+    Unit("dequant.cu", (*_instances(COMPILED), _SAMPLE), max_registers=80,
+         more=tuple(name for name in _instances(_MORE) if name != _SAMPLE)),
+    Unit("portable.cu", tuple(map(file_instance, COMPILED)), max_registers=48,
+         more=tuple(map(file_instance, _MORE))),
 ]  # fmt: skip

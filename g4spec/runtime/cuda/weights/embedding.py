@@ -5,13 +5,14 @@ The token table is also the last product's matrix, and kept once, in that produc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
-from g4spec import quant
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held_size, packing, samples
 
 THREADS = 128
 """Of a block; four values each."""
@@ -23,7 +24,7 @@ def embed(
     """Rows `ids` of a table, dequantized and times `scale` -> float32 [T, width].
 
     Args:
-        table: the file's bytes, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
+        table: bytes as `held`, uint8 [N, bytes of a row], or packed, uint8 [groups, units, bytes].
         name: the table's quant type.
         ids: int64 [T]; any T.
     """
@@ -32,7 +33,7 @@ def embed(
     grid = (-(-width // (4 * THREADS)), len(ids))
     common = table, ids, out, np.int32(width), np.float32(scale)
     if table.dim() == 2:
-        assert table.shape[1] == quant.get(name).row_bytes(width), (table.shape, name, width)
+        assert table.shape[1] == held_size.row_bytes(name, width), (table.shape, name, width)
         launch.kernel("embed.cu", f"embed<{name.upper()}>")(grid, THREADS, *common)
         return out
     columns = width // table.shape[1]
@@ -43,8 +44,12 @@ def embed(
     return out
 
 
+def _all(types: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{of}<{n.upper()}>" for of in ("embed", "embed_packed") for n in types)
+
+
 UNITS = [
-    Unit("embed.cu", (*(f"embed<{n.upper()}>" for n in (*packing.PARTS, "f16", "bf16", "f32")),
-                      *(f"embed_packed<{n.upper()}>" for n in packing.PARTS)),
-         max_registers=64),
+    Unit("embed.cu", (*_all((*samples.COMPILED, "iq4_xs")),
+                      *(f"embed<{n.upper()}>" for n in ("f16", "bf16", "f32"))), max_registers=64,
+         more=_all(n for n in (*samples.SAMPLES, *samples.ALIKE) if n != "iq4_xs")),
 ]  # fmt: skip

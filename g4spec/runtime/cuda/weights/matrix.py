@@ -1,8 +1,9 @@
 """Weight matrices on the GPU, packed for the product that reads them.
 
-A matrix arrives as the file's bytes and is packed when it is first used, alone or together with
-those that are multiplied with the same rows; the bytes go then. For kernels that read the file's
-bytes (portable.cu) matrices are laid behind each other and nothing else.
+A matrix arrives as the file's bytes, which memory may hold in another form (`held`), and is packed
+when it is first used, alone or together with those that are multiplied with the same rows; the
+bytes go then. For kernels that read blocks in the file's order (portable.cu) matrices are laid
+behind each other and nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from g4spec.runtime.cuda.weights import packing
+from g4spec.runtime.cuda.weights import held, packing
 from g4spec.runtime.cuda.weights.dequant import Weight
 
 TILE = 16
@@ -43,6 +44,7 @@ class Matrix:
     ) -> None:
         self.keeps, self.grouped = keeps, bool(type) and not keeps
         self.type, self.rows, self.columns, self.matrices = type, rows, columns, matrices
+        raw = held.held(type, raw) if type else raw
         self._raw: torch.Tensor | None = raw
         self._whole, self._first = raw, 0
         self.turned = False  # rows are gates and ups in turns

@@ -1,15 +1,17 @@
-"""Quantized matrices in the order in which a warp reads them: a bijection of their GGUF bytes.
+"""Quantized matrices in the order in which a warp reads them: a bijection of their bytes as memory
+holds them (`held`), which of most types are the file's.
 
 Rows are taken in groups of 128 (the last one padded with zero bytes), columns in units of 256 or
 64 values. A group's unit lies together: first what holds the codes, then what holds scales. The
 result is [groups, units, bytes of a unit]. No value is computed: every bit of the file has one
-place, so :func:`unpack` gives back the file's bytes.
+place, so :func:`unpack` gives back these bytes.
 
 Row r of a group is row 8 h + g of tile 2 w + p, with w < 4 (warps), p, h < 2 and g < 8. Column k of
 a unit is 64 c + 16 j + 4 t + 2 e1 + e0. Lane 4 g + t of the tensor cores' operand holds rows g and
 g + 8 of a tile and columns 4 t .. 4 t + 3 of each 16, so codes lie as [tile, c, g, t] and then, in
 32-bit words, the lane's codes of h, j, e1, e0 at the bits that :data:`PLACE` names: e0 always
-chooses the half of the word, for both halves become operands in one instruction.
+chooses the half of the word, for both halves become operands in one instruction. Codes that are
+numbers of a table's entries lie as :data:`CHOOSING` says: in nibbles that one instruction takes.
 
 Each part of a unit is described by its dimensions on both sides and by moves, i.e. which bits of a
 word go to which bits of another. Dimensions that both sides have are permuted; the others are what
@@ -29,7 +31,22 @@ import torch
 
 from g4spec import quant
 from g4spec.errors import Unsupported
-from g4spec.quant.formats import q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0
+from g4spec.quant.formats import (
+    iq4_nl,
+    iq4_xs,
+    mxfp4,
+    nvfp4,
+    q2_k,
+    q4_0,
+    q4_1,
+    q4_k,
+    q5_0,
+    q5_1,
+    q5_k,
+    q6_k,
+    q8_0,
+)
+from g4spec.runtime.cuda.weights import held_size
 
 GROUP = 128
 """Rows of a group."""
@@ -37,15 +54,23 @@ CHUNK = 1 << 27
 """Values rearranged at a time, which bounds the memory it takes beside the result."""
 
 _ROWS = {"w": 4, "p": 2, "h": 2, "g": 8}
-_WORDS = {2: torch.int16, 4: torch.int32}
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 Index = tuple[int, ...]
+Places = dict[int, Callable[[int, int, int], tuple[int, int]]]
 
-PLACE: dict[int, Callable[[int, int, int], tuple[int, int]]] = {
+PLACE: Places = {
     4: lambda j, h, e1: (j, 8 * e1 + 4 * h),
     2: lambda j, h, e1: (j // 2, (2 - 2 * (j % 2) if h else 4 + 2 * (j % 2)) + 8 * e1),
     1: lambda j, h, e1: (0, (4, 8, 0, 12)[2 * e1 + h] + j),
 }
 """Bits of a code -> word among the lane's words of 64 columns, lowest bit there (for e0 = 0)."""
+
+CHOOSING: Places = {
+    4: lambda j, h, e1: (j, 16 * e1 + 8 * h),
+    2: lambda j, h, e1: (j // 2, 16 * e1 + 8 * h + 2 * (j % 2)),
+    1: lambda j, h, e1: (0, 16 * e1 + 8 * h + j),
+}
+"""The same of numbers of entries; those with e0 = 1 stand 4 bits further up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +133,12 @@ def _signed(mask: int) -> int:
     return mask - (mask >> 31 << 32)
 
 
-def _codes(name: str, bits: int, run: int) -> Part:
+def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLACE) -> Part:
     """Codes, or upper bits of codes, below 8 bits: `run` bytes hold the lowest bits of `run`
     values in order, above them those of the next `run` values, and so on."""
     span = max(64, run * 8 // bits)
-    lanes = run > 1  # else the four lanes of a column of g find their bits in one word
+    lanes = run > 8  # else the four lanes of a column of g find their bits in words they share
+    swapped = lanes and at_e0 == 16
 
     def places() -> Iterator[tuple[Index, int, Index, int]]:
         for k, h, bit in product(range(span), range(2), range(bits)):
@@ -120,17 +146,43 @@ def _codes(name: str, bits: int, run: int) -> Part:
             if lanes and t:
                 continue
             chunk, rest = divmod(k, run * 8 // bits)
-            shift, place = divmod(rest, run)
-            word, byte = divmod(chunk * run + place, 4)
-            at = 8 * ((2 * e0 + e1) if lanes else byte) + bits * shift + bit
-            slot, low = PLACE[bits](j, h, e1)
+            shift, byte = divmod(rest, run)
+            word, byte = divmod(chunk * run + byte, 4)
+            at = 8 * ((2 * e0 + e1) if swapped else byte) + bits * shift + bit
+            slot, low = place[bits](j, h, e1)
             target = (c, slot) if lanes else (c, t, slot)
-            yield (h, word // 4 if lanes else word), at, target, 16 * e0 + low + bit
+            yield (h, word // 4 if lanes else word), at, target, at_e0 * e0 + low + bit
 
     per_row = span * bits // 32
     sizes = {"x": per_row // 4 if lanes else per_row, "t": 4, "k": span // 64, "s": bits}
     return Part(name, name, 4, span, "c x t" if lanes else "c x", "w p c k g t s", sizes,
-                _moves(places()), swapped=lanes)  # fmt: skip
+                _moves(places()), swapped=swapped)  # fmt: skip
+
+
+def _numbers(name: str, bits: int, run: int) -> Part:
+    """The same of codes that are numbers of a table's entries."""
+    return _codes(name, bits, run, 4, CHOOSING)
+
+
+def _by_row(first: str, last: str, count: int, word: int = 4) -> Part:
+    """`count` words of each 256 columns of a row."""
+    return Part(first, last, word, 256, "c x", "c w p h g x", {"x": count})
+
+
+def _factors(name: str, word: int, span: int) -> Part:
+    """A word for each `span` columns, those of the group's rows behind each other."""
+    return Part(name, name, word, span, "c", "c w p h g")
+
+
+def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
+    """Parts of the types whose blocks `held` rewrites."""
+    dtype = held_size.BLOCKS[name]
+    fields = dtype.fields
+    assert fields is not None
+    codes = ((_numbers("q", 4, 16),) if "q" in fields else
+             (_numbers("low", 2, 32), _numbers("high", 1, 32)))  # fmt: skip
+    scales = _by_row("scale", "scale", fields["scale"][0].itemsize // 4)
+    return dtype, (*codes, scales, _factors("d", 2, 256))
 
 
 def _plane(name: str) -> Part:
@@ -168,10 +220,16 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
     "q4_k": (q4_k.DTYPE, (_codes("q", 4, 32), _AFFINE)),
     "q5_k": (q5_k.DTYPE, (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
     "q6_k": (q6_k.DTYPE, (_codes("low", 4, 64), _codes("high", 2, 32),
-                          Part("scale", "scale", 4, 256, "c x", "c w p h g x", {"x": 4}),
-                          Part("d", "d", 2, 256, "c", "c w p h g"))),
+                          _by_row("scale", "scale", 4), _factors("d", 2, 256))),
+    "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16), _factors("d", 2, 32))),
+    "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16), _by_row("d", "low", 2))),
+    "mxfp4": (mxfp4.DTYPE, (_numbers("q", 4, 16), _factors("e", 1, 32))),
+    "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
+    "q2_k": (q2_k.DTYPE, (_numbers("q", 2, 32), _by_row("scales", "scales", 4),
+                          _by_row("d", "dmin", 1))),
+    **{name: _rewritten(name) for name in held_size.BLOCKS},
 }  # fmt: skip
-"""Blocks as they lie in the file, and the parts of a unit in order."""
+"""Blocks as memory holds them, and the parts of a unit in order."""
 
 
 MOST_ROWS = 1 << 19
@@ -200,6 +258,11 @@ def unit_of(name: str, columns: int) -> int:
     return unit
 
 
+def units_of(name: str) -> tuple[int, ...]:
+    """Columns that units of a type may have."""
+    return (256,) if quant.get(name).block == 256 else (64, 256)
+
+
 def spelt(type: str) -> str:
     """A type as kernels spell it, for instance "Q80"."""
     return type.upper().replace("_", "")
@@ -207,7 +270,7 @@ def spelt(type: str) -> str:
 
 def format_name(type: str, unit: int) -> str:
     """A packed format as kernels name it, for instance "Q4K" or "Q80<64>"."""
-    return spelt(type) if type.endswith("_k") else f"{spelt(type)}<{unit}>"
+    return spelt(type) if len(units_of(type)) == 1 else f"{spelt(type)}<{unit}>"
 
 
 @cache
@@ -217,8 +280,8 @@ def unit_bytes(name: str, unit: int) -> int:
 
 
 def pack(name: str, raw: torch.Tensor, unit: int) -> torch.Tensor:
-    """File bytes of a matrix, uint8 [N, bytes of a row] -> uint8 [ceil(N / 128), K / unit, bytes
-    of a unit], on the same device."""
+    """Bytes of a matrix as memory holds them, uint8 [N, bytes of a row] -> uint8 [ceil(N / 128),
+    K / unit, bytes of a unit], on the same device."""
     units = raw.shape[1] * GROUP // unit_bytes(name, unit)
     groups = -(-len(raw) // GROUP)
     out = raw.new_zeros(groups, units, unit_bytes(name, unit))

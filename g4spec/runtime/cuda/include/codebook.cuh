@@ -1,0 +1,218 @@
+// Types whose codes are numbers of entries of a small table: a value is factor * table[code], less a
+// minimum in Q2_K. What each type is, for every kernel that reads it; tables are whole numbers from
+// -128 to 127. Blocks are as memory holds them (g4spec/runtime/cuda/weights/held.py), packed units
+// as g4spec/runtime/cuda/weights/packing.py lays them.
+#pragma once
+#include "ptx.cuh"
+
+namespace codebook {
+
+// Entries as bytes, 128 added.
+constexpr u32 entries(int a, int b, int c, int d) {
+  return (u32)(a + 128) | (u32)(b + 128) << 8 | (u32)(c + 128) << 16 | (u32)(d + 128) << 24;
+}
+
+DEVICE float half_of(const u8* p) { return from_half(*(const u16*)p); }
+
+// Where codes stand in a block: LOW bytes from its start the lowest 4 bits, or 2 of them and, HIGH
+// bytes from there, the third. RUN bytes hold the first bits of RUN values, then those of the next.
+template <int BITS_, int GROUP_, int BLOCK_, int BYTES_, int LOW_, int RUN_ = BITS_ == 4 ? 16 : 32>
+struct Codes {
+  static constexpr int BITS = BITS_, GROUP = GROUP_, BLOCK = BLOCK_, BYTES = BYTES_;
+  static constexpr int LOW = LOW_, HIGH = LOW_ + 64, RUN = RUN_;
+  static constexpr bool MINIMUM = false;
+
+  static DEVICE u32 four_bytes(const u8* p) {
+    if constexpr (BYTES % 2) return p[0] | p[1] << 8 | p[2] << 16 | (u32)p[3] << 24;
+    return ((const u16*)p)[0] | (u32)((const u16*)p)[1] << 16;
+  }
+  // Codes k .. k + 3 of a block, a byte each.
+  static DEVICE u32 four(const u8* block, int k) {
+    constexpr int WIDTH = BITS == 4 ? 4 : 2, SPAN = RUN * 8 / WIDTH;
+    const int rest = k % SPAN;
+    const u32 low = four_bytes(block + LOW + k / SPAN * RUN + rest % RUN) >> (rest / RUN * WIDTH);
+    if constexpr (BITS == 4) return low & 0x0f0f0f0fu;
+    if constexpr (BITS == 2) return low & 0x03030303u;
+    return (low & 0x03030303u) |
+           (four_bytes(block + HIGH + k % 32) >> (k / 32) & 0x01010101u) << 2;
+  }
+};
+
+// A signed scale of a byte for each GROUP values and a half-precision factor for 256, times
+// 1 / SHARE. In a block scales stand behind the codes, then the factor; in a unit, the scales of 128
+// rows, then their factors.
+template <int BITS, int GROUP, int SHARE>
+struct Scaled : Codes<BITS, GROUP, 256, (BITS == 4 ? 128 : 96) + 256 / GROUP + 2, 0> {
+  static constexpr int SCALES = 256 / GROUP, AT = BITS == 4 ? 128 : 96, HEADER = SCALES + 2;
+
+  static DEVICE float times(float d, int scale) {
+    return __fmul_rn(d, (float)scale) * (1.0f / SHARE);
+  }
+  static DEVICE float raw_factor(const u8* b, int i) {
+    return times(half_of(b + AT + SCALES), (i8)b[AT + i]);
+  }
+  static DEVICE float factor(const u8* header, int row, int i) {
+    return times(half_of(header + SCALES * 128 + row * 2), (i8)header[row * SCALES + i]);
+  }
+  template <int N>
+  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+    const float d = half_of(header + SCALES * 128 + row * 2) * (1.0f / SHARE);
+    const u32* four = (const u32*)(header + row * SCALES);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const u32 bits = permute(four[i / 4] ^ 0x80808080u, 0x4b000000u, 0x7540 + i % 4);
+      f[i] = d * (__uint_as_float(bits) - (8388608.0f + 128.0f));
+    }
+  }
+};
+
+// One factor of W bytes for each GROUP values, which `F::of` makes a number of; in a unit, those of
+// 128 rows behind each other.
+template <class F, int W>
+struct Apart {
+  static DEVICE float factor(const u8* header, int row, int i) {
+    return F::of(header + (i * 128 + row) * W);
+  }
+  template <int N>
+  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) f[i] = factor(header, row, i);
+  }
+};
+
+struct Linear4 {  // IQ4_NL, IQ4_XS
+  static constexpr u32 TABLE[4] = {entries(-127, -104, -83, -65), entries(-49, -35, -22, -10),
+                                   entries(1, 13, 25, 38), entries(53, 69, 89, 113)};
+};
+struct E2M1 {  // MXFP4, NVFP4: twice the floats
+  static constexpr u32 TABLE[4] = {entries(0, 1, 2, 3), entries(4, 6, 8, 12),
+                                   entries(0, -1, -2, -3), entries(-4, -6, -8, -12)};
+};
+struct Grid2 {  // IQ2_XXS, IQ2_XS, IQ2_S
+  static constexpr u32 TABLE[4] = {entries(8, 25, 43, 0), entries(-8, -25, -43, 0), 0, 0};
+};
+struct Grid1 {  // IQ1_S, IQ1_M: eight times an entry and what is added to it
+  static constexpr u32 TABLE[4] = {entries(-7, 1, 9, 0), entries(-9, -1, 7, 0), 0, 0};
+};
+
+struct IQ4_NL : Codes<4, 32, 32, 18, 2>, Linear4, Apart<IQ4_NL, 2> {
+  static constexpr int HEADER = 2 * 8;
+  static DEVICE float of(const u8* p) { return half_of(p); }
+  static DEVICE float raw_factor(const u8* b, int) { return of(b); }
+};
+struct MXFP4 : Codes<4, 32, 32, 17, 1>, E2M1, Apart<MXFP4, 1> {
+  static constexpr int HEADER = 1 * 8;
+  static DEVICE float of(const u8* p) {  // 2 ** (e - 128)
+    return __uint_as_float(*p > 1 ? (u32)(*p - 1) << 23 : 0x00200000u << *p);
+  }
+  static DEVICE float raw_factor(const u8* b, int) { return of(b); }
+};
+// Scales of a row's four groups of 64 values stand side by side.
+struct NVFP4 : Codes<4, 16, 64, 36, 4, 8>, E2M1 {
+  static constexpr int HEADER = 1 * 16;
+  static DEVICE float of(u32 e) {  // half of an unsigned float of 8 bits (E4M3)
+    return (u8)e == 127 ? 0.0f : from_half((u16)((e & 127) << 7)) * 128.0f;
+  }
+  static DEVICE float raw_factor(const u8* b, int i) { return of(b[i]); }
+  static DEVICE float factor(const u8* header, int row, int i) {
+    return of(header[(i / 4 * 128 + row) * 4 + i % 4]);
+  }
+  template <int N>
+  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      f[i] = of(((const u32*)header)[i / 4 * 128 + row] >> (i % 4 * 8) & 255);
+  }
+};
+struct IQ4_XS : Codes<4, 32, 256, 136, 8>, Linear4 {
+  static constexpr int HEADER = 8;
+  static DEVICE float of(u32 first, u32 low, int i) {
+    const u32 scale = (low >> (4 * i) & 15) | (first >> (16 + 2 * i) & 3) << 4;
+    return __fmul_rn(from_half((u16)first), small_float(scale) - 32.0f);
+  }
+  static DEVICE float raw_factor(const u8* b, int i) { return factor(b, 0, i); }
+  static DEVICE float factor(const u8* header, int row, int i) {
+    const uint2 h = *(const uint2*)(header + row * 8);
+    return of(h.x, h.y, i);
+  }
+  template <int N>
+  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+    const uint2 h = *(const uint2*)(header + row * 8);
+#pragma unroll
+    for (int i = 0; i < N; ++i) f[i] = of(h.x, h.y, i);
+  }
+};
+struct IQ3_S : Scaled<4, 32, 1> {
+  static constexpr u32 TABLE[4] = {entries(1, 3, 5, 7), entries(9, 11, 13, 15),
+                                   entries(-1, -3, -5, -7), entries(-9, -11, -13, -15)};
+};
+struct IQ3_XXS : Scaled<4, 32, 4> {
+  static constexpr u32 TABLE[4] = {entries(4, 12, 20, 28), entries(36, 44, 52, 62),
+                                   entries(-4, -12, -20, -28), entries(-36, -44, -52, -62)};
+};
+struct Q3_K : Scaled<3, 16, 1> {
+  static constexpr u32 TABLE[4] = {entries(-4, -3, -2, -1), entries(0, 1, 2, 3), 0, 0};
+};
+struct IQ2_XXS : Scaled<3, 32, 8>, Grid2 {};
+struct IQ2_XS : Scaled<3, 16, 8>, Grid2 {};
+struct IQ2_S : Scaled<3, 16, 8>, Grid2 {};
+struct IQ1_S : Scaled<3, 32, 8>, Grid1 {};
+struct IQ1_M : Scaled<3, 16, 8>, Grid1 {};
+
+// Bytes with a scale and, above it, a minimum for each 16 values; factors of both for 256.
+struct Q2_K : Codes<2, 16, 256, 84, 16> {
+  static constexpr int HEADER = 20;
+  static constexpr bool MINIMUM = true;
+  static constexpr u32 TABLE[4] = {entries(0, 1, 2, 3), 0, 0, 0};
+
+  static DEVICE float raw_factor(const u8* b, int i) {
+    return __fmul_rn(half_of(b + 80), (float)(b[i] & 15));
+  }
+  static DEVICE float raw_least(const u8* b, int i) {
+    return __fmul_rn(half_of(b + 82), (float)(b[i] >> 4));
+  }
+  static DEVICE float factor(const u8* header, int row, int i) {
+    return __fmul_rn(half_of(header + 2048 + row * 4), (float)(header[row * 16 + i] & 15));
+  }
+  static DEVICE float least(const u8* header, int row, int i) {
+    return __fmul_rn(half_of(header + 2050 + row * 4), (float)(header[row * 16 + i] >> 4));
+  }
+  template <int N>
+  static DEVICE void factors(float (&f)[N], const u8* header, int row) {
+    const float d = half_of(header + 2048 + row * 4);
+    const u32* four = (const u32*)(header + row * 16);
+#pragma unroll
+    for (int i = 0; i < N; ++i) f[i] = d * small_float(four[i / 4] >> (i % 4 * 8) & 15);
+  }
+};
+
+// Bytes of a unit of `columns` before its header, and of its first bits among them.
+template <class T>
+DEVICE constexpr int low_bytes(int columns) {
+  return columns * (T::BITS == 4 ? 64 : 32);
+}
+template <class T>
+DEVICE constexpr int code_bytes(int columns) {
+  return columns * (16 * T::BITS);
+}
+
+// Entries of four codes of 4 bits each, as bytes with 128 added.
+template <class T>
+DEVICE u32 looked_up(u32 codes) {
+  if constexpr (T::BITS < 4) return selected(T::TABLE[0], T::TABLE[1], codes);
+  const u32 low = codes & 0x7777u;
+  return selected(selected(T::TABLE[0], T::TABLE[1], low), selected(T::TABLE[2], T::TABLE[3], low),
+                  and_or(codes >> 1, 0x4444u, 0x3210u));
+}
+
+// Codes of a k16 step of rows g and g + 8, columns 4 t .. 4 t + 3, at bits 16 e1 + 8 h + 4 e0: of a
+// lane's words of 64 columns, step j.
+template <class T>
+DEVICE u32 eight_codes(const u32* low, u32 high, int j) {
+  if constexpr (T::BITS == 4) return low[j];
+  const u32 two = low[j / 2] >> (j % 2 * 2) & 0x33333333u;
+  if constexpr (T::BITS == 2) return two;
+  return and_or(j < 2 ? high << (2 - j) : high >> (j - 2), 0x44444444u, two);
+}
+
+}  // namespace codebook

@@ -1,0 +1,198 @@
+// Products with codes of a table (codebook.cuh) in packed order. Entries become halves that are
+// whole numbers, so accumulators begin at 0; the sum of a group is multiplied with its factor.
+#pragma once
+#include "codebook.cuh"
+#include "product.cuh"
+
+template <class T, int K = 256>
+struct Codebook {
+  static constexpr int UNIT = K, GROUPS = K / T::GROUP, STEPS = T::GROUP / 16;
+  static constexpr int LOW = codebook::low_bytes<T>(K), HEADER = codebook::code_bytes<T>(K);
+  static constexpr int UNIT_BYTES = HEADER + T::HEADER * K / 2;
+  static constexpr int SCRATCH = GROUPS * 128 + (T::MINIMUM ? 128 : 0);
+  static constexpr int WORDS = T::BITS == 4 ? 4 : 2;
+  static constexpr int SUMS = SPLIT16, SUMS_BYTES = T::MINIMUM ? 128 : 0;  // of 8 rows of a block
+
+  // A lane's codes of 64 k of both tiles.
+  struct Weights {
+    u32 low[2][WORDS], high[2];
+
+    DEVICE Weights(const u8* lows, const u8* highs, int k64) {
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const int at = tile * (K / 2) + k64 * 32;
+        if constexpr (T::BITS == 4) {
+          const uint4 v = ((const uint4*)lows)[at];
+          low[tile][0] = v.x, low[tile][1] = v.y, low[tile][2] = v.z, low[tile][3] = v.w;
+        } else {
+          const uint2 v = ((const uint2*)lows)[at];
+          low[tile][0] = v.x, low[tile][1] = v.y;
+        }
+        if constexpr (T::BITS == 3) high[tile] = ((const u32*)highs)[at];
+      }
+    }
+    // The operand of a k16 step.
+    DEVICE void operand(u32 (&a)[4], int tile, int j) const {
+      const u32 codes = codebook::eight_codes<T>(low[tile], high[tile], j);
+      u32 first, second;
+      if constexpr (T::BITS == 4) {
+        const u32 three = codes & 0x77777777u, fourth = and_or(codes >> 1, 0x44444444u, 0x32103210u);
+        first = selected(selected(T::TABLE[0], T::TABLE[1], three),
+                         selected(T::TABLE[2], T::TABLE[3], three), fourth);
+        second = selected(selected(T::TABLE[0], T::TABLE[1], three >> 16),
+                          selected(T::TABLE[2], T::TABLE[3], three >> 16), fourth >> 16);
+      } else {
+        first = selected(T::TABLE[0], T::TABLE[1], codes);
+        second = selected(T::TABLE[0], T::TABLE[1], codes >> 16);
+      }
+      a[0] = whole(first, 0x5150), a[1] = whole(first, 0x5352);
+      a[2] = whole(second, 0x5150), a[3] = whole(second, 0x5352);
+    }
+    // Two bytes as halves, without the 128 in them: exact.
+    static DEVICE u32 whole(u32 bytes, u32 which) {
+      return sub_half2(permute(bytes, MAGIC, which), 0x64806480u);  // 1024 + 128
+    }
+  };
+
+  template <int NT>
+  struct Lane {
+    u32 low, high, header, row, rows;  // offsets, but for row
+    u8* put;                           // in scratch
+    const u8* scales;
+    u32 place, own, sums, tiled_sums;  // own and sums: for minima
+
+    DEVICE Lane(u8* scratch, int warp, int lane) {
+      const int g = lane / 4, t = lane % 4, unit = warp / 4 * UNIT_BYTES, at = warp % 4 * K + lane;
+      low = now(unit + at * (4 * WORDS));
+      high = now(unit + LOW + at * 4);
+      header = now(unit + HEADER);
+      row = now(warp % 4 * 32 + lane);
+      rows = now(lane * 16);
+      place = now(tiled_place<K / 64>(lane));
+      put = kept(scratch + row_slot(lane) * 4);
+      scales = kept(scratch + g * 16);
+      if constexpr (T::MINIMUM) {
+        own = now(unit + HEADER + (warp % 4 * 32 + g) * 16 + t * 2);
+        sums = now(t / 2 * ACT_BYTES * NT + SPLIT16 * NT + (t % 2 * 8 * NT + g) * 8);
+        tiled_sums = now((t * 8 * NT + g) * 8);
+      }
+    }
+
+    DEVICE void store(const u8* unit) const {
+      float f[GROUPS];
+      T::factors(f, unit + header, row);
+#pragma unroll
+      for (int i = 0; i < GROUPS; ++i) ((float*)put)[i * 32] = f[i];
+      if constexpr (T::MINIMUM)  // a minimum is a subnormal half
+        ((float*)put)[GROUPS * 32] =
+            codebook::half_of(unit + header + 2050 + row * 4) * -(float)SUBNORMAL;
+      __syncwarp();
+    }
+
+    DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
+      const u8 *w = unit + low, *u = unit + high, *x = act + rows;
+      Weights next(w, u, 0);
+      store(unit);
+#pragma unroll
+      for (int k64 = 0; k64 < K / 64; ++k64) {
+        const Weights of = next;
+        if (k64 + 1 < K / 64) next = Weights(w, u, k64 + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          u32 b[2][NT][2];
+          fragments_of<NT>(b, x, k64, h);
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            u32 a[2][4];
+            of.operand(a[0], tile, 2 * h), of.operand(a[1], tile, 2 * h + 1);
+            add(acc[tile], a, b, tile, k64 * 2 + h);
+          }
+        }
+#if ARCH < 900 || ARCH >= 1200
+        __syncwarp();  // or registers are spilled for operands asked for too early
+#endif
+      }
+      if constexpr (T::MINIMUM) subtract_minima<ACT_BYTES>(acc, unit + own, act + sums);
+    }
+
+    template <int G>
+    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      constexpr int BLOCKS = K / 64, OF_SUMS = BLOCKS * SUMS_BYTES * NT;  // of a group
+      const u8 *w = unit + low, *u = unit + high;
+      Weights next(w, u, 0);
+      store(unit);
+#pragma unroll
+      for (int k64 = 0; k64 < K / 64; ++k64) {
+        const Weights of = next;
+        if (k64 + 1 < K / 64) next = Weights(w, u, k64 + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          u32 a[2][2][4];  // [tile][step]
+#pragma unroll
+          for (int i = 0; i < 4; ++i) of.operand(a[i / 2][i % 2], i / 2, 2 * h + i % 2);
+#pragma unroll
+          for (int g = 0; g < G; ++g) {
+            in_turn();
+            u32 b[2][NT][2];
+            tiled_fragments<NT>(b, act.halves + (g * NT * BLOCKS + k64) * TILE_BYTES, place, h);
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile)
+              add(acc[g][tile], a[tile], b, tile, k64 * 2 + h);
+          }
+        }
+      }
+      if constexpr (T::MINIMUM)
+#pragma unroll
+        for (int g = 0; g < G; ++g)
+          subtract_minima<SUMS_BYTES>(acc[g], unit + own, act.sums + tiled_sums + g * OF_SUMS);
+    }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    // Warps multiply here as well.
+    template <int G, int>
+    DEVICE void multiply_tiles(Acc<NT> (&acc)[G], const u8* unit, const Tiles& act) const {
+      multiply_groups<G>(acc, unit, act);
+    }
+#endif
+
+    // 32 k of a tile: one group, or two.
+    DEVICE void add(float (&acc)[NT][4], const u32 (&a)[2][4], const u32 (&b)[2][NT][2], int tile,
+                    int k32) const {
+#pragma unroll
+      for (int first = 0; first < 2; first += STEPS) {
+        const float4 s = ((const float4*)scales)[(k32 * (2 / STEPS) + first) * 8];
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          float c[4] = {0, 0, 0, 0};
+#pragma unroll
+          for (int step = first; step < first + STEPS; ++step)
+            mma_f16(c, a[step], b[step][nt][0], b[step][nt][1], c);
+          fold(acc[nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
+        }
+      }
+    }
+
+    // As Q6K::subtract_zeros: a product of whole minima with the sums of activations.
+    template <int PITCH>
+    DEVICE void subtract_minima(Acc<NT>& acc, const u8* own, const u8* sums) const {
+      const float4 least = ((const float4*)scales)[GROUPS * 8];
+      u32 a[2][4];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // side, then row
+        const u32 two = *(const u16*)(own + i % 4 * 128 + i / 4 * 8);
+        a[i % 4 / 2][i / 4 * 2 + i % 2] = (two >> 4 & 15) | (two >> 12) << 16;
+      }
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        const uint2 s0 = ((const uint2*)sums)[nt * 8];
+        const uint2 s1 = ((const uint2*)(sums + 2 * PITCH * NT))[nt * 8];
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile) {
+          float c[4] = {0, 0, 0, 0};
+          mma_f16(c, a[tile], s0.x, s1.x, c);
+          mma_f16(c, a[tile], s0.y, s1.y, c);
+          fold(acc[tile][nt], c, tile ? least.z : least.x, tile ? least.w : least.y);
+        }
+      }
+    }
+  };
+};

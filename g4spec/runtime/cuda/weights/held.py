@@ -1,0 +1,196 @@
+"""Quantized matrices as GPU memory holds them before they are packed.
+
+Most types keep their file's blocks. Where codes are indices of a codebook's entries, or scales are
+spread over bits, blocks are rewritten once, on the device, so that kernels meet one code a value
+and one signed byte a scale; no value changes. Such a block of 256 values has
+
+- `q` [8, 16]: codes of 4 bits in the order of IQ4_NL, for magnitudes of 8 kinds and a sign; or
+- `low` [2, 32] and `high` [32]: codes of 3 bits in the order of Q3_K, for fewer kinds;
+- `scale`: a signed byte for each 32 or 16 values; `d`: the file's factor.
+
+Bits a weight in memory, beside those of the file:
+
+========  ======  ======
+IQ3_S     3.4375  4.3125
+IQ3_XXS   3.0625  4.3125
+Q3_K      3.4375  3.5625
+IQ2_S     2.5625  3.5625
+IQ2_XS    2.3125  3.5625
+IQ2_XXS   2.0625  3.3125
+IQ1_M     1.75    3.5625
+IQ1_S     1.5625  3.3125
+========  ======  ======
+
+Kernels would look entries up in shared memory instead, once for four values: more often than its
+banks allow at the rate at which memory brings them, so that fewer bytes would not save time.
+What kernels make of codes is in `include/codebook.cuh`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+
+from g4spec import quant
+from g4spec.quant import codebook
+from g4spec.quant.formats import iq1_m, iq1_s, iq2_s, iq2_xs, iq2_xxs, iq3_s, iq3_xxs, q3_k
+from g4spec.runtime.cuda.weights.held_size import BLOCKS
+
+STEP = 1 << 24
+"""Values rewritten at a time; temporaries take up to 16 bytes for each."""
+
+
+Fields = Callable[..., torch.Tensor]
+
+
+def held(name: str, raw: torch.Tensor) -> torch.Tensor:
+    """The file's bytes, uint8 [N, bytes of a row] -> as memory holds them, on the same device."""
+    if name not in BLOCKS or not raw.numel():
+        return raw
+    size = quant.get(name).block_bytes
+    blocks = raw.view(-1, size)
+    out = raw.new_empty(len(blocks), BLOCKS[name].itemsize)
+    for at in range(0, len(blocks), STEP // 256):
+        part = blocks[at : at + STEP // 256]
+        out[at : at + len(part)] = _rewritten(name, part)
+    return out.view(len(raw), -1)
+
+
+def _rewritten(name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks uint8 [n, bytes] of the file -> of memory."""
+    dtype = _FILE[name]
+
+    def field(key: str) -> torch.Tensor:
+        assert dtype.fields is not None
+        of, start = dtype.fields[key][:2]
+        return blocks[:, start : start + of.itemsize]
+
+    return torch.cat([x.reshape(len(blocks), -1).view(torch.uint8) for x in _OF[name](field)],
+                     dim=1)  # fmt: skip
+
+
+def _words(x: torch.Tensor, size: int) -> torch.Tensor:
+    """Little-endian words of `size` bytes [n, words], unsigned, as int64."""
+    x = x.reshape(len(x), -1, size).long()
+    return sum((x[..., i] << 8 * i for i in range(1, size)), start=x[..., 0])
+
+
+def _bits(x: torch.Tensor, count: int, width: int = 1) -> torch.Tensor:
+    """The lowest `count` fields of `width` bits of each number [...] -> [..., count]."""
+    places = torch.arange(0, count * width, width, device=x.device)
+    if x.dtype is torch.uint8:
+        places = places.to(torch.uint8)
+    return x[..., None] >> places & (1 << width) - 1
+
+
+@cache
+def _entries(grid: str, device: torch.device) -> torch.Tensor:
+    """Entries of a codebook [entries, values], each value by its number among those there are."""
+    kinds = np.array(codebook.GRIDS[grid][2], np.float32)
+    found = np.searchsorted(kinds, codebook.grid(grid)).astype(np.uint8)
+    return torch.from_numpy(found).to(device)
+
+
+def _codes(grid: str, index: torch.Tensor, minus: torch.Tensor, above: int) -> torch.Tensor:
+    """Codes of 256 values: numbers by `index` [n, entries], and `above` where `minus` [n, 256]."""
+    numbers = _entries(grid, index.device)[index].view(len(index), 256)
+    return numbers | minus.to(torch.uint8).view(len(index), 256) * above
+
+
+def _signs7(word: torch.Tensor) -> torch.Tensor:
+    """Signs of 32 values by four indices of 7 bits in each word [n, 8] -> [n, 256]."""
+    return _even(_bits(word, 4, 7))
+
+
+def _even(index: torch.Tensor) -> torch.Tensor:
+    """Signs of 8 values by indices of 7 bits: the eighth makes the number of minuses even."""
+    seven = _bits(index, 7)
+    return torch.cat([seven, seven.sum(-1, keepdim=True) & 1], dim=-1).flatten(1)
+
+
+def _four(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [n, 256] -> `q`."""
+    groups = codes.view(-1, 8, 2, 16)
+    return groups[:, :, 0] | groups[:, :, 1] << 4
+
+
+def _three(codes: torch.Tensor) -> list[torch.Tensor]:
+    """Codes [n, 256] -> `low`, `high`."""
+    low = (codes & 3).view(-1, 2, 4, 32).unbind(2)
+    high = (codes >> 2).view(-1, 8, 32).unbind(1)
+    out = low[0] | low[1] << 2 | low[2] << 4 | low[3] << 6, high[0]
+    for i in range(1, 8):
+        out = out[0], out[1] | high[i] << i
+    return list(out)
+
+
+def _odd(scale: torch.Tensor) -> torch.Tensor:
+    """2 * scale + 1 as bytes."""
+    return (2 * scale + 1).to(torch.uint8)
+
+
+def _q3_k(f: Fields) -> list[torch.Tensor]:
+    packed = f("scales")
+    low, high = packed[:, :8], _bits(packed[:, 8:], 4, 2).transpose(1, 2).reshape(-1, 16)
+    scale = torch.cat([low & 15, low >> 4], dim=1) | high << 4
+    return [f("low"), f("high"), scale - 32, f("d")]  # bytes wrap around, as signed ones
+
+
+def _iq3_s(f: Fields) -> list[torch.Tensor]:
+    index = f("q").long() | _bits(f("high"), 8).flatten(1).long() << 8
+    codes = _codes("iq3_s", index, _bits(f("signs"), 8), 8)
+    return [_four(codes), _odd(_bits(f("scales"), 2, 4)), f("d")]
+
+
+def _iq3_xxs(f: Fields) -> list[torch.Tensor]:
+    word = _words(f("word"), 4)
+    codes = _codes("iq3_xxs", f("q").long(), _signs7(word), 8)
+    return [_four(codes), _odd(word >> 28), f("d")]
+
+
+def _iq2_s(f: Fields) -> list[torch.Tensor]:
+    index = f("q").long() | _bits(f("high"), 4, 2).flatten(1).long() << 8
+    codes = _codes("iq2_s", index, _bits(f("signs"), 8), 4)
+    return [*_three(codes), _odd(_bits(f("scales"), 2, 4)), f("d")]
+
+
+def _iq2_xs(f: Fields) -> list[torch.Tensor]:
+    word = _words(f("q"), 2)
+    codes = _codes("iq2_xs", word & 511, _even(word >> 9), 4)
+    return [*_three(codes), _odd(_bits(f("scales"), 2, 4)), f("d")]
+
+
+def _iq2_xxs(f: Fields) -> list[torch.Tensor]:
+    groups = f("groups").reshape(-1, 8, 8)
+    word = _words(groups[..., 4:].flatten(1), 4)
+    codes = _codes("iq2_xxs", groups[..., :4].flatten(1).long(), _signs7(word), 4)
+    return [*_three(codes), _odd(word >> 28), f("d")]
+
+
+def _iq1_s(f: Fields) -> list[torch.Tensor]:
+    word = _words(f("high"), 2)
+    index = f("q").long() | _bits(word, 4, 3).flatten(1) << 8
+    codes = _codes("iq1", index, (word >> 15).repeat_interleave(32, dim=1), 4)
+    return [*_three(codes), _odd(word >> 12 & 7), f("d")]
+
+
+def _iq1_m(f: Fields) -> list[torch.Tensor]:
+    word, high = _words(f("scales"), 2), _bits(f("high"), 2, 4).flatten(1)
+    index = f("q").long() | (high & 7).long() << 8
+    codes = _codes("iq1", index, (high >> 3).repeat_interleave(8, dim=1), 4)
+    quarters = [(word[:, i] >> 12) << 4 * i for i in range(4)]
+    d = quarters[0] | quarters[1] | quarters[2] | quarters[3]
+    bits = torch.stack([d & 255, d >> 8], dim=1).to(torch.uint8)
+    return [*_three(codes), _odd(_bits(word, 4, 3)), bits]
+
+
+_FILE = {name: module.DTYPE for name, module in (
+    ("q3_k", q3_k), ("iq3_s", iq3_s), ("iq3_xxs", iq3_xxs), ("iq2_s", iq2_s), ("iq2_xs", iq2_xs),
+    ("iq2_xxs", iq2_xxs), ("iq1_s", iq1_s), ("iq1_m", iq1_m))}  # fmt: skip
+_OF: dict[str, Callable[[Fields], list[torch.Tensor]]] = {
+    "q3_k": _q3_k, "iq3_s": _iq3_s, "iq3_xxs": _iq3_xxs, "iq2_s": _iq2_s, "iq2_xs": _iq2_xs,
+    "iq2_xxs": _iq2_xxs, "iq1_s": _iq1_s, "iq1_m": _iq1_m,
+}  # fmt: skip
