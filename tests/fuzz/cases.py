@@ -17,6 +17,7 @@ from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.family import Family
 from tests.fuzz.grammar import (
     COMMANDS,
+    FD,
     FOLDERS,
     NONE,
     STREAM,
@@ -28,7 +29,7 @@ from tests.fuzz.grammar import (
     Value,
     anything,
 )
-from tests.fuzz.mutation import change_gguf, mutate_bytes, mutate_json
+from tests.fuzz.mutation import change_gguf, mutate_bytes, mutate_events, mutate_json
 
 
 @dataclass
@@ -114,6 +115,9 @@ class Maker:
         for number in more:
             self.rng = Rng(number)
             self._change(case, grammar)
+        for at, word in enumerate(case.argv[:-1]):  # others are of the program that fuzzes
+            if word == "--stream-fd" and case.argv[at + 1].isdigit():
+                case.argv[at + 1] = case.argv[at + 1] if case.argv[at + 1] == "999" else FD
         return case
 
     def _change(self, case: Case, grammar: Grammar) -> None:
@@ -162,10 +166,13 @@ class Maker:
         else:
             data = self._data(case, name)
             other = self._data(case, self.rng.choice(named))
-            as_json = name.endswith(("json", "jsonl"))
-            case.changed[name] = (mutate_json if as_json else mutate_bytes)(data, self.rng, other)
+            mutate, how = mutate_bytes, "bytes"
+            if name.endswith(("json", "jsonl")):
+                mutate, how = mutate_json, "JSON"
+            elif name.endswith(".sse"):
+                mutate, how = mutate_events, "events"
+            case.changed[name] = mutate(data, self.rng, other)
             case.trees.pop(name, None)
-            how = "JSON" if as_json else "bytes"
         case.kinds.add(f"{sort_of(name)}: {how}")
 
     def _gguf(self, case: Case, name: str) -> None:

@@ -373,7 +373,7 @@ COMMANDS: dict[str, Grammar] = {
         given=TALK,
     ),
     "chat --url": Grammar(
-        4,
+        8,
         (
             ("chat", "--url", "http://127.0.0.1:9"),
             ("chat", "--url", "http://127.0.0.1:9/v1", "--show-draft"),
