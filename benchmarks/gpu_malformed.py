@@ -86,7 +86,7 @@ def odd_targets(folder: Path, rows: Rows) -> None:
 def odd_drafts(folder: Path, rows: Rows) -> None:
     for i, (kind, make) in enumerate(hostile.ODD_DRAFTS.items()):
         (folder / str(i)).mkdir()
-        target = hostile.made(folder / str(i), {})
+        target = hostile.made(folder / str(i), hostile.ON.get(kind, {}))
         draft = hostile.made_draft(folder / str(i), make)
         note(rows, "unusual draft", kind, tried(hostile.wrong_text, target, draft))
 

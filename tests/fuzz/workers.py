@@ -63,6 +63,8 @@ class Workers:
     count: int
     processes: list[Process] = field(default_factory=list)
     ended: list[tuple[str, Path]] = field(default_factory=list)
+    _end: float = 0.0
+    _number: int = 0
 
     def run(self) -> None:
         """Work to the end of the time or the cases."""
@@ -83,8 +85,7 @@ class Workers:
                 process.popen.kill()
 
     def _start(self, job: Job) -> None:
-        number = getattr(self, "_number", 0)
-        self._number = number + 1
+        number, self._number = self._number, self._number + 1
         mine = replace(job, number=number, seed=self.job.seed * 1000 + number)
         (self.folder / f"beat-{number}").write_bytes(b"")
         with (self.folder / f"stderr-{number}").open("wb") as err:

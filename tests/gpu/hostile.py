@@ -33,6 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
     kind: {"layers": 6, "heads": 2, "kv": 1} | shape for kind, shape in family.TARGETS.items()
 }
 """Of targets, from which malformed ones are made."""
+LARGE = {"heads": 2, "kv": 1, "head_dim": 256, "global_head_dim": 512}
+"""Heads that kernels for prompts take."""
 ODD_TARGETS: dict[str, dict[str, Any]] = {
     "heads of 48": {"head_dim": 48, "global_head_dim": 80},
     "heads of 2": {"head_dim": 2, "global_head_dim": 6},
@@ -45,6 +47,11 @@ ODD_TARGETS: dict[str, dict[str, Any]] = {
     "window of 7, 6 heads to 3": {"window": 7, "heads": 6, "kv": 3, "global_kv": 3},
     "17 heads to 1": {"heads": 17, "kv": 1, "global_kv": 1, "head_dim": 256,
                       "global_head_dim": 512},
+    "36 columns, heads of 256": {"hidden": 36, "inter": 44, **LARGE},
+    "260 columns, 5 experts": {"hidden": 260, "inter": 268, "experts": 5, "top_k": 5,
+                               "expert_inter": 36, **LARGE},
+    "64 columns, 36 in experts": {"hidden": 64, "inter": 36, "experts": 7, "top_k": 3,
+                                  "expert_inter": 40, **LARGE},
     "511 tokens": {"vocab": 511},
     "no softcap": {"softcap": None},
 }  # fmt: skip
@@ -63,7 +70,14 @@ ODD_DRAFTS: dict[str, Make] = {
     "eagle3 of 48": lambda at, on: tiny_drafts.eagle3(at, on, head_dim=48),
     "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=7, head_dim=80),
     "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, head_dim=48, block=3),
+    "zlab of 64": lambda at, on: tiny.zlab_dflash(at, on, head_dim=64, inter=34),
+    "eagle3 of 64": lambda at, on: tiny_drafts.eagle3(at, on, head_dim=64, inter=50),
+    "zlab of 64 on 36 columns": lambda at, on: tiny.zlab_dflash(at, on, head_dim=64, inter=34),
+    "dspark of 64 on 36 columns": lambda at, on: tiny_drafts.speculators_dspark(at, on,
+                                                                                head_dim=64),
 }  # fmt: skip
+ON = {kind: {"hidden": 36} for kind in ODD_DRAFTS if kind.endswith("on 36 columns")}
+"""Targets of some of them."""
 CACHE = {"17 heads to 1": "q8_0"}
 
 

@@ -36,6 +36,6 @@ def test_an_unusual_target(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", hostile.ODD_DRAFTS)
 def test_an_unusual_draft(tmp_path: Path, kind: str) -> None:
-    target = hostile.made(tmp_path, {})
+    target = hostile.made(tmp_path, hostile.ON.get(kind, {}))
     draft = hostile.made_draft(tmp_path, hostile.ODD_DRAFTS[kind])
     assert hostile.wrong_text(target, draft) is None
