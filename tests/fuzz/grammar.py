@@ -53,7 +53,7 @@ def _file(*names: str) -> Value:
 def anything(make: Maker) -> str:
     return make.rng.choice([
         "h:nowhere", "org/name", "z-lab/gemma-4-31B-it-DFlash", "31b", "nowhere.gguf", "", ".",
-        "~nobody/x", "T", "Z", *make.family.data,
+        "~nobody/x", "~no-such-user/x.gguf", "T", "Z", *make.family.data,
     ])  # fmt: skip
 
 
