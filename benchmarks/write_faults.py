@@ -1,11 +1,12 @@
 """Fail, limit, fill and kill every command that writes; nothing is lost, half there or left over.
 
-    python benchmarks/write_faults.py [--cases 1000] [--seed 0]
+    python benchmarks/write_faults.py [--workers 1] [--cases 1000] [--seconds 3600] [--seed 0]
 
-Failing and short writes, fsync, rename, open and chmod; limits of a file's size; SIGKILL, SIGTERM
-and SIGINT at random moments, twice, and to as many as four runs to one output; full, filling and
-read-only disks where this user may mount them. Cases and conditions: `tests/fuzz/faults.py`. The
-result goes to `benchmarks/results/DATE-write-faults.json`.
+Failing and short writes, fsync, rename, open and chmod (with a C compiler); limits of a file's
+size; SIGKILL, SIGTERM and SIGINT at random moments, twice, and to as many as four runs to one
+output; full, filling and read-only disks where this user may mount them. Cases are shared among so
+many processes, in folders of their own; the first bound that is met ends the run. Cases and
+conditions: `tests/fuzz/faults.py`. The result is `DATE-write-faults.json`, in `--out` or `results`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,24 +32,58 @@ from watch import keep  # noqa: E402
 from g4spec import __version__  # noqa: E402
 
 
+def part(number: int, asked: argparse.Namespace) -> dict[str, Any]:
+    """What one process found; the first one also has the disks."""
+    cases = -(-asked.cases // asked.workers)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz.faults", "--cases", str(cases), "--seconds",
+         str(asked.seconds), "--seed", str(asked.seed * 1000 + number),
+         *(["--disks"] if number == 0 else [])],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )  # fmt: skip
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        return {"broken": {f"process {number} ended with {done.returncode}":
+                           [done.stderr[-2000:]]}}  # fmt: skip
+    return found
+
+
+def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts of several processes as one."""
+    out: dict[str, Any] = {}
+    for name in ("cases", "signals", "disks"):
+        out[name] = sum(p.get(name, 0) for p in parts)
+    for name in ("by_fault", "by_command"):
+        out[name] = dict(sorted(sum((Counter(p.get(name, {})) for p in parts),
+                                    Counter[str]()).items()))  # fmt: skip
+    out["calls_can_fail"] = all(p.get("calls_can_fail", False) for p in parts)
+    out["broken"] = {what: some for p in parts for what, some in p["broken"].items()}
+    return out
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
     asked, start = parser.parse_args(), time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.faults", "--cases", str(asked.cases), "--seed",
-         str(asked.seed), "--disks"],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    found = json.loads(done.stdout)
-    keep(None, "write-faults", {
-        "what": "faults while commands write", "seed": asked.seed,
+    with ThreadPoolExecutor(asked.workers) as pool:
+        parts = list(pool.map(lambda number: part(number, asked), range(asked.workers)))
+    found = merged(parts)
+    keep(asked.out, "write-faults", {
+        "what": "faults while commands write", "seed": asked.seed, "workers": asked.workers,
         "seconds": round(time.perf_counter() - start, 1),
         "versions": {"g4spec": __version__, "python": platform.python_version()}, **found,
     })  # fmt: skip
-    print(f"{found['cases']} cases, {len(found['broken'])} kinds of failure")
-    return done.returncode
+    for what, cases in found["broken"].items():
+        print(f"BROKEN {what}\n    {cases[0]}")
+    print(f"{found['cases']} cases, {found['signals']} of them signals, "
+          f"{len(found['broken'])} kinds of failure")  # fmt: skip
+    return 1 if found["broken"] else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from g4spec import quant
@@ -16,7 +17,7 @@ from g4spec.errors import InputError, UsageError
 
 def target(facts: Facts, text: str) -> Target:
     """The target behind -m. UsageError for a name nobody knows."""
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # which takes a user that there is not
     if path.exists():
         return files.target(facts, path, text)
     id = hub.Id.parse(text)
@@ -90,7 +91,7 @@ def _row_of(facts: Facts, text: str, size: str) -> Draft | None:
 
 def draft(facts: Facts, text: str, of: Target) -> DraftModel:
     """The draft behind -md for a target. UsageError for a name nobody knows."""
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # which takes a user that there is not
     if path.exists():
         return files.draft(facts, path, text, of)
     if text.lower().endswith(".gguf"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,6 @@ def sampler(path: Path, out: Output, **given: float | None) -> Sampler:
 
 
 def _number(path: Path, key: str, value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
-    raise InputError(f"{path}: {key}", expected="a number", found=repr(value)[:80])
+    raise InputError(f"{path}: {key}", expected="a finite number", found=repr(value)[:80])

@@ -31,6 +31,7 @@ class Web:
         from g4spec.server import run
 
         place = run.Place(self.host, self.port, self.certificate, self.key)
+        run.check_certificate(place)
         _serving.warn(out, exposed=run.exposed(place) and not self.keys, host=self.host)
         return place
 

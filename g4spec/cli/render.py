@@ -209,8 +209,9 @@ class Output:
 
     def ask(self, prompt: str) -> str:
         """Read a line; EOFError at the end. `prompt` is shown where a person types."""
-        if hasattr(sys.stdin, "reconfigure"):
-            sys.stdin.reconfigure(errors="replace")  # what is no UTF-8 must not end a run
+        if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "replace":
+            # What is no UTF-8 must not end a run. A stream that was read from cannot be changed.
+            sys.stdin.reconfigure(errors="replace")
         if sys.stdin.isatty() and sys.stdout.isatty():
             return input(prompt)
         line = sys.stdin.readline()

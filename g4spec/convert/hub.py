@@ -26,6 +26,7 @@ from g4spec.convert.provenance import SMALL
 from g4spec.convert.transfer import Guard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
 from g4spec.gguf import regular
+from g4spec.gguf.replacing import replacing
 
 Want = Literal["any", "tokenizer", "gguf"]
 """What for: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
@@ -227,7 +228,8 @@ class _Hub:
             storage = next(p for p in path.parents if p.name == "snapshots").parent
             reference = storage / "refs" / name
             reference.parent.mkdir(parents=True, exist_ok=True)
-            reference.write_text(revision)
+            with replacing(reference, len(revision)) as file:
+                file.write(revision.encode())
 
     def _offline(self) -> Path:
         """What the cache holds, without asking."""

@@ -23,33 +23,40 @@ def weights(
     backend: Backend,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Load the tensors that a kind's `tensors(config)` lists, by name; others are left alone.
+    """Load the tensors that a kind's `tensors(config)` lists, by name; others are left alone. All
+    are checked before the first is loaded.
 
     Args:
         progress: called with bytes of the file loaded so far, and all that are listed.
 
     Raises InputError for one that is missing or has another shape.
     """
-    out, specs, done = {}, list(specs), 0
-    total = sum(file.tensors[s.name].nbytes for s in specs if s.name in file.tensors)
-    for spec in specs:
-        info = file.tensors.get(spec.name)
-        if info is None:
-            if spec.optional:
-                continue
-            raise InputError(f"{file.path}: tensor {spec.name} is missing",
-                             expected=f"shape {list(spec.shape)}",
-                             fix="convert it again with `g4spec convert`")  # fmt: skip
-        if info.shape != spec.shape:
-            raise InputError(f"{file.path}: tensor {spec.name}: shape",
-                             expected=list(spec.shape), found=list(info.shape),
-                             fix="convert it again with `g4spec convert`")  # fmt: skip
-        _check_type(file, spec)
+    there = [spec for spec in specs if _usable(file, spec)]
+    out, done = {}, 0
+    total = sum(file.tensors[spec.name].nbytes for spec in there)
+    for spec in there:
         out[spec.name] = backend.load(file, spec.name)
-        done += info.nbytes
+        done += file.tensors[spec.name].nbytes
         if progress is not None:
             progress(done, total)
     return out
+
+
+def _usable(file: GGUF, spec: TensorSpec) -> bool:
+    """Return whether the file has a tensor; InputError if it cannot be used, or has to be there."""
+    info = file.tensors.get(spec.name)
+    if info is None:
+        if spec.optional:
+            return False
+        raise InputError(f"{file.path}: tensor {spec.name} is missing",
+                         expected=f"shape {list(spec.shape)}",
+                         fix="convert it again with `g4spec convert`")  # fmt: skip
+    if info.shape != spec.shape:
+        raise InputError(f"{file.path}: tensor {spec.name}: shape",
+                         expected=list(spec.shape), found=list(info.shape),
+                         fix="convert it again with `g4spec convert`")  # fmt: skip
+    _check_type(file, spec)
+    return True
 
 
 def _check_type(file: GGUF, spec: TensorSpec) -> None:

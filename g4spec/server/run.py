@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.applications import Starlette
 
-from g4spec.errors import EnvironmentProblem
+from g4spec.errors import EnvironmentProblem, InputError, UsageError
 from g4spec.server import models
 from g4spec.server.access import JsonLines
 from g4spec.server.app import app
@@ -34,6 +35,23 @@ class Place:
     port: int = 8080
     certificate: Path | None = None
     key: Path | None = None
+
+
+def check_certificate(place: Place) -> None:
+    """Raise UsageError for a key without a certificate, InputError for what TLS cannot use."""
+    if place.certificate is None:
+        if place.key is not None:
+            raise UsageError("--ssl-key-file needs the certificate, --ssl-cert-file")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            place.certificate, place.key, lambda: ""
+        )
+    except OSError as error:
+        files = " and ".join(map(str, filter(None, (place.certificate, place.key))))
+        raise InputError(f"{files}: no certificate and key for HTTPS", found=error,
+                         expected="PEM files that belong together, without a password",
+                         ) from None  # fmt: skip
 
 
 class Drains(Protocol):

@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx
 
-from g4spec.errors import EnvironmentProblem, G4Error, InputError
+from g4spec.errors import EnvironmentProblem, G4Error, InputError, UsageError
 
 Message = Mapping[str, str]
 
@@ -68,7 +68,7 @@ def coloured(pieces: Sequence[Mapping[str, Any]], rejected: Sequence[str]) -> li
     out = []
     for piece in pieces:
         if piece["kind"] == "corrected" and rejected:
-            out.append(Piece(rejected[0], str(piece["part"]), "rejected"))
+            out.append(Piece(str(rejected[0]), str(piece["part"]), "rejected"))
         out.append(Piece(str(piece["text"]), str(piece["part"]), str(piece["kind"])))
     return out
 
@@ -86,6 +86,8 @@ class Remote:
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._fields, self._colours = dict(fields), colours
+        if key and not (key.isascii() and key.isprintable()):
+            raise UsageError("--api-key", expected="printable ASCII", found=repr(key))
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.AsyncClient(headers=headers, timeout=httpx.Timeout(None, connect=10))
 
@@ -97,7 +99,7 @@ class Remote:
             return str(response.json()["data"][0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._silent(error) from None
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             raise InputError(f"{self.url}/v1/models is no list of models") from None
 
     def _silent(self, error: Exception) -> G4Error:
@@ -122,18 +124,8 @@ class Remote:
         async with self._http.stream("POST", url, json=body) as response:
             await _check(response)
             async for _, data in _events(response):
-                if "error" in data:
-                    raise InputError(str(data["error"].get("message", data["error"])))
-                told.timings = data.get("timings") or told.timings
-                told.notes = told.timings.get("notes", [])
-                for choice in data.get("choices", [])[:1]:
-                    delta = choice.get("delta", {})
-                    told.content += delta.get("content") or ""
-                    told.finish = choice.get("finish_reason") or told.finish
-                    thought = delta.get("reasoning_content") or delta.get("reasoning")
-                    for part, text in (("thought", thought), ("text", delta.get("content"))):
-                        if text:
-                            yield Piece(text, part)
+                for piece in _understood(_pieces, data, told):
+                    yield piece
 
     async def _watched(self, body: dict[str, Any], told: Told) -> AsyncGenerator[Piece, None]:
         """Take the pieces from the live view; the answer itself comes as always."""
@@ -147,14 +139,14 @@ class Remote:
         async with self._http.stream("GET", url) as response:
             await _check(response)
             events = _events(response)
-            await anext(events)  # it listens
+            await anext(events, None)  # it listens
             asked = asyncio.ensure_future(ask())
             try:
                 async for name, data in events:
                     if asked.done() and asked.exception() is not None:
                         break
                     if data.get("yours"):
-                        for piece in coloured(data.get("pieces", []), data.get("rejected", [])):
+                        for piece in _understood(_coloured, data):
                             yield piece
                     if data.get("yours") and name == "end":
                         break
@@ -168,6 +160,41 @@ class Remote:
         await self._http.aclose()
 
 
+def _understood(read: Callable[..., list[Piece]], data: dict[str, Any], *more: Any) -> list[Piece]:
+    """Return what `read` makes of an event; InputError for one of another form."""
+    try:
+        return read(data, *more)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise InputError("the server sent an event that is none of a chat",
+                         found=f"{json.dumps(data):.80}") from None  # fmt: skip
+
+
+def _pieces(data: dict[str, Any], told: Told) -> list[Piece]:
+    """Return the pieces of an event of OpenAI's chat completions, and fill `told`."""
+    if "error" in data:
+        error = data["error"]
+        raise InputError(str(error["message"] if isinstance(error, dict) else error))
+    timings = data.get("timings") or {}
+    if timings:
+        told.timings = {k: v for k, v in timings.items() if isinstance(v, int | float)}
+        told.notes = list(map(str, timings.get("notes", [])))
+    out = []
+    for choice in data.get("choices", [])[:1]:
+        delta = choice.get("delta", {})
+        told.finish = str(choice.get("finish_reason") or told.finish)
+        thought = delta.get("reasoning_content") or delta.get("reasoning")
+        text = delta.get("content")
+        told.content += text or ""
+        out = [Piece("" + some, part) for part, some in (("thought", thought), ("text", text))
+               if some]  # fmt: skip
+    return out
+
+
+def _coloured(data: dict[str, Any]) -> list[Piece]:
+    """Return the pieces of an event of the live view."""
+    return coloured(data.get("pieces", []), data.get("rejected", []))
+
+
 async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[str, Any]], None]:
     """Yield name and data of server-sent events."""
     name = "message"
@@ -177,7 +204,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[st
         elif line.startswith("data:") and line[5:].strip() != "[DONE]":
             try:
                 yield name, dict(json.loads(line[5:]))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise InputError("the server sent an event that is no JSON object",
                                  found=f"{line:.80}") from None  # fmt: skip
         elif not line:
@@ -191,7 +218,7 @@ async def _check(response: httpx.Response) -> None:
     try:
         error = json.loads(await response.aread())["error"]
         message = str(error["message"] if isinstance(error, dict) else error)
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         message = ""
     fix = "pass its key with --api-key" if response.status_code == 401 else None
     raise InputError(f"{response.url.path}: {message or response.status_code}", fix=fix)

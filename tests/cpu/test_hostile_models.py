@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from g4spec import cli
 from g4spec.convert import convert
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF, T, TensorData, array, u32, write
+from g4spec.gguf import GGUF, T, array, u32
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
@@ -22,10 +21,8 @@ from g4spec.runtime.engine import Engine, read_tokenizer
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import SUPPRESS
 from g4spec.server.models import find
-from tests import tiny, tiny_drafts
-
-F32, I32, I64 = 0, 26, 27
-MASK = "tokenizer.ggml.mask_token_id"
+from tests import malformed, tiny, tiny_drafts
+from tests.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
 
 DRAFTS: dict[str, Callable[[Path, Path], Any]] = {
     "dflash": tiny.zlab_dflash,
@@ -58,56 +55,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-Change = Callable[[TensorData], Iterable[TensorData]]
-
-
-def changed(
-    path: Path, to: Path, tensor: str = "", change: Change = lambda t: [t], **keys: Any
-) -> Path:
-    """A file with one tensor changed, and metadata (a dot is written `__`)."""
-    with GGUF(path) as g:
-        kv = {key: g.value(key) for key in g}
-        kv |= {name.replace("__", "."): value for name, value in keys.items()}
-        data = []
-        for name, t in g.tensors.items():
-            made = TensorData(name, t.shape, t.type, [g.raw(name).tobytes()])
-            data += change(made) if name == tensor else [made]
-        write(to, kv, data)
-    return to
-
-
-def raw(t: TensorData) -> bytes:
-    return bytes(next(iter(t.chunks)))
-
-
-def missing(t: TensorData) -> list[TensorData]:
-    return []
-
-
-def shorter(t: TensorData) -> list[TensorData]:
-    """Without the last row, or the last number."""
-    rows = t.shape[0] - 1
-    kept = raw(t)[: len(raw(t)) * rows // t.shape[0]]
-    return [TensorData(t.name, (rows, *t.shape[1:]), t.type, [kept])]
-
-
-def other_type(t: TensorData) -> list[TensorData]:
-    """Integers for numbers, numbers for integers, of the same shape."""
-    dtype, type = (np.int32, I32) if t.type == F32 else (np.float32, F32)
-    return [TensorData(t.name, t.shape, type, [np.ones(t.shape, dtype).tobytes()])]
-
-
-def not_finite(t: TensorData) -> list[TensorData]:
-    values = np.frombuffer(raw(t), np.float32).copy()
-    values[-1] = math.nan
-    return [TensorData(t.name, t.shape, t.type, [values.tobytes()])]
-
-
-def unlike(names: Iterable[str]) -> list[str]:
-    """Tensors of the first two layers and around them: others repeat these."""
-    return [n for n in names if not re.match(r"blk\.([2-9]|\d\d)\.", n)]
-
-
 def build(home: Path, path: Path, target: Target) -> None:
     with DraftFile(path) as other:
         other.kind.check_pair(other.config, target.config)
@@ -119,26 +66,16 @@ def target(home: Path) -> Target:
     return Engine.load(home / "target.gguf", n_ctx=64).target
 
 
-@pytest.mark.parametrize("how", [missing, shorter, other_type, not_finite])
+@pytest.mark.parametrize("how", malformed.HOWS)
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_every_tensor_of_a_draft(
     home: Path, target: Target, tmp_path: Path, kind: str, how: Change
 ) -> None:
     source = home / f"{kind}.gguf"
     build(home, source, target)
-    with GGUF(source) as g:
-        tensors = {n: g.tensors[n] for n in unlike(g.tensors)}
-    refused, borrowed = 0, {"token_embd.weight"}
-    if "d2t" not in tensors:
-        borrowed.add("output.weight")
-    if kind == "assistant":
-        borrowed.clear()
-    for name, t in tensors.items():
-        if how is not_finite and (len(t.shape) != 1 or t.type != F32):
-            continue
-        if how is missing and name in borrowed:
-            continue  # then it takes its target's
-        broken = changed(source, tmp_path / "broken.gguf", name, how)
+    refused = 0
+    for name, write in malformed.tensors(source, how, malformed.borrowed(kind, source)):
+        broken = write(tmp_path / "broken.gguf")
         with pytest.raises(InputError) as error:
             build(home, broken, target)
         assert "broken.gguf" in str(error.value) or how is not not_finite, name
@@ -146,17 +83,12 @@ def test_every_tensor_of_a_draft(
     assert refused > 3
 
 
-@pytest.mark.parametrize("how", [missing, shorter, other_type, not_finite])
+@pytest.mark.parametrize("how", malformed.HOWS)
 @pytest.mark.parametrize("kind", TARGETS)
 def test_every_tensor_of_a_target(home: Path, tmp_path: Path, kind: str, how: Change) -> None:
-    source = home / f"{kind}.gguf"
-    with GGUF(source) as g:
-        tensors = {n: g.tensors[n] for n in unlike(g.tensors)}
-    for name, t in tensors.items():
-        if how is not_finite and (len(t.shape) != 1 or t.type != F32):
-            continue
+    for _, write in malformed.tensors(home / f"{kind}.gguf", how):
         with pytest.raises(InputError):
-            Engine.load(changed(source, tmp_path / "broken.gguf", name, how), n_ctx=64)
+            Engine.load(write(tmp_path / "broken.gguf"), n_ctx=64)
 
 
 # ---- ids
@@ -167,12 +99,7 @@ def test_every_tensor_of_a_target(home: Path, tmp_path: Path, kind: str, how: Ch
 def test_a_reduced_vocabulary_with_ids_that_do_not_exist(
     home: Path, tmp_path: Path, kind: str, id: int
 ) -> None:
-    def point(t: TensorData) -> list[TensorData]:
-        ids = np.frombuffer(raw(t), np.int64).copy()
-        ids[3] = id
-        return [TensorData(t.name, t.shape, t.type, [ids.tobytes()])]
-
-    broken = changed(home / f"{kind}.gguf", tmp_path / "broken.gguf", "d2t", point)
+    broken = changed(home / f"{kind}.gguf", tmp_path / "broken.gguf", "d2t", pointing(id))
     with pytest.raises(InputError, match=rf"d2t names a token outside.*found {id}"):
         Engine.load(home / "target.gguf", broken, n_ctx=64)
 

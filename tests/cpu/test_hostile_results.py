@@ -359,3 +359,9 @@ def test_the_lock_file_holds_every_requirement() -> None:
         name = each.name.lower().replace("_", "-")
         versions = [v for n, v in pins if n == name]
         assert versions and all(each.specifier.contains(v) for v in versions), each
+
+
+@pytest.mark.parametrize("line", [("doctor", "-m"), ("doctor", "-m", "31b", "-md")])
+def test_the_home_of_nobody(line: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([*line, "~no-such-user/x.gguf"]) == 3
+    assert "~no-such-user/x.gguf: no such file" in capsys.readouterr().err

@@ -179,3 +179,12 @@ def test_a_line_is_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     render.Output(json=True).result({"a": BAD, "b": u32(1).data})
     assert json.loads(capsys.readouterr().out) == {"a": BAD, "b": 1}
+
+
+def test_lines_of_a_pipe_are_asked_for_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one was a traceback: a stream that was read from cannot be changed."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\nb")))
+    out = render.Output()
+    assert [out.ask("> ") for _ in range(3)] == ["a", "\ufffd", "b"]
+    with pytest.raises(EOFError):
+        out.ask("> ")

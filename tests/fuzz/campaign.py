@@ -7,6 +7,7 @@ lines.
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import random
 import re
@@ -24,13 +25,15 @@ from typing import Any
 import typer
 
 from g4spec import cli
+from tests.fuzz import stand_ins
 from tests.fuzz.cases import Case, Maker, Place, longer
 from tests.fuzz.coverage import Lines
 from tests.fuzz.family import Family
-from tests.fuzz.requests import BODIES, Serving
+from tests.fuzz.grammar import COMMANDS
+from tests.fuzz.requests import BODIES, Sent, Serving
 from tests.fuzz.watching import Outcome, run
 
-CORPUS = Path(__file__).parent / "corpus"
+CORPUS = Path(__file__).parent / "corpus" / "cases.json.xz"
 SURFACES = ("commands", "requests")
 ADDRESS_SPACE = 3 << 30
 """Bytes beyond what the process has: a case that allocates more is told, not the machine."""
@@ -41,32 +44,41 @@ class Count:
     """What came of many cases.
 
     Attributes:
-        by: command -> exit code -> cases. `broken`: what went wrong -> the cases that did it.
+        by: command -> exit code -> cases. `kinds`: sort of input -> cases.
+        kept: cases that reached new lines, and these. `broken`: what went wrong -> the cases that
+            did it.
     """
 
     ran: int = 0
     by: dict[str, Counter[str]] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)
     slowest: float = 0.0
     growth: int = 0
-    kept: list[tuple[int, ...]] = field(default_factory=list)
+    kept: list[tuple[tuple[int, ...], list[str]]] = field(default_factory=list)
     broken: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, name: str, shown: str, outcome: Outcome) -> None:
+    def add(self, ran: Ran) -> None:
+        outcome = ran.outcome
         self.ran += 1
-        self.by.setdefault(name, Counter())[str(outcome.code)] += 1
+        self.by.setdefault(ran.name, Counter())[str(outcome.code)] += 1
+        self.kinds.update(ran.kinds or {"as in the grammar"})
         self.slowest = max(self.slowest, outcome.seconds)
         self.growth = max(self.growth, outcome.growth)
         for what in outcome.broken:
-            cases = self.broken.setdefault(re.sub(r"0x[0-9a-f]+|\d{3,}", "N", what)[:160], [])
-            if len(cases) < 3:
-                cases.append(f"{what} <- {shown}"[:1500])
+            self.broken.setdefault(sort(what), []).append(f"{what} <- {ran.shown}"[:1500])
 
     def json(self) -> dict[str, Any]:
         return {
             "cases": self.ran, "by_command": {n: dict(c) for n, c in sorted(self.by.items())},
+            "by_input": dict(sorted(self.kinds.items())),
             "slowest_cpu_seconds": round(self.slowest, 2), "largest_growth_mb": self.growth >> 20,
             "broken": {what: len(cases) for what, cases in self.broken.items()},
         }  # fmt: skip
+
+
+def sort(what: str) -> str:
+    """One name for what differs in numbers alone."""
+    return re.sub(r"0x[0-9a-f]+|\d{3,}", "N", what)[:160]
 
 
 @dataclass(frozen=True)
@@ -75,6 +87,7 @@ class Ran:
 
     name: str
     shown: str
+    kinds: set[str]
     outcome: Outcome
 
 
@@ -109,7 +122,7 @@ class Commands:
         resource.setrlimit(resource.RLIMIT_AS, (now + ADDRESS_SPACE, limits[resource.RLIMIT_AS][1]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, limits[resource.RLIMIT_FSIZE][1]))
         try:
-            with one_parser(), warnings.catch_warnings():
+            with one_parser(), stand_ins.installed(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield
         finally:
@@ -119,8 +132,17 @@ class Commands:
             os.environ.clear()
             os.environ.update(saved)
 
-    def run(self, numbers: tuple[int, ...], lines: Lines | None = None) -> Ran:
-        case = self.maker.make(numbers)
+    def make(self, numbers: tuple[int, ...]) -> Case:
+        return self.maker.make(numbers)
+
+    def packed(self, case: Case) -> dict[str, Any]:
+        """A case as data; see `read`."""
+        return case.json(self.family)
+
+    def read(self, tree: dict[str, Any]) -> Case:
+        return Case.of_json(tree)
+
+    def run(self, case: Case, lines: Lines | None = None) -> Ran:
         self.place.lay(case)
 
         def command(argv: list[str]) -> int:
@@ -129,11 +151,11 @@ class Commands:
             with lines.watch():
                 return cli.run(argv)
 
-        outcome = run(command, case.argv, self.base, self.place.work, case.terminal, "a line\n")
+        outcome = run(command, case.argv, self.base, self.place.work, case.terminal, case.given)
         name = name_of(case)
         if name == "verify" and "changed the text" in outcome.err:
             outcome.broken.append("verify found a difference")
-        return Ran(name, case.show(), outcome)
+        return Ran(name, f"{case.made_by} {case.show()}", case.kinds, outcome)
 
     def changed(self) -> list[str]:
         """Sources that cases have changed, which none may."""
@@ -141,8 +163,14 @@ class Commands:
 
 
 def name_of(case: Case) -> str:
-    words = [a for a in case.argv[:2] if a.isalpha()]
-    return "bench compare" if words == ["bench", "compare"] else (words[0] if words else "none")
+    """The command of a case, as far as there is one."""
+    if case.argv[:2] == ["bench", "compare"]:
+        return "bench compare"
+    if case.argv[:1] == ["chat"] and "--url" in case.argv:
+        return "chat --url"
+    if case.argv[:1] == ["serve"] and "--daemon" in case.argv:
+        return "serve --daemon"
+    return case.argv[0] if case.argv and case.argv[0] in COMMANDS else "no command"
 
 
 class Requests:
@@ -160,63 +188,92 @@ class Requests:
         finally:
             self._serving.close()
 
-    def run(self, numbers: tuple[int, ...], lines: Lines | None = None) -> Ran:
-        sent, outcome = self._serving.run(numbers, lines)
-        name = sent.path if sent.path in BODIES else "other paths"
-        return Ran(f"serve {name}", sent.show(), outcome)
+    def make(self, numbers: tuple[int, ...]) -> Sent:
+        return Sent(numbers)
+
+    def packed(self, case: Sent) -> dict[str, Any]:
+        """A case as data; see `read`."""
+        return case.json()
+
+    def read(self, tree: dict[str, Any]) -> Sent:
+        return Sent.of_json(tree)
+
+    def run(self, case: Sent, lines: Lines | None = None) -> Ran:
+        outcome = self._serving.run(case, lines)
+        name = case.path if case.path in BODIES else "other paths"
+        return Ran(f"serve {name}", f"{case.made_by} {case.show()}", case.kinds, outcome)
+
+
+@dataclass
+class Watch:
+    """What a long run is told: `begun` of a case before it runs, `failed` of one that broke
+    something, `told` of the count now and then."""
+
+    begun: Callable[[tuple[int, ...]], None] = lambda numbers: None
+    failed: Callable[[Any, Ran], None] = lambda case, ran: None
+    told: Callable[[Count], None] = lambda count: None
 
 
 def fuzz(
-    surface: Commands | Requests,
+    surface: Any,
     seconds: float,
     cases: int,
     seed: int,
     corpus: list[tuple[int, ...]],
-    tell: Callable[[Count, int], None] | None = None,
+    watch: Watch | None = None,
     watched: float = 1.0,
+    first: list[tuple[int, ...]] | None = None,
 ) -> Count:
     """Run cases until there were so many or the time is over; new lines make a case a parent.
 
     Args:
+        surface: Commands or Requests.
         watched: share of the cases whose lines are looked at, which takes most of their time.
+        first: what of the corpus runs itself before anything new, by default all.
     """
-    rng, count, lines = random.Random(seed), Count(), Lines()
+    rng, count, lines, watch = random.Random(seed), Count(), Lines(), watch or Watch()
     pool, end, told = list(corpus), time.monotonic() + seconds, time.monotonic()
-    waiting = list(corpus)
+    waiting = list(corpus if first is None else first)
     with surface.ready():
         while count.ran < cases and time.monotonic() < end:
-            if waiting:
+            if looked := bool(waiting):
                 numbers = waiting.pop()
             elif not pool or rng.random() < 0.15:
                 numbers = (rng.randrange(1 << 30),)
             else:  # younger parents are nearer to what has not been reached
                 at = int(len(pool) * max(rng.random(), rng.random()))
                 numbers = longer(pool[at], rng)
-            before = len(lines)
-            looked = numbers in corpus or rng.random() < watched
-            ran = surface.run(numbers, lines if looked else None)
-            count.add(ran.name, f"{numbers} {ran.shown}", ran.outcome)
-            if len(lines) > before and numbers not in corpus:
-                pool.append(numbers)
-                count.kept.append(numbers)
+            known = looked
+            looked = looked or rng.random() < watched
+            watch.begun(numbers)
+            case = surface.make(numbers)
+            ran = surface.run(case, lines if looked else None)
+            count.add(ran)
+            if ran.outcome.broken:
+                watch.failed(case, ran)
+            if lines.fresh:
+                count.kept.append((numbers, lines.fresh))
+                lines.fresh = []
+                if not known:
+                    pool.append(numbers)
             if count.ran % 200 == 0 and (wrong := surface.changed()):
                 count.broken.setdefault("a source was changed", []).append(f"{wrong} {numbers}")
-            if tell is not None and time.monotonic() - told > 60:
+            if time.monotonic() - told > 10:
                 told = time.monotonic()
-                tell(count, len(lines))
+                watch.told(count)
     return count
 
 
 def saved(surface: str) -> list[tuple[int, ...]]:
     """The kept corpus of a surface."""
-    path = CORPUS / f"{surface}.json"
-    return [tuple(entry) for entry in json.loads(path.read_text())] if path.is_file() else []
+    if not CORPUS.is_file():
+        return []
+    return [tuple(entry) for entry in json.loads(lzma.decompress(CORPUS.read_bytes()))[surface]]
 
 
-def save(surface: str, corpus: list[tuple[int, ...]]) -> None:
-    """Keep a corpus, one case a line."""
-    entries = ",\n".join(json.dumps(list(numbers)) for numbers in corpus)
-    (CORPUS / f"{surface}.json").write_text(f"[{entries}]\n")
+def save(corpus: dict[str, list[tuple[int, ...]]], to: Path) -> None:
+    """Keep a corpus: surface -> cases."""
+    to.write_bytes(lzma.compress(json.dumps(corpus).encode(), preset=9))
 
 
 def main() -> None:
@@ -224,10 +281,10 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         commands = Commands(Path(folder))
-        surface = commands if sys.argv[1] == "commands" else Requests(commands)
+        surface: Any = commands if sys.argv[1] == "commands" else Requests(commands)
         with surface.ready():
             for text in sys.argv[2:]:
-                ran = surface.run(tuple(json.loads(f"[{text.strip('()')}]")))
+                ran = surface.run(surface.make(tuple(json.loads(f"[{text.strip('()')}]"))))
                 print(ran.shown, ran.outcome, sep="\n", file=sys.__stdout__)
 
 

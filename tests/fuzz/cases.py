@@ -5,26 +5,31 @@ A case is named by the numbers that made it, so that a corpus is a list of numbe
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.family import Family
 from tests.fuzz.grammar import (
     COMMANDS,
+    FD,
     FOLDERS,
-    LATER,
     NONE,
+    STREAM,
     TEXTS,
+    TYPED,
     WHOLE,
     Grammar,
     Rng,
     Value,
     anything,
 )
-from tests.fuzz.mutation import change_gguf, mutate_bytes, mutate_json
+from tests.fuzz.mutation import change_gguf, mutate_bytes, mutate_events, mutate_json
 
 
 @dataclass
@@ -33,18 +38,55 @@ class Case:
 
     Attributes:
         argv: without the program. `changed`: name -> bytes, or the kind of what is no file.
+        reads: files that it reads without naming them. `given`: what stands on standard input.
         terminal: whether it writes to one. `made_by`: the numbers that make it again.
+        kinds: what of it is not as in the grammar's line.
     """
 
     argv: list[str]
     changed: dict[str, bytes | str] = field(default_factory=dict)
     trees: dict[str, fixtures.File] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    given: str = "a line\n"
     terminal: bool = False
     made_by: tuple[int, ...] = ()
+    kinds: set[str] = field(default_factory=set)
 
     def show(self) -> str:
         files = {n: d if isinstance(d, str) else len(d) for n, d in self.changed.items()}
         return f"{self.argv} {files}"
+
+    def json(self, family: Family) -> dict[str, Any]:
+        """All that running it again needs, whatever has become of the grammar and the family."""
+        files = {n: self.changed.get(n, family.data[n]) for n in names_of(self, family)}
+        packed = {n: d if isinstance(d, str) else {"base64": base64.b64encode(d).decode()}
+                  for n, d in files.items()}  # fmt: skip
+        return {"argv": self.argv, "given": self.given, "terminal": self.terminal,
+                "numbers": self.made_by, "files": packed}  # fmt: skip
+
+    @classmethod
+    def of_json(cls, tree: dict[str, Any]) -> Case:
+        files = {n: d if isinstance(d, str) else base64.b64decode(d["base64"])
+                 for n, d in tree["files"].items()}  # fmt: skip
+        return cls(tree["argv"], files, given=tree["given"], terminal=tree["terminal"],
+                   made_by=tuple(tree["numbers"]))  # fmt: skip
+
+
+def names_of(case: Case, family: Family) -> Iterator[str]:
+    """Files of a family that lie where a case runs."""
+    line = {*case.argv, *case.changed, *case.reads}
+    return (n for n in family.data if n in line or n.partition("/")[0] in line)
+
+
+def sort_of(name: str) -> str:
+    """What sort of file a name of the family is."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return f"{'target' if folder == 'T' else 'draft'} folder's {file}"
+    if not name.endswith(".gguf"):
+        return name
+    return {"t": "target", "every": "all types", "dialect": "dialect"}.get(
+        name.removesuffix(".gguf").split("-")[0], "draft") + " GGUF"  # fmt: skip
 
 
 class Maker:
@@ -62,21 +104,25 @@ class Maker:
         self.rng = Rng(first)
         command = self.rng.choice(self._commands)
         grammar = COMMANDS[command]
-        if first % 12 == 0:
-            grammar = LATER[self.rng.choice(list(LATER))]
         line = self.rng.choice(grammar.lines)
         case = Case(
             [each if isinstance(each, str) else each(self) for each in line],
+            reads=grammar.reads,
+            given=self.rng.choice(grammar.given),
             terminal=self.rng.random() < 0.5,
             made_by=numbers,
         )
         for number in more:
             self.rng = Rng(number)
             self._change(case, grammar)
+        for at, word in enumerate(case.argv[:-1]):  # others are of the program that fuzzes
+            if word == "--stream-fd" and case.argv[at + 1].isdigit():
+                case.argv[at + 1] = case.argv[at + 1] if case.argv[at + 1] == "999" else FD
         return case
 
     def _change(self, case: Case, grammar: Grammar) -> None:
         if self.rng.random() < 0.3:
+            case.kinds.add("options")
             self._option(case, grammar.options)
         else:
             self._file(case)
@@ -98,7 +144,7 @@ class Maker:
 
     def _file(self, case: Case) -> None:
         """Change one of the files that the command line names."""
-        named = [a for a in case.argv if a in self.family.data]
+        named = [a for a in (*case.argv, *case.reads) if a in self.family.data]
         for folder in (a for a in case.argv if a in ("T", *FOLDERS)):
             named += [n for n in self.family.data if n.startswith(f"{folder}/")]
         if not named:
@@ -106,20 +152,28 @@ class Maker:
         name, kind = self.rng.choice(named), self.rng.random()
         if kind < 0.04:
             kinds = ["gone", "folder", "loop", "locked"]
-            typed = name in ("p.txt", "ids.txt", "log.txt")  # the user's own may be a pipe
+            typed = name in TYPED  # the user's own may be a pipe
             case.changed[name] = self.rng.choice(kinds if typed else [*kinds, "pipe", "zero"])
             case.trees.pop(name, None)
+            how = "no file"
         elif kind < 0.08:
             case.changed[name] = self._data(case, self.rng.choice(list(self.family.data)))
             case.trees.pop(name, None)
+            how = "another file"
         elif name in self.family.gguf and kind < 0.8:
             self._gguf(case, name)
+            how = "keys and tensors"
         else:
             data = self._data(case, name)
             other = self._data(case, self.rng.choice(named))
-            mutate = mutate_json if name.endswith(("json", "jsonl")) else mutate_bytes
+            mutate, how = mutate_bytes, "bytes"
+            if name.endswith(("json", "jsonl")):
+                mutate, how = mutate_json, "JSON"
+            elif name.endswith(".sse"):
+                mutate, how = mutate_events, "events"
             case.changed[name] = mutate(data, self.rng, other)
             case.trees.pop(name, None)
+        case.kinds.add(f"{sort_of(name)}: {how}")
 
     def _gguf(self, case: Case, name: str) -> None:
         tree = case.trees.get(name)
@@ -148,7 +202,7 @@ class Place:
 
     def __init__(self, family: Family, base: Path) -> None:
         self.family, self.base, self.work = family, base, base / "work"
-        self._seeds = base / "seeds"
+        self._seeds, self._null = base / "seeds", os.open(os.devnull, os.O_WRONLY)
         for name, data in family.data.items():
             path = self._seeds / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,10 +228,10 @@ class Place:
         shutil.rmtree(self.work, ignore_errors=True)
         shutil.rmtree(self.base / "cache", ignore_errors=True)
         self.work.mkdir()
-        line = set(case.argv) | set(case.changed)
-        for name in self.family.data:
-            if name in line or name.partition("/")[0] in line:
-                self._one(name, case.changed.get(name))
+        for name in names_of(case, self.family):
+            self._one(name, case.changed.get(name))
+        if "--daemon" in case.argv:
+            os.dup2(self._null, STREAM)
         os.mkfifo(self.work / "pipe")
         (self.work / "loop").symlink_to("loop")
         os.chdir(self.work)

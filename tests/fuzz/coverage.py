@@ -13,7 +13,8 @@ TIRED, RESTED = 40, 32
 
 
 class Lines:
-    """Lines of g4spec that ran in this thread; `len` grows when a case reached new ones.
+    """Lines of g4spec that ran in this thread; `len` grows when a case reached new ones, whose
+    names `fresh` then has.
 
     Args:
         tired: see TIRED; infinite to miss no line.
@@ -23,6 +24,7 @@ class Lines:
         self._tired = tired
         self._seen: dict[CodeType, set[int]] = {}
         self._idle: dict[CodeType, int] = {}
+        self.fresh: list[str] = []
         self.count = 0
 
     def __len__(self) -> int:
@@ -56,6 +58,7 @@ class Lines:
             if frame.f_lineno not in seen:
                 seen.add(frame.f_lineno)
                 self.count += 1
+                self.fresh.append(f"{code.co_filename.rsplit('/g4spec/')[-1]}:{frame.f_lineno}")
                 self._idle[code] = 0
             return line
 

@@ -53,7 +53,7 @@ def _file(*names: str) -> Value:
 def anything(make: Maker) -> str:
     return make.rng.choice([
         "h:nowhere", "org/name", "z-lab/gemma-4-31B-it-DFlash", "31b", "nowhere.gguf", "", ".",
-        "~nobody/x", "T", "Z", *make.family.data,
+        "~nobody/x", "~no-such-user/x.gguf", "T", "Z", *make.family.data,
     ])  # fmt: skip
 
 
@@ -89,13 +89,26 @@ LENGTH = _one("1", "2", "auto", "0", "15", "1,2", "sweep", *WHOLE)
 
 @dataclass(frozen=True)
 class Grammar:
-    """A command: lines that reach far, and its options with what may stand behind each."""
+    """A command: lines that reach far, and its options with what may stand behind each.
+
+    Attributes:
+        reads: files that it reads without naming them. `given`: what may stand on its input.
+    """
 
     weight: int
     lines: tuple[tuple[Any, ...], ...]
     options: dict[str, Value] = field(default_factory=dict)
+    reads: tuple[str, ...] = ()
+    given: tuple[str, ...] = ("a line\n",)
 
 
+STREAM = 200
+"""File descriptor of `serve --daemon`'s tokens."""
+FD = str(STREAM)
+TYPED = ("p.txt", "ids.txt", "log.txt", "template.jinja")
+"""Files that the user names as his own text."""
+TALK = ("a line\n", "hi\n/regen\nb\n", "/system x\n/clear\n/help\n/nothing\n", '"""a\nb"""\n',
+        "\x1b]0;x\x07\n" + "a" * 3000, "/exit\n", "", '"""\n')  # fmt: skip
 BENCH = ("bench", "-m", TARGET)
 RULES = _one("G4-TNS-002", "G4-KEY-001", "x", "")
 COMMANDS: dict[str, Grammar] = {
@@ -177,8 +190,13 @@ COMMANDS: dict[str, Grammar] = {
         (
             ("tokenize", "-m", TARGET, STR),
             ("tokenize", "-m", TARGET, "--file", _file("p.txt")),
-            ("tokenize", "-m", TARGET, "--ids-to-text",
-             _one("2 7 8", "300 301", "[1,2]", "999999", "x")),
+            (
+                "tokenize",
+                "-m",
+                TARGET,
+                "--ids-to-text",
+                _one("2 7 8", "300 301", "[1,2]", "999999", "x"),
+            ),
             ("tokenize", "-m", TARGET, "--file", "-"),
         ),
         {"--csv": NONE, "--no-bos": NONE, "--json": NONE, "-q": NONE, "--ids-to-text": NONE},
@@ -186,18 +204,71 @@ COMMANDS: dict[str, Grammar] = {
     "verify": Grammar(
         1,
         (("verify", "-m", TARGET, "-md", DRAFT, "--cases", "1", "-n", "3", "-c", "512"),),
-        {**SMALL, "-np": _one("1", "2", "0", "x"), "--long-tokens": INT, "-p": STR, "--temp": FLOAT,
-         "--draft-max": LENGTH},
+        {
+            **SMALL,
+            "-np": _one("1", "2", "0", "x"),
+            "--long-tokens": INT,
+            "-p": STR,
+            "--temp": FLOAT,
+            "--draft-max": LENGTH,
+        },
     ),
     "bench": Grammar(
         2,
         (
-            (*BENCH, "-md", DRAFT, "--draft-max", "1", "-n", "1", "--prompts", "1", "--repeats",
-             "1", "--categories", "chat", "-c", "512", "-o", RESULT),
-            (*BENCH, "--preset", "mt-bench", "--dataset", _file("q.jsonl"), "--prompts", "1",
-             "--repeats", "1", "-n", "1", "-c", "96", "--draft-max", "0"),
-            (*BENCH, "-md", DRAFT, "--draft-max", "1", "-n", "1", "--prompts", "1",
-             "--categories", "chat", "-c", "512", "-np", "2"),
+            (
+                *BENCH,
+                "-md",
+                DRAFT,
+                "--draft-max",
+                "1",
+                "-n",
+                "1",
+                "--prompts",
+                "1",
+                "--repeats",
+                "1",
+                "--categories",
+                "chat",
+                "-c",
+                "512",
+                "-o",
+                RESULT,
+            ),
+            (
+                *BENCH,
+                "--preset",
+                "mt-bench",
+                "--dataset",
+                _file("q.jsonl"),
+                "--prompts",
+                "1",
+                "--repeats",
+                "1",
+                "-n",
+                "1",
+                "-c",
+                "96",
+                "--draft-max",
+                "0",
+            ),
+            (
+                *BENCH,
+                "-md",
+                DRAFT,
+                "--draft-max",
+                "1",
+                "-n",
+                "1",
+                "--prompts",
+                "1",
+                "--categories",
+                "chat",
+                "-c",
+                "512",
+                "-np",
+                "2",
+            ),
         ),
         {
             **SMALL,
@@ -238,8 +309,16 @@ COMMANDS: dict[str, Grammar] = {
     "recipe": Grammar(
         7,
         (
-            ("recipe", _one("llama.cpp", "vllm", "sglang", "g4spec"), "-m", SOURCE, "-md", SOURCE,
-             "--assume", "h200"),
+            (
+                "recipe",
+                _one("llama.cpp", "vllm", "sglang", "g4spec"),
+                "-m",
+                SOURCE,
+                "-md",
+                SOURCE,
+                "--assume",
+                "h200",
+            ),
             ("recipe", _one("vllm", "x", ""), "-m", anything, "--assume", _one(*CARDS)),
         ),
         {
@@ -263,18 +342,117 @@ COMMANDS: dict[str, Grammar] = {
         ((_one("help", "", "--version", "inspekt", "demo"), STR),),
         {"--help": NONE, "--json": NONE},
     ),
-}
-
-LATER: dict[str, Grammar] = {
     "imatrix": Grammar(
-        1, (("imatrix", "p.txt", "-m", TARGET, "-o", OUT, "-c", "16", "--chunks", "1"),),
+        3,
+        (("imatrix", _file("p.txt"), "-m", TARGET, "-o", OUT, "-c", "16", "--chunks", "1"),),
         {"-c": INT, "--chunks": INT, "-o": OUT, "--json": NONE, "-q": NONE},
     ),
     "perplexity": Grammar(
-        1, (("perplexity", "p.txt", "-m", TARGET, "-c", "16", "--chunks", "1"),
-            ("perplexity", "p.txt", "-m", TARGET, "--against", TARGET, "-c", "16")),
+        3,
+        (
+            ("perplexity", _file("p.txt"), "-m", TARGET, "-c", "16", "--chunks", "1"),
+            ("perplexity", _file("p.txt"), "-m", TARGET, "--against", TARGET, "-c", "16"),
+        ),
         {"-c": INT, "--chunks": INT, "--against": anything, "--cache-type": STR, "--json": NONE},
     ),
-}  # fmt: skip
-"""Commands that came after the corpus: one first number in 12 is theirs, so that the others keep
-their meaning."""
+    "chat": Grammar(
+        3,
+        (
+            ("chat", "-m", TARGET, "-n", "2", "-c", "256"),
+            ("chat", "-m", TARGET, "-md", DRAFT, "-n", "2", "-c", "256", "--show-draft"),
+        ),
+        {
+            **{flag: value for flag, value in SMALL.items() if flag != "--json"},
+            **SAMPLING,
+            "-md": anything,
+            "--system": STR,
+            "--think": NONE,
+            "--show-draft": NONE,
+            "--draft-max": LENGTH,
+        },
+        given=TALK,
+    ),
+    "chat --url": Grammar(
+        8,
+        (
+            ("chat", "--url", "http://127.0.0.1:9"),
+            ("chat", "--url", "http://127.0.0.1:9/v1", "--show-draft"),
+        ),
+        {
+            "--url": _one(
+                "", "x", "ftp://x", "http://", "http://[", "http://127.0.0.1:99999", "//"
+            ),
+            "--api-key": _one("k", "\n", "é", ""),
+            "--show-draft": NONE,
+            "--system": STR,
+            "--think": NONE,
+            "-n": INT,
+            "--seed": INT,
+            "--draft-max": LENGTH,
+        },
+        reads=("models.json", "answer.sse", "live.sse"),
+        given=TALK,
+    ),
+    "serve": Grammar(
+        4,
+        (
+            ("serve", "-m", TARGET, "--port", "0", "-c", "64", "-np", "2"),
+            ("serve", "-m", TARGET, "-md", DRAFT, "--port", "0", "-c", "64", "-np", "1"),
+            ("serve", "--models", ".", "--port", "0", "-c", "64"),
+        ),
+        {
+            **{flag: value for flag, value in SMALL.items() if flag not in ("-n", "--json")},
+            **{flag: value for flag, value in SAMPLING.items() if flag != "--ignore-eos"},
+            "-np": _one("1", "2", "0", "x", "65536"),
+            "-md": anything,
+            "--models": _one("T", ".", "x", ""),
+            "--models-max": INT,
+            "--host": _one(
+                "127.0.0.1", "::1", "0.0.0.0", "1.2.3.4", "[::1]", "127.0.0.1:80", "\x1b"
+            ),
+            "--port": INT,
+            "--queue": INT,
+            "--api-key": _one("k", "", "\n", "é"),
+            "--api-key-file": _file("p.txt", "ids.txt"),
+            "-a": STR,
+            "--cors-origin": _one("*", "http://x", "x", "", "\n"),
+            "--ssl-cert-file": _file("p.txt", "Z", "nowhere"),
+            "--ssl-key-file": _file("p.txt", "Z", "nowhere"),
+            "--timeout": FLOAT,
+            "--prefix-cache": INT,
+            "--pool": INT,
+            "-n": INT,
+            "--chat-template-file": _file("p.txt", "T/chat_template.jinja", "template.jinja"),
+            "--daemon": NONE,
+        },
+        reads=("t.gguf", "z.gguf"),
+    ),
+    "serve --daemon": Grammar(
+        2,
+        (
+            (
+                "serve",
+                "-m",
+                TARGET,
+                "-md",
+                DRAFT,
+                "-c",
+                "64",
+                "--daemon",
+                "--stream-fd",
+                str(STREAM),
+            ),
+        ),
+        {**SAMPLING, "--pool": INT, "--stream-fd": _one(FD, "999", "-1", "x"), "-q": NONE},
+        reads=("ids.bin",),
+        given=(
+            "ids.bin 2\n",
+            "ids.bin 2 samp=0.5,0.9,3,1.1,7\nids.bin 1\n",
+            "ids.bin 0\nx 3\n",
+            "ids.bin 9999999999\n",
+            "ids.bin 2 samp=nan,x\n",
+            "\x1b\n\n \n",
+            "ids.bin 99",
+        ),
+    ),
+}

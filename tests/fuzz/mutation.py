@@ -89,6 +89,17 @@ def _place(tree: Any, rng: random.Random) -> tuple[Any, Any]:
     return holder, key
 
 
+def mutate_events(data: bytes, rng: random.Random, other: bytes) -> bytes:
+    """The JSON of one of some server-sent events becomes odd, or the bytes change."""
+    lines = data.split(b"\n")
+    with_data = [i for i, line in enumerate(lines) if line.startswith(b"data: ")]
+    if not with_data or rng.random() < 0.2:
+        return mutate_bytes(data, rng, other)
+    at = rng.choice(with_data)
+    lines[at] = b"data: " + mutate_json(lines[at][6:], rng, other)
+    return b"\n".join(lines)
+
+
 def mutate_gguf(data: bytes, rng: random.Random, other: bytes) -> bytes:
     """A key or tensor entry becomes odd in a file that stays well-formed; or the bytes change."""
     file = FILES.get(data)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,18 +122,32 @@ FIELDS: dict[str, list[Any]] = {
     "tokens": [[2, 3], [-1], [1 << 70], ["x"], []],
     "add_special": [True],
     "with_pieces": [True],
-    "input": [*TEXTS, [{"role": "user", "content": "a"}], [{"type": "function_call_output"}],
-              [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-               {"type": "function_call_output", "call_id": "1", "output": "\x1b"}],
-              [{"type": "item_reference", "id": "x"}], [{"type": "reasoning", "summary": []}], [7]],
-    "max_output_tokens": [1, 2, 0, 1 << 40], "instructions": TEXTS, "background": [True],
-    "previous_response_id": ["resp_x", "", "\x1b"], "include": [["reasoning.encrypted_content"]],
+    "input": [
+        *TEXTS,
+        [{"role": "user", "content": "a"}],
+        [{"type": "function_call_output"}],
+        [
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": "\x1b"},
+        ],
+        [{"type": "item_reference", "id": "x"}],
+        [{"type": "reasoning", "summary": []}],
+        [7],
+    ],
+    "max_output_tokens": [1, 2, 0, 1 << 40],
+    "instructions": TEXTS,
+    "background": [True],
+    "previous_response_id": ["resp_x", "", "\x1b"],
+    "include": [["reasoning.encrypted_content"]],
     "text": [{"format": {"type": "json_schema", "name": "s", "schema": s}} for s in SCHEMAS],
-    "reasoning": [{"effort": "low"}, {"x": 1}], "truncation": ["disabled", "auto"],
+    "reasoning": [{"effort": "low"}, {"x": 1}],
+    "truncation": ["disabled", "auto"],
     "system": [*TEXTS, [{"type": "text", "text": "a"}], [{"type": "image"}]],
     "thinking": [{"type": "enabled", "budget_tokens": 1024}, {"type": "disabled"}, {"type": "x"}],
-    "stop_sequences": [["a"], [""], ["a"] * 99], "output_config": [{"format": SCHEMAS[0]}, {}],
-    "continue_final_message": [True], "thinking_budget_tokens": [0, 1, -1],
+    "stop_sequences": [["a"], [""], ["a"] * 99],
+    "output_config": [{"format": SCHEMAS[0]}, {}],
+    "continue_final_message": [True],
+    "thinking_budget_tokens": [0, 1, -1],
     "mirostat": [0, 2],
     "samplers": [[]],
     "id_slot": [-1, 5],
@@ -205,9 +221,14 @@ HEADERS = [
 
 
 class Sent:
-    """A request of numbers: the first chooses its path and body, each other one changes it."""
+    """A request of numbers: the first chooses its path and body, each other one changes it.
+
+    Attributes:
+        leaves: whether the client is gone before the answer. `made_by`, `kinds`: see `Case`.
+    """
 
     def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.made_by, self.kinds = numbers, set[str]()
         rng = Rng(numbers[0])
         self.method, self.headers = "POST", [(b"content-type", b"application/json")]
         if rng.random() < 0.08:
@@ -225,24 +246,45 @@ class Sent:
         if kind < 0.6 and self.body is None and isinstance(self.tree, dict):
             name = rng.choice(list(FIELDS))
             self.tree[name] = rng.choice(FIELDS[name])
+            what = "fields"
         elif kind < 0.7 and self.body is None and isinstance(self.tree, dict):
             self.tree["messages"] = rng.choice(MESSAGES)
+            what = "messages"
         elif kind < 0.75:
             self.headers = [*self.headers, rng.choice(HEADERS)]
+            what = "headers"
         elif kind < 0.78:
             self.method = rng.choice(["GET", "POST", "PUT", "DELETE", "OPTIONS", "\x1b"])
+            what = "method"
         elif kind < 0.81:
             self.path = rng.choice([*GETS, *BODIES])
+            what = "path"
         elif kind < 0.83:
-            self.leaves = True
+            self.leaves, what = True, "a client that leaves"
         elif kind < 0.9 or self.body is not None:
             self.body = mutate_bytes(self.sent, rng, json.dumps(rng.choice(ODD[6:9])).encode())
+            what = "bytes"
         else:
-            changed = mutate_json(self.sent, rng, b"")
+            changed, what = mutate_json(self.sent, rng, b""), "JSON"
             try:
                 self.tree = json.loads(changed)
             except (ValueError, RecursionError):
                 self.body = changed
+        self.kinds.add(f"request: {what}")
+
+    def json(self) -> dict[str, Any]:
+        """All that sending it again needs."""
+        return {"method": self.method, "path": self.path, "leaves": self.leaves,
+                "headers": [[b.decode("latin-1") for b in pair] for pair in self.headers],
+                "body": base64.b64encode(self.sent).decode(), "numbers": self.made_by}  # fmt: skip
+
+    @classmethod
+    def of_json(cls, tree: dict[str, Any]) -> Sent:
+        sent = cls(tuple(tree["numbers"]))
+        sent.method, sent.path, sent.leaves = tree["method"], tree["path"], tree["leaves"]
+        sent.headers = [(a.encode("latin-1"), b.encode("latin-1")) for a, b in tree["headers"]]
+        sent.body = base64.b64decode(tree["body"])
+        return sent
 
     @property
     def sent(self) -> bytes:
@@ -274,8 +316,8 @@ class Serving:
         self.loop.close()
         self.engine.close()
 
-    def run(self, numbers: tuple[int, ...], lines: Lines | None = None) -> tuple[Sent, Outcome]:
-        sent, outcome = Sent(numbers), Outcome()
+    def run(self, sent: Sent, lines: Lines | None = None) -> Outcome:
+        outcome = Outcome()
         answer: list[dict[str, Any]] = []
         with watched(outcome, self.base, self.base / "nothing"):
             if lines is None:
@@ -284,7 +326,7 @@ class Serving:
                 with lines.watch():
                     self.loop.run_until_complete(self._ask(sent, answer))
         outcome.broken += self._wrong(sent, answer, outcome)
-        return sent, outcome
+        return outcome
 
     async def _ask(self, sent: Sent, answer: list[dict[str, Any]]) -> None:
         path, _, query = sent.path.partition("?")
@@ -316,10 +358,11 @@ class Serving:
             answer.append(message)
 
         await self.app(scope, receive, send)
-        for _ in range(400):  # an abandoned request is gone after its step
+        end = time.monotonic() + 60  # an abandoned request is gone after its step
+        while time.monotonic() < end:
             if self.engine.scheduler.idle and self.service.open == 0:
                 return
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)
         raise AssertionError("the server still holds something of a request that is over")
 
     def _wrong(self, sent: Sent, answer: list[dict[str, Any]], outcome: Outcome) -> Iterator[str]:

@@ -7,6 +7,7 @@ import contextlib
 import http.server
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -32,6 +33,7 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
 from g4spec.server.local import Local
 from g4spec.server.talk import Piece, Remote, Told
+from tests.fuzz import stand_ins
 from tests.server.served import Served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -397,5 +399,66 @@ def test_files_name_their_sampling(
     found = _defaults.sampler(made(top_k=Value(T.I32, -1), mirostat=Value(T.I32, 2)), out)
     assert found.top_k == 0
     assert "not used: general.sampling.mirostat" in capsys.readouterr().err
-    with pytest.raises(InputError, match="expected a number"):
+    with pytest.raises(InputError, match="expected a finite number"):
         _defaults.sampler(made(temp=string("hot")), out)
+
+
+# ---- servers that are none, and files that ask for what cannot be
+
+NO_EVENTS: list[Any] = [
+    {"choices": 1}, {"choices": {"a": 1}}, {"choices": ["x"]}, {"choices": [{"delta": []}]},
+    {"choices": [{"delta": {"content": 7}}]}, {"choices": [{"delta": {"reasoning": [1]}}]},
+    {"timings": [1]}, {"timings": {"notes": 3}}, {"error": 5}, {"error": {"code": 1}}, [1],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("event", NO_EVENTS)
+@pytest.mark.parametrize("live", [False, True])
+def test_what_is_no_chat_ends_an_answer_and_not_the_conversation(
+    event: Any, live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Each of them was a traceback."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+    Path("models.json").write_text('{"data": [{"id": "tiny"}]}')
+    Path("answer.sse").write_text(f"data: {json.dumps(event)}\n\n")
+    pieces = {"yours": True, "pieces": event} if live else {"yours": True}
+    Path("live.sse").write_text(f"data: {{}}\n\nevent: end\ndata: {json.dumps(pieces)}\n\n")
+    with stand_ins.installed():
+        line = ["chat", "--url", "http://127.0.0.1:9", *(["--show-draft"] if live else [])]
+        assert cli.run(line) == 0
+    assert len(re.findall(r"the server sent an event|^5$", capsys.readouterr().err, re.M)) == 2
+
+
+def test_a_live_view_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("live.sse").write_text("")
+    Path("answer.sse").write_text('data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+    with stand_ins.installed():
+        assert answered(Remote("http://127.0.0.1:9", None, {}, colours=True))[1].content == "a"
+
+
+def test_a_key_that_no_header_can_hold() -> None:
+    with pytest.raises(UsageError, match="--api-key"):
+        Remote("http://127.0.0.1:9", "schl\u00fcssel", {})
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_file_that_recommends_no_number(value: float, tmp_path: Path) -> None:
+    write(tmp_path / "t.gguf", {"general.architecture": string("gemma4"),
+                                "general.sampling.top_k": Value(T.F32, value)}, [])  # fmt: skip
+    with pytest.raises(InputError, match=r"sampling\.top_k: expected a finite number"):
+        _defaults.sampler(tmp_path / "t.gguf", Output())
+
+
+def test_certificates_are_looked_at_before_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.pem").write_text("no certificate")
+    line = ["serve", "-m", "there-is-none.gguf", "--port", "0"]
+    assert cli.run([*line, "--ssl-key-file", str(tmp_path / "c.pem")]) == 2
+    assert "needs the certificate" in capsys.readouterr().err
+    for name in ("c.pem", "nowhere.pem"):
+        assert cli.run([*line, "--ssl-cert-file", str(tmp_path / name)]) == 3
+        assert f"{name}: no certificate" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""Malformed and unusual targets and drafts on a GPU, under compute-sanitizer's memcheck.
+
+    python benchmarks/gpu_malformed.py [--plain] [--limit 500] [--out DIR]
+
+Of every kind of target and draft: each tensor missing, shorter, of another type and not finite, and
+each list of ids out of range. All have to be refused by an InputError before one of this project's
+kernels is launched. Then drafts whose blocks hold no numbers, and targets and drafts of sizes that
+no kernel takes: those have to generate what the target does alone, targets near what the reference
+computes. What: `tests/gpu/hostile.py`.
+
+memcheck looks at all kernels, torch's included, with each tensor an allocation of its own; the four
+parts are programs of their own, at once. A planted access out of bounds at the end has to be its
+one report, for a tool that lost the program says 0 errors too. `--plain` does without the tool.
+Writes `results/<date>-gpu-malformed.json`; exit code 1 if anything is not as it has to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import gpu_sanitize, watch
+from g4spec.runtime.cuda.step import graphs
+from tests import malformed
+from tests.emulator import runtime
+from tests.gpu import family, hostile
+
+Rows = list[dict[str, Any]]
+PARTS = ("targets", "drafts", "odd targets", "odd drafts")
+
+
+def note(rows: Rows, part: str, what: str, why: str | None) -> None:
+    rows.append({"part": part, "what": what, "wrong": why})
+    if why:
+        print(f"WRONG {part}: {what}: {why}", flush=True)
+
+
+def targets(folder: Path, rows: Rows) -> None:
+    for kind, shape in hostile.KINDS.items():
+        at = folder / kind
+        at.mkdir()
+        for what, write in hostile.broken_targets(hostile.made(at, shape)):
+            path = write(at / "broken.gguf")
+            note(rows, f"malformed target, {kind}", what,
+                 hostile.refused(partial(hostile.load_target, path)))  # fmt: skip
+
+
+def drafts(folder: Path, rows: Rows) -> None:
+    target = hostile.made(folder, hostile.KINDS["dense"])
+    engine = hostile.load_target(target)
+    for kind, make in family.DRAFTS.items():
+        source = hostile.made_draft(folder, make)
+        for what, write in hostile.broken_drafts(kind, source):
+            path = write(folder / "broken.gguf")
+            load = partial(hostile.build, path, engine.backend, engine.target)
+            note(rows, f"malformed draft, {kind}", what, hostile.refused(load))
+        name = malformed.blocks(source)[0]
+        path = malformed.changed(source, folder / "blocks.gguf", name, malformed.bad_blocks)
+        note(rows, f"draft of no numbers, {kind}", name, tried(hostile.wrong_text, target, path))
+        subprocess.run(["rm", "-r", str(folder / "draft")], check=True)
+
+
+def odd_targets(folder: Path, rows: Rows) -> None:
+    for i, (kind, shape) in enumerate(hostile.ODD_TARGETS.items()):
+        (folder / str(i)).mkdir()
+        target = hostile.made(folder / str(i), shape)
+        cache = hostile.CACHE.get(kind, "f16")
+        note(rows, "unusual target", kind, tried(hostile.wrong_text, target, None, cache))
+
+
+def odd_drafts(folder: Path, rows: Rows) -> None:
+    for i, (kind, make) in enumerate(hostile.ODD_DRAFTS.items()):
+        (folder / str(i)).mkdir()
+        target = hostile.made(folder / str(i), hostile.ON.get(kind, {}))
+        draft = hostile.made_draft(folder / str(i), make)
+        note(rows, "unusual draft", kind, tried(hostile.wrong_text, target, draft))
+
+
+def tried(run: Callable[..., str | None], *args: Any) -> str | None:
+    """What is wrong with a run, an exception included."""
+    try:
+        return run(*args)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
+        return f"{type(error).__name__}: {error}"[:400]
+
+
+def run(part: str, out: Path) -> None:
+    """The program: what memcheck looks at."""
+    if gpu_sanitize.APART in os.environ:  # graphs need torch's own memory
+        graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
+    rows: Rows = []
+    work = {"targets": targets, "drafts": drafts, "odd targets": odd_targets,
+            "odd drafts": odd_drafts}[part]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        work(Path(folder), rows)
+    torch.cuda.synchronize()
+    out.write_text(json.dumps(rows))
+    if gpu_sanitize.APART in os.environ:
+        gpu_sanitize.plant_access()
+
+
+def watched(part: str, tool: str | None, port: int, limit: float, out: Path) -> dict[str, Any]:
+    """A part, under the tool or alone, and what the tool says."""
+    command = [sys.executable, __file__, "--run", part, str(out)]
+    more = {}
+    if tool is not None:
+        more = {gpu_sanitize.APART: "1"}
+        command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--port", str(port),
+                   "--target-processes", "application-only", "--launch-timeout", "120",
+                   "--destroy-on-device-error", "kernel", *command]  # fmt: skip
+    begin = time.perf_counter()
+    text, code = gpu_sanitize.ended(command, gpu_sanitize.ENVIRONMENT | more, limit)
+    rows = json.loads(out.read_text()) if out.is_file() else []
+    reported = Counter(gpu_sanitize.KERNEL.findall(text))
+    clean = code == 0 and bool(rows)
+    if tool is not None:
+        planted = {gpu_sanitize.PLANTED["memcheck"]}
+        clean = clean and bool(gpu_sanitize.ONE.search(text)) and set(reported) == planted
+    print("clean" if clean else f"NOT CLEAN\n{text[:3000]}", part, f"exit {code}", flush=True)
+    return {"part": part, "cases": len(rows), "clean": clean, "exit": code,
+            "seconds": round(time.perf_counter() - begin, 1), "reported": dict(reported),
+            "by": dict(Counter(r["part"] for r in rows)),
+            "wrong": [r for r in rows if r["wrong"]],
+            "output": "" if clean else text[:6000]}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help=", ".join(PARTS))
+    parser.add_argument("--plain", action="store_true", help="without compute-sanitizer")
+    parser.add_argument("--sanitizer", default=gpu_sanitize.sanitizer())
+    parser.add_argument("--limit", type=float, default=500)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    tool = None if args.plain else args.sanitizer
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(PARTS)) as pool:
+        jobs = [pool.submit(watched, part, tool, gpu_sanitize.FIRST_PORT + i * gpu_sanitize.PORTS,
+                            args.limit, Path(name) / f"{i}.json")
+                for i, part in enumerate(args.parts)]  # fmt: skip
+        results = [job.result() for job in jobs]
+    fine = all(r["clean"] and not r["wrong"] for r in results)
+    said = subprocess.check_output([tool, "--version"], text=True).strip() if tool else ""
+    watch.keep(args.out, "gpu-malformed", {
+        "what": "malformed files are refused before any kernel, unusual ones run as torch ops",
+        "sanitizer": said.splitlines()[-1] if said else None, "fine": fine,
+        "cases": sum(r["cases"] for r in results), "results": results,
+    })  # fmt: skip
+    print(f"{sum(r['cases'] for r in results)} files, {'fine' if fine else 'NOT FINE'}")
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        run(sys.argv[2], Path(sys.argv[3]))
+    else:
+        sys.exit(main())

@@ -1,0 +1,181 @@
+"""Malformed and unusual targets and drafts for a GPU: what must be refused before a kernel runs,
+and what must run although no kernel takes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from g4spec.convert import convert
+from g4spec.core import PROMPT_BLOCK, Backend
+from g4spec.errors import G4Error, InputError
+from g4spec.runtime.cuda.build import launch
+from g4spec.runtime.draft_file import DraftFile
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.target import Target
+from tests import malformed, tiny, tiny_drafts
+from tests.emulator import runtime
+from tests.gpu import family
+from tests.gpu.device import EMULATED
+from tests.malformed import Broken
+
+CTX, NEW = 256, 6
+PROMPT = [2, *range(20, 60)]
+NEAR = 0.05
+"""Of logits on the GPU, whose activations are rounded to half precision, against the reference."""
+
+SMALL: dict[str, Any] = {"layers": 3, "period": 3, "vocab": 512}
+KINDS: dict[str, dict[str, Any]] = {
+    kind: {"layers": 6, "heads": 2, "kv": 1} | shape for kind, shape in family.TARGETS.items()
+}
+"""Of targets, from which malformed ones are made."""
+LARGE = {"heads": 2, "kv": 1, "head_dim": 256, "global_head_dim": 512}
+"""Heads that kernels for prompts take."""
+ODD_TARGETS: dict[str, dict[str, Any]] = {
+    "heads of 48": {"head_dim": 48, "global_head_dim": 80},
+    "heads of 2": {"head_dim": 2, "global_head_dim": 6},
+    "33 columns": {"hidden": 33, "inter": 35},
+    "5 experts": {"experts": 5, "top_k": 5, "expert_inter": 33},
+    "3 experts": {"experts": 3, "top_k": 1, "expert_inter": 64, "hidden": 256},
+    "129 experts": {"experts": 129, "top_k": 17, "expert_inter": 32},
+    "per-layer 10": {"layers": 6, "ple": 10, "shared": 2, "k_eq_v": False},
+    "window of 1": {"window": 1},
+    "window of 7, 6 heads to 3": {"window": 7, "heads": 6, "kv": 3, "global_kv": 3},
+    "17 heads to 1": {"heads": 17, "kv": 1, "global_kv": 1, "head_dim": 256,
+                      "global_head_dim": 512},
+    "36 columns, heads of 256": {"hidden": 36, "inter": 44, **LARGE},
+    "260 columns, 5 experts": {"hidden": 260, "inter": 268, "experts": 5, "top_k": 5,
+                               "expert_inter": 36, **LARGE},
+    "64 columns, 36 in experts": {"hidden": 64, "inter": 36, "experts": 7, "top_k": 3,
+                                  "expert_inter": 40, **LARGE},
+    "511 tokens": {"vocab": 511},
+    "no softcap": {"softcap": None},
+}  # fmt: skip
+"""Legal, and in some size none that kernels are made for."""
+Make = Callable[[Path, Path], Any]
+ODD_DRAFTS: dict[str, Make] = {
+    "zlab of 48": lambda at, on: tiny.zlab_dflash(at, on, head_dim=48, inter=34),
+    "zlab of 2": lambda at, on: tiny.zlab_dflash(at, on, head_dim=2),
+    "zlab, blocks of 2": lambda at, on: tiny.zlab_dflash(at, on, block=2),
+    "zlab, blocks of 13, window of 3": lambda at, on: tiny.zlab_dflash(at, on, block=13, window=3),
+    "zlab, blocks of 40": lambda at, on: tiny.zlab_dflash(at, on, block=40),
+    "speculators of 80": lambda at, on: tiny.speculators_dflash(at, on, head_dim=80, heads=6,
+                                                                kv=3),
+    "assistant": lambda at, on: tiny.assistant(at, on, hidden=36, inter=50, centroids=16),
+    "dspark": lambda at, on: tiny_drafts.speculators_dspark(at, on, head_dim=48, block=5),
+    "eagle3 of 48": lambda at, on: tiny_drafts.eagle3(at, on, head_dim=48),
+    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=7, head_dim=80),
+    "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, head_dim=48, block=3),
+    "zlab of 64": lambda at, on: tiny.zlab_dflash(at, on, head_dim=64, inter=34),
+    "eagle3 of 64": lambda at, on: tiny_drafts.eagle3(at, on, head_dim=64, inter=50),
+    "zlab of 64 on 36 columns": lambda at, on: tiny.zlab_dflash(at, on, head_dim=64, inter=34),
+    "dspark of 64 on 36 columns": lambda at, on: tiny_drafts.speculators_dspark(at, on,
+                                                                                head_dim=64),
+}  # fmt: skip
+ON = {kind: {"hidden": 36} for kind in ODD_DRAFTS if kind.endswith("on 36 columns")}
+"""Targets of some of them."""
+CACHE = {"17 heads to 1": "q8_0"}
+
+
+def made(folder: Path, shape: dict[str, Any], type: str = "q8_0") -> Path:
+    """A random target of a shape, as a checkpoint and as a GGUF beside it."""
+    at = tiny.target(folder / "target", **(SMALL | shape))
+    convert(at, folder / "target.gguf", type=type)
+    return folder / "target.gguf"
+
+
+def made_draft(folder: Path, make: Make) -> Path:
+    """A draft for the target that was made there before."""
+    make(folder / "draft", folder / "target")
+    convert(folder / "draft", folder / "draft.gguf", target=folder / "target", type="q8_0")
+    return folder / "draft.gguf"
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """Names of this project's kernels that are launched meanwhile."""
+    if EMULATED:
+        with runtime.launched() as names:
+            yield names
+        return
+    names, before = [], launch.Kernel.__call__
+
+    def call(self: launch.Kernel, *args: Any, **more: Any) -> None:
+        names.append(self.name)
+        before(self, *args, **more)
+
+    launch.Kernel.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield names
+    finally:
+        launch.Kernel.__call__ = before  # type: ignore[method-assign]
+
+
+def refused(load: Callable[[], object]) -> str | None:
+    """None if a load is refused by an InputError before any kernel, or what is wrong."""
+    with counted() as names:
+        try:
+            load()
+        except InputError:
+            return f"{len(names)} kernels ran first: {sorted(set(names))}" if names else None
+        except G4Error as error:
+            return f"{type(error).__name__}: {error}"
+    return "it was loaded"
+
+
+def broken_targets(source: Path) -> Iterator[Broken]:
+    for how in malformed.HOWS:
+        yield from malformed.tensors(source, how)
+    yield from malformed.numbers(source)
+
+
+def broken_drafts(kind: str, source: Path) -> Iterator[Broken]:
+    for how in malformed.HOWS:
+        yield from malformed.tensors(source, how, malformed.borrowed(kind, source))
+    yield from malformed.numbers(source)
+
+
+def load_target(path: Path, device: str = "cuda") -> Engine:
+    return Engine.load(path, n_ctx=CTX, device=device, chunk=PROMPT_BLOCK)
+
+
+def build(path: Path, backend: Backend, target: Target) -> None:
+    """Load a draft for a target that is there already."""
+    with DraftFile(path) as file:
+        file.kind.check_pair(file.config, target.config)
+        file.build(backend, target)
+
+
+def text(engine: Engine, length: int) -> list[int]:
+    return family.generate(engine, PROMPT, length, NEW).ids
+
+
+def wrong_text(target: Path, draft: Path | None, cache: str = "f16") -> str | None:
+    """None if a pair generates what its target does alone, near what the reference computes."""
+    with Engine.load(target, draft, n_ctx=CTX, device="cuda", cache_type=cache,
+                     chunk=PROMPT_BLOCK) as engine:  # fmt: skip
+        plain = text(engine, 0)
+        if draft is not None:
+            most = engine.draft.max_tokens if engine.draft else 0
+            for length in sorted({1, min(5, most), most}):
+                if text(engine, length) != plain:
+                    return f"another text with {length} drafted"
+            return None
+        got = first_logits(engine)
+    with load_target(target, "cpu") as engine:
+        far = float((got - first_logits(engine)).abs().max())
+    return None if far <= NEAR else f"logits differ by {far:.3f}"
+
+
+def first_logits(engine: Engine) -> torch.Tensor:
+    """Of the token behind the prompt, [V]."""
+    from g4spec.runtime.pending import joined
+    from tests.one_sequence import alone
+
+    with alone(engine) as one:
+        read = joined(list(one.prefill(PROMPT)))
+    return engine.target.logits(read.hidden[-1:])[0].float().cpu()
