@@ -59,15 +59,11 @@ class EngineLost(RuntimeError):
 
 
 class RemoteRequest(Request):
-    """A request whose text is written in another process.
-
-    Attributes:
-        arrived: set when something new has come.
-    """
+    """A request whose text is written in another process."""
 
     def __init__(self, prompt: Sequence[int], options: Options, client: EngineClient) -> None:
         super().__init__(prompt, options, client, client.tokenizer, client.notes)
-        self.arrived, self._client = threading.Event(), client
+        self._client = client
 
     def cancel(self) -> None:
         """See `Request.cancel`."""
@@ -89,10 +85,6 @@ class RemoteRequest(Request):
         self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
         self.error, self.done = error, True
         self._tell()
-
-    def _tell(self) -> None:
-        self.arrived.set()
-        super()._tell()
 
 
 @dataclass(slots=True)

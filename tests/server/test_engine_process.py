@@ -141,7 +141,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     def stream() -> None:
         with remote.http.stream("POST", "/v1/completions", json={
             "prompt": "The cat", "max_tokens": 1500, "ignore_eos": True, "stream": True,
-            "temperature": 0, "draft_max": 0,  # takes long
+            "temperature": 0, "draft_max": 0,
         }) as response:  # fmt: skip
             for line in response.iter_lines():
                 lines.append(line)
