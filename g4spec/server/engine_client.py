@@ -92,8 +92,7 @@ class _Text:
     """A request that has not ended.
 
     Attributes:
-        options: pickled. begun: whether a process has begun to read its prompt.
-        tries: processes that it was given to.
+        options: pickled. begun: its prompt is being read. tries: processes it was given to.
     """
 
     request: RemoteRequest
@@ -117,6 +116,8 @@ class EngineClient:
     Args:
         target: its tokenizer is read here, too. draft, options: see `Engine.load`.
         make: loads the engine in the other process; a function at the top of a module.
+        hang_limit: seconds in which no step ends, while there are texts, after which the process
+            is killed, and another one started; 0: never. First steps may compile kernels.
 
     Raises what `Engine.load` would, and EnvironmentProblem if the process ends while it loads.
 
@@ -128,9 +129,10 @@ class EngineClient:
     def __init__(
         self, target: Path, draft: Path | str | None = None, *,
         make: Callable[..., Engine] = Engine.load,
-        progress: Callable[[int, int], None] | None = None, **options: Any,
+        progress: Callable[[int, int], None] | None = None, hang_limit: float = 300.0,
+        **options: Any,
     ) -> None:  # fmt: skip
-        self._progress = progress
+        self._progress, self.hang_limit = progress, hang_limit
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
         self._texts: dict[int, _Text] = {}
@@ -138,12 +140,13 @@ class EngineClient:
         self._channel: Channel | None = None  # of a process that is ready
         self._first: list[Any] = []  # what came of loading: Facts or an error
         self._loaded, self._closing = threading.Event(), threading.Event()
-        self._finished = False
+        self._finished, self._hung = False, ""
         self._figures, self._arrived = NOTHING, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="g4spec engine", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._watch, name="g4spec watch", daemon=True).start()
         try:
             self.tokenizer = read_tokenizer(target)
             self._loaded.wait()
@@ -206,11 +209,10 @@ class EngineClient:
     def advance(self, request: Request) -> None:
         """Wait until a request has something new."""
         assert isinstance(request, RemoteRequest)
-        while True:
+        while not request.news:
             request.arrived.clear()
-            if request.news:
-                return
-            request.arrived.wait()
+            if not request.news:
+                request.arrived.wait()
 
     def start(self) -> None:
         """Do nothing: the process works all the time."""
@@ -271,7 +273,7 @@ class EngineClient:
         """Start a process, and another one whenever it ends."""
         failures = 0
         while not self._closing.is_set():
-            self._finished = False
+            self._finished, self._hung = False, ""
             reason = self._run_one()
             failures = 1 if self._finished else failures + 1
             if not self._loaded.is_set():
@@ -283,6 +285,16 @@ class EngineClient:
             self._lost(reason, last)
             if last or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
                 break
+
+    def _watch(self) -> None:
+        """Kill a process that makes no step; `_run_one` sees it end."""
+        while not self._closing.wait(min(self.hang_limit / 4, 5) or 5):
+            with self._lock:
+                if not self.hang_limit or self._channel is None or self.moving(self.hang_limit):
+                    continue
+                self._hung = f"no step has ended for {self.hang_limit:g} seconds"
+                assert self._process is not None
+                self._process.kill()
 
     def _told(self, what: Facts | BaseException) -> None:
         """Tell `__init__` what came of loading, the first time."""
@@ -320,7 +332,8 @@ class EngineClient:
             channel.close()
             process.kill()
             code = process.wait()
-        return reason or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return reason or self._hung or died
 
     def _heard(self, channel: Channel, name: str, more: list[Any]) -> None:
         """Do what a message says; see `channel`."""
@@ -368,11 +381,10 @@ class EngineClient:
         log.error("the engine's process ended", extra={"facts": {
             "why": reason, "texts": len(self._texts), "again": not last}})  # fmt: skip
         self._figures = NOTHING
-        if last:
-            with self._lock:
+        with self._lock:
+            if last:
                 self.failed = EnvironmentProblem(
                     f"the engine failed {MOST_FAILURES} times in a row", found=reason)
-        with self._lock:
             gone = {n: t for n, t in self._texts.items()
                     if last or t.begun or t.tries >= MOST_TRIES or t.request.cancelled}  # fmt: skip
             for number in gone:
