@@ -57,8 +57,9 @@ Timeout = Annotated[
     float, typer.Option("--timeout", min=1, help="Seconds that a request may take.")
 ]  # fmt: skip
 HangTimeout = Annotated[
-    float, typer.Option("--hang-timeout", min=0, help="Seconds without the end of a step, after "
-                        "which the engine is started again; 0: never.")
+    float | None, typer.Option("--hang-timeout", min=0, help="Seconds without the end of a step, "
+                               "after which the engine is started again; 0: never. Default: 300, "
+                               "on a CPU never.")
 ]  # fmt: skip
 PrefixCache = Annotated[
     int,

@@ -27,7 +27,7 @@ def command(
     ssl_cert_file: _serving.Certificate = None,
     ssl_key_file: _serving.Key = None,
     timeout: _serving.Timeout = 600,
-    hang_timeout: _serving.HangTimeout = 300,
+    hang_timeout: _serving.HangTimeout = None,
     prefix_cache: _serving.PrefixCache = 1024,
     pool: _serving.Pool = None,
     ctx_size: _options.ContextSize = None,

@@ -105,9 +105,8 @@ class _Pickler(pickle.Pickler):
     """Names what the other process has itself."""
 
     def persistent_id(self, value: Any) -> str | None:
-        if isinstance(value, Tokenizer):
-            return "tokenizer"
-        return "vocabulary" if isinstance(value, Vocabulary) else None
+        known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
+        return known.get(type(value))
 
 
 class EngineClient:
@@ -117,7 +116,7 @@ class EngineClient:
         target: its tokenizer is read here, too. draft, options: see `Engine.load`.
         make: loads the engine in the other process; a function at the top of a module.
         hang_limit: seconds in which no step ends, while there are texts, after which the process
-            is killed, and another one started; 0: never. First steps may compile kernels.
+            is killed, and another one started; 0: never. Default: 300, on a CPU never.
 
     Raises what `Engine.load` would, and EnvironmentProblem if the process ends while it loads.
 
@@ -129,10 +128,10 @@ class EngineClient:
     def __init__(
         self, target: Path, draft: Path | str | None = None, *,
         make: Callable[..., Engine] = Engine.load,
-        progress: Callable[[int, int], None] | None = None, hang_limit: float = 300.0,
+        progress: Callable[[int, int], None] | None = None, hang_limit: float | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
-        self._progress, self.hang_limit = progress, hang_limit
+        self._progress = progress
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
         self._texts: dict[int, _Text] = {}
@@ -146,7 +145,6 @@ class EngineClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._supervise, name="g4spec engine", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._watch, name="g4spec watch", daemon=True).start()
         try:
             self.tokenizer = read_tokenizer(target)
             self._loaded.wait()
@@ -160,6 +158,8 @@ class EngineClient:
         self.draft_name, self.notes = facts.draft_name, facts.notes
         self.title, self.on_cpu = facts.title, facts.on_cpu
         self.stop_ids = self.tokenizer.stop_ids
+        self.hang_limit = (0 if self.on_cpu else 300) if hang_limit is None else hang_limit
+        threading.Thread(target=self._watch, name="g4spec watch", daemon=True).start()
 
     # ---- requests
 
