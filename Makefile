@@ -9,12 +9,13 @@ PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 # other cost more than they bring, and ten times as much on a busy machine (benchmarks/LOG.md).
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test check bench-cpu clean
+.PHONY: help demo test check docs bench-cpu clean
 
 help:
 	@echo "make demo       set up, then do the whole job on the bundled model family"
 	@echo "make test       set up, then linters, types, import layers and all tests"
 	@echo "make check      linters, types and import layers only"
+	@echo "make docs       the documentation site, in site/, with every link checked"
 	@echo "make bench-cpu  the long comparisons (an hour); results go to benchmarks/results"
 	@echo "make clean      remove $(VENV)"
 
@@ -22,12 +23,16 @@ demo: $(VENV)/.package
 	$(BIN)/g4spec demo
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST)
 
 check: $(VENV)/.tests
-	$(BIN)/ruff check g4spec tests benchmarks
+	$(BIN)/ruff check g4spec tests benchmarks packaging docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/linkchecker --config docs/linkchecker.ini site/index.html
 
 bench-cpu: $(VENV)/.tests
 	@for script in benchmarks/cpu_*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
@@ -43,6 +48,10 @@ $(BIN)/python:
 $(VENV)/.package: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV): minutes the first time'
 	@$(PIP) -e '.[serve]'
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	@$(PIP) -e '.[docs]'
 	@touch $@
 
 $(VENV)/.tests: pyproject.toml constraints.txt | $(BIN)/python

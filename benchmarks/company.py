@@ -1,6 +1,6 @@
 """Answers in company against the same alone, by the thousand, from a seed: kept as dated JSON.
 
-    python benchmarks/company.py [--answers 10000] [--seed 1] [--longest 200]
+    python benchmarks/company.py [--answers 10000] [--seed 1] [--longest 200] [--workers 8]
     python benchmarks/company.py --device cuda -m TARGET.gguf [-md DRAFT.gguf] [-md ngram] ...
 
 Without `-m` small random models in memory, every kind of draft and none; with it files, each draft
@@ -11,12 +11,18 @@ chosen token, each log-probability and each proposal must be, bit for bit, that 
 alone, cold, without a draft (proposals: with it). Exit code 1 if one is not.
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
+import multiprocessing
+import os
 import random
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -26,7 +32,7 @@ from watch import keep
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec.runtime.engine import Engine
-from tests.company import IN_MEMORY, KINDS, N_CTX, PARALLEL, Alone, Engines, judge, pool_of
+from tests.company import IN_MEMORY, KINDS, N_CTX, PARALLEL, Alone, Engines, Verdict, judge, pool_of
 
 
 class Files(Engines):
@@ -49,8 +55,64 @@ class Files(Engines):
                           prefix_cache=1 << 28)  # fmt: skip
 
 
+@dataclass
+class Found:
+    """What rounds have shown so far."""
+
+    rounds: int = 0
+    most_live: int = 0
+    total: Counter[str] = field(default_factory=Counter)
+    drafts: dict[str, Counter[str]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, kind: str | None, verdict: Verdict) -> None:
+        """Count a round with a kind of draft."""
+        figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
+        self.rounds += 1
+        self.most_live = max(self.most_live, figures.pop("most_live"))
+        self.total.update(figures)
+        self.drafts.setdefault(Path(str(kind)).stem, Counter()).update(figures)
+        self.wrong += verdict.wrong
+
+    def join(self, other: Found) -> None:
+        """Count what another process has found."""
+        self.rounds += other.rounds
+        self.most_live = max(self.most_live, other.most_live)
+        self.total.update(other.total)
+        for kind, figures in other.drafts.items():
+            self.drafts.setdefault(kind, Counter()).update(figures)
+        self.wrong += other.wrong
+
+
+def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -> Found:
+    """Rounds over all kinds and sizes until there are enough answers, or time is up. The whole ones
+    are kept on Ctrl-C."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    torch.set_num_threads(1)
+    engines, choices = IN_MEMORY, KINDS
+    if args.model:
+        engines = Files(args.model, args.device, args.cache_type)
+        choices = (None, *args.draft)
+    rng, plain, began = random.Random(seed), Alone(engines=engines), time.perf_counter()
+    found = Found()
+    try:
+        while found.total["answers"] < answers and time.perf_counter() - began < args.seconds:
+            kind, parallel = rng.choice(choices), rng.choice(PARALLEL)
+            count = min(3 + 3 * parallel // 2, answers - found.total["answers"])
+            verdict = judge(kind, parallel, f"{seed}/{found.rounds}", count, args.longest,
+                            tight=rng.random() < 0.3, plain=plain, engines=engines)  # fmt: skip
+            found.add(kind, verdict)
+            for line in verdict.wrong:
+                print(line[:500], flush=True)
+            print(f"seed {seed}: {found.total['answers']} answers", flush=True)
+    except KeyboardInterrupt:
+        pass
+    return found
+
+
 def main() -> int:
-    """Rounds over all kinds and sizes until there are enough answers, or time is up."""
+    """Run rounds in one process or several."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", type=Path)
     parser.add_argument("-md", "--draft", action="append", default=[])
@@ -60,39 +122,29 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="when to stop")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=200, help="most tokens of an answer")
+    parser.add_argument("--workers", type=int, default=1, help="processes, each from its own seed")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    engines, choices = IN_MEMORY, KINDS
-    if args.model:
-        engines = Files(args.model, args.device, args.cache_type)
-        choices = (None, *args.draft)
-    rng, plain, began = random.Random(args.seed), Alone(engines=engines), time.perf_counter()
-    total: Counter[str] = Counter()
-    kinds: dict[str, Counter[str]] = {Path(str(kind)).stem: Counter() for kind in choices}
-    wrong: list[str] = []
-    turn = most_live = 0
-    while total["answers"] < args.answers and time.perf_counter() - began < args.seconds:
-        kind, parallel = choices[turn % len(choices)], rng.choice(PARALLEL)
-        count = min(3 + 2 * parallel, args.answers - total["answers"])
-        verdict = judge(kind, parallel, f"{args.seed}/{turn}", count, args.longest,
-                        tight=rng.random() < 0.4, plain=plain, engines=engines)  # fmt: skip
-        figures = {k: v for k, v in asdict(verdict).items() if isinstance(v, int)}
-        most_live = max(most_live, figures.pop("most_live"))
-        total.update(figures)
-        kinds[Path(str(kind)).stem].update(figures)
-        wrong += verdict.wrong
-        for line in verdict.wrong:
-            print(line[:500], flush=True)
-        turn += 1
-        if turn % len(choices) == 0:
-            print(f"{total['answers']} answers, {len(wrong)} differ", flush=True)
-    found = {"device": args.device, "seed": args.seed, "longest": args.longest, "rounds": turn,
-             **total, "most_live": most_live, "wrong": wrong, "drafts": kinds,
-             "seconds": round(time.perf_counter() - began)}  # fmt: skip
-    keep(args.out, f"company-{args.device}", found)
-    print(f"{total['answers']} answers, {total['tokens']} tokens, {len(wrong)} differ")
-    return 1 if wrong else 0
+    found, began = Found(), time.perf_counter()
+    gpus = torch.cuda.device_count() if args.device.startswith("cuda") else 0
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.workers, mp_context=spawned) as pool:
+        each = -(-args.answers // args.workers)
+        jobs = [pool.submit(rounds, args, args.seed + i, each, i % gpus if gpus else None)
+                for i in range(args.workers)]  # fmt: skip
+        for job in jobs:
+            with contextlib.suppress(KeyboardInterrupt):
+                job.exception()
+            found.join(job.result())
+    total = found.total
+    keep(args.out, f"company-{args.device}", {
+        "device": args.device, "seed": args.seed, "workers": args.workers, "longest": args.longest,
+        "rounds": found.rounds, **total, "most_live": found.most_live, "wrong": found.wrong,
+        "drafts": found.drafts, "seconds": round(time.perf_counter() - began),
+    })  # fmt: skip
+    print(f"{total['answers']} answers, {total['tokens']} tokens, {total['preempted']} preempted, "
+          f"{len(found.wrong)} differ")  # fmt: skip
+    return 1 if found.wrong else 0
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Content:
             left -= piece.nbytes
 
 
-def random_write(path: Path, kv: Any, tensors: Iterable[TensorData], progress: Any = None) -> int:
+def random_write(path: Path, kv: Any, tensors: Iterable[TensorData], *_: Any) -> int:
     """What `gguf.write` would write, with random content; only frequencies stay what they are."""
     content = Content()
     made = [t if t.name.startswith("rope_freqs") else

@@ -5,10 +5,10 @@ out of bounds (memcheck), races in shared memory (racecheck).
 
 The trained family in five types, with each of its drafts and with the kernels for older GPUs;
 random targets (dense, experts, per-layer embeddings) with drafts of every kind. Each reads a prompt
-and generates with drafts of 1, 7 and all their tokens, greedy or with a temperature, as a program
-of its own; first without a tool, so that no compiler runs in one. What is reported is about the
-kernels of this project alone (`--report-api-errors no`: the driver is asked for functions that it
-may not have).
+and generates with drafts of 1, 7 and all their tokens, greedy or with a temperature, then three
+texts together, as a program of its own; first without a tool, so that no compiler runs in one. What
+is reported is about the kernels of this project alone (`--report-api-errors no`: the driver is
+asked for functions that it may not have).
 
 Each program ends with a race and an access out of bounds (`gpu_planted.cu`). It is clean if the
 tool reports its one of these and nothing else, for a tool that lost a program says 0 errors too.
@@ -54,11 +54,12 @@ from g4spec.ops.sampling import Sampler
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.engine import Engine
+from g4spec.runtime.request import Options
 from tests.emulator import runtime
 from tests.gpu import family
 
 GREEDY, RANDOM = Sampler(), Sampler(temperature=0.7, seed=1)
-PROMPT_TOKENS, NEW_TOKENS = 100, 3
+PROMPT_TOKENS, NEW_TOKENS, TEXTS = 100, 3, 3
 BARRIERS = "128"  # of a block, at most; the tools count too few in an array
 FIRST_PORT, PORTS = 20000, 16  # each program has its own: with the default ones they mix
 ENVIRONMENT = {"G4SPEC_LINEINFO": "1", "OMP_NUM_THREADS": "1"}  # several at once
@@ -97,7 +98,8 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
     """The program: what the tools look at."""
     if APART in os.environ:
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
-    engine = Engine.load(target, draft, device=device, cache_type=cache_type, n_ctx=family.CTX)
+    engine = Engine.load(target, draft, device=device, cache_type=cache_type, n_ctx=family.CTX,
+                         parallel=TEXTS)  # fmt: skip
     assert engine.draft is not None
     text = prompts.prompts(engine.tokenizer, long_tokens=PROMPT_TOKENS)[-1].encode(engine.tokenizer)
     most = engine.draft.max_tokens
@@ -105,6 +107,10 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
     for length, sampler in ((1, GREEDY), (min(7, most), RANDOM), (most, GREEDY)):
         done = family.generate(engine, text[:PROMPT_TOKENS], length, NEW_TOKENS, sampler)
         accepted += done.stats.accepted
+    requests = [engine.submit(text[: PROMPT_TOKENS - 7 * i],
+                              Options(NEW_TOKENS, sampler, most, ignore_eos=True))
+                for i, sampler in enumerate((GREEDY, RANDOM, GREEDY))]  # fmt: skip
+    accepted += sum(r.stats.accepted for r in requests if list(r))
     print(f"accepted {accepted}")
     plant()
 

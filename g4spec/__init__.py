@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from g4spec.runtime.engine import Engine
     from g4spec.runtime.request import Options, Request
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["Cycle", "Engine", "Options", "Request", "Sampler", "__version__"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import Cycle
+from g4spec.core import PAGE, Cycle
 from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
@@ -93,11 +93,16 @@ class Answer:
 
 
 def draw(
-    rng: random.Random, count: int, longest: int = 200, vocab: int = mm.V
-) -> list[Ask]:  # fmt: skip
-    """`count` requests of at most `longest` tokens each. Some prompts share 512 tokens or more."""
+    rng: random.Random, count: int, longest: int = 200, vocab: int = mm.V, growing: float = 0.0
+) -> list[Ask]:
+    """`count` requests of at most `longest` tokens each. Some prompts share 512 tokens or more.
+
+    Args:
+        growing: share of texts that need two pages more than at admission, which keeps one for each
+            (where `longest` is over PAGE + 32), so that a small pool preempts.
+    """
     bases = [tokens(rng, 1100, vocab) for _ in range(2)]
-    return [
+    asks = [
         Ask(
             prompt=_prompt(rng, bases, vocab),
             options=_options(rng, longest, vocab),
@@ -106,6 +111,13 @@ def draw(
         )
         for _ in range(count)
     ]
+    return [_grown(rng, ask, longest, vocab) if rng.random() < growing else ask for ask in asks]
+
+
+def _grown(rng: random.Random, ask: Ask, longest: int, vocab: int) -> Ask:
+    prompt = [2, *tokens(rng, PAGE * rng.choice((1, 2, 3, 3, 4)) - rng.randint(17, 33), vocab)]
+    return replace(ask, prompt=prompt, options=replace(
+        ask.options, n_predict=longest - rng.randrange(40), ignore_eos=True, stop=()))  # fmt: skip
 
 
 def _log_uniform(rng: random.Random, most: int) -> int:
@@ -278,7 +290,7 @@ def judge(
     Args:
         plain: answers without a draft, if there is such an engine already.
     """
-    asks = draw(random.Random(seed), count, longest, engines.vocab)
+    asks = draw(random.Random(seed), count, longest, engines.vocab, growing=0.6 * tight)
     engine = engines.crowded(kind, parallel, tight)
     crowd = together(engine, asks)
     wrong = [f"{name}: {n}" for name, n in left_over(engine).items() if n]

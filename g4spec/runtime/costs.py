@@ -10,18 +10,28 @@ class Costs:
     """Predict the seconds of a cycle: interpolate what was measured first, and follow how much
     slower or faster cycles have become since.
 
-    Steps take longer as contexts grow. Cycles with a draft keep the shape of their table and share
-    one factor, plain steps have another. Where one has become faster since the other was last
-    measured, the other has too; what has become slower may have its own reasons.
+    A cycle reads the keys and values of its texts once, whatever it drafts: `context` bytes at
+    `per_byte` seconds each, on top of the table. Beyond that, cycles with a draft keep the shape of
+    their table and share one factor, plain steps have another. Where one has become faster since
+    the other was last measured, the other has too; what has become slower may have its own reasons.
 
     Args:
         measured: (texts, drafted tokens each) -> seconds; plain steps have 0 tokens.
         padded: a step has as many rows for each text as for the one that drafts most (recorded
             graphs). Otherwise it has no more than it needs.
+        per_byte: seconds for each byte of keys and values that a step reads.
+
+    Attributes:
+        context: bytes of keys and values that the texts of the next cycle have.
     """
 
-    def __init__(self, measured: Mapping[tuple[int, int], float], padded: bool = False) -> None:
-        self.padded = padded
+    def __init__(
+        self,
+        measured: Mapping[tuple[int, int], float],
+        padded: bool = False,
+        per_byte: float = 0.0,
+    ) -> None:
+        self.padded, self.context, self._per_byte = padded, 0.0, per_byte
         self._tables: dict[int, dict[int, float]] = {}
         for (texts, count), seconds in sorted(measured.items()):
             self._tables.setdefault(texts, {})[count] = seconds
@@ -36,9 +46,9 @@ class Costs:
 
     def __call__(self, counts: Sequence[int]) -> float:
         """Return the seconds of a cycle in which text i drafts counts[i] tokens."""
-        texts, total = len(counts), sum(counts)
+        texts, total, reading = len(counts), sum(counts), self._per_byte * self.context
         if not total:
-            return self._measured(texts, 0) * self._factors[0]
+            return (self._measured(texts, 0) + reading) * self._factors[0]
         drafting = texts - counts.count(0)
         each = max(counts) if self.padded else total / drafting
         seconds = self._measured(texts, each)
@@ -49,7 +59,7 @@ class Costs:
             by_rows = (seconds - plain) * drafting / texts
             by_texts = self._measured(drafting, each) - self._measured(drafting, 0)
             seconds = plain + max(by_rows, by_texts)
-        return seconds * self._factors[1]
+        return (seconds + reading) * self._factors[1]
 
     def update(self, counts: Sequence[int], seconds: float, weight: float = 0.2) -> None:
         """Learn from a cycle that took `seconds`."""

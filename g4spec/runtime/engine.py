@@ -43,10 +43,12 @@ DEFAULT_CTX = 8192
 
 
 class Engine:
-    """A loaded target, with or without a draft. Make one with :meth:`load`; usable from any thread.
+    """A loaded target, with or without a draft. Make one with `load`; usable from any thread.
 
     Attributes:
-        config, tokenizer: of the target. stop_ids: tokens that end a text.
+        config: of the target.
+        tokenizer: of the target.
+        stop_ids: tokens that end a text.
         n_ctx: positions that a text may have.
         memory: what was computed before loading.
         notes: what should be said about every run.

@@ -170,19 +170,28 @@ class Lengths:
         """True if costs are to be measured before `auto` drafts anything."""
         return self.costs is None
 
-    def measured(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Take over what cycles take: (texts, drafted tokens each) -> seconds."""
-        self.costs = Costs(seconds, self.padded)
+    def measured(self, seconds: Mapping[tuple[int, int], float], per_byte: float = 0.0) -> None:
+        """Take over what cycles take: (texts, drafted tokens each) -> seconds, with short contexts;
+        `per_byte`: seconds for each byte of keys and values."""
+        self.costs = Costs(seconds, self.padded, per_byte)
 
     def text(self, asked: int | Literal["auto"]) -> TextState:
         """Make the state of a new text that drafts `asked` tokens in every cycle, or what pays."""
         return TextState(self, asked)
 
-    def plan(self, texts: Sequence[TextState], most: Sequence[int]) -> list[int]:
+    def plan(
+        self, texts: Sequence[TextState], most: Sequence[int], context: float = 0.0
+    ) -> list[int]:
         """Choose the tokens to draft for each text, at most most[i]. All cycles planned before have
-        been observed, or never will be."""
+        been observed, or never will be.
+
+        Args:
+            context: bytes of keys and values that the texts have together.
+        """
         for text in texts:
             text.join()
+        if self.costs is not None:
+            self.costs.context = context
         counts = self._choose(texts, most, 0.0)
         self._commit(texts, counts)
         return counts

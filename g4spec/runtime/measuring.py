@@ -17,6 +17,31 @@ TIMES = 3
 PROMPT = [2] * MAX_STEP_ROWS
 """What the texts have read that are timed."""
 
+NEAR, FAR = 1024, 8192
+"""Positions that a context must have, and those it is given, where its part of a step is timed."""
+
+
+def measured(
+    target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
+) -> tuple[dict[tuple[int, int], float], float]:
+    """Measure cycles -> what `costs` and `per_byte` return. All slots are free."""
+    found = costs(target, draft, pool, runners)
+    return found, per_byte(target, pool, runners, found[1, 0])
+
+
+def per_byte(target: Target, pool: Pool, runners: Seq[Runner], plain: float) -> float:
+    """Measure the seconds that a step takes for each byte of keys and values it reads, where a
+    plain one of a short text takes `plain`. What the cache holds there does not matter."""
+    far = min(target.n_ctx - 2, FAR)
+    if far < NEAR:
+        return 0.0
+    s = Sequence(pool.free_slots.pop(), PROMPT[:1] * (far + 1), far, far)
+    pool.grow(s, far + MAX_STEP_ROWS * max(r.depth for r in runners))
+    seconds = min(_cycle(target, [(s, None)], 0, runners) for _ in range(TIMES))
+    pool.leave(s)
+    more = target.context_bytes(far) - target.context_bytes(len(PROMPT))
+    return max(0.0, seconds - plain) / more
+
 
 def costs(
     target: Target, draft: Draft | None, pool: Pool, runners: Seq[Runner]
@@ -56,16 +81,19 @@ def _sequences(
 
 
 def _cycle(
-    target: Target, sequences: Seq[tuple[Sequence, StepRows]], count: int, runners: Seq[Runner]
+    target: Target,
+    sequences: Seq[tuple[Sequence, StepRows | None]],
+    count: int,
+    runners: Seq[Runner],
 ) -> float:
     """Seconds of a cycle of `count` drafted tokens each; on a backend that starts cycles ahead, of
     one that follows another."""
     options = Options(ignore_eos=True)
     work = []
     for s, last in sequences:
-        s.ids[len(PROMPT) + 1 :] = []
+        s.ids[s.n_read + 1 :] = []
         s.drafting = count > 0
-        s.pending = [last] if count else []
+        s.pending = [last] if count and last is not None else []
         chooser = RequestChooser(options, PROMPT, target.config.n_vocab, target.backend)
         work.append(Work(s, count, chooser))
     runner = next(r for r in runners if r.takes(work))

@@ -165,10 +165,14 @@ class Request:
     `stats.stop_reason`, not emitted.
 
     Attributes:
-        prompt: its tokens. ids: tokens of the text. text: the same, decoded.
+        prompt: its tokens.
+        ids: tokens of the text.
+        text: the same, decoded.
+        stats: counts and times so far.
         notes: what should be said about the run, as a draft that failed.
         choices: with `Options.n` > 1 all of the request's texts, this one first; else itself.
-        done: whether nothing more will come. error: why it ended early, or None.
+        done: whether nothing more will come.
+        error: why it ended early, or None.
         arrived: set when something new has come.
     """
 

@@ -27,7 +27,7 @@ from g4spec.core import MAX_STEP_ROWS, PROMPT_BLOCK, Backend, Draft, Runner, Seq
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.runtime import pending
 from g4spec.runtime.length import Lengths
-from g4spec.runtime.measuring import costs
+from g4spec.runtime.measuring import measured
 from g4spec.runtime.plan import Share
 from g4spec.runtime.pool import Pool
 from g4spec.runtime.prefix import PrefixCache
@@ -120,7 +120,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         if not self.live and self.length.wants_costs and any(t.text.auto for t in self.waiting):
-            self.length.measured(costs(self.target, self.draft, self.pool, self.runners))
+            self.length.measured(*measured(self.target, self.draft, self.pool, self.runners))
         while self.waiting and self.pool.free_slots and self._begin(self.waiting[0]):
             task = self.waiting.popleft()
             insort(self.live, task, key=lambda t: t.number)
@@ -284,7 +284,9 @@ class Scheduler:
 
     def _plan(self, running: list[Task]) -> list[int]:
         """Tokens to draft for each text."""
-        counts = self.length.plan([t.text for t in running], [self._room(t) for t in running])
+        context = sum(self.target.context_bytes(t.live.position) for t in running)
+        counts = self.length.plan([t.text for t in running], [self._room(t) for t in running],
+                                  context)  # fmt: skip
         for task, count in zip(running, counts, strict=True):
             if not count and pending.count(task.live) > MOST_PENDING:
                 self._stop_drafting(task, "a proposal takes more time than may be risked")

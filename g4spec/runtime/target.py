@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from g4spec.core import Backend, Batch, StepRows
+from g4spec.core import PAGE, Backend, Batch, StepRows
 from g4spec.models import gemma4
 from g4spec.ops.reference import Ops
 
@@ -35,8 +35,12 @@ class Target:
         self.ops: Ops = backend.ops
         self.model = gemma4.Model(config, weights, self.ops)
         slack = backend.slack(chunk)
-        self.caches = [backend.cache(shape, space, slack) for shape in gemma4.caches(config)]
+        shapes = gemma4.caches(config)
+        self.caches = [backend.cache(shape, space, slack) for shape in shapes]
         self.taps: tuple[int, ...] = ()
+        self._per_position = backend.budget.page(shapes) / PAGE
+        self._windows = backend.budget.slot(shapes, space.n_ctx, 0)
+        self._window = max((s.window for s in shapes if s.window is not None), default=1)
 
     @property
     def n_ctx(self) -> int:
@@ -48,6 +52,11 @@ class Target:
     def n_states(self) -> int:
         """Slots that a draft keeps a state for: those of sequences, and a backend's spare one."""
         return len(self.space.table)
+
+    def context_bytes(self, position: int) -> float:
+        """Count the keys and values that a row at `position` sees."""
+        rings = self._windows * min(1.0, position / self._window)
+        return self._per_position * position + rings
 
     def close(self) -> None:
         """Free weights and caches."""

@@ -49,7 +49,7 @@ def test_all_files_named_are_there() -> None:
 def test_contributing_names_what_is_there() -> None:
     """Files by the end of their paths, and constants by their names."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    files = [p for folder in ("g4spec", "tests", "benchmarks", "docs")
+    files = [p for folder in ("g4spec", "tests", "benchmarks", "docs", "packaging")
              for p in (ROOT / folder).rglob("*.*")]  # fmt: skip
     named = set(re.findall(r"`([\w/]+\.(?:py|cuh?|toml|md))\b", page))
     ends = ["/" + str(p.relative_to(ROOT)) for p in files]

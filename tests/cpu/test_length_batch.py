@@ -19,6 +19,10 @@ from g4spec.core import MAX_DRAFT
 from g4spec.runtime import length
 from g4spec.runtime.costs import Costs
 from g4spec.runtime.length import CREDIT, PROBE, Lengths, TextState
+from g4spec.runtime.measuring import measured
+from g4spec.runtime.request import Options
+from tests import memory_engine
+from tests.memory_engine import DRAFTS
 
 Table = dict[tuple[int, int], float]
 Held = Callable[[int], int]
@@ -429,6 +433,44 @@ def test_what_a_cycle_took_is_of_all_its_texts_though_some_have_ended() -> None:
         lengths.observe(texts[:1], [0], [0], before)
     assert lengths.costs([0, 2]) == pytest.approx(before)
     assert lengths.costs([0]) == pytest.approx(1.0)
+
+
+def test_costs_know_the_contexts_of_a_batch() -> None:
+    """A long text that joins makes plain and drafted cycles dearer at once, by the same seconds, so
+    that drafting pays with it though it does not without."""
+    lengths = Lengths()
+    lengths.measured(table(2.2, 2.4), per_byte=1e-9)
+    assert lengths.costs is not None
+    text = lengths.text("auto")
+    for context, pays in ((0.0, False), (1e9, True)):
+        drafted = 0
+        for _ in range(200):
+            counts = lengths.plan([text], [5], context)
+            lengths.observe([text], counts, [min(counts[0], 1)], lengths.costs(counts))
+            drafted += counts[0] > 0
+        assert (drafted > 100) is pays, (context, drafted)
+    costs = Costs({(1, 0): 1.0, (1, 1): 1.5}, per_byte=1e-9)
+    costs.context = 3e9
+    assert costs([0]) == pytest.approx(4.0) and costs([1]) == pytest.approx(4.5)
+    costs.update([0], 8.0, weight=1.0)
+    costs.context = 0.0
+    assert costs([0]) == pytest.approx(2.0) and costs([1]) == pytest.approx(1.5)
+
+
+def test_an_engine_measures_and_counts_contexts() -> None:
+    engine = memory_engine.engine(DRAFTS["dflash"], n_ctx=1400, parallel=2, pool=2800)
+    cold = engine.scheduler
+    table, seconds = measured(engine.target, engine.draft, engine.pool, cold.runners)
+    assert {texts for texts, _ in table} == {1, 2} and 0 <= seconds < 1e-3
+    assert len(engine.pool.free_slots) == 2 and engine.pool.free == engine.pool.n_pages
+    options = Options(n_predict=4, ignore_eos=True, draft_max=0)
+    shares = []
+    for prompt in ([2, 9], [2] * 1300):
+        cold.length.measured(table, per_byte=1e-9)
+        made = list(engine.generate(prompt, options))
+        shares.append(made[1].share.plain_seconds)
+    more = engine.target.context_bytes(1301) - engine.target.context_bytes(3)
+    assert shares[1] - shares[0] == pytest.approx(1e-9 * more, rel=0.1)
 
 
 def test_costs_by_texts_and_rows() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported
+from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported, UsageError
 from g4spec.runtime.cuda.build import disk_cache as cache
 from g4spec.runtime.cuda.build import nvrtc, units
 from g4spec.runtime.cuda.build.units import Job
@@ -72,6 +72,26 @@ def test_cubin_of_one_architecture(kernel: Path) -> None:
     assert cubin.resources.shared == 4 * 96 and cubin.resources.spill == 0
     assert 0 < cubin.resources.registers <= 32
     assert "sm_80" in cubin.log
+
+
+def test_ptx_of_an_architecture(kernel: Path, compiled: list[str]) -> None:
+    """Of which the driver of a newer GPU makes machine code; kept on disk as well."""
+    job = units.Job(str(kernel), "scale<96>", nvrtc.virtual("sm_86"))
+    (ptx,) = units.compile_all([job])
+    assert ptx.code.startswith(b"//") and b".target sm_86" in ptx.code
+    assert ptx.symbol.encode() in ptx.code
+    assert units.compile_all([job]) == [ptx] and len(compiled) == 1
+
+
+def test_a_gpu_runs_the_kernels_of_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nvrtc.pretended("sm_90a") == "sm_90a"
+    for asked in ("sm_80", "sm_86", "sm_89"):
+        monkeypatch.setenv(nvrtc.PRETEND, asked)
+        assert nvrtc.pretended("sm_90a") == asked
+    for asked, on in (("sm_120", "sm_90a"), ("sm_90a", "sm_100"), ("sm_88", "sm_90a")):
+        monkeypatch.setenv(nvrtc.PRETEND, asked)
+        with pytest.raises(UsageError, match=r"G4SPEC_CUDA_ARCH.*sm_86"):
+            nvrtc.pretended(on)
 
 
 def test_includes_are_followed(kernel: Path) -> None:

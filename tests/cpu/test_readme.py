@@ -1,4 +1,4 @@
-"""What README shows runs as it stands, on the files that `make demo` leaves."""
+"""What README and docs/guides/many-texts.md show runs as it stands, on what `make demo` leaves."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from g4spec import cli, convert
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = ROOT / "examples" / "tiny"
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMPANY = README.split("## Many texts at once")[1].split("\n## ")[0]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMPANY = (ROOT / "docs" / "guides" / "many-texts.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", COMPANY, re.MULTILINE | re.DOTALL)
 LINES = [shlex.split(line, comments=True) for line in re.findall(r"^    (\w.*)", COMPANY, re.M)
          if line.startswith(("g4spec ", "curl "))]  # fmt: skip
@@ -49,7 +48,7 @@ def test_python(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, object] = {}
     assert len(BLOCKS) == 2
     for block in BLOCKS:
-        exec(compile(block, "README.md", "exec"), names)
+        exec(compile(block, "many-texts.md", "exec"), names)
     said = capsys.readouterr().out
     assert re.search(r"^\d+ tokens, \d+ of \d+ drafted held$", said, re.MULTILINE)
     assert said.rstrip().endswith("length")
@@ -64,7 +63,7 @@ def test_commands(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """Address of what README's `serve` line starts, on a port of its own."""
+    """Address of what the page's `serve` line starts, on a port of its own."""
     (line,) = (line for line in LINES if line[:2] == ["g4spec", "serve"])
     command = [sys.executable, "-m", *line, "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True,

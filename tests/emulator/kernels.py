@@ -250,6 +250,7 @@ def installed(arch: str, checked: bool = False) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "kernel", lambda file, name, device=None: kernel(file, name))
         patch.setattr(launch, "arch", lambda device=None: arch)
+        patch.setattr(launch, "own_arch", lambda device=None: arch)
         patch.setattr(launch, "warm", lambda units, device=None: None)
         runtime.install(patch)
         yield

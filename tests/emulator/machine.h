@@ -86,6 +86,7 @@ struct Block {
   std::map<int, size_t> declared;  // by place in the source
   size_t used = 0, dynamic = 0;
   Gate named[16];
+  uint64_t registers = 0;  // that warps gave and none took, of each of their threads
   std::map<uint64_t*, Phases> barriers;
   struct Flying {
     Copy copy;
@@ -170,6 +171,25 @@ inline int meet(int id, int threads, int add = 0) {
   return gate.last;
 }
 
+// ---- registers handed on ----
+
+// Of a thread, at the start of a kernel that hands them on.
+inline uint64_t first_registers() {
+  const uint64_t threads = block_size.x * block_size.y * block_size.z;
+  return std::min<uint64_t>(65536 / threads / 8 * 8, 168);
+}
+inline void give_registers(uint64_t kept) {
+  check::Quiet quiet;
+  if (self->lane == 0) self->block->registers += first_registers() - kept;
+}
+inline void take_registers(uint64_t wanted) {
+  check::Quiet quiet;
+  uint64_t& there = self->block->registers;
+  if (self->lane) return;
+  while (there < wanted - first_registers()) wait_while(there, there, "registers");
+  there -= wanted - first_registers();
+}
+
 // ---- mbarriers ----
 
 inline Phases& phases(uint64_t* bar) {
@@ -224,6 +244,13 @@ inline bool deliver(Block& block) {
     size_t i = chance() % block.arriving.size();
     auto item = block.arriving[i];
     block.arriving.erase(block.arriving.begin() + i);
+    // It waits for all copies that its thread began before, with which others wait as well.
+    for (size_t j = 0; j < i; ++j) {
+      auto& before = block.arriving[j];
+      if (before.thread != item.thread) continue;
+      for (const Copy& copy : before.group.copies) copy.run();
+      before.group.copies.clear();
+    }
     for (const Copy& copy : item.group.copies) copy.run();
     Phases& b = block.barriers[item.bar];
     --b.pending;

@@ -236,6 +236,6 @@ inline void barrier_arrive_copied(u64* bar) { machine::arrive_copied(bar); }
 inline void grid_wait() {}
 inline void grid_launch() {}
 template <int N>
-void fewer_registers() {}
+void fewer_registers() { machine::give_registers(N); }
 template <int N>
-void more_registers() {}
+void more_registers() { machine::take_registers(N); }

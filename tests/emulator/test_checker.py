@@ -33,6 +33,14 @@ CASES = {
         """,
         "race in declared shared memory",
     ),
+    "more registers than others gave": (
+        """
+        if (t < 32) fewer_registers<GOOD ? 96 : 128>();
+        else more_registers<232>();
+        y[t] = x[t];
+        """,
+        "waits for registers",
+    ),
     "within a warp": (
         """
         __shared__ float s[64];

@@ -70,7 +70,7 @@ def there(x: torch.Tensor | None) -> torch.Tensor | None:
 def stored(packed: Rows) -> torch.Tensor:
     """Halves [T, K] of rows; checks the sums beside them and the zeros behind T."""
     parts = values, sums16, sums32, floats = unpack(packed)
-    assert values.shape == (8 * packed.tiles, packed.width)
+    assert values.shape == (packed.padded, packed.width)
     assert not any(part[packed.count :].any() for part in parts)
     of_halves = 2.0**-21, 2.0**-25  # two roundings; the last bit of a subnormal half
     for columns, sums, (share, least) in (

@@ -16,7 +16,7 @@ from g4spec.runtime.cuda.cache.heads import Heads
 from g4spec.runtime.cuda.portable import torch_attention
 from g4spec.runtime.cuda.step import attention
 from g4spec.runtime.cuda.step.attention import Attended, attend
-from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles, regrouped, unpack
+from g4spec.runtime.cuda.step.packed_rows import Rows, regrouped, unpack
 from tests.gpu.batches import one, rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED, needs_gpu
 from tests.gpu.parity import stored
@@ -114,7 +114,8 @@ def check(q: torch.Tensor, kv: CudaKV, first: list[int], last: list[int]) -> tor
     got = run(q, kv, first, last, scale)
     want = expected(q, kv, first, last, scale)
     error = (got.values - want).abs().max().item()
-    assert error < 4e-3, (error, first, last)  # weights in half precision, values about 1
+    # Weights in half precision; values about 1, and up to 5 among the millions of a long context.
+    assert error < 5e-3, (error, first[:1], last[-1:])
     assert torch.equal(unpacked(got, len(q)), got.values.half())
     return got.values
 
@@ -125,10 +126,9 @@ def unpacked(got: Attended, tokens: int) -> torch.Tensor:
     return unpacked_rows(got.rows)
 
 
-def unpacked_rows(rows: Rows | RowTiles) -> torch.Tensor:
+def unpacked_rows(rows: Rows) -> torch.Tensor:
     """Halves [T, N] of rows, checked."""
-    parts = rows.parts if isinstance(rows, RowTiles) else (rows,)
-    return torch.cat([stored(part) for part in parts])
+    return stored(rows)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -412,11 +412,6 @@ def test_rows_of_sequences_keep_their_bits_in_other_groups(sizes: tuple[int, ...
     parts = [attend(q[end - size : end], kv, rows_of([(0, 150, 1)] * size), last[:size] * 0,
                     last[:size], 0.1).rows
              for end, size in zip(ends, sizes, strict=True)]  # fmt: skip
-    assert all(isinstance(part, Rows) for part in parts)
-    again = regrouped(parts)  # type: ignore[arg-type]
-    assert len(again) == n and again.__class__ is whole.__class__
-    pairs = zip(*(x.parts if isinstance(x, RowTiles) else (x,) for x in (whole, again)),
-                strict=True)  # fmt: skip
-    for a, b in pairs:
-        assert (a.count, a.width) == (b.count, width)
-        assert all(torch.equal(x, y) for x, y in zip(unpack(a), unpack(b), strict=True))
+    again = regrouped(parts)
+    assert (len(whole), len(again)) == (n, n) and (whole.width, again.width) == (width, width)
+    assert all(torch.equal(x, y) for x, y in zip(unpack(whole), unpack(again), strict=True))

@@ -137,9 +137,9 @@ def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> N
 def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: str) -> None:
     calm = folder / f"{kind}-calm.gguf"
     # Where two experts are nearly as good, rounding decides which one a row goes to.
-    share = 0.15 if kind == "experts" else 0.1
-    # With a q8_0 cache half of the CPU's own rows are further than 2.8 from those without one.
-    tolerance = 4.0 if (kind, cache_type) == ("experts", "q8_0") else 1.0
+    share, tolerance = (0.15 if kind == "experts" else 0.1), 1.0
+    if (kind, cache_type) == ("experts", "q8_0"):
+        share, tolerance = 0.3, 4.0  # half of the CPU's own rows are 0.23 and 2.9 from those in F32
     near(load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, tolerance, share)
     exact(load(folder / f"{kind}.gguf", cache_type=cache_type), PROMPT,
           build.prompt(16, family.VOCAB, 9))  # fmt: skip

@@ -82,6 +82,62 @@ struct Affine {
       subtract_mins(acc, act + sums);
     }
 
+    template <int G>
+    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
+      constexpr int GROUP_BYTES = In<Affine>::ROWS * NT;
+      const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
+      const Factors factors(*(const uint4*)(unit + header), share);
+      KWeights<u32, BITS == 5> next(w, u, 0);
+      store(factors);
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const auto own = next;
+        if (j + 1 < 4) next = KWeights<u32, BITS == 5>(w, u, j + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          u32 a[2][2][4];  // [step][tile]
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int step = i / 2, tile = i % 2;
+            const uint4 v = own.w[tile];
+            subnormal_nibbles(a[step][tile], step ? (h ? v.w : v.y) : (h ? v.z : v.x));
+            if constexpr (BITS == 5) add_fifths(a[step][tile], own.upper[tile], h * 2 + step);
+          }
+          const float4 s = ((const float4*)scales)[(j * 2 + h) * 8];
+#pragma unroll
+          for (int g = 0; g < G; ++g) {
+            in_turn();
+            add_half(acc[g], a, x + g * GROUP_BYTES, j, h, s);
+          }
+        }
+      }
+#pragma unroll
+      for (int g = 0; g < G; ++g) subtract_mins(acc[g], act + sums + g * GROUP_BYTES);
+    }
+
+    // 32 k, a group.
+    static DEVICE void add_half(Acc<NT>& acc, const u32 (&a)[2][2][4], const u8* x, int j, int h,
+                                float4 s) {
+      float zero[4] = {0, 0, 0, 0};
+      u32 b[2][NT][2];
+      float c[2][NT][4];
+      fragments_of<NT>(b, x, j, h);
+#pragma unroll
+      for (int step = 0; step < 2; ++step)
+#pragma unroll
+        for (int i = 0; i < 2 * NT; ++i) {
+          auto& sum = c[i % 2][i / 2];
+          const auto& frag = b[step][i / 2];
+          mma_f16(sum, a[step][i % 2], frag[0], frag[1], step ? sum : zero);
+        }
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        fold(acc[0][nt], c[0][nt], s.x, s.y);
+        fold(acc[1][nt], c[1][nt], s.z, s.w);
+      }
+    }
+
     // 64 k, which are two groups.
     DEVICE void add(Acc<NT>& acc, const Operands& of, int j) const {
       const auto& w = of.w;

@@ -72,6 +72,57 @@ struct Q6K {
       subtract_zeros(acc, unit + own, act + sums);
     }
 
+    template <int G>
+    DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
+      constexpr int GROUP_BYTES = In<Q6K>::ROWS * NT;
+      const u8 *w = unit + codes, *u = unit + upper, *x = act + rows;
+      const Factors factors(unit + header, from_half(*(const u16*)(unit + d)), share);
+      KWeights<uint2> next(w, u, 0);
+      store(factors);
+      __syncwarp();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const auto of = next;
+        if (j + 1 < 4) next = KWeights<uint2>(w, u, j + 1);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float4 s0 = ((const float4*)scales)[(j * 4 + h * 2) * 8];
+          const float4 s1 = ((const float4*)scales)[(j * 4 + h * 2 + 1) * 8];
+          u32 a[2][2][4];  // [tile][step]
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            const uint4 v = of.w[tile];
+            codes_of(a[tile], h ? v.z : v.x, h ? v.w : v.y, h ? of.upper[tile].y : of.upper[tile].x);
+          }
+#pragma unroll
+          for (int g = 0; g < G; ++g) {
+            in_turn();
+            u32 b[2][NT][2];
+            fragments_of<NT>(b, x + g * GROUP_BYTES, j, h);
+#pragma unroll
+            for (int tile = 0; tile < 2; ++tile) add_half(acc[g][tile], a[tile], b, tile, s0, s1);
+          }
+        }
+      }
+#pragma unroll
+      for (int g = 0; g < G; ++g)
+        subtract_zeros(acc[g], unit + own, act + sums + g * GROUP_BYTES);
+    }
+
+    // 32 k of a tile, which are two groups.
+    static DEVICE void add_half(float (&acc)[NT][4], const u32 (&a)[2][4], const u32 (&b)[2][NT][2],
+                                int tile, float4 s0, float4 s1) {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+          const float4 s = step ? s1 : s0;
+          float c[4] = {0, 0, 0, 0};
+          mma_f16(c, a[step], b[step][nt][0], b[step][nt][1], c);
+          fold(acc[nt], c, tile ? s.z : s.x, tile ? s.w : s.y);
+        }
+    }
+
     // 32 k, which are two groups.
     DEVICE void add(Acc<NT>& acc, const Operands& of, int j, int h) const {
       const float4 s0 = ((const float4*)scales)[(j * 4 + h * 2) * 8];

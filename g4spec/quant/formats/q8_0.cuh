@@ -51,6 +51,46 @@ struct Q80 {
     }
   }
 
+  template <int NT, int G>
+  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act, int warp,
+                                int lane) {
+    constexpr int GROUP_BYTES = In<Q80>::ROWS * NT;
+    const int g = lane / 4, t = lane % 4;
+    const uint4* codes = (const uint4*)unit + warp * 2 * K;
+    const uint2* scales = (const uint2*)(unit + K * 128);
+#pragma unroll 2
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      const uint2 d = scales[(k32 * 4 + warp) * 8 + g];
+      u32 a[2][2][4];  // [tile][step]
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4 w = codes[tile * K + k32 * 32 + lane];
+        unpack(a[tile][0], w.x, w.y);
+        unpack(a[tile][1], w.z, w.w);
+      }
+#pragma unroll
+      for (int i = 0; i < G; ++i) {
+        in_turn();
+        const auto rows = activations<NT>(act + i * GROUP_BYTES, k32 / 2);
+        u32 b[2][NT][2];
+        rows.fragments(b, k32 % 2, lane);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          const float2 n = rows.sums32(k32 % 2, nt, t);
+          const float start[4] = {n.x * 1.125f, n.y * 1.125f, n.x * 1.125f, n.y * 1.125f};
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            const u32 pair = tile ? d.y : d.x;
+            float c[4];
+            mma_f16(c, a[tile][0], b[0][nt][0], b[0][nt][1], start);
+            mma_f16(c, a[tile][1], b[1][nt][0], b[1][nt][1], c);
+            fold(acc[i][tile][nt], c, from_half((u16)pair), from_half((u16)(pair >> 16)));
+          }
+        }
+      }
+    }
+  }
+
   // 1024 + q of two k16 rows; the sums that accumulators start at are times 1024 + 128.
   static DEVICE void unpack(u32 (&a)[4], u32 first, u32 second) {
     a[0] = permute(first, MAGIC, 0x5150);

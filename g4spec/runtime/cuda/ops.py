@@ -2,8 +2,9 @@
 
 A step has any number of rows, at most 16 of each sequence. Rows between products are
 `cuda.step.packed_rows.Rows`, in groups of 16 where there are more, and float32 numbers for widths
-that kernels do not take. Products are computed 16 rows at a time, whoever they belong to; a row has
-the same bits in any company. Long chunks of prompts have a vocabulary of their own
+that kernels do not take. Products read a weight once for up to 64 rows, whoever they belong to; a
+row has the same bits in any company. Experts, and what torch multiplies, take 16 rows at a time.
+Long chunks of prompts have a vocabulary of their own
 (`cuda.prefill`). What has no kernel runs as torch on the GPU and is named in
 `CudaOps.without_kernel`.
 
@@ -25,12 +26,19 @@ from g4spec.ops.simple import in_order
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, Heads
 from g4spec.runtime.cuda.portable import portable, products, torch_attention, torch_experts
-from g4spec.runtime.cuda.step import attention, attention_window, context, elementwise, linear
+from g4spec.runtime.cuda.step import (
+    attention,
+    attention_window,
+    context,
+    elementwise,
+    linear_wide,
+)
 from g4spec.runtime.cuda.step import packed_rows as rows
 from g4spec.runtime.cuda.step.attention_window import Unfinished
 from g4spec.runtime.cuda.step.experts import Buffers, Experts, Shape
-from g4spec.runtime.cuda.step.packed_rows import Residual, Rows, RowTiles
-from g4spec.runtime.cuda.step.tiles import Tile, Value, in_tiles
+from g4spec.runtime.cuda.step.linear import Exchange
+from g4spec.runtime.cuda.step.packed_rows import Residual, Rows
+from g4spec.runtime.cuda.step.tiles import in_tiles
 from g4spec.runtime.cuda.weights import embedding
 from g4spec.runtime.cuda.weights.dequant import Weight
 from g4spec.runtime.cuda.weights.matrix import Matrix, Pairs, below, join, weight_of
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
     from g4spec.core import Pick, Reach
     from g4spec.ops.weights import Attention, ExpertLayer
 
+Value = torch.Tensor | Rows
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -47,7 +56,7 @@ class TablePick(Protocol):
     """A `Pick` that may choose from rows and the table their logits come from."""
 
     def best(
-        self, hidden: torch.Tensor, table: Weight, by: linear.Exchange, at: int, cap: float
+        self, hidden: torch.Tensor, table: Weight, by: Exchange, at: int, cap: float
     ) -> torch.Tensor | None:
         """Tokens of rows [T, H] by the table [V, H]; None where all logits are needed."""
         ...
@@ -60,7 +69,7 @@ class CudaOps(Ops):
         portable: do with what every GPU has, also on those that could do better.
 
     Attributes:
-        title: the GPU's name, and whether it runs the portable kernels.
+        title: the GPU's name, and which kernels it runs if not its own.
         portable: whether it does.
         without_kernel: what ran as torch so far.
         pairs: how gates and ups are packed.
@@ -72,8 +81,10 @@ class CudaOps(Ops):
         super().__init__(device)
         self.title = torch.cuda.get_device_name(self.device)
         self.portable = portable or launch.arch(self.device.index) not in attention.TENSOR_ARCHS
+        arch = launch.arch(self.device.index)
+        self.title += f", kernels of {arch}" if arch != launch.own_arch(self.device.index) else ""
         self.title += ", portable kernels" if self.portable else ""
-        self._exchange = linear.Exchange(self.device)
+        self._exchange = Exchange(self.device)
         self.pairs = Pairs()
         self._layers: dict[Any, Experts | None] = {}
         self._buffers: dict[Shape, Buffers] = {}
@@ -94,22 +105,17 @@ class CudaOps(Ops):
             data = data.view(torch.uint8)
         return embedding.embed(data, name, ids, table.columns, scale)
 
-    @in_tiles(0)
     def linear(self, x: Any, weight: Any, *, parts: bool = False) -> torch.Tensor:
         if isinstance(weight, torch.Tensor) and self.portable:
             return self._product(x, Weight("", weight, *weight.shape))
         if isinstance(weight, torch.Tensor):
             self.without_kernel.add("linear (float32)")
-            return products.dense(products.numbers(x), weight)
+            return in_tiles(lambda part: products.dense(part, weight), products.numbers(x))
         return self._product(self._rows(x), weight.alone, parts)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         if not rows.fits(x.shape[-1]):
             return super().rms_norm(x, weight, eps)
-        return self._rms_norm(x, weight, eps) if x.dim() == 2 else rows.rms_norm(x, weight, eps)
-
-    @in_tiles(0)
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
         return rows.rms_norm(x, weight, eps)
 
     # ---- fused operations
@@ -119,13 +125,11 @@ class CudaOps(Ops):
             return super().spans(batch, reaches)
         return elementwise.spans(batch, list(reaches))
 
-    @in_tiles(0)
     def norm_rows(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> Any:
         if not self._as_rows(x):
             return self.rms_norm(x, weight, eps)
         return rows.rms_norm_rows(x, weight, eps)
 
-    @in_tiles(0, 1)
     def norm_residual_norm(
         self,
         h: torch.Tensor,
@@ -167,11 +171,7 @@ class CudaOps(Ops):
         if made is None or isinstance(h, torch.Tensor):
             super().keys_values(h, layers, batch, kvs)
             return
-        begin = 0
-        for part in h.parts if isinstance(h, RowTiles) else (h,):
-            end = begin + len(part)
-            made(part, batch.positions[begin:end], batch.slots[begin:end], self._exchange)
-            begin = end
+        made(h, batch.positions, batch.slots, self._exchange)
 
     def attend(
         self,
@@ -214,7 +214,6 @@ class CudaOps(Ops):
             out.append(self.attend(own, kv, one, first[at], last[at], scale))
         return rows.regrouped(out) if isinstance(out[0], Rows) else torch.cat(out)
 
-    @in_tiles(0)
     def gated(
         self,
         x: Any,
@@ -229,7 +228,6 @@ class CudaOps(Ops):
             return super().gated(x, gate, up, down, activation, parts=parts)
         return self.linear(self._gated(x, gate, up, activation), down, parts=parts)
 
-    @in_tiles(0, 2)
     def modulated(
         self, x: Any, gate: Any, by: torch.Tensor, down: Any, activation: Activation
     ) -> torch.Tensor:
@@ -258,7 +256,6 @@ class CudaOps(Ops):
                 return ids
         return super().pick(hidden, table, pick, at, cap)
 
-    @in_tiles(0, 1, 2)
     def experts(
         self,
         x: Any,
@@ -269,13 +266,14 @@ class CudaOps(Ops):
         down: Any,
         activation: Activation,
     ) -> torch.Tensor:
-        stacks = [weight_of(w) for w in (gate, up, down) if w is not None]
+        stacks, x = [weight_of(w) for w in (gate, up, down) if w is not None], products.numbers(x)
         if self.portable and all(portable.takes(w) for w in stacks):
-            return self._visits(x, ids, weights, stacks, activation)
+            return in_tiles(
+                lambda x, i, w: self._visits(x, i, w, stacks, activation), x, ids, weights
+            )
         self.without_kernel.add("experts")
-        return torch_experts.experts(products.numbers(x), ids, weights, gate, up, down, activation)
+        return torch_experts.experts(x, ids, weights, gate, up, down, activation)
 
-    @in_tiles(0, 1)
     def expert_layer(
         self,
         h: torch.Tensor,
@@ -291,10 +289,15 @@ class CudaOps(Ops):
         if layer is None:
             self.without_kernel.add("choice of experts")
             return super().expert_layer(h, x, e, following, scale)
-        end = Residual(e.post_attention, e.eps)
-        x, (dense, routed) = end.rows(h, x, [e.ffn_norm, e.expert_norm])
-        layer(x, dense, routed)
-        return layer.finish(x, following)
+        end, out = Residual(e.post_attention, e.eps), torch.empty_like(x)
+        to = None if following is None else rows.empty(len(x), x.shape[1], x.device)
+        for group in range(rows.groups(len(x))):
+            at = slice(group * rows.MOST, (group + 1) * rows.MOST)
+            y, (dense, routed) = end.rows(h[..., at, :].contiguous(), x[at],
+                                          [e.ffn_norm, e.expert_norm])  # fmt: skip
+            layer(y, dense, routed)
+            layer.finish(y, following, out[at], to and to.part(group, group + 1))
+        return out, to
 
     # ---- inside
 
@@ -321,14 +324,14 @@ class CudaOps(Ops):
         y = portable.visits(products.numbers(inner), flat, stacks[-1])
         return in_order(y.view(*ids.shape, -1) * weights[..., None])
 
-    def _gated(self, x: Any, gate: Any, up: Any, activation: Activation) -> Tile:
+    def _gated(self, x: Any, gate: Any, up: Any, activation: Activation) -> Value:
         """activation(gate x) * up x [T, I] for the next product."""
         if activation in (self.gelu_tanh, self.silu) and not self.portable:
             pair = self.pairs(gate, up)
             y = self._rows(x)
             fits = len(pair) == 1 and gate.rows % rows.BLOCK == 0
             if fits and isinstance(y, Rows) and pair[0].type:
-                return linear.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
+                return linear_wide.gate_up(y, pair[0], self._exchange, silu=activation == self.silu)
             if len(pair) == 1:
                 both = self._product(y, pair[0])
                 gates, ups = both.view(len(both), -1, 2, 16).unbind(2)
@@ -336,7 +339,7 @@ class CudaOps(Ops):
         both = self._products(x, [gate, up], [gate, up])
         return self._activated(both[:, : gate.rows], both[:, gate.rows :], activation)
 
-    def _activated(self, gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Tile:
+    def _activated(self, gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Value:
         """activation(gate) * by [T, I] for the next product."""
         name: elementwise.Activation = "gelu_tanh" if activation == self.gelu_tanh else "silu"
         assert name == "gelu_tanh" or activation == self.silu, activation
@@ -345,15 +348,14 @@ class CudaOps(Ops):
         form = elementwise.gated_rows if self._as_rows(gate) else elementwise.gated
         return form(gate, by, name)
 
-    def _rows(self, x: Tile) -> Tile:
+    def _rows(self, x: Value) -> Value:
         """Rows for products, where their width allows."""
         if isinstance(x, Rows) or not self._as_rows(x):
             return x
         return rows.pack_rows(x)
 
-    @in_tiles(0)
     def _products(
-        self, x: Tile, together: list[Any], wanted: list[Any], parts: bool = False
+        self, x: Value, together: list[Any], wanted: list[Any], parts: bool = False
     ) -> torch.Tensor:
         """x times `wanted` below each other; `together` are packed behind each other."""
         if any(isinstance(w, torch.Tensor) for w in wanted):
@@ -363,7 +365,7 @@ class CudaOps(Ops):
         if len(weights) == 1:
             return self._product(x, weights[0], parts)
         if len(weights) == 2 and isinstance(x, Rows) and all(w.type for w in weights):
-            return linear.linear_two(x, weights[0], weights[1], self._exchange)
+            return linear_wide.linear_two(x, weights[0], weights[1], self._exchange)
         return torch.cat([self._product(x, w) for w in weights], dim=1)
 
     def _as_rows(self, x: torch.Tensor) -> bool:
@@ -371,13 +373,13 @@ class CudaOps(Ops):
         width = x.shape[1]
         return not self.portable and width % rows.BLOCK == 0 and rows.fits(width)
 
-    def _product(self, x: Tile, weight: Weight, parts: bool = False) -> torch.Tensor:
-        """At most 16 rows x [T, K] times a matrix as it lies in memory -> [T, N]. `parts`: as of
-        `linear`."""
+    def _product(self, x: Value, weight: Weight, parts: bool = False) -> torch.Tensor:
+        """Rows x [T, K] times a matrix as it lies in memory -> [T, N]. `parts`: as of `linear`."""
         if isinstance(x, Rows) and weight.type:
             parts = parts and weight.rows % 4 == 0
-            return linear.linear(x, weight, self._exchange, parts=parts)
+            return linear_wide.linear(x, weight, self._exchange, parts=parts)
         if self.portable and portable.takes(weight):
-            return portable.linear(products.numbers(x), weight)
+            return in_tiles(lambda part: portable.linear(part, weight), products.numbers(x))
         self.without_kernel.add(f"linear ({weight.type or str(weight.data.dtype)[6:]})")
-        return products.product(x, weight, split=not self.portable)
+        split = not self.portable
+        return in_tiles(lambda part: products.product(part, weight, split=split), x)

@@ -21,7 +21,8 @@ from g4spec.gguf.replacing import clear, replacing
 from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
 
 MAGIC = b"g4spec-cubin-1\n"
-ELF = b"\x7fELF"
+STARTS = (b"\x7fELF", b"//")
+"""Of machine code, and of PTX."""
 
 
 def folder() -> Path:
@@ -53,7 +54,7 @@ def decode(data: bytes) -> Cubin | None:
         return None
     numbers = asdict(found.resources).values()
     texts = (found.arch, found.symbol, found.log)
-    if not all(isinstance(text, str) for text in texts) or not found.code.startswith(ELF):
+    if not all(isinstance(text, str) for text in texts) or not found.code.startswith(STARTS):
         return None
     return found if all(type(n) is int and n >= 0 for n in numbers) else None
 

@@ -47,7 +47,7 @@ class Kernel:
         self.name, self.device, self.resources = name, device, resources
         self._handle = handle
         self._sizes = _argument_sizes(handle)
-        self._pdl = torch.cuda.get_device_capability(device) >= (9, 0)
+        self._pdl = nvrtc.number(arch(device)) >= 90
         self._shared = nvrtc.STATIC_SHARED - resources.shared  # dynamic bytes allowed so far
         self._configs: dict[tuple[Grid, Grid, int, bool], Any] = {}
 
@@ -125,6 +125,7 @@ class Kernel:
         from cuda.bindings import driver
 
         limit = _core().Device(self.device).properties.max_shared_memory_per_block_optin
+        limit = min(limit, nvrtc.SHARED_LIMIT.get(arch(self.device), limit))
         if shared + self.resources.shared > limit:
             raise EnvironmentProblem(
                 f"{self.name}: shared memory of a block on cuda:{self.device}",
@@ -185,7 +186,12 @@ def module(file: str, names: Sequence[str], device: int | None = None) -> dict[s
 
 
 def arch(device: int | None = None) -> str:
-    """The architecture kernels are compiled for on a device."""
+    """The architecture whose kernels a device runs (`nvrtc.pretended`)."""
+    return nvrtc.pretended(own_arch(device))
+
+
+def own_arch(device: int | None = None) -> str:
+    """The architecture of a device."""
     return nvrtc.arch_of(*torch.cuda.get_device_capability(device))
 
 
@@ -194,7 +200,9 @@ def warm(units: Iterable[Unit], device: int | None = None) -> None:
     index = torch.cuda.current_device() if device is None else device
     assert not torch.cuda.is_current_stream_capturing(), "kernels are loaded before a capture"
     names = dict.fromkeys((unit.file, name) for unit in units for name in unit.names)
-    jobs = [Job(*pair, arch(index)) for pair in names if (index, *pair) not in _loaded]
+    target = arch(index)
+    target = target if target == own_arch(index) else nvrtc.virtual(target)
+    jobs = [Job(*pair, target) for pair in names if (index, *pair) not in _loaded]
     for job, cubin in zip(jobs, compile_all(jobs), strict=True):
         _loaded[index, job.file, job.name] = _load(job, cubin, index)
 
@@ -203,6 +211,24 @@ def _load(job: Job, cubin: nvrtc.Cubin, index: int) -> Kernel:
     core = _core()
     with torch.cuda.device(index):
         core.Device(index).set_current()
-        code = core.ObjectCode.from_cubin(cubin.code, name=job.file)
-        handle = code.get_kernel(cubin.symbol)
-        return Kernel(f"{job.file}: {job.name}", index, handle, cubin.resources)
+        ptx = job.arch.startswith("compute")
+        load = core.ObjectCode.from_ptx if ptx else core.ObjectCode.from_cubin
+        handle = load(cubin.code, name=job.file).get_kernel(cubin.symbol)
+        takes = _driver_resources(handle, index) if ptx else cubin.resources
+        return Kernel(f"{job.file}: {job.name}", index, handle, takes)
+
+
+def _driver_resources(handle: Any, index: int) -> nvrtc.Resources:
+    """What a kernel takes that the driver has compiled; spills are part of its stack."""
+    from cuda.bindings import driver
+
+    def of(name: str) -> int:
+        which = driver.CUfunction_attribute[f"CU_FUNC_ATTRIBUTE_{name}"]
+        status, value = driver.cuKernelGetAttribute(
+            which, driver.CUkernel(int(handle.handle)), driver.CUdevice(index)
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise EnvironmentProblem(f"the driver does not tell {name} of a kernel", found=status)
+        return int(value)
+
+    return nvrtc.Resources(of("NUM_REGS"), 0, of("LOCAL_SIZE_BYTES"), of("SHARED_SIZE_BYTES"))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported
+from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported, UsageError
 
 # What every kernel is compiled for in the tests. A cubin runs on its own architecture and on later
 # minor versions of the same major one; sm_90a has what Hopper has alone.
@@ -26,6 +26,8 @@ SHARED_LIMIT = {
     "sm_70": 98304, "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376,
     "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376, "sm_121": 101376,
 }  # fmt: skip
+PRETEND = "G4SPEC_CUDA_ARCH"
+"""Environment variable: the architecture whose kernels a newer GPU runs, to test them there."""
 TEGRA = ((7, 2), (8, 7), (10, 1))  # run cubins of their own alone (CUDA programming guide)
 STATIC_SHARED = 49152  # of which at most these are declared in the kernel
 
@@ -61,11 +63,11 @@ class Cubin:
     """A compiled kernel.
 
     Args:
-        arch: sm_XX.
+        arch: sm_XX, or compute_XX for PTX, of which the driver makes machine code.
         symbol: its name in the code.
-        resources: what it takes.
+        resources: what it takes; all 0 for PTX.
         log: the compiler's log.
-        code: the ELF image.
+        code: the ELF image, or PTX.
     """
 
     arch: str
@@ -83,12 +85,31 @@ def arch_of(major: int, minor: int) -> str:
             "CUDA kernels", expected="compute capability 7.0 (Volta) or newer",
             found=f"{major}.{minor}", fix="use --device cpu",
         )  # fmt: skip
-    runs = [a for a in ARCHS if major * 10 <= _number(a) <= major * 10 + minor]
+    runs = [a for a in ARCHS if major * 10 <= number(a) <= major * 10 + minor]
     return runs[-1] if runs and (major, minor) not in TEGRA else f"sm_{major}{minor}"
 
 
-def _number(arch: str) -> int:
-    """90 of sm_90a."""
+def pretended(arch: str) -> str:
+    """The architecture whose kernels a GPU of `arch` runs: its own, or what G4SPEC_CUDA_ARCH says.
+
+    Raises:
+        UsageError: that is none of `ARCHS`, or newer than the GPU, or has code that no newer one
+            runs (sm_90a).
+    """
+    asked = os.environ.get(PRETEND) or arch
+    older = [a for a in ARCHS if number(a) <= number(arch) and not a.endswith("a")]
+    if asked != arch and asked not in older:
+        raise UsageError(PRETEND, expected=f"one of {', '.join(older)}", found=asked)
+    return asked
+
+
+def virtual(arch: str) -> str:
+    """The name of an architecture's PTX: compute_86 for sm_86."""
+    return f"compute_{number(arch)}"
+
+
+def number(arch: str) -> int:
+    """Return 90 of sm_90a."""
     return int(re.sub(r"\D", "", arch))
 
 
@@ -192,7 +213,7 @@ def supported() -> tuple[int, ...]:
 
 def check_arch(arch: str) -> None:
     """Refuses an architecture that the installed NVRTC has no code for."""
-    if _number(arch) not in supported():
+    if number(arch) not in supported():
         raise EnvironmentProblem(
             f"NVRTC {'{}.{}'.format(*version())} cannot compile for {arch}",
             expected="one of " + ", ".join(f"sm_{n}" for n in supported()),
@@ -216,7 +237,7 @@ def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
     Args:
         sources: what `closure` found.
         name: name expression, for instance "norm<2>".
-        arch: sm_XX.
+        arch: sm_XX, or compute_XX for PTX.
 
     Raises:
         KernelCompileError: the compiler refused, or the file has no such kernel.
@@ -249,11 +270,13 @@ def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin
         )  # fmt: skip
     status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
     _check(status, f"{file}: {name}")
-    status, size = nvrtc.nvrtcGetCUBINSize(program)
-    _check(status, "nvrtcGetCUBINSize")
+    form = "PTX" if arch.startswith("compute") else "CUBIN"
+    status, size = getattr(nvrtc, f"nvrtcGet{form}Size")(program)
+    _check(status, f"nvrtcGet{form}Size")
     code = bytes(size)
-    _check(nvrtc.nvrtcGetCUBIN(program, code)[0], "nvrtcGetCUBIN")
-    return Cubin(arch, symbol.decode(), resources(said)[symbol.decode()], said, code)
+    _check(getattr(nvrtc, f"nvrtcGet{form}")(program, code)[0], f"nvrtcGet{form}")
+    takes = Resources(0, 0, 0, 0) if form == "PTX" else resources(said)[symbol.decode()]
+    return Cubin(arch, symbol.decode(), takes, said, code)
 
 
 def _check(status: Any, what: str) -> None:

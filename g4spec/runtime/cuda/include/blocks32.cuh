@@ -61,6 +61,60 @@ struct Blocks32 {
     }
   }
 
+  template <int NT, int G>
+  static DEVICE void add_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act, int warp,
+                                int lane) {
+    constexpr int GROUP_BYTES = In<Blocks32>::ROWS * NT;
+    const int t = lane % 4;
+    const uint4* codes = (const uint4*)unit + warp * K + lane;
+    const u32* upper = (const u32*)(unit + CODES) + warp * K + lane;
+    const uint2* d = (const uint2*)(unit + CODES + UPPER) + warp * 8 + lane / 4;
+    const uint2* m = (const uint2*)(unit + CODES + UPPER + PLANE) + warp * 8 + lane / 4;
+#pragma unroll 2
+    for (int k32 = 0; k32 < K / 32; ++k32) {
+      const int k64 = k32 / 2, h = k32 % 2;
+      const uint2 scales = d[k32 * 32];
+      uint2 least;
+      if constexpr (MINIMUM) least = m[k32 * 32];
+      u32 a[2][2][4];  // [tile][step]
+      float2 s[2], low[2];
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile) {
+        const uint4 w = codes[tile * (K / 2) + k64 * 32];
+        from_nibbles(a[tile][0], h ? w.z : w.x);
+        from_nibbles(a[tile][1], h ? w.w : w.y);
+        if constexpr (BITS == 5) {
+          const u32 fifths = upper[tile * (K / 2) + k64 * 32];
+          add_fifths(a[tile][0], fifths, h * 2);
+          add_fifths(a[tile][1], fifths, h * 2 + 1);
+        }
+        s[tile] = halves(tile ? scales.y : scales.x, 1.0f, 0.0625f);
+        if constexpr (MINIMUM)
+          low[tile] = halves(tile ? least.y : least.x, -1.0f / 1024, -1.0f / 1024);
+      }
+#pragma unroll
+      for (int g = 0; g < G; ++g) {
+        in_turn();
+        const auto rows = activations<NT>(act + g * GROUP_BYTES, k64);
+        u32 b[2][NT][2];
+        rows.fragments(b, h, lane);
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) {
+          const float2 n = rows.sums32(h, nt, t);
+#pragma unroll
+          for (int tile = 0; tile < 2; ++tile) {
+            float c[4] = {n.x * LOW, n.y * LOW, n.x * HIGH, n.y * HIGH};
+            mma_f16(c, a[tile][0], b[0][nt][0], b[0][nt][1], c);
+            mma_f16(c, a[tile][1], b[1][nt][0], b[1][nt][1], c);
+            fold(acc[g][tile][nt], c, s[tile].x, s[tile].y);
+            if constexpr (MINIMUM)
+              fold(acc[g][tile][nt], {n.x, n.y, n.x, n.y}, low[tile].x, low[tile].y);
+          }
+        }
+      }
+    }
+  }
+
   static DEVICE float2 halves(u32 pair, float low, float high) {
     return {low * from_half((u16)pair), high * from_half((u16)(pair >> 16))};
   }

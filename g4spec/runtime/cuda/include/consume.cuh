@@ -6,6 +6,9 @@
 // with the group's first unit adds those that follow, in order of K, and writes the result; the copy
 // warp brings them like further stages. Which CTA does what depends on the matrix alone, never on
 // the number of rows, so a row's bits do not depend on the rows beside it.
+//
+// With G > 1 a CTA multiplies G groups of 16 rows with the same weights, each as if it were alone: what
+// is left of a sum, and what teams exchange, goes group by group.
 #pragma once
 #include "product.cuh"
 
@@ -16,12 +19,13 @@ DEVICE void consumers_sync() { meet<1, 32 * CONSUMERS>(); }
 
 struct Work {
   const u8* weights;       // [groups of 128][units][In<F>::WHOLE]
-  const u8* rows;          // [units][In<F>::ROWS * NT]
-  const float* row_scale;  // [16] or null
-  float* partial;          // [CTAs][2 * NT * 4][threads of a group]
+  const u8* rows;          // [G][units][In<F>::ROWS * NT]
+  const float* row_scale;  // [16 G] or null
+  float* partial;          // [CTAs][G][2 * NT * 4][threads of a group]
   u32* arrived;            // [groups], zero before and after
   int units, groups, run;  // units of K, groups of ROWS, units a CTA
   int slices;              // of each group, or 0: equal runs
+  int row_groups = 1;      // that there are, at most G
 };
 
 // Units of a CTA, computed before it waits for other kernels: divisions take long.
@@ -62,6 +66,8 @@ struct Plain {
   float* y;  // [T, N], rows of y `stride` apart
   int n_rows, stride, tokens;
 
+  DEVICE Plain of(int g) const { return {y + (i64)g * 16 * stride, n_rows, stride, tokens - 16 * g}; }
+
   template <int NT, int ROWS>
   DEVICE void write(const Acc<NT>& acc, int group, const Scales<NT>& scales, u8*, float*,
                     int warp, int lane) const {
@@ -87,9 +93,13 @@ struct Plain {
 struct Gated {
   static constexpr bool SUMS = true;
   static constexpr float STORED = 1.0f / 64;  // of the value, as half; the row scale is 64
-  u8* y;  // [channels / 64][ACT_BYTES * NT]
+  u8* y;  // [G][channels / 64][ACT_BYTES * NT]
   int channels, tokens;
   bool silu;
+
+  DEVICE Gated of(int g) const {
+    return {y + (i64)g * (channels / 64) * (2 * ACT_BYTES), channels, tokens - 16 * g, silu};
+  }
 
   DEVICE float activated(float x) const { return times_sigmoid(x, silu ? x : gelu_inner(x)); }
 
@@ -119,7 +129,7 @@ struct Gated {
       sum += __shfl_xor_sync(FULL, sum, 1);
       sum += __shfl_xor_sync(FULL, sum, 2);
       if (t == 0) sums[warp * 8 * NT + nt * 8 + g] = sum;
-      if (k16 * 16 >= channels) continue;
+      if (k16 * 16 >= channels || tokens <= 0) continue;
       const int at = NT == 1 ? ((s / 2) * 32 + lane) * 8 + (s % 2) * 4
                              : (s * 32 + lane) * 8 + nt * 4;
       *(uint2*)((u16*)block + at) = v;
@@ -130,7 +140,7 @@ struct Gated {
   template <int NT, int ROWS>
   DEVICE void write_sums(int group, const float* sums, int warp, int lane) const {
     const int k16 = group * (ROWS / 32) + warp;
-    if (warp % 4 || lane >= 8 * NT || k16 * 16 >= channels) return;
+    if (warp % 4 || lane >= 8 * NT || k16 * 16 >= channels || tokens <= 0) return;
     u8* block = y + (i64)(k16 / 4) * ACT_BYTES * NT;
     const float* of = sums + warp * 8 * NT + lane;
     const float a = of[0], b = of[8 * NT], c = of[16 * NT], d = of[24 * NT];
@@ -140,16 +150,16 @@ struct Gated {
   }
 };
 
-// Bytes a CTA leaves of a group that it does not finish.
+// Bytes a CTA leaves of a group that it does not finish, for each group of rows.
 template <int NT, int ROWS>
 constexpr int LEFT = ROWS * 8 * NT * 4;
 
 // Stages in shared memory: weights, then activations.
-template <class F, int NT, int ROWS>
+template <class F, int NT, int ROWS, int G = 1>
 struct Stage {
   static constexpr int WEIGHTS = F::UNIT_BYTES * (ROWS / GROUP);
-  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;
-  static constexpr int FILL = WEIGHTS + ROWS_BYTES;
+  static constexpr int ROWS_BYTES = In<F>::ROWS * NT;  // of a group of rows
+  static constexpr int FILL = WEIGHTS + ROWS_BYTES * G;
   static constexpr int BYTES = FILL > LEFT<NT, ROWS> ? FILL : LEFT<NT, ROWS>;
   static constexpr int TEAMS = CONSUMERS * 32 / ROWS;
   // of a warp: factors of a unit, the sums of a team, or an epilogue's
@@ -166,12 +176,16 @@ DEVICE int last_contributor(const Work& w, const Run& run, int group) {
   return (to - 1) / w.run;
 }
 
-template <int NT, int ROWS>
-DEVICE void leave(const Work& w, const Acc<NT>& acc, int group, int cta, bool owner, int thread) {
+template <int NT, int ROWS, int G>
+DEVICE void leave(const Work& w, const Acc<NT> (&acc)[G], int group, int cta, bool owner,
+                  int thread) {
   if (owner) {
-    float* to = w.partial + (i64)cta * ROWS * 8 * NT + thread;
+    float* to = w.partial + (i64)cta * ROWS * 8 * NT * G + thread;
 #pragma unroll
-    for (int i = 0; i < 8 * NT; ++i) __stcg(to + i * ROWS, acc[i / (4 * NT)][i / 4 % NT][i % 4]);
+    for (int g = 0; g < G; ++g)
+#pragma unroll
+      for (int i = 0; i < 8 * NT; ++i)
+        __stcg(to + (g * 8 * NT + i) * ROWS, acc[g][i / (4 * NT)][i / 4 % NT][i % 4]);
   }
   copy_engine_fence();
   consumers_sync();
@@ -206,67 +220,94 @@ struct Ring {
   }
 };
 
-template <class F, int NT, int ROWS, int STAGES>
-using RingOf = Ring<STAGES, Stage<F, NT, ROWS>::BYTES, Stage<F, NT, ROWS>::TEAMS>;
+template <class F, int NT, int ROWS, int STAGES, int G = 1>
+using RingOf = Ring<STAGES, Stage<F, NT, ROWS, G>::BYTES, Stage<F, NT, ROWS, G>::TEAMS>;
 
-// The consumers' side. `mine`: scratch of this warp, SCRATCH bytes from that of the next one.
-template <class F, int NT, int ROWS, int STAGES, int SCRATCH, class Out>
-DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES> ring,
+// acc of the first team += that of the second, by way of `mine`: scratch of this warp, SCRATCH bytes
+// from that of the next one. All consumers come here.
+template <int NT, int WARPS, int SCRATCH>
+DEVICE void join_teams(Acc<NT>& acc, u8* mine, int team, int lane) {
+  float* slot = (float*)mine + lane;
+  if (team) {
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8 * NT; ++j) slot[j * 32] = acc[j / (4 * NT)][j / 4 % NT][j % 4];
+  }
+  consumers_sync();
+  if (team == 0) {
+#pragma unroll
+    for (int j = 0; j < 8 * NT; ++j)
+      acc[j / (4 * NT)][j / 4 % NT][j % 4] += slot[WARPS * SCRATCH / 4 + j * 32];
+  }
+}
+
+// The consumers' side. `mine`: as of `join_teams`.
+template <class F, int NT, int ROWS, int STAGES, int SCRATCH, int G = 1, class Out>
+DEVICE void consume(const Work& w, const Out& out, RingOf<F, NT, ROWS, STAGES, G> ring,
                     u8* mine, float* sums, const Run& run) {
-  using S = Stage<F, NT, ROWS>;
+  using S = Stage<F, NT, ROWS, G>;
   constexpr int WARPS = ROWS / 32, TEAMS = S::TEAMS;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int team = TEAMS > 1 ? warp / WARPS : 0, part = TEAMS > 1 ? warp % WARPS : warp;
-  const Scales<NT> scales(w.row_scale, out.tokens, lane);
+  const Scales<NT> scales(w.row_scale, out.tokens, lane);  // of the first group of rows
   const typename F::template Lane<NT> of(mine, part, lane);
   ring.to(team);
   int own = run.begin + team;  // the team's next unit
   for (int u = run.begin, group = run.group; u < run.end; ++group) {
     const bool first = u == group * w.units;
     const int until = min((group + 1) * w.units, run.end);
-    Acc<NT> acc = {};
+    Acc<NT> acc[G] = {};
     for (; own < until; own += TEAMS) {
       ring.wait();
-      of.multiply(acc, ring.slot, ring.slot + S::WEIGHTS);
+      if constexpr (G == 1)
+        of.multiply(acc[0], ring.slot, ring.slot + S::WEIGHTS);
+      else
+        of.template multiply_groups<G>(acc, ring.slot, ring.slot + S::WEIGHTS);
       ring.leave();
       ring.next();
     }
     u = until;
     if constexpr (TEAMS > 1) {
-      float* slot = (float*)mine + lane;
-      if (team) {
-        __syncwarp();
 #pragma unroll
-        for (int j = 0; j < 8 * NT; ++j) slot[j * 32] = acc[j / (4 * NT)][j / 4 % NT][j % 4];
-      }
-      consumers_sync();
-      if (team == 0) {
-#pragma unroll
-        for (int j = 0; j < 8 * NT; ++j)
-          acc[j / (4 * NT)][j / 4 % NT][j % 4] += slot[WARPS * SCRATCH / 4 + j * 32];
+      for (int g = 0; g < G; ++g) {
+        if (g) consumers_sync();  // what came before has been read
+        join_teams<NT, WARPS, SCRATCH>(acc[g], mine, team, lane);
       }
     }
     const bool owner = team == 0;
     if (!first && !w.slices) {
-      leave<NT, ROWS>(w, acc, group, run.cta, owner, part * 32 + lane);
+      leave<NT, ROWS, G>(w, acc, group, run.cta, owner, part * 32 + lane);
       continue;
     }
     if (owner && u == run.end) {  // what the CTAs after this one have left, in order of K
       const int last = last_contributor(w, run, group) - run.cta;
-      for (int c = 0; c < last; ++c) {
-        ring.to(run.end - run.begin + c);
-        ring.wait();
-        const float* from = (const float*)ring.slot + part * 32 + lane;
+      for (int c = 0; c < last; ++c)
 #pragma unroll
-        for (int j = 0; j < 8 * NT; ++j) acc[j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
-        ring.leave();
-      }
+        for (int g = 0; g < G; ++g) {
+          ring.to(run.end - run.begin + c * G + g);
+          ring.wait();
+          const float* from = (const float*)ring.slot + part * 32 + lane;
+#pragma unroll
+          for (int j = 0; j < 8 * NT; ++j) acc[g][j / (4 * NT)][j / 4 % NT][j % 4] += from[j * ROWS];
+          ring.leave();
+        }
     }
-    if (owner) out.template write<NT, ROWS>(acc, group, scales, mine, sums, part, lane);
-    if (TEAMS > 1 || Out::SUMS) consumers_sync();  // what the teams exchanged has been read
-    if constexpr (Out::SUMS) {
-      if (owner) out.template write_sums<NT, ROWS>(group, sums, part, lane);
-      consumers_sync();
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+      const Out to = G == 1 ? out : out.of(g);
+      if (owner) {
+        if constexpr (G == 1)
+          to.template write<NT, ROWS>(acc[g], group, scales, mine, sums, part, lane);
+        else
+          to.template write<NT, ROWS>(
+              acc[g], group, Scales<NT>(w.row_scale ? w.row_scale + 16 * g : nullptr, to.tokens, lane),
+              mine, sums, part, lane);
+      }
+      if (TEAMS > 1 || Out::SUMS) consumers_sync();  // what the teams exchanged has been read
+      if constexpr (Out::SUMS) {
+        if (owner) to.template write_sums<NT, ROWS>(group, sums, part, lane);
+        consumers_sync();
+      }
     }
   }
 }

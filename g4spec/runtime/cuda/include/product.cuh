@@ -5,7 +5,8 @@
 // `F::Lane<NT>` adds weights [32 x F::UNIT] times rows [F::UNIT x 8 NT] to its sums; it keeps where a
 // lane reads and writes, which no unit changes. What is needed of a unit's header is unpacked into
 // F::SCRATCH bytes of shared memory a warp, while the first operands come. Between two units the
-// warp meets.
+// warp meets. `multiply_groups` does the same for G groups of 8 NT rows: what it makes of weights
+// serves all of them, and each sum is added up in the order of `multiply`.
 // Integer codes go into the tensor cores as bit patterns of halves, without a conversion. With
 // nothing added (Q4_K, Q5_K, Q6_K) these are subnormal numbers, code * 2^-24, which tensor cores
 // multiply exactly; the scales make up for the factor. Others are 1024 + code; the accumulator starts
@@ -60,6 +61,28 @@ struct KOperands {
     for (int h = 0; h < 2; ++h) fragments_of<NT>(b[h], rows, k64, h);
   }
 };
+
+// The same of weights alone, for products of several groups of rows.
+template <class Upper, bool HAS_UPPER = true>
+struct KWeights {
+  uint4 w[2];
+  Upper upper[2];
+
+  DEVICE KWeights(const u8* codes, const u8* uppers, int k64) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      w[tile] = ((const uint4*)codes)[tile * 128 + k64 * 32];
+      if constexpr (HAS_UPPER) upper[tile] = ((const Upper*)uppers)[tile * 128 + k64 * 32];
+    }
+  }
+};
+
+// Between groups of rows: what comes later is not asked for yet, or registers are spilled for it.
+DEVICE void in_turn() {
+#ifndef __CUDA_ARCH_FEAT_SM90_ALL
+  __syncwarp();
+#endif
+}
 
 // Activations of one k64 in shared memory.
 template <int NT>
@@ -133,5 +156,9 @@ struct PlainLane {
       : unit_at(now(warp / 4 * F::UNIT_BYTES)), warp(warp % 4), lane(lane) {}
   DEVICE void multiply(Acc<NT>& acc, const u8* unit, const u8* act) const {
     F::template add<NT>(acc, unit + unit_at, act, warp, lane);
+  }
+  template <int G>
+  DEVICE void multiply_groups(Acc<NT> (&acc)[G], const u8* unit, const u8* act) const {
+    F::template add_groups<NT, G>(acc, unit + unit_at, act, warp, lane);
   }
 };

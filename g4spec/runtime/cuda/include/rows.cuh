@@ -12,15 +12,20 @@ constexpr int BYTE_SCALES = 2048, BYTE_ROWS = BYTE_SCALES + 32;
 
 DEVICE int tiles_of(int rows) { return rows <= 8 ? 1 : 2; }
 
-// More than 16 rows come in groups of 16, [blocks of 64 columns] each, one behind the other. Row m of
-// `count` is row `row` of its group, which has so many rows, in so many tiles of 8.
+// More than 16 rows come in groups of 16, [blocks of 64 columns] each, one behind the other, all in two
+// tiles. Row m of `rows` is row `row` of its group, which has `count` rows.
 struct RowGroup {
   int index, row, count, tiles;
 
   DEVICE RowGroup(int m, int rows) {
     index = m / 16, row = m % 16;
     count = rows - index * 16 < 16 ? rows - index * 16 : 16;
-    tiles = tiles_of(count);
+    tiles = tiles_of(rows);
+  }
+  DEVICE RowGroup with(int other) const {
+    RowGroup g = *this;
+    g.row = other;
+    return g;
   }
   // Where block `i` of the group begins; `blocks` of them are a row. Groups in front have two tiles.
   DEVICE u8* block(u8* rows, int blocks, int i) const {
@@ -79,6 +84,10 @@ struct RowPlace {
   SumPlace sums;
 
   RowPlace() = default;
+  // Of a row among more than 16, in blocks of `width` values.
+  DEVICE RowPlace(const RowGroup& own, u32 width, u32 i) : RowPlace(own.tiles, own.row, i) {
+    block = now(block + own.index * (width / 64 * (2 * ACT_BYTES)));
+  }
   DEVICE RowPlace(u32 tiles, u32 m, u32 i) {
     const u32 k16 = i / 4 % 4, lane = m % 8 * 4 + i % 4;
     quad = now(i % 16);

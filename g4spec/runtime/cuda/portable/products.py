@@ -10,19 +10,17 @@ import torch.nn.functional as F
 
 from g4spec.ops.simple import pad_rows
 from g4spec.runtime.cuda.step import packed_rows as rows_of
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, RowTiles
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
 from g4spec.runtime.cuda.weights.dequant import Weight, plain
 
 LARGEST = 512.0
 """Rows in half precision are divided by a power of two that brings their values below this."""
 
 
-def numbers(x: torch.Tensor | Rows | RowTiles) -> torch.Tensor:
+def numbers(x: torch.Tensor | Rows) -> torch.Tensor:
     """Rows as float32 [T, K]."""
     if isinstance(x, torch.Tensor):
         return x
-    if isinstance(x, RowTiles):
-        return torch.cat([numbers(part) for part in x.parts])
     y = rows_of.unpack(x)[0][: len(x)].float()
     return y if x.scale is None else y * x.scale[: len(x), None]
 

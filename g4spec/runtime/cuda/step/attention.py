@@ -21,7 +21,7 @@ from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS, TURNING, Kind, shares
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS
-from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles, empty_tiles
+from g4spec.runtime.cuda.step.packed_rows import Rows, empty
 
 MAX_ROWS = 16
 """Tokens of a sequence in a step."""
@@ -179,7 +179,7 @@ class Attended:
     """What rows saw. `values`: [T, n_head * D] float32; `rows`: the same as a product reads it."""
 
     values: torch.Tensor
-    rows: Rows | RowTiles
+    rows: Rows
 
 
 def attend(
@@ -276,13 +276,13 @@ def _combine(
     count, group = len(first), rows // tokens
     width = n_kv * group * head_dim
     out = torch.empty(count, width, device=sums.device)
-    data, packed = empty_tiles(count, width, sums.device)
+    packed = empty(count, width, sums.device)
     warps = 8 if chunks.growing and count <= 4 else 1
     kernel = launch.kernel("attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>",
                            sums.device.index)  # fmt: skip
     sizes = (count, tokens, n_kv, group, room, chunks.shift, chunks.growing)
     kernel(
-        -(-width // 64 * count * warps // 8), 256, sums, tops, first, last, out, data,
+        -(-width // 64 * count * warps // 8), 256, sums, tops, first, last, out, packed.data,
         *map(np.int32, sizes),
     )  # fmt: skip
     return Attended(out, packed)

@@ -18,7 +18,7 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.cuda_kv_size import TILE
 from g4spec.runtime.cuda.cache.heads import NORM_V, Heads
 from g4spec.runtime.cuda.step.attention import TENSOR_ARCHS, Chunks, Shape
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, RowTiles, empty_tiles
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, empty
 
 HEAD_DIM, GROUP = 256, 2
 TOKENS, FOURS = 4, (1, 2)
@@ -69,7 +69,7 @@ def attend(
     scale: float,
     arrived: torch.Tensor,
     at_once: int,
-) -> Rows | RowTiles:
+) -> Rows:
     """softmax(scale * q k) v over positions first[t] .. last[t] in the slot of each row, after the
     rows' own keys and values have gone to `kv`.
 
@@ -88,7 +88,7 @@ def attend(
     assert 1 <= tokens <= MOST and not kv.paged, batch.sizes
     tiles, chunks, blocks = _tiles(kv), _chunks(kv), -(-tokens // TOKENS)
     assert len(arrived) >= sequences * blocks * h.n_kv
-    data, y = empty_tiles(count, h.n_q * HEAD_DIM, q.y.device)
+    y = empty(count, h.n_q * HEAD_DIM, q.y.device)
     fours = min(blocks, max(FOURS))
     room = chunks * -(-blocks // fours) * fours * h.n_kv * GROUP * TOKENS
     sums = torch.empty(sequences, room, HEAD_DIM, device=q.y.device)
@@ -97,7 +97,7 @@ def attend(
     launch.kernel("attention_window.cu", instance(tiles, slices, fours), q.y.device.index)(
         (h.n_kv, blocks * sequences, turns), 512,
         q.y, h.q_norm, h.k_norm, h.freqs, batch.positions, batch.slots, first, last,
-        *kv.planes, sums, tops, arrived, data,
+        *kv.planes, sums, tops, arrived, y.data,
         *map(np.int32, (tokens, room, NORM_V * h.v_norm, kv.capacity)),
         np.float32(h.eps), np.float32(scale), shared=_shared(tiles, fours),
     )  # fmt: skip

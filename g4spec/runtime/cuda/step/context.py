@@ -13,7 +13,7 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.cache.heads import HEAD_DIMS, HEADS, NORM_V, Heads
-from g4spec.runtime.cuda.step import linear
+from g4spec.runtime.cuda.step import linear_wide
 from g4spec.runtime.cuda.step.linear import Exchange
 from g4spec.runtime.cuda.step.packed_rows import Rows
 from g4spec.runtime.cuda.weights.dequant import Weight
@@ -40,9 +40,9 @@ class Context:
     def __call__(
         self, x: Rows, positions: torch.Tensor, slots: torch.Tensor, by: Exchange
     ) -> None:
-        """Append the keys and values of rows x [T, H], T <= 16, at `positions` [T] of `slots` [T]
+        """Append the keys and values of rows x [T, H] at `positions` [T] of `slots` [T]
         (as in `Heads`)."""
-        h, y = self.heads, linear.linear(x, self.weight, by)
+        h, y = self.heads, linear_wide.linear(x, self.weight, by)
         launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
             (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)), 32 * HEADS,
             y, self.layers, h.freqs, positions, slots,

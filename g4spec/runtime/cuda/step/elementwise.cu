@@ -12,14 +12,14 @@ DEVICE float activated(float x) {
 }
 
 // activation(gate) * by: row m of each at m * its stride. As rows times 1/64 (their scale is 64) in
-// a grid [quads / block, 8 * tiles], or as floats [rows, width] in a grid [.., rows].
+// a grid [quads / block, rows of all tiles], or as floats [rows, width] in a grid [.., rows].
 template <int ACTIVATION, int AS_ROWS>
 __global__ void gated(const float* gate, i64 gate_stride, const float* by, i64 by_stride, void* out,
                       int rows, int width) {
   grid_launch();
   const int i = blockIdx.x * blockDim.x + threadIdx.x, row = blockIdx.y;
   const bool valid = i < width / 4;
-  const RowPlace place(tiles_of(rows), row, i);
+  const RowPlace place(RowGroup(row, rows), width, i);
   grid_wait();
   float4 v = {};
   if (valid && row < rows) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from g4spec.core import Batch, Reach
 from g4spec.ops.reference import Spans
 from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
-from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, address, tiles
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows, address
 from g4spec.runtime.cuda.step.packed_rows import empty as empty_rows
 
 Activation = Literal["gelu_tanh", "silu"]
@@ -30,23 +31,23 @@ MOST_REACHES = 4
 
 
 @functools.cache
-def gated_scale(device: torch.device) -> torch.Tensor:
-    """`GATED_SCALE` for each of 16 rows."""
-    return torch.full((MOST,), GATED_SCALE, dtype=torch.float32, device=device)
+def gated_scale(device: torch.device, groups: int = 1) -> torch.Tensor:
+    """`GATED_SCALE` for each row of groups of 16."""
+    return torch.full((MOST * groups,), GATED_SCALE, dtype=torch.float32, device=device)
 
 
 def gated_rows(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> Rows:
-    """activation(gate) * by as rows. Both float32 [T, I], T <= 16, of any distance between rows:
-    parts of one product, or one layer's of the per-layer inputs."""
+    """activation(gate) * by as rows. Both float32 [T, I], of any distance between rows: parts of
+    one product, or one layer's of the per-layer inputs."""
     out = empty_rows(len(gate), gate.shape[1], gate.device)
-    _gated(gate, by, activation, out.data, as_rows=True)
-    return Rows(out.data, out.count, out.width, gated_scale(gate.device))
+    _gated(gate, by, activation, out.data, padded=out.padded)
+    return replace(out, scale=gated_scale(gate.device, out.groups))
 
 
 def gated(gate: torch.Tensor, by: torch.Tensor, activation: Activation) -> torch.Tensor:
     """activation(gate) * by, float32 [T, I]; any T."""
     out = torch.empty(gate.shape, dtype=torch.float32, device=gate.device)
-    _gated(gate, by, activation, out, as_rows=False)
+    _gated(gate, by, activation, out)
     return out
 
 
@@ -55,13 +56,13 @@ def _gated(
     by: torch.Tensor,
     activation: Activation,
     out: torch.Tensor,
-    *,
-    as_rows: bool,
+    padded: int = 0,
 ) -> None:
+    """Launch `gated`. `padded`: rows of `out` where it is as a product reads it, else 0."""
     (count, width) = gate.shape
     assert by.shape == gate.shape and width % 4 == 0, (gate.shape, by.shape)
-    grid = (-(-width // (4 * THREADS)), 8 * tiles(count) if as_rows else count)
-    name = f"gated<{ACTIVATIONS.index(activation)}, {int(as_rows)}>"
+    grid = (-(-width // (4 * THREADS)), padded or count)
+    name = f"gated<{ACTIVATIONS.index(activation)}, {int(padded > 0)}>"
     launch.kernel("elementwise.cu", name)(
         grid, THREADS, address(gate), np.int64(gate.stride(0)), address(by),
         np.int64(by.stride(0)), out, np.int32(count), np.int32(width),

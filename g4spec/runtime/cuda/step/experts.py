@@ -159,26 +159,23 @@ class Experts:
         )  # fmt: skip
 
     def finish(
-        self, x: torch.Tensor, following: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Rows | None]:
+        self, x: torch.Tensor, following: torch.Tensor | None, out: torch.Tensor, to: Rows | None
+    ) -> None:
         """The end of the layer, after `__call__`.
 
         Args:
             x: as before. following: weight [H] of the next layer's norm, or None.
-
-        Returns:
-            The new residual [T, H], and its norm as rows (None without `following`).
+            out: [T, H], where the new residual goes. to: where its norm goes, or None without
+                `following`.
         """
         b, (count, width) = self.buffers, x.shape
-        out = torch.empty_like(x)
-        to = None if following is None else rows.empty(count, width, x.device)
         launch.kernel("experts_finish.cu", finish_instance(self.shape))(
             count if to is None else 8 * to.tiles, 32 * rows.shape(width)[0],
             b.y, b.dense, x, self.norm_experts, self.norm_dense, self.norm, following, self.scale,
             out, None if to is None else to.data, b.arrived,
-            *map(np.int32, (len(b.arrived), count, width)), np.float32(self.eps),
+            *map(np.int32, (len(b.arrived), count, to.tiles if to else 0, width)),
+            np.float32(self.eps),
         )  # fmt: skip
-        return out, to
 
 
 THREADS = 32 * (4 * TEAMS + 2)

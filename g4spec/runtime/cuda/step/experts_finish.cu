@@ -36,12 +36,13 @@ struct Part {
 
 // y [rows, K, width]: what experts give, weighted; dense [rows, width]. Weights of norms [width]:
 // of the experts' sum, of the dense branch, of both together, of the next layer (null: `to` is not
-// written). `out` [rows, width]. `arrived` [counters] is zeroed. Grid: rows, those that fill a tile included.
+// written). `out` [rows, width]. `arrived` [counters] is zeroed. Grid: rows, those that
+// fill `tiles` tiles included.
 template <int WARPS, int V, int K>
 __global__ __launch_bounds__(32 * WARPS) void finish(
     const float* y, const float* dense, const float* x, const float* experts_norm,
     const float* dense_norm, const float* norm, const float* next_norm, const float* scale,
-    float* out, u8* to, u32* arrived, int counters, int rows,
+    float* out, u8* to, u32* arrived, int counters, int rows, int tiles,
     int width, float eps) {
   using P = Part<WARPS, V>;
   grid_launch();
@@ -84,6 +85,6 @@ __global__ __launch_bounds__(32 * WARPS) void finish(
   if (!next_norm) return;
 #pragma unroll
   for (int j = 0; j < V; ++j)
-    RowPlace(tiles_of(rows), row, P::at(j))
+    RowPlace(tiles, row, P::at(j))
         .store(to, mul4(mul4(result.v[j], r), next.v[j]), P::at(j) < n4);
 }

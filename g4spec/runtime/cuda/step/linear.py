@@ -1,4 +1,5 @@
-"""Products of at most 16 rows with a packed matrix, on tensor cores: see linear.cu.
+"""Products of at most 16 rows with a packed matrix, on tensor cores: see linear.cu. Of more rows:
+`linear_wide`.
 
 How a matrix is cut depends on the matrix and the GPU, never on the number of rows.
 """
@@ -35,6 +36,8 @@ MOST_STAGES = {128: 8, 256: 5}
 """In shared memory, by the rows of a stage."""
 MOST_SLICES, FEW_SLICES = 8, 2
 """Partial sums that a reader adds; beyond few, it takes long to read them."""
+MOST_GROUPS = 4
+"""Of 16 rows that are multiplied at once: 8 at once took longer than twice 4."""
 HUGE = 1024
 """Groups from which on stages of Q6_K hold 256 rows."""
 
@@ -47,6 +50,7 @@ class Cut:
         type, unit: quant type, and columns of a unit.
         tiles: of 8 rows of activations. rows: of weights in a stage. stages: in shared memory.
         upper: only the upper two bits of the codes are read, and activations are bytes.
+        groups: of 16 rows of activations that are multiplied at once (linear_wide.cu).
     """
 
     type: str
@@ -55,6 +59,7 @@ class Cut:
     rows: int
     stages: int
     upper: bool = False
+    groups: int = 1
 
     @property
     def format(self) -> str:
@@ -62,6 +67,8 @@ class Cut:
         return packing.format_name(self.type, self.unit) + "Upper" * self.upper
 
     def name(self, kind: str) -> str:
+        if self.groups > 1:
+            return f"{kind}_wide<{self.format}, {self.groups}, {self.rows}, {self.stages}>"
         return f"{kind}<{self.format}, {self.tiles}, {self.rows}, {self.stages}>"
 
     @property
@@ -78,7 +85,7 @@ class Cut:
     def stage(self) -> int:
         """Bytes of a unit: weights and activations."""
         rows = UPPER_ROWS if self.upper else self.unit // BLOCK * BLOCK_BYTES
-        return self.weights + rows * self.tiles
+        return self.weights + rows * self.tiles * self.groups
 
     @property
     def weights(self) -> int:
@@ -119,12 +126,13 @@ class Exchange:
     """Where CTAs that share a group of rows leave their sums; kernels take turns with it.
 
     Attributes:
-        partial: float32. arrived: counters, zero between kernels.
+        partial: float32, for so many `groups` of 16 rows. arrived: counters, zero between kernels.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, groups: int = MOST_GROUPS) -> None:
         self.count = torch.cuda.get_device_properties(device).multi_processor_count
-        self.partial = torch.empty(self.count * 16 * 256, dtype=torch.float32, device=device)
+        room = self.count * groups * 16 * 256
+        self.partial = torch.empty(room, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(1 << 14, dtype=torch.int32, device=device)
 
 
@@ -134,7 +142,7 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
     Args:
         parts: the result may come as sums [S, T, N] of parts of K, to be added in order.
     """
-    how, n = _parts(x, weight, by.count, MOST_SLICES if parts else 1)
+    how, n = parts_of(x, weight, by.count, MOST_SLICES if parts else 1)
     y = torch.empty(max(n, 1), len(x), weight.rows, dtype=torch.float32, device=x.data.device)
     _run("linear", how, n, x, weight, by, y, weight.rows, n)
     return y if n > 1 else y[0]
@@ -145,7 +153,7 @@ def linear_upper(x: Rows, weight: Weight, by: Exchange) -> torch.Tensor:
     of its codes only the upper two bits are read."""
     assert weight.type == "q6_k" and x.data.shape[1] == UPPER_ROWS * x.tiles, (weight, x)
     y = torch.empty(len(x), weight.rows, dtype=torch.float32, device=x.data.device)
-    _run("linear", _cut(x, weight, upper=True), 0, x, weight, by, y, weight.rows, 0)
+    _run("linear", cut_of(x, weight, upper=True), 0, x, weight, by, y, weight.rows, 0)
     return y
 
 
@@ -154,7 +162,7 @@ def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Row
     as rows."""
     channels = weight.rows // 2
     y = empty(len(x), channels, x.data.device)
-    _run("gate_up", _cut(x, weight), 0, x, weight, by, y.data, channels, silu)
+    _run("gate_up", cut_of(x, weight), 0, x, weight, by, y.data, channels, silu)
     return Rows(y.data, y.count, y.width, gated_scale(x.data.device))
 
 
@@ -162,11 +170,8 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     """x [T, K] times two packed matrices of different types -> float32 [T, N1 + N2], in one
     launch."""
     y = torch.empty(len(x), first.rows + second.rows, dtype=torch.float32, device=x.data.device)
-    a, b = _cut(x, first), _cut(x, second)
-    of_first, of_second = _size(first, a), _size(second, b)
-    others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
-    assert of_first[1] + of_second[1] <= len(by.arrived)
-    count = others + split(*of_second, runs[1])
+    a, b = cut_of(x, first), cut_of(x, second)
+    others, count, runs, (of_first, of_second) = halves(first, a, second, b, by)
     launch.kernel("linear.cu", two(a, b))(
         count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
         *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
@@ -174,6 +179,17 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
         shared=max(a.shared, b.shared),
     )  # fmt: skip
     return y
+
+
+def halves(
+    first: Weight, a: Cut, second: Weight, b: Cut, by: Exchange
+) -> tuple[int, int, list[int], tuple[tuple[int, int], tuple[int, int]]]:
+    """How CTAs are shared out among two products: those of the first, all of them, units a CTA of
+    each, and `size` of each."""
+    of_first, of_second = size(first, a), size(second, b)
+    others, *runs = shares(*of_first, a.weights, *of_second, b.weights, by.count)
+    assert of_first[1] + of_second[1] <= len(by.arrived)
+    return others, others + split(*of_second, runs[1]), runs, (of_first, of_second)
 
 
 def two(a: Cut, b: Cut) -> str:
@@ -222,27 +238,27 @@ def shares(
     return split(units, groups, best[0]), *best
 
 
-def _parts(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
+def parts_of(x: Rows, weight: Weight, count: int, most: int) -> tuple[Cut, int]:
     """How a product is cut, and `slices` of it. The fewer rows a stage has, the more groups there
     are, and the fewer slices of each it takes."""
-    how = _cut(x, weight)
-    n = slices(*_size(weight, how), count, most)
+    how = cut_of(x, weight)
+    n = slices(*size(weight, how), count, most)
     if n > FEW_SLICES:
-        narrow = _cut(x, weight, narrow=True)
-        fewer = slices(*_size(weight, narrow), count, most)
+        narrow = cut_of(x, weight, narrow=True)
+        fewer = slices(*size(weight, narrow), count, most)
         if fewer:
             return narrow, fewer
     return how, n
 
 
-def _cut(x: Rows, weight: Weight, **how: bool) -> Cut:
+def cut_of(x: Rows, weight: Weight, **how: bool) -> Cut:
     groups, units = weight.data.shape[:2]
     assert x.width == weight.columns and weight.matrices == 1, (x.width, weight.columns)
     arch = launch.arch(x.data.device.index)
     return cut(weight.type, weight.columns // units, groups, x.tiles, arch, **how)
 
 
-def _size(weight: Weight, how: Cut) -> tuple[int, int]:
+def size(weight: Weight, how: Cut) -> tuple[int, int]:
     """Units of K, and groups of a stage's rows."""
     groups, units = weight.data.shape[:2]
     return units, groups * GROUP // how.rows
@@ -258,7 +274,7 @@ def _run(
     y: torch.Tensor,
     *numbers: int,
 ) -> None:
-    units, groups = _size(weight, how)
+    units, groups = size(weight, how)
     run = split(units, groups, by.count)
     assert groups <= len(by.arrived)
     count = groups * parts or split(units, groups, run)

@@ -78,12 +78,11 @@ DEVICE void add(Row<WARPS, V, WHOLE>& v, Row<WARPS, V, WHOLE> (&h)[SLICES],
   }
 }
 
-// What fills a tile behind the last row is zero: values 4 i and on of a block's share of these rows.
+// What fills tiles behind the last row is zero: values 4 i and on of a block's share of these rows.
 template <int N>
-DEVICE void fill_tile(void* const (&to)[3], int rows, int row, int i, bool mine) {
-  const int tiles = tiles_of(rows);
-  for (int m = row + rows; m < 8 * tiles; m += rows) {
-    const RowPlace place(tiles, m, i);
+DEVICE void fill_tile(void* const (&to)[3], const RowGroup& own, int width, int i, bool mine) {
+  for (int m = own.row + own.count; m < 8 * own.tiles; m += own.count) {
+    const RowPlace place(own.with(m), width, i);
 #pragma unroll
     for (int o = 0; o < N; ++o) place.store((u8*)to[o], {0, 0, 0, 0}, mine);
   }
@@ -117,6 +116,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   const float* next[3] = {next_a, next_b, next_c};
   void* const to[3] = {to_a, to_b, to_c};
   const int row = blockIdx.x, part = blockIdx.y, n4 = width / 4;
+  const RowGroup own(row, rows);
   R w, parts[SLICES], v;
   float4 nw[N][OWN];
   RowPlace place[OWN];
@@ -128,7 +128,7 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
     for (int o = 0; o < N; ++o)
       nw[o][q] = next[o] && R::valid(j, n4) ? __ldcg((const float4*)next[o] + i)
                                             : float4{1, 1, 1, 1};
-    if (NEXT == ROWS || NEXT == SCALED) place[q] = RowPlace(tiles_of(rows), row, i);
+    if (NEXT == ROWS || NEXT == SCALED) place[q] = RowPlace(own, width, i);
   }
   const float factor = scale ? *scale : 1.0f, share = 1.0f / (float)width;
   const float* old = now(x + row * x_stride);
@@ -145,15 +145,16 @@ __global__ __launch_bounds__(32 * WARPS, SPLIT ? 1 : 0) void norm_rows(
   if (NEXT == FLOATS || NEXT == ROWS) r = v.inverse(slots[1], share, eps);
   if (NEXT == SCALED) r = scale_of(over_block<WARPS>(v.largest(), slots[1], Largest()));
   if (NEXT == SCALED && part == 0 && threadIdx.x == 0)
-    for (int m = row; m < 8 * tiles_of(rows); m += rows) row_scale[m] = m == row ? r : 1.0f;
+    for (int m = own.row; m < 8 * own.tiles; m += own.count)
+      row_scale[own.index * 16 + m] = m == own.row ? r : 1.0f;
   if (NEXT == SCALED) r = 1.0f / r;
 #pragma unroll
   for (int q = 0; q < OWN; ++q) {
     const int j = SPLIT ? part : q, i = R::at(j);
     const bool mine = R::valid(j, n4);
-    const float4 own = SPLIT ? v.chosen(part) : v.v[q];
-    if (ENTER != PLAIN && mine) ((float4*)out)[start + i] = own;
-    leave<NEXT>(mul4(own, r), nw, q, to, start + i, place[q], mine);
-    if (NEXT == ROWS || NEXT == SCALED) fill_tile<N>(to, rows, row, i, mine);
+    const float4 value = SPLIT ? v.chosen(part) : v.v[q];
+    if (ENTER != PLAIN && mine) ((float4*)out)[start + i] = value;
+    leave<NEXT>(mul4(value, r), nw, q, to, start + i, place[q], mine);
+    if (NEXT == ROWS || NEXT == SCALED) fill_tile<N>(to, own, width, i, mine);
   }
 }

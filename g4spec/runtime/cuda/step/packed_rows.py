@@ -15,7 +15,7 @@ K / 64 blocks of 1280 * tiles bytes, one for each 64 columns:
 Rows T .. 8 * tiles - 1 are zero. Values that may not fit half precision have a scale for each row,
 a power of two that the product multiplies its result with.
 
-More than 16 rows of several sequences come in groups of 16 (`RowTiles`), in the order of the batch.
+More than 16 rows come in groups of 16, each as above with two tiles, one group behind the other.
 A row has the same bits in any place of any group.
 
 Kernels here may start before their predecessor has ended, and prefetch weights meanwhile. Those
@@ -35,13 +35,17 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.cuda.build.units import Unit
 
 MOST = 16
-"""Rows of a step."""
+"""Rows of a group."""
 
 WIDEST = 32 * 32 * 8 * 4
 """Columns of a row that the threads of a block hold in registers: see `shape`."""
 
 BLOCK, BLOCK_BYTES = 64, 1280
 """Columns of a block, and bytes for each tile of 8 rows."""
+
+SPLIT = 40
+"""Rows up to which several blocks compute the same row, each to write a part of it. One writes all
+of a row where there are enough of them for a GPU."""
 
 PLAIN, ADD, NORM = 0, 1, 2
 NOTHING, FLOATS, ROWS, SCALED = 0, 1, 2, 3
@@ -52,9 +56,10 @@ class Rows:
     """Rows [T, K] as a product reads them.
 
     Attributes:
-        data: uint8 [K / 64, BLOCK_BYTES * tiles].
+        data: uint8 [K / 64, BLOCK_BYTES * tiles], or [groups, K / 64, BLOCK_BYTES * 2] for more
+            than 16 rows.
         count, width: T and K.
-        scale: float32 [16], what the product multiplies each row with, or None.
+        scale: float32 [16 * groups], what the product multiplies each row with, or None.
     """
 
     data: torch.Tensor
@@ -67,86 +72,89 @@ class Rows:
 
     @property
     def tiles(self) -> int:
-        """Tiles of 8 rows."""
-        return tiles(self.count)
+        """Tiles of 8 rows, of each group."""
+        return 2 if self.data.shape[-1] == 2 * BLOCK_BYTES else tiles(self.count)
 
+    @property
+    def groups(self) -> int:
+        """Groups of 16 rows."""
+        return groups(self.count)
 
-@dataclass(frozen=True, slots=True)
-class RowTiles:
-    """More than 16 rows: `parts` of 16, and what is left."""
+    @property
+    def padded(self) -> int:
+        """Rows there is room for."""
+        return 8 * self.tiles * self.groups
 
-    parts: tuple[Rows, ...]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
+    def part(self, first: int, last: int) -> Rows:
+        """Groups first .. last - 1, a view."""
+        if self.groups == 1:
+            return self
+        data = self.data[first] if last == first + 1 else self.data[first:last]
+        scale = None if self.scale is None else self.scale[first * MOST : last * MOST]
+        return Rows(data, min(self.count, last * MOST) - first * MOST, self.width, scale)
 
 
 def tiles(count: int) -> int:
-    """Tiles of 8 rows that hold `count` rows."""
+    """Tiles of 8 rows that hold `count` rows, or 16 of them where there are more."""
     return 1 if count <= 8 else 2
 
 
+def groups(count: int) -> int:
+    """Groups of 16 rows that hold `count` rows."""
+    return -(-count // MOST)
+
+
 def empty(count: int, width: int, device: torch.device, *, scaled: bool = False) -> Rows:
-    """Rows [count, width] that are yet to be written."""
-    assert 1 <= count <= MOST and width % BLOCK == 0, (count, width)
-    data = torch.empty(width // BLOCK, BLOCK_BYTES * tiles(count), dtype=torch.uint8, device=device)
-    scale = torch.empty(MOST, dtype=torch.float32, device=device) if scaled else None
+    """Rows [count, width] that are yet to be written, any number of them."""
+    assert count >= 1 and width % BLOCK == 0, (count, width)
+    n = groups(count)
+    sizes = (*([n] if n > 1 else []), width // BLOCK, BLOCK_BYTES * tiles(count))
+    data = torch.empty(sizes, dtype=torch.uint8, device=device)
+    scale = torch.empty(MOST * n, dtype=torch.float32, device=device) if scaled else None
     return Rows(data, count, width, scale)
 
 
-def empty_tiles(
-    count: int, width: int, device: torch.device
-) -> tuple[torch.Tensor, Rows | RowTiles]:
-    """Rows [count, width] that are yet to be written, any number of them: all bytes in one piece
-    (`RowGroup` in rows.cuh), and the rows that lie there."""
-    if count <= MOST:
-        one = empty(count, width, device)
-        return one.data, one
-    blocks, sizes = width // BLOCK, [min(MOST, count - at) for at in range(0, count, MOST)]
-    bytes_ = [blocks * BLOCK_BYTES * tiles(size) for size in sizes]
-    data = torch.empty(sum(bytes_), dtype=torch.uint8, device=device)
-    parts = [Rows(piece.view(blocks, -1), size, width)
-             for piece, size in zip(torch.split(data, bytes_), sizes, strict=True)]  # fmt: skip
-    return data, RowTiles(tuple(parts))
-
-
-def regrouped(parts: Sequence[Rows]) -> Rows | RowTiles:
+def regrouped(parts: Sequence[Rows]) -> Rows:
     """Rows without scale, of several sequences, below each other; each keeps its bits."""
     assert all(part.scale is None for part in parts)
     if len(parts) == 1:
         return parts[0]
     raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
     fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
-    out = [_packed([x[at : at + MOST] for x in fields], parts[0].width)
-           for at in range(0, count, MOST)]  # fmt: skip
-    return out[0] if len(out) == 1 else RowTiles(tuple(out))
+    data = [_packed([x[at : at + MOST] for x in fields], tiles(count))
+            for at in range(0, count, MOST)]  # fmt: skip
+    return Rows(data[0] if len(data) == 1 else torch.stack(data), count, parts[0].width)
 
 
 def _fields(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What is stored, row by row: half [8 * tiles, B, 64] for B blocks; half [.., B, 2, 2, 2] and
-    [.., B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32 [.., B, 2]."""
-    n, blocks = rows.tiles, rows.width // BLOCK
+    """What is stored, row by row, padding included: half [R, B, 64] for B blocks; half
+    [R, B, 2, 2, 2] and [R, B, 2, 2], sums of 16 and of 32, rounded and what that leaves; float32
+    [R, B, 2]."""
+    n, blocks, several = rows.tiles, rows.width // BLOCK, rows.groups
+    data = rows.data.view(several, blocks, -1)
 
     def part(first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        return rows.data[:, first * n : last * n].contiguous().view(dtype)
+        return data[..., first * n : last * n].contiguous().view(dtype)
 
     halves = part(0, 1024, torch.float16)
     if n == 1:  # k16 / 2, row, t, k16 % 2, e
-        halves = halves.view(blocks, 2, 8, 4, 2, 4).permute(2, 0, 1, 4, 3, 5)
+        halves = halves.view(several, blocks, 2, 8, 4, 2, 4).permute(0, 3, 1, 2, 5, 4, 6)
     else:  # k16, row % 8, t, row / 8, e
-        halves = halves.view(blocks, 4, 8, 4, 2, 4).permute(4, 2, 0, 1, 3, 5)
+        halves = halves.view(several, blocks, 4, 8, 4, 2, 4).permute(0, 5, 3, 1, 2, 4, 6)
+    of16 = part(1024, 1152, torch.float16).view(several, blocks, 2, 8 * n, 2, 2)
+    of32 = part(1216, 1280, torch.float16).view(several, blocks, 8 * n, 2, 2)
+    floats = part(1152, 1216, torch.float32).view(several, blocks, 2, 8 * n)
     return (
-        halves.reshape(8 * n, blocks, BLOCK),
-        part(1024, 1152, torch.float16).view(blocks, 2, 8 * n, 2, 2).permute(2, 0, 1, 3, 4),
-        part(1216, 1280, torch.float16).view(blocks, 8 * n, 2, 2).permute(1, 0, 2, 3),
-        part(1152, 1216, torch.float32).view(blocks, 2, 8 * n).permute(2, 0, 1),
+        halves.reshape(rows.padded, blocks, BLOCK),
+        of16.permute(0, 3, 1, 2, 4, 5).flatten(0, 1),
+        of32.permute(0, 2, 1, 3, 4).flatten(0, 1),
+        floats.permute(0, 3, 1, 2).flatten(0, 1),
     )
 
 
-def _packed(fields: Sequence[torch.Tensor], width: int) -> Rows:
-    """The rows of which these are the `_fields`, without padding."""
-    count, blocks = len(fields[0]), width // BLOCK
-    n = tiles(count)
+def _packed(fields: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+    """A group in `n` tiles of the rows of which these are the `_fields`, without padding."""
+    count, blocks = fields[0].shape[:2]
     halves, of16, of32, floats = (
         torch.cat([x, x.new_zeros(8 * n - count, *x.shape[1:])]) for x in fields
     )
@@ -155,16 +163,15 @@ def _packed(fields: Sequence[torch.Tensor], width: int) -> Rows:
     else:
         halves = halves.view(2, 8, blocks, 4, 4, 4).permute(2, 3, 1, 4, 0, 5)
     parts = (halves, of16.permute(1, 2, 0, 3, 4), floats.permute(1, 2, 0), of32.permute(1, 0, 2, 3))
-    data = [x.reshape(blocks, -1).view(torch.uint8) for x in parts]
-    return Rows(torch.cat(data, dim=1), count, width)
+    return torch.cat([x.reshape(blocks, -1).view(torch.uint8) for x in parts], dim=1)
 
 
 def unpack(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What is stored, padding included and unscaled.
 
     Returns:
-        Half [8 * tiles, K]; float32 [8 * tiles, K / 16] and [8 * tiles, K / 32]: sums of 16 and of
-        32 in two halves each, added; float32 [8 * tiles, K / 32]: -1024 times the sums of 32.
+        Half [R, K]; float32 [R, K / 16] and [R, K / 32]: sums of 16 and of 32 in two halves each,
+        added; float32 [R, K / 32]: -1024 times the sums of 32. R: `padded`.
     """
     halves, of16, of32, floats = _fields(rows)
     sums = of16.float().sum(3), of32.float().sum(2), floats
@@ -288,7 +295,7 @@ def _run(
         weight, scale, eps = residual.weight, residual.scale, residual.eps
         enter = ADD if weight is None else NORM
     assert width % (4 if leave in (NOTHING, FLOATS) else BLOCK) == 0, width
-    split = count <= MOST
+    split = count <= SPLIT
     name = instance(width, slices, enter, leave, max(1, len(outputs)), split=split)
     warps, loads = shape(width)
     weights = [*following, None, None, None][:3]
@@ -322,5 +329,6 @@ UNITS = [
         (26880, 64, [(1, PLAIN, SCALED)]),
     )
 ] + [
-    Unit("norm.cu", (instance(5376, 1, NORM, FLOATS, split=False),), max_registers=96),
+    Unit("norm.cu", (instance(5376, 1, NORM, FLOATS, split=False),
+                     instance(5376, 3, NORM, ROWS, split=False)), max_registers=128),
 ]  # fmt: skip

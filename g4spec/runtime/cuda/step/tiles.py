@@ -1,57 +1,22 @@
-"""Steps of more than 16 rows, computed 16 at a time: a row has the same bits in any company."""
+"""Ops that take 16 rows at most, of more rows. A row has the same bits in any company."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
 
 import torch
 
-from g4spec.runtime.cuda.step import packed_rows as rows
-from g4spec.runtime.cuda.step.packed_rows import Rows, RowTiles
-
-Tile = torch.Tensor | Rows
-"""At most 16 rows."""
-Value = Tile | RowTiles
-Op = TypeVar("Op", bound=Callable[..., Any])
+from g4spec.runtime.cuda.step.packed_rows import MOST, Rows
 
 
-def in_tiles(*places: int) -> Callable[[Op], Op]:
-    """Compute an op 16 rows at a time. Its arguments at `places` have a row for each token; the
-    others, and those given by name, are the same for all rows."""
-
-    def decorate(op: Op) -> Op:
-        @functools.wraps(op)
-        def call(self: Any, *args: Any, **more: Any) -> Any:
-            count = len(args[places[-1]])
-            if count <= rows.MOST:
-                return op(self, *args, **more)
-            parts = []
-            for i, begin in enumerate(range(0, count, rows.MOST)):
-                tile = slice(begin, min(begin + rows.MOST, count))
-                given = [_tile(a, i, tile) if at in places else a for at, a in enumerate(args)]
-                parts.append(op(self, *given, **more))
-            return _joined(parts)
-
-        return cast(Op, call)
-
-    return decorate
+def in_tiles(op: Callable[..., torch.Tensor], *args: torch.Tensor | Rows) -> torch.Tensor:
+    """Compute `op` of `args` that have a row for each token, 16 rows at a time -> [T, N]."""
+    count = len(args[0])
+    if count <= MOST:
+        return op(*args)
+    return torch.cat([op(*(_tile(a, at) for a in args)) for at in range(0, count, MOST)])
 
 
-def _tile(x: Value, index: int, rows_: slice) -> Tile:
-    """Rows `rows_` of x, which are its tile `index`; of sums [S, T, N] of each."""
-    if isinstance(x, RowTiles):
-        return x.parts[index]
-    assert isinstance(x, torch.Tensor)
-    return x[rows_] if x.dim() == 2 else x[..., rows_, :].contiguous()
-
-
-def _joined(parts: list[Any]) -> Any:
-    """What tiles gave, below each other."""
-    first = parts[0]
-    if isinstance(first, tuple):
-        return tuple(_joined(list(each)) for each in zip(*parts, strict=True))
-    if isinstance(first, Rows):
-        return RowTiles(tuple(parts))
-    return None if first is None else torch.cat(parts, dim=-2)
+def _tile(x: torch.Tensor | Rows, at: int) -> torch.Tensor | Rows:
+    """Rows `at` and on, 16 at most."""
+    return x[at : at + MOST] if isinstance(x, torch.Tensor) else x.part(at // MOST, at // MOST + 1)

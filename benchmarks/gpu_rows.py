@@ -1,0 +1,95 @@
+"""Steps of one row of each of many texts, at the published shapes on a GPU.
+
+    python benchmarks/gpu_rows.py [--model 31b] [--rows 1 16 32 64 128] [--context 64]
+
+For each number of rows milliseconds of a step after half a second of rest, then of steps without a
+pause for a second, with watts and clock, and the kernels by the time that they add. Random weights
+(`g4spec bench --synthetic`). Writes `results/<date>-gpu-rows.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parent
+sys.path[:0] = [str(ROOT.parent), str(ROOT)]
+
+from gpu_steps import kernels, sustained  # noqa: E402
+
+from g4spec.core import PAGE, Sequence  # noqa: E402
+from g4spec.measure import run_record, synthetic  # noqa: E402
+from g4spec.measure import synthetic_bench as steps  # noqa: E402
+from g4spec.runtime import devices  # noqa: E402
+from g4spec.runtime.cuda.build import launch, units  # noqa: E402
+from g4spec.runtime.cuda.step import linear, linear_wide  # noqa: E402
+from g4spec.runtime.pool import Pool  # noqa: E402
+from g4spec.runtime.target import batch_of  # noqa: E402
+
+
+def compile_first(rows: list[int]) -> None:
+    """Compile in parallel what steps of Q4_K_M files launch of linear_wide.cu."""
+    arch, names = launch.arch(), set()
+    for groups in {min(-(-count // 16), linear.MOST_GROUPS) for count in rows if count > 16}:
+        cuts = [linear.cut(type, 256, 2, 2, arch, narrow)
+                for type in ("q4_k", "q6_k") for narrow in (False, True)]  # fmt: skip
+        cuts.append(linear.cut("q6_k", 256, linear.HUGE, 2, arch))
+        for how in cuts:
+            (own,) = linear_wide.widened((how,), groups, arch)
+            names |= {own.name("linear"), own.name("gate_up")}
+        names.add(linear_wide.two(*linear_wide.widened((cuts[0], cuts[2]), groups, arch)))
+    jobs = [units.Job("linear_wide.cu", name, arch) for name in sorted(names)]
+    units.compile_all(jobs, workers=16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="31b", choices=[*synthetic.TARGETS])
+    parser.add_argument("--type", default="q4_k_m")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 16, 32, 64, 128])
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=ROOT / "results")
+    args = parser.parse_args()
+    compile_first(args.rows)
+    backend: Any = devices.select("cuda", "q8_0")
+    backend.enter()
+    n_ctx, texts = args.context + 2 * PAGE, max(args.rows)
+    target = synthetic.target(args.model, args.type, backend, n_ctx, texts, texts * (n_ctx + PAGE))
+    pool = Pool(target.space)
+    sequences = [Sequence(pool.free_slots.pop(), [], 0) for _ in range(texts)]
+    for sequence in sequences:
+        pool.grow(sequence, n_ctx)
+    for first in range(0, texts, 8):  # zeros would be cheaper to multiply
+        for at in range(0, args.context, 16):
+            target.run(batch_of(target.ops, [(s.slot, at, steps.random_tokens(target, 16))
+                                             for s in sequences[first : first + 8]]))  # fmt: skip
+    found: list[dict[str, Any]] = []
+    for count in args.rows:
+        play = steps.Step(target, sequences[:count], 1, args.context).replay
+        assert bool(play().isfinite().all()), count
+        rested, settled = steps.milliseconds(play, rest=steps.REST), sustained(play)
+        found.append({"rows": count, "ms": rested, "sustained": settled,
+                      "kernels_ms": kernels(play)})  # fmt: skip
+        print(f"{args.model} {count:4d} rows {rested:7.3f} ms, sustained {settled}", flush=True)
+    for each in found:
+        longest = list(each["kernels_ms"].items())[:9]
+        print(each["rows"], "rows:", *(f"{name.split('void ')[-1][:60]} {ms:g};"
+                                       for name, ms in longest))  # fmt: skip
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{datetime.date.today()}-gpu-rows.json"
+    path.write_text(json.dumps({
+        "model": args.model, "type": args.type, "context": args.context,
+        "machine": run_record.machine(), "device": backend.title, "torch": torch.__version__,
+        "commit": run_record.commit(), "read_bytes_per_second": steps.bandwidth(),
+        "rows": found}, indent=1) + "\n")  # fmt: skip
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

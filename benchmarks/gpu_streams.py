@@ -1,0 +1,203 @@
+"""Tokens a second of many texts in one engine, at the published shapes on a GPU.
+
+    python benchmarks/gpu_streams.py [--model 31b] [plain] [long] [draft] [gap]
+
+Random weights in Q4_K_M; engine, scheduler and length policy are those of every command.
+
+plain: 1, 16, 32, 64 texts without a draft. long: 16 texts of 4,096 tokens. draft: 1, 2, 4, 8, 16
+texts with a DFlash draft of which `--accepted` tokens of each proposal hold, then none, at a fixed
+length of 15, by `auto`, and without drafting. gap: the longest time between two tokens of 4 streams
+while a prompt of 32,768 tokens is read. Writes `results/<date>-gpu-streams.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks import watch
+from g4spec.core import PAGE
+from g4spec.measure import synthetic
+from g4spec.measure import synthetic_bench as steps
+from g4spec.runtime import devices
+from g4spec.runtime.cuda.step.graph_runner import GraphRunner
+from g4spec.runtime.engine import Engine
+from g4spec.runtime.length import Lengths
+from g4spec.runtime.memory import MemoryPlan
+from g4spec.runtime.request import Options, Request
+
+Drafted = int | Literal["auto"]
+SHORT, PROMPT = 64, 32768
+WARM, SECONDS = 1.5, 1.5
+"""How long texts run before tokens are counted, since graphs are recorded when they are first asked
+for; and how long they are counted."""
+
+
+class NoText:
+    """A tokenizer of nothing: tokens are counted, not read."""
+
+    template = None
+    stop_ids: frozenset[int] = frozenset()
+    suppress_ids: tuple[int, ...] = ()
+
+    def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
+        """Return the same for all."""
+        return ""
+
+    def stream(self) -> NoText:
+        """Return a decoder."""
+        return self
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take tokens."""
+        return ""
+
+    def finish(self) -> str:
+        """Return what is left."""
+        return ""
+
+
+class Streams:
+    """An engine with random weights."""
+
+    def __init__(self, model: str, texts: int, n_ctx: int, drafted: bool) -> None:
+        backend: Any = devices.select("cuda", "q8_0")
+        backend.enter()
+        pool = texts * (n_ctx + PAGE)
+        self.target = synthetic.target(model, "q4_k_m", backend, n_ctx, texts, pool)
+        draft: Any = synthetic.draft(model, "q8_0", self.target) if drafted else None
+        tokenizer: Any = NoText()
+        plan = MemoryPlan(n_ctx, 0, 0, 0, 0, 0)
+        self.engine = Engine(self.target, draft, tokenizer, plan)
+
+    def accept(self, tokens: int) -> None:
+        """Let so many tokens of each proposal hold from now on, whatever they are."""
+        engine = self.engine
+        engine.scheduler.runners = (GraphRunner(self.target, engine.draft, forced=tokens),)
+        engine.lengths = engine.scheduler.length = Lengths(engine.backend.padded)
+
+    def submit(self, tokens: int, drafted: Drafted = 0) -> Request:
+        """Queue a random text that does not end."""
+        prompt = steps.random_tokens(self.target, tokens)
+        return self.engine.submit(prompt, Options(100_000, draft_max=drafted, ignore_eos=True))
+
+    def running(self, texts: int, tokens: int, drafted: Drafted = 0) -> list[Request]:
+        """Start texts, and return when all generate."""
+        requests = [self.submit(tokens, drafted) for _ in range(texts)]
+        while not all(len(r.ids) > 8 for r in requests):
+            self.engine.step()
+        return requests
+
+    def stop(self, requests: list[Request]) -> None:
+        """End texts."""
+        for request in requests:
+            request.cancel()
+        while self.engine.step():
+            pass
+
+    def rate(self, texts: int, tokens: int, drafted: Drafted = 0) -> float:
+        """Measure tokens a second of all texts together."""
+        requests = self.running(texts, tokens, drafted)
+        for seconds in (WARM, SECONDS):
+            before, began = sum(len(r.ids) for r in requests), time.perf_counter()
+            while time.perf_counter() - began < seconds:
+                self.engine.step()
+            rate = (sum(len(r.ids) for r in requests) - before) / (time.perf_counter() - began)
+        self.stop(requests)
+        return rate
+
+    def gap(self, texts: int) -> dict[str, float]:
+        """Measure the time between tokens of streams while a long prompt is read."""
+        requests = self.running(texts, SHORT)
+        long = self.submit(PROMPT)
+        last, gaps = time.perf_counter(), list[float]()
+        seen, began = [len(r.ids) for r in requests], last
+        while not long.ids:
+            self.engine.step()
+            now, have = time.perf_counter(), [len(r.ids) for r in requests]
+            if have != seen:
+                gaps.append(now - last)
+                last, seen = now, have
+        found = {"longest_ms": 1e3 * max(gaps), "mean_ms": 1e3 * sum(gaps) / len(gaps),
+                 "prompt_seconds": time.perf_counter() - began}  # fmt: skip
+        self.stop([*requests, long])
+        return found
+
+    def close(self) -> None:
+        """Free the GPU for the next one."""
+        self.engine.close()
+        self.engine = self.target = None  # type: ignore[assignment]
+        torch.cuda.empty_cache()
+
+
+def plain(model: str, found: dict[str, Any]) -> None:
+    """Short texts without a draft."""
+    streams = Streams(model, 64, 1024, False)
+    for texts in (1, 16, 32, 64):
+        found[f"plain {texts}"] = tell(f"{texts} texts", streams.rate(texts, SHORT))
+    streams.close()
+
+
+def long(model: str, found: dict[str, Any]) -> None:
+    """Texts of 4,096 tokens without a draft."""
+    streams = Streams(model, 16, 5120, False)
+    found["long 16"] = tell("16 texts of 4,096 tokens", streams.rate(16, 4096))
+    streams.close()
+
+
+def draft(model: str, accepted: int, found: dict[str, Any]) -> None:
+    """Short texts with a draft that always holds, or never."""
+    streams = Streams(model, 16, 1024, True)
+    for held in (accepted, 0):
+        streams.accept(held)
+        for texts in (1, 2, 4, 8, 16):
+            for drafted in (0, 15, "auto"):
+                if held or drafted != 15:
+                    name = f"draft {drafted}, {held} hold, {texts}"
+                    found[name] = tell(name, streams.rate(texts, SHORT, drafted))  # type: ignore[arg-type]
+    streams.close()
+
+
+def gap(model: str, found: dict[str, Any]) -> None:
+    """Streams beside a long prompt."""
+    streams = Streams(model, 5, PROMPT + 2048, False)
+    streams.stop([streams.submit(1024)])
+    found["gap"] = streams.gap(4)
+    print("gap", found["gap"], flush=True)
+    streams.close()
+
+
+def tell(name: str, rate: float) -> float:
+    """Print tokens a second."""
+    print(f"{name}: {rate:.0f} tokens/s", flush=True)
+    return round(rate, 1)
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["plain", "long", "draft", "gap"])
+    parser.add_argument("--model", default="31b", choices=[*synthetic.TARGETS])
+    parser.add_argument("--accepted", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found: dict[str, Any] = {}
+    for part in args.parts:
+        print(part, flush=True)
+        if part == "draft":
+            draft(args.model, args.accepted, found)
+        else:
+            {"plain": plain, "long": long, "gap": gap}[part](args.model, found)
+    watch.keep(args.out, "gpu-streams", {"model": args.model, "tokens_per_second": found})
+
+
+if __name__ == "__main__":
+    main()

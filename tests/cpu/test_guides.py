@@ -1,0 +1,125 @@
+"""The guides and the notebook run as they stand; every page is in the site's navigation."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from g4spec import cli, convert
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILY = ROOT / "examples" / "tiny"
+GUIDES = [p for p in sorted((ROOT / "docs" / "guides").glob("*.md")) if p.stem != "many-texts"]
+"""All but the one of test_readme.py."""
+ELSEWHERE = {
+    "bench --synthetic 31b": "wants a GPU",
+    "serve": "test_readme.py starts one",
+    "self-test": "its exit code is the machine's",
+    "--probe": "test_probe.py; minutes",
+    "bench -m": "test_readme.py runs one",
+}
+"""Commands of guides that are not run here, by what they hold."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone as the guides find it after `make demo`, as far as they use it."""
+    folder = tmp_path_factory.mktemp("guides")
+    (folder / "demo").mkdir()
+    (folder / "examples").mkdir()
+    (folder / "examples" / "tiny").symlink_to(FAMILY)
+    target = folder / "demo" / "target.gguf"
+    convert.convert(FAMILY / "target", target)
+    for name in ("dflash", "dflash-other"):
+        convert.convert(FAMILY / name, folder / "demo" / f"{name}.gguf", target=target)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _there(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def lines(page: Path) -> list[str]:
+    """The `g4spec ...` lines of a page's code blocks, without `g4spec`."""
+    found = re.findall(r"^    g4spec (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [line for line in found if not any(part in line for part in ELSEWHERE)]
+
+
+COMMANDS = [(page, line) for page in GUIDES for line in lines(page)]
+
+
+@pytest.mark.parametrize("page,line", COMMANDS, ids=[f"{p.stem}: {x}" for p, x in COMMANDS])
+def test_commands(page: Path, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = shlex.split(line)
+    if words[0] in ("verify", "generate"):
+        words += ["--device", "cpu"]
+    assert cli.run(words) == 0, capsys.readouterr().err
+
+
+def test_what_the_pages_show(capsys: pytest.CaptureFixture[str]) -> None:
+    """Output that a page prints is that of the command above it."""
+    text = (ROOT / "docs" / "guides" / "my-gpu.md").read_text(encoding="utf-8")
+    (line,), (shown,) = re.findall(r"^    g4spec (.*)\n\n```text", text, re.M), re.findall(
+        r"```text\n(.*?)```", text, re.DOTALL)  # fmt: skip
+    assert cli.run(shlex.split(line)) == 0
+    assert shown in capsys.readouterr().out
+
+
+def cells() -> list[str]:
+    notebook = json.loads((ROOT / "examples" / "python.ipynb").read_text(encoding="utf-8"))
+    return ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+
+
+def blocks() -> list[str]:
+    text = (ROOT / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_notebook_is_the_page() -> None:
+    assert [c.strip() for c in cells()[-len(blocks()) :]] == [b.strip() for b in blocks()]
+
+
+def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its cells, one after the other, as a kernel would; and its output is what is kept in it."""
+    names: dict[str, Any] = {}
+    for cell in cells():
+        exec(compile(cell, "python.ipynb", "exec"), names)
+    said = capsys.readouterr().out
+    notebook = json.loads((ROOT / "examples" / "python.ipynb").read_text(encoding="utf-8"))
+    kept = "".join("".join(o["text"]) for c in notebook["cells"] for o in c.get("outputs", []))
+    assert said == kept and "0 errors" in said
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    pages = {str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md")}
+    assert pages <= named
+    assert {n for n in named if not (ROOT / n).exists()} == {"docs/commands.md"}, "generated"
+
+
+def test_the_log_has_an_index() -> None:
+    text = (ROOT / "benchmarks" / "LOG.md").read_text(encoding="utf-8")
+    index, *sections = re.split(r"^## (?=\d{4})", text, flags=re.MULTILINE)
+    missing = [t for t in (s.splitlines()[0] for s in sections) if f"[{t[12:]}](#" not in index]
+    assert not missing, "a line for each section, with what came of it"
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"),
+                                  *(ROOT / "benchmarks").glob("*.md")],
+                         ids=lambda p: str(p.relative_to(ROOT)))  # fmt: skip
+def test_links_lead_somewhere(page: Path) -> None:
+    """Files and anchors of the repository."""
+    text = re.sub(r"```.*?```|^    .*$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for address, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)#?([^)\s]*)\)", text):
+        to = (page.parent / address).resolve() if address else page
+        assert to.exists() or to.name == "commands.md", address
+        if anchor and to.suffix == ".md":
+            heads = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in heads}
+            assert anchor in slugs, f"{address}#{anchor}"

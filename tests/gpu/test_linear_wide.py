@@ -1,0 +1,96 @@
+"""Products of more than 16 rows: each row has the bits that it has alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from g4spec.runtime.cuda.step import linear as narrow
+from g4spec.runtime.cuda.step import linear_wide
+from g4spec.runtime.cuda.step import packed_rows as rows
+from g4spec.runtime.cuda.weights import packing
+from tests.gpu.device import DEVICE, EMULATED
+from tests.gpu.parity import HALF, matrix, stored
+
+pytestmark = pytest.mark.gpu
+
+COUNTS = (17, 37, 50) if EMULATED else (17, 32, 33, 48, 50, 64, 65, 96, 100, 127, 128, 129, 200)
+MOST = max(COUNTS)
+
+
+def alone(x: torch.Tensor) -> list[tuple[slice, rows.Rows]]:
+    """Rows of x by themselves: one, and groups of 16 from there on."""
+    begin = [(0, 1), (1, 16), *((at, min(at + 16, len(x))) for at in range(16, len(x), 16))]
+    return [(slice(*at), rows.pack_rows(x[slice(*at)].contiguous())) for at in begin]
+
+
+@pytest.mark.parametrize("size", [(128, 64), (200, 512), (384, 1280)])
+@pytest.mark.parametrize("type", packing.PARTS)
+def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) -> None:
+    n, k = size
+    if type.endswith("_k"):
+        k = max(k, 256)
+    g = torch.Generator().manual_seed(n)
+    weight, values = matrix(g, type, n, k)
+    by = narrow.Exchange(torch.device(DEVICE))
+    x = torch.randn(MOST, k, generator=g).to(DEVICE)
+    for parts in (False, True):
+        want = [(at, narrow.linear(r, weight.alone, by, parts=parts)) for at, r in alone(x)]
+        for count in COUNTS:
+            got = linear_wide.linear(rows.pack_rows(x[:count]), weight.alone, by, parts=parts)
+            for at, each in want:
+                have = got[..., at, :]
+                assert torch.equal(have, each[..., : have.shape[-2], :]), (count, at, parts)
+            whole = got if got.dim() == 2 else got.sum(0)
+            exact = x[:count].cpu() @ values.t()
+            assert float((whole.cpu() - exact).abs().max() / exact.abs().max()) < HALF
+    assert not by.arrived.any()
+
+
+@pytest.mark.parametrize("types", [("q4_k", "q6_k"), ("q5_0", "q8_0")])
+def test_two_side_by_side(types: tuple[str, str]) -> None:
+    g = torch.Generator().manual_seed(3)
+    first, second = (matrix(g, type, n, 512)[0].alone
+                     for type, n in zip(types, (512, 1000), strict=True))  # fmt: skip
+    by = narrow.Exchange(torch.device(DEVICE))
+    x = torch.randn(MOST, 512, generator=g).to(DEVICE)
+    want = torch.cat([narrow.linear_two(r, first, second, by) for _, r in alone(x)])
+    for count in COUNTS:
+        got = linear_wide.linear_two(rows.pack_rows(x[:count]), first, second, by)
+        assert torch.equal(got, want[:count]), count
+    assert not by.arrived.any()
+
+
+@pytest.mark.parametrize("type", ["q4_k", "q8_0", "q6_k"])
+def test_gates_and_ups(type: str) -> None:
+    """Their product is what the next one reads: halves, sums and zeros behind the last row."""
+    g = torch.Generator().manual_seed(4)
+    weight = matrix(g, type, 1280, 256)[0].alone
+    by = narrow.Exchange(torch.device(DEVICE))
+    x = torch.randn(MOST, 256, generator=g).to(DEVICE)
+    want = torch.cat([stored(narrow.gate_up(r, weight, by)) for _, r in alone(x)])
+    for count in COUNTS:
+        got = linear_wide.gate_up(rows.pack_rows(x[:count]), weight, by)
+        assert torch.equal(stored(got), want[:count]), count
+        assert got.scale is not None and len(got.scale) == 16 * got.groups
+    assert not by.arrived.any()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_packed_rows(count: int) -> None:
+    """Rows in groups are those of each group by itself, with scales and norms."""
+    g = torch.Generator().manual_seed(5)
+    x, h = (torch.randn(count, 512, generator=g).to(DEVICE) for _ in "xh")
+    weight = torch.rand(512, generator=g).to(DEVICE)
+    step = rows.Residual(weight, 1e-6)
+    packed, normed = rows.pack_rows(x), step.rows(h, x, [weight])
+    assert packed.scale is not None
+    values = stored(packed), stored(normed[1][0])
+    for at in range(0, count, 16):
+        part = slice(at, at + 16)
+        one, (out, (other,)) = rows.pack_rows(x[part]), step.rows(h[part], x[part], [weight])
+        assert one.scale is not None
+        assert torch.equal(values[0][part], stored(one))
+        assert torch.equal(packed.scale[part][: len(one)], one.scale[: len(one)])
+        assert torch.equal(values[1][part], stored(other))
+        assert torch.equal(normed[0][part], out)
