@@ -1,7 +1,7 @@
 """Answers over HTTP under load against the same requests alone: kept as dated JSON.
 
     python benchmarks/serve_exactness.py [--requests 2000] [--distinct 500] [--seed 1]
-        [--own-process]
+        [--own-process] [--workers 16] [--device cuda]
 
 The bundled family, served with each of its drafts, with n-gram lookup, and with kept prefixes.
 Requests are drawn (`tests/server/mixed.py`): chat with and without tools, JSON schemas, grammars,
@@ -9,7 +9,8 @@ thoughts, log-probabilities, stop texts, several texts, penalties, three endpoin
 pieces, any draft length. They are sent 1 to 32 at once, in random order, while other clients hang
 up at random. Each text, call, log-probability and usage figure must be that of the same request
 sent alone, cold, to a server without a draft. Exit code 1 if one is not. `--own-process`: the
-drafts' engines run in processes of their own, as `g4spec serve` has them.
+drafts' engines run in processes of their own, as `g4spec serve` has them. `--workers`: the requests
+are shared out to so many processes, each with seeds and servers of its own.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from typing import Any
 import httpx
 import torch
 from watch import keep
+from workers import spread
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -95,15 +97,20 @@ def main() -> int:
     parser.add_argument("--distinct", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--own-process", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--turn", type=int, default=0, help="of draft and number at once to begin")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.workers > 1:
+        return share(args)
     torch.set_num_threads(1)
     rng, began = random.Random(args.seed), time.perf_counter()
     requests = [draw(rng) for _ in range(args.distinct)]
     with tempfile.TemporaryDirectory() as name:
         target, folder = Path(name) / "target.gguf", Path(name)
         convert.convert(TINY / "target", target)
-        plain = Served(Engine.load(target, n_ctx=2048), PATIENT)
+        plain = Served(Engine.load(target, n_ctx=2048, device=args.device), PATIENT)
         wanted = asyncio.run(alone(plain, requests))
         plain.stop()
         print(f"{len(wanted)} answers alone, {time.perf_counter() - began:.0f} s", flush=True)
@@ -114,14 +121,16 @@ def main() -> int:
                 path = folder / f"{draft}.gguf"
                 convert.convert(TINY / draft, path, target=target)
             make = EngineClient if args.own_process else Engine.load
-            engine = make(target, path, n_ctx=2048, parallel=8, pool=8192, prefix_cache=32 << 20)
+            engine = make(target, path, n_ctx=2048, parallel=8, pool=8192, prefix_cache=32 << 20,
+                          device=args.device)  # fmt: skip
             servers.append(Served(engine, PATIENT))
         wrong = 0
-        for found in measure(servers, rounds(args.requests, requests, rng), wanted, rng):
+        todo = rounds(args.requests, requests, rng)
+        for found in measure(servers, todo, wanted, rng, args.turn):
             wrong = len(found["wrong"])
             keep(args.out, "serve-exactness", {
                 "distinct": args.distinct, "seed": args.seed, "own_process": args.own_process,
-                **found,
+                "device": args.device, **found,
                 "seconds": round(time.perf_counter() - began),
             })  # fmt: skip
         for served in servers:
@@ -131,17 +140,40 @@ def main() -> int:
     return 1 if wrong else 0
 
 
+def share(args: argparse.Namespace) -> int:
+    """Run in several processes, which begin at different drafts and numbers at once."""
+    began, many = time.perf_counter(), args.workers
+    more = ["--device", args.device, *(["--own-process"] if args.own_process else [])]
+    found, failed = spread(__file__, [
+        ["--requests", -(-args.requests // many), "--distinct", -(-args.distinct // many),
+         "--seed", args.seed * 1000 + i, "--turn", 3 * i, *more] for i in range(many)
+    ])  # fmt: skip
+    keep(args.out, "serve-exactness", {
+        **{key: value for key, value in found.items() if key not in ("date", "machine", "commit")},
+        "workers": many, "failed workers": failed, "seed": args.seed,
+        "own_process": args.own_process, "seconds": round(time.perf_counter() - began),
+    })  # fmt: skip
+    print(f"{found.get('requests', 0)} requests, {len(found.get('wrong', []))} differ, "
+          f"{failed} workers failed")  # fmt: skip
+    return 1 if failed else 0
+
+
 def measure(
     servers: list[Served], todo: list[list[tuple[int, Ask]]], wanted: list[Said],
-    rng: random.Random,
+    rng: random.Random, first: int = 0,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Run all rounds, servers and numbers at once in turn; yields what was found so far after
-    every fourth."""
+    every fourth.
+
+    Args:
+        first: number of the first turn.
+    """
     counts: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
     wrong = []
     for turn, part in enumerate(todo):
-        served, at_once = servers[turn % len(servers)], AT_ONCE[turn // 2 % len(AT_ONCE)]
+        number = turn + first
+        served, at_once = servers[number % len(servers)], AT_ONCE[number // 2 % len(AT_ONCE)]
         counts["hung up"] += len(part) // 5
         for i, request, answer in asyncio.run(load(served, part, at_once, rng)):
             kinds[request.kind] += 1

@@ -3,6 +3,7 @@
     pip download --no-deps bfcl-eval==2026.3.23
     pip install --target DIR hypothesis-jsonschema==0.23.1 hypothesis==6.112.0; PYTHONPATH=DIR:.
     python benchmarks/serve_tool_sets.py bfcl_eval-*.whl [--sets 300] [--limit 96] [--schemas 200]
+        [--workers 16]
 
 Every set of functions in the wheel's data (single, multiple, parallel, live, Java, JavaScript,
 those of conversations, memory and web search), its types written as JSON Schema has them. Sets
@@ -37,6 +38,7 @@ from typing import Any
 import jsonschema
 import torch
 from watch import keep
+from workers import spread
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -249,11 +251,16 @@ def main() -> int:
     parser.add_argument("--sets", type=int, default=300, help="sets the family calls; 0: all")
     parser.add_argument("--limit", type=int, default=96, help="new tokens of a text")
     parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the sets")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="I N: every N-th set")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.workers > 1:
+        return share(args)
     torch.set_num_threads(1)
     began = time.perf_counter()
     found, rows = tool_sets(args.wheel)
+    found = found[args.part[0] :: args.part[1]]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         convert.convert(TINY / "target", folder / "target.gguf")
@@ -293,11 +300,28 @@ def main() -> int:
     return 1 if bad else 0
 
 
+def share(args: argparse.Namespace) -> int:
+    """Run in several processes, a part of the sets each; the first one draws the schemas."""
+    began, many = time.perf_counter(), args.workers
+    found, failed = spread(__file__, [
+        [args.wheel, "--part", i, many, "--limit", args.limit, "--sets", -(-args.sets // many),
+         "--schemas", 0 if i else args.schemas] for i in range(many)
+    ])  # fmt: skip
+    drawn = "schemas of hypothesis-jsonschema"
+    keep(args.out, "serve-tool-sets", {
+        **{key: value for key, value in found.items() if key not in ("date", "machine", "commit")},
+        "rows": tool_sets(args.wheel)[1], "limit": args.limit, "workers": many,
+        "failed workers": failed, "seconds": round(time.perf_counter() - began),
+    })  # fmt: skip
+    print(f"{found.get('called', 0)} sets called, {found.get(drawn)}, {failed} workers failed")
+    return 1 if failed else 0
+
+
 def drawn_schemas(made: Made, count: int) -> Any:
     """Check calls of strict functions with schemas that hypothesis-jsonschema draws."""
-    drawn = schemas(count)
+    drawn = schemas(count) if count else []
     if not drawn:
-        return "not installed"
+        return {} if not count else {"not installed": True}
     before = len(made.wrong)
     for i, schema in enumerate(drawn):
         offered = [Function("f", parameters=schema, strict=True)]

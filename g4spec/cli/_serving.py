@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from g4spec.cli import _inputs
-from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
 
 Model = Annotated[
@@ -57,6 +56,11 @@ Key = Annotated[Path | None, typer.Option("--ssl-key-file", help="Key of the cer
 Timeout = Annotated[
     float, typer.Option("--timeout", min=1, help="Seconds that a request may take.")
 ]  # fmt: skip
+HangTimeout = Annotated[
+    float | None, typer.Option("--hang-timeout", min=0, help="Seconds without the end of a step, "
+                               "after which the engine is started again; 0: never. Default: 300, "
+                               "on a CPU never.")
+]  # fmt: skip
 PrefixCache = Annotated[
     int,
     typer.Option("--prefix-cache", min=0, metavar="MIB", help="Host memory for the beginnings of "
@@ -95,12 +99,6 @@ def check_models(
 def template(file: Path | None) -> str | None:
     """Return the chat template in a file."""
     return _inputs.read_text(file) if file is not None else None
-
-
-def warn(out: Output, *, exposed: bool, host: str) -> None:
-    """Say that others may use a server that is `exposed`."""
-    if exposed:
-        out.note(f"anybody who reaches {host} may use this server: give it an --api-key")
 
 
 def require_packages() -> None:

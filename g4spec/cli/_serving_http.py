@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _defaults, _engine, _serving
+from g4spec.cli import _defaults, _engine
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class Web:
 
         place = run.Place(self.host, self.port, self.certificate, self.key)
         run.check_certificate(place)
-        _serving.warn(out, exposed=run.exposed(place) and not self.keys, host=self.host)
+        if run.exposed(place) and not self.keys:
+            out.note(f"anybody who reaches {self.host} may use this server: give it an --api-key")
         return place
 
     @property
@@ -47,7 +48,7 @@ class Opened:
 
     Attributes:
         template: chat template instead of the models' own. asked: sampling that the command line
-            says. more: see `Engine.load`.
+            says. more: see `EngineClient`.
     """
 
     setup: _engine.Setup

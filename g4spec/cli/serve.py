@@ -27,6 +27,7 @@ def command(
     ssl_cert_file: _serving.Certificate = None,
     ssl_key_file: _serving.Key = None,
     timeout: _serving.Timeout = 600,
+    hang_timeout: _serving.HangTimeout = None,
     prefix_cache: _serving.PrefixCache = 1024,
     pool: _serving.Pool = None,
     ctx_size: _options.ContextSize = None,
@@ -60,6 +61,7 @@ def command(
         fd = _daemon.check(daemon, stream_fd, _inputs.typed(context))
         return _daemon.run(model, draft, setup, out, fd, asked, **more)
     _serving.require_packages()
+    more["hang_limit"] = hang_timeout
     opened = _serving_http.Opened(setup, out, _serving.template(chat_template_file), asked, more)
     web = _serving_http.Web(host, port, ssl_cert_file, ssl_key_file, cors_origin or (),
                             _serving.keys(api_key, api_key_file))  # fmt: skip

@@ -76,8 +76,8 @@ class Engine:
         self.scheduler = Scheduler(
             target, draft, self.backend, self.pool, self.prefix, self.lengths
         )
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = threading.Condition(threading.RLock())
+        self._waiting, self._counting = 0, threading.Lock()  # how many want the other lock
         self._thread: threading.Thread | None = None
         self._submitted = 0
         self._closed = False
@@ -158,7 +158,7 @@ class Engine:
         options = options or Options()
         check_request(prompt, options, self.config, self.n_ctx)
         requests = []
-        with self._changed:
+        with self.held():
             if self._closed:
                 raise UsageError("the engine is closed")
             if self.failed is not None:
@@ -229,9 +229,22 @@ class Engine:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Let no step begin, to submit and listen at once."""
-        with self._lock:
+        """Let no step begin, to submit and listen at once. Waits for one step at most: a thread
+        that works all the time would take a lock again before anybody else wakes up."""
+        self._count(1)
+        try:
+            self._changed.acquire()
+        finally:
+            self._count(-1)
+        try:
+            self._changed.notify_all()
             yield
+        finally:
+            self._changed.release()
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self._waiting += more
 
     def step(self) -> bool:
         """Make progress on all live requests; False if there is nothing to do."""
@@ -244,24 +257,22 @@ class Engine:
                 raise
             finally:
                 self.stepped = time.monotonic()
-                self._changed.notify_all()
 
     def advance(self, request: Request) -> None:
         """Work, or wait for the engine's thread, until the request has something new or is done."""
         while not request.news:
-            with self._changed:
-                if request.news:
-                    return
-                if self._thread is not None:
-                    self._changed.wait(timeout=1.0)
-                else:
-                    self.step()
+            if self._thread is None:
+                self.step()
+                continue
+            request.arrived.clear()
+            if not request.news:
+                request.arrived.wait(timeout=1.0)
 
     def start(self) -> None:
         """Work in a thread of its own from now on, until `close`."""
         if self._thread is not None:  # without the lock: nobody waits for a step here
             return
-        with self._changed:
+        with self.held():
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._work, name="g4spec", daemon=True)
                 self._thread.start()
@@ -269,8 +280,8 @@ class Engine:
     def _work(self) -> None:
         while True:
             with self._changed:
-                while self.scheduler.idle and not self._closed:
-                    self._changed.wait()
+                while (self.scheduler.idle and not self._closed) or self._waiting:
+                    self._changed.wait(1.0 if self._waiting else None)
                 if self._closed:
                     return
                 try:
@@ -281,7 +292,7 @@ class Engine:
 
     def close(self) -> None:
         """End all requests and free what the engine holds; what was generated stays readable."""
-        with self._changed:
+        with self.held():
             self._closed = True
             self.scheduler.close()
             self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -172,6 +173,7 @@ class Request:
         choices: with `Options.n` > 1 all of the request's texts, this one first; else itself.
         done: whether nothing more will come.
         error: why it ended early, or None.
+        arrived: set when something new has come.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class Request:
         self.choices: list[Request] = [self]
         self.done = False
         self.error: Exception | None = None
-        self.cancelled = False
+        self.cancelled, self.arrived = False, threading.Event()
         self._driver, self._tokenizer = driver, tokenizer
         self._stream: TextStream = (options.stream or tokenizer.stream)()
         self._cycles: deque[Cycle] = deque()
@@ -316,5 +318,6 @@ class Request:
         return len(cycle.tokens)
 
     def _tell(self) -> None:
+        self.arrived.set()
         for listener in tuple(self._listeners):  # readers come and go in threads of their own
             listener()

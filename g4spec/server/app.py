@@ -31,6 +31,7 @@ from g4spec.server.access import BodyLimit, Keys, Log, Panics, refusal
 from g4spec.server.json_text import JSONAnswer
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.refusals import Refused
+from g4spec.server.replay import Replays
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
 from g4spec.server.streams import PING, Events, EventStream, Gone, event, unless_gone
@@ -57,7 +58,7 @@ def app(
         inner: it stands inside another, which has keys, limits and the log for it.
     """
 
-    store = ResponseStore()
+    store, replays = ResponseStore(), Replays()
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None, None]:
@@ -65,12 +66,13 @@ def app(
         yield
         service.draining = True
         await store.close()
+        await replays.close()
         await service.close()
 
     middleware = [] if inner else around(keys, origins, body_limit)
     handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
                                 Gone: _gone, 500: _unexpected}  # fmt: skip
-    made = Starlette(routes=routes(Endpoints(service, store)), middleware=middleware,
+    made = Starlette(routes=routes(Endpoints(service, store, replays)), middleware=middleware,
                      lifespan=lifespan, exception_handlers=handlers)  # fmt: skip
     made.state.service = service
     return made
@@ -119,8 +121,8 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 class Endpoints:
     """The handlers of all paths."""
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
-        self._service, self._store = service, store
+    def __init__(self, service: Service, store: ResponseStore, replays: Replays) -> None:
+        self._service, self._store, self._replays = service, store, replays
 
     # ---- generation
 
@@ -219,9 +221,12 @@ class Endpoints:
         """Generate what a request asks for, whole or in pieces."""
         service = self._service
         if stream:
-            generation = await service.submit(await job_of())
-            return EventStream(generation, self._noted(request, generation, chunks(generation)),
-                               failed, service.settings, ping=ping)  # fmt: skip
+            kept, generation = Replays.name(request), await service.submit(await job_of())
+            events = self._noted(request, generation, chunks(generation))
+            if kept is None:
+                return EventStream(generation, events, failed, service.settings, ping=ping)
+            replay = await self._replays.begin(_owner(request), kept, generation, events, failed)
+            return EventStream(replay, replay.follow(0), failed, service.settings, ping=ping)
 
         async def whole() -> Any:
             generation = await service.submit(await job_of())
@@ -232,6 +237,16 @@ class Endpoints:
                 _note(request, generation)
 
         return JSONAnswer(await unless_gone(request, whole()))
+
+    @described("text/event-stream", conv_id="X-Conversation-Id of the stream",
+               **{"from": "id of the last event"})  # type: ignore[arg-type]  # fmt: skip
+    async def stream(self, request: Request) -> Response:
+        """Answer GET and DELETE /v1/stream: go on with a dropped stream, or end it."""
+        replay, at = self._replays.asked(request, _owner(request))
+        if request.method == "DELETE":
+            await self._replays.delete(_owner(request), replay.id)
+            return Response(status_code=204)
+        return EventStream(replay, replay.follow(at), str, self._service.settings)
 
     async def _noted(self, request: Request, generation: Generation, events: Events) -> Events:
         """Pass events on; in the end the log is told the figures."""
@@ -363,6 +378,7 @@ def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
     }  # fmt: skip
     return [*(Route(path, run, methods=["POST"]) for path, run in posts.items()),
             *(Route(path, run, methods=["GET"]) for path, run in gets.items()),
+            Route("/v1/stream", at.stream, methods=["GET", "DELETE"]),
             Route("/v1/responses/{id}", at.response, methods=["GET", "DELETE"])]  # fmt: skip
 
 

@@ -59,15 +59,11 @@ class EngineLost(RuntimeError):
 
 
 class RemoteRequest(Request):
-    """A request whose text is written in another process.
-
-    Attributes:
-        arrived: set when something new has come.
-    """
+    """A request whose text is written in another process."""
 
     def __init__(self, prompt: Sequence[int], options: Options, client: EngineClient) -> None:
         super().__init__(prompt, options, client, client.tokenizer, client.notes)
-        self.arrived, self._client = threading.Event(), client
+        self._client = client
 
     def cancel(self) -> None:
         """See `Request.cancel`."""
@@ -90,18 +86,13 @@ class RemoteRequest(Request):
         self.error, self.done = error, True
         self._tell()
 
-    def _tell(self) -> None:
-        self.arrived.set()
-        super()._tell()
-
 
 @dataclass(slots=True)
 class _Text:
     """A request that has not ended.
 
     Attributes:
-        options: pickled. begun: whether a process has begun to read its prompt.
-        tries: processes that it was given to.
+        options: pickled. begun: its prompt is being read. tries: processes it was given to.
     """
 
     request: RemoteRequest
@@ -114,9 +105,8 @@ class _Pickler(pickle.Pickler):
     """Names what the other process has itself."""
 
     def persistent_id(self, value: Any) -> str | None:
-        if isinstance(value, Tokenizer):
-            return "tokenizer"
-        return "vocabulary" if isinstance(value, Vocabulary) else None
+        known = {Tokenizer: "tokenizer", Vocabulary: "vocabulary"}
+        return known.get(type(value))
 
 
 class EngineClient:
@@ -125,6 +115,8 @@ class EngineClient:
     Args:
         target: its tokenizer is read here, too. draft, options: see `Engine.load`.
         make: loads the engine in the other process; a function at the top of a module.
+        hang_limit: seconds in which no step ends, while there are texts, after which the process
+            is killed, and another one started; 0: never. Default: 300, on a CPU never.
 
     Raises what `Engine.load` would, and EnvironmentProblem if the process ends while it loads.
 
@@ -136,7 +128,8 @@ class EngineClient:
     def __init__(
         self, target: Path, draft: Path | str | None = None, *,
         make: Callable[..., Engine] = Engine.load,
-        progress: Callable[[int, int], None] | None = None, **options: Any,
+        progress: Callable[[int, int], None] | None = None, hang_limit: float | None = None,
+        **options: Any,
     ) -> None:  # fmt: skip
         self._progress = progress
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
@@ -146,7 +139,7 @@ class EngineClient:
         self._channel: Channel | None = None  # of a process that is ready
         self._first: list[Any] = []  # what came of loading: Facts or an error
         self._loaded, self._closing = threading.Event(), threading.Event()
-        self._finished = False
+        self._finished, self._hung = False, ""
         self._figures, self._arrived = NOTHING, time.monotonic()
         self.failed: Exception | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -165,6 +158,8 @@ class EngineClient:
         self.draft_name, self.notes = facts.draft_name, facts.notes
         self.title, self.on_cpu = facts.title, facts.on_cpu
         self.stop_ids = self.tokenizer.stop_ids
+        self.hang_limit = (0 if self.on_cpu else 300) if hang_limit is None else hang_limit
+        threading.Thread(target=self._watch, name="g4spec watch", daemon=True).start()
 
     # ---- requests
 
@@ -214,11 +209,10 @@ class EngineClient:
     def advance(self, request: Request) -> None:
         """Wait until a request has something new."""
         assert isinstance(request, RemoteRequest)
-        while True:
+        while not request.news:
             request.arrived.clear()
-            if request.news:
-                return
-            request.arrived.wait()
+            if not request.news:
+                request.arrived.wait()
 
     def start(self) -> None:
         """Do nothing: the process works all the time."""
@@ -279,7 +273,7 @@ class EngineClient:
         """Start a process, and another one whenever it ends."""
         failures = 0
         while not self._closing.is_set():
-            self._finished = False
+            self._finished, self._hung = False, ""
             reason = self._run_one()
             failures = 1 if self._finished else failures + 1
             if not self._loaded.is_set():
@@ -291,6 +285,16 @@ class EngineClient:
             self._lost(reason, last)
             if last or self._closing.wait(min(2 ** (failures - 2), 30) if failures > 1 else 0):
                 break
+
+    def _watch(self) -> None:
+        """Kill a process that makes no step; `_run_one` sees it end."""
+        while not self._closing.wait(min(self.hang_limit / 4, 5) or 5):
+            with self._lock:
+                if not self.hang_limit or self._channel is None or self.moving(self.hang_limit):
+                    continue
+                self._hung = f"no step has ended for {self.hang_limit:g} seconds"
+                assert self._process is not None
+                self._process.kill()
 
     def _told(self, what: Facts | BaseException) -> None:
         """Tell `__init__` what came of loading, the first time."""
@@ -328,7 +332,8 @@ class EngineClient:
             channel.close()
             process.kill()
             code = process.wait()
-        return reason or (signal.Signals(-code).name if code < 0 else f"exit code {code}")
+        died = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return reason or self._hung or died
 
     def _heard(self, channel: Channel, name: str, more: list[Any]) -> None:
         """Do what a message says; see `channel`."""
@@ -376,11 +381,10 @@ class EngineClient:
         log.error("the engine's process ended", extra={"facts": {
             "why": reason, "texts": len(self._texts), "again": not last}})  # fmt: skip
         self._figures = NOTHING
-        if last:
-            with self._lock:
+        with self._lock:
+            if last:
                 self.failed = EnvironmentProblem(
                     f"the engine failed {MOST_FAILURES} times in a row", found=reason)
-        with self._lock:
             gone = {n: t for n, t in self._texts.items()
                     if last or t.begun or t.tries >= MOST_TRIES or t.request.cancelled}  # fmt: skip
             for number in gone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from g4spec.core import StepRows
 from g4spec.errors import InputError
 from g4spec.runtime.engine import Engine
 
-RAISES, CRASHES, READING = 5, 6, 7
-"""Tokens: a prompt that ends in one of the first two lets the engine fail: in a step after 4 tokens
-or, with READING before it, while the prompt is read."""
+RAISES, CRASHES, READING, HANGS = 5, 6, 7, 8
+"""Tokens: a prompt that ends in RAISES, CRASHES or HANGS lets the engine fail: in a step after 4
+tokens or, with READING before it, while the prompt is read."""
 
 
 def _fail(token: int) -> None:
     if token == CRASHES:
         ctypes.string_at(0)  # SIGSEGV
+    if token == HANGS:
+        time.sleep(3600)
     if token == RAISES:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 

@@ -96,7 +96,7 @@ def test_starting_twice_does_not_wait_for_a_step(engines: Engines) -> None:
     engine.start()
 
     def hold() -> None:
-        with engine._lock:
+        with engine.held():
             with_lock.set()
             time.sleep(0.5)
 
@@ -107,3 +107,47 @@ def test_starting_twice_does_not_wait_for_a_step(engines: Engines) -> None:
     engine.start()
     assert time.perf_counter() - began < 0.25
     thread.join()
+
+
+class Late:
+    """A lock whose waiters wake up late, as on a busy machine: who lets go of it and wants it again
+    is always first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.release, self._release_save = self._lock.release, self._lock._release_save  # type: ignore[attr-defined]
+        self._is_owned = self._lock._is_owned  # type: ignore[attr-defined]
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        while not self._lock.acquire(blocking=False):
+            if not blocking:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _acquire_restore(self, state: Any) -> None:
+        self._lock._acquire_restore(state)  # type: ignore[attr-defined]
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *args: object) -> None:
+        self.release()
+
+
+def test_a_request_is_taken_in_while_another_is_written(family: Any) -> None:
+    """It waits for a step, not for the end of the other text."""
+    with Engine.load(family / "target.gguf", n_ctx=512, parallel=2) as engine:
+        engine._changed = threading.Condition(Late())  # type: ignore[arg-type]
+        engine.start()
+        long = engine.submit([2, 9], Options(n_predict=500, ignore_eos=True))
+        while not long.ids:
+            time.sleep(0.001)
+        before = len(long.ids)
+        other = engine.submit([2, 5], Options(n_predict=1, ignore_eos=True))
+        assert len(list(other.tokens())) == 1
+        assert not long.done and len(long.ids) < before + 100
+        with engine.held():
+            began = len(long.ids)
+            time.sleep(0.05)
+            assert len(long.ids) == began

@@ -124,13 +124,16 @@ def text_of(engine: Engine, prompt: list[int], options: Options) -> list[int]:
     return list(engine.submit(prompt, options).tokens())
 
 
-PHASES = {"reading raises": [2, faulty.READING, faulty.RAISES], "killed": [2, 31]}
+PHASES = {"reading raises": ([2, faulty.READING, faulty.RAISES], "CUDA error"),
+          "killed": ([2, 31], "SIGKILL"),
+          "hangs": ([2, 31, faulty.HANGS], "no step has ended for 3 seconds")}  # fmt: skip
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_failure_ends_what_runs_and_nothing_else(
-    phase: str, remote: Served, client: EngineClient, engines: Callable[..., Engine]
-) -> None:
+    phase: str, remote: Served, client: EngineClient, engines: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Three slots: those in them end with an error, those that wait are written as ever.
     `benchmarks/serve_faults.py` does it at every phase, many times."""
     plain, options = engines(None, n_ctx=2048), Options(n_predict=6, ignore_eos=True)
@@ -141,7 +144,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     def stream() -> None:
         with remote.http.stream("POST", "/v1/completions", json={
             "prompt": "The cat", "max_tokens": 1500, "ignore_eos": True, "stream": True,
-            "temperature": 0, "draft_max": 0,  # takes long
+            "temperature": 0, "draft_max": 0,
         }) as response:  # fmt: skip
             for line in response.iter_lines():
                 lines.append(line)
@@ -151,7 +154,10 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     thread = threading.Thread(target=stream)
     thread.start()
     until(lambda: lines)  # an error before the first token is an answer of its own
-    running = [client.submit(prompt, long) for prompt in ([2, 30], PHASES[phase])]
+    failing, why = PHASES[phase]
+    if phase == "hangs":
+        monkeypatch.setattr(client, "hang_limit", 3.0)
+    running = [client.submit(prompt, long) for prompt in ([2, 30], failing)]
     waiting = [client.submit(prompt, options) for prompt in prompts]
     if phase == "killed":
         until(lambda: client.figures().running == 3)
@@ -160,7 +166,7 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     until(lambda: not client.moving(60) or client.process != before)
     red = remote.http.get("/health").status_code
     for request in running:
-        with pytest.raises(EngineLost, match="SIGKILL" if phase == "killed" else "CUDA error"):
+        with pytest.raises(EngineLost, match=why):
             list(request)
     assert ended.wait(30)
     assert any("engine_failed" in line for line in lines[-4:]), lines[-4:]

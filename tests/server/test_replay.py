@@ -1,0 +1,110 @@
+"""Streams that are read again after their client was gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import httpx
+import pytest
+
+from g4spec.server.refusals import Refused
+from g4spec.server.replay import Replay
+from tests.server.served import Served, wait
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Count: 1, 2, 3,"}], "seed": 3}
+ASKED = [("/v1/chat/completions", {**CHAT, "max_tokens": 24}),
+         ("/v1/completions", {"prompt": "def area(r):", "seed": 3, "max_tokens": 24}),
+         ("/v1/messages", {"model": "tiny", "messages": CHAT["messages"], "temperature": 0,
+                           "max_tokens": 24})]  # fmt: skip
+
+
+def read(response: httpx.Response, most: int | None = None) -> list[tuple[int, str]]:
+    """The events with their numbers, the first `most` of them."""
+    out: list[tuple[int, str]] = []
+    number = 0
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            number = int(line[4:])
+        elif line.startswith("data: "):
+            out.append((number, line[6:]))
+            if len(out) == most:
+                break
+    return out
+
+
+def text(events: list[tuple[int, str]]) -> str:
+    out = ""
+    for _, data in events:
+        event = json.loads(data) if data != "[DONE]" else {}
+        for choice in event.get("choices", []):
+            out += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        out += event.get("delta", {}).get("text", "")
+    return out
+
+
+@pytest.mark.parametrize("path, body", ASKED, ids=[path for path, _ in ASKED])
+def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any]) -> None:
+    """By `from` or `Last-Event-ID`, and it is the text that it would have been."""
+    whole, name = busy.post(path, **body), {"X-Conversation-Id": f"a/b {path}"}
+    with busy.http.stream("POST", path, json={**body, "stream": True}, headers=name) as response:
+        first = read(response, 2)
+    assert [number for number, _ in first] == [1, 2]
+    asked = {"conv_id": f"a/b {path}"}
+    with busy.http.stream("GET", "/v1/stream", params={**asked, "from": 2}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        rest = read(response)
+    assert [number for number, _ in rest] == list(range(3, len(rest) + 3))
+    said = whole["choices"][0] if "choices" in whole else {"text": whole["content"][0]["text"]}
+    assert text(first + rest) == (said.get("text") or said["message"]["content"])
+    headers = {"Last-Event-ID": "1"}
+    with busy.http.stream("GET", "/v1/stream", params=asked, headers=headers) as response:
+        assert read(response) == (first + rest)[1:]
+    wait(busy.idle)
+
+
+@pytest.mark.parametrize("error, said", [
+    (Refused(408, "too long"), "too long"), (ValueError("secret"), "an error inside"),
+])  # fmt: skip
+def test_a_failure_is_the_last_event(error: Exception, said: str) -> None:
+    closed = []
+
+    class Source:
+        id = "x"
+
+        def close(self) -> None:
+            closed.append(self)
+
+    async def events() -> AsyncGenerator[str, None]:
+        yield "data: 1\n\n"
+        raise error
+
+    async def main() -> list[str]:
+        replay = Replay("x", Source(), events(), lambda refused: f"data: {refused.message}\n\n")
+        found = [each async for each in replay.follow(0)]
+        stopped = Replay("y", Source(), events(), str)
+        await stopped.stop()  # before it has begun
+        assert [each async for each in stopped.follow(0)] == [] and len(closed) == 2
+        return found
+
+    first, last = asyncio.run(main())
+    assert first == "id: 1\ndata: 1\n\n" and last.startswith("id: 2\n") and said in last
+    assert "secret" not in last
+
+
+def test_a_stream_is_ended_by_delete_or_its_id(busy: Served) -> None:
+    long = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    name = {"X-Conversation-Id": "long"}
+    for _ in range(2):  # the second takes the place of the first
+        with busy.http.stream("POST", "/v1/completions", json=long, headers=name) as response:
+            assert read(response, 1)
+    assert busy.service.open == 1
+    assert busy.http.delete("/v1/stream?conv_id=long").status_code == 204
+    wait(busy.idle)
+    for query, status in (("conv_id=long", 404), ("", 404), ("conv_id=long&from=x", 400),
+                          ("conv_id=long&to=1", 400)):  # fmt: skip
+        assert busy.http.get(f"/v1/stream?{query}").status_code == status
+    response = busy.http.post("/v1/completions", json=long, headers={"X-Conversation-Id": ""})
+    assert response.status_code == 400
