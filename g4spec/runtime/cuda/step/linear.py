@@ -36,7 +36,7 @@ CODEBOOKS = {
 """Types whose codes are numbers of a table's entries (codebook_product.cuh): values that share a
 factor."""
 
-TILE_BYTES, SUMS = 1024, {"q6_k": 128}
+TILE_BYTES, SUMS = 1024, dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128}
 """Bytes of 8 rows of a block: their halves, and sums that warp groups need; 64 for others."""
 
 UPPER_ROWS = 2048 + 32
