@@ -17,6 +17,7 @@ from g4spec.runtime.tokenizer import SUPPRESS
 
 F32, I32, I64 = 0, 26, 27
 MASK, STOPS = "tokenizer.ggml.mask_token_id", "g4spec.stop_ids"
+DEPTHS = "g4spec.eagle3.depths"
 Change = Callable[[TensorData], Iterable[TensorData]]
 Broken = tuple[str, Callable[[Path], Path]]
 """What is wrong, and what writes such a file."""
@@ -123,7 +124,7 @@ def numbers(path: Path) -> Iterator[Broken]:
     if arch == "gemma4":
         for key in (SUPPRESS, STOPS):
             changes |= {f"{key} has {id}": {key: array(T.I32, [7, id])} for id in (-1, 10**6)}
-    if MASK in keys and arch != "gemma4":  # a target computes nothing of it
+    if MASK in keys and keys & {f"{arch}.block_size", DEPTHS}:  # others compute nothing of it
         changes["mask token"] = {MASK: u32(10**6)}
     if ORDERING in lists:
         for id in (-1, 10**6):
