@@ -16,7 +16,7 @@ from tests.gpu.device import EMULATED
 
 CASES = 2
 """Of each test, the first and the last."""
-LONG = {"test_engine.py", "test_hostile_texts.py", "test_portable_engine.py", "test_synthetic.py"}
+LONG = {"test_engine.py", "test_odd_files.py", "test_portable_engine.py", "test_synthetic.py"}
 SKIP = pytest.mark.skip(reason="takes long on a machine without a GPU (G4SPEC_EMULATE=all)")
 
 

@@ -186,7 +186,7 @@ def test_nothing_is_left_of_an_earlier_sequence(
 
 def plan_lengths(engine: Engine, count: Callable[[int], int]) -> None:
     """Every cycle drafts `count(most)` tokens."""
-    engine.lengths.plan = lambda texts, most: [count(m) for m in most]  # type: ignore[method-assign]
+    engine.lengths.plan = lambda texts, most, _: [count(m) for m in most]  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("kind", ["zlab", "speculators", "assistant"])

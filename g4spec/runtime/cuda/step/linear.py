@@ -332,8 +332,9 @@ def _units() -> list[Unit]:
             for types in (("q4_k", "q6_k"), ("q8_0", "q8_0")):
                 a, b = (cut(type, 256, 2, tiles, arch) for type in types)
                 names[two(a, b)] = max(a.shared, b.shared)
+        spill = 36 if arch == "sm_120" else 16  # there gate_up<Q4K, 2, 128, 2> needs as much
         out.append(Unit("linear.cu", tuple(sorted(names.keys() - more)), (arch,), 168,
-                        max(names.values()), 16, tuple(sorted(more))))  # fmt: skip
+                        max(names.values()), spill, tuple(sorted(more))))  # fmt: skip
     return out
 
 
