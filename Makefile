@@ -13,8 +13,8 @@ export OMP_NUM_THREADS ?= 1
 
 help:
 	@echo "make demo       set up, then do the whole job on the bundled model family"
-	@echo "make test       set up, then linters, types, import layers and all tests"
-	@echo "make check      linters, types and import layers only"
+	@echo "make test       set up, then format, linters, types, import layers and all tests"
+	@echo "make check      format, linters, types and import layers only"
 	@echo "make docs       the documentation site, in site/, with every link checked"
 	@echo "make bench-cpu  the long comparisons (an hour); results go to benchmarks/results"
 	@echo "make clean      remove $(VENV)"
@@ -27,6 +27,7 @@ test: check
 
 check: $(VENV)/.tests
 	$(BIN)/ruff check g4spec tests benchmarks packaging docs
+	$(BIN)/ruff format --check --quiet g4spec tests benchmarks packaging docs examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 

@@ -43,8 +43,11 @@ def one_engine(table: dict[int, float], recording: Recording) -> dict[str, float
             all_texts.stretch = max(all_texts.stretch, bill.stretch)
             best = best_fixed(costs, texts, recording.longest)
             shares.append(bill.tokens / bill.seconds / best)
-    return {"share": sum(shares) / len(shares), "lowest": min(shares),
-            "lost": all_texts.stretch / table[0]}  # fmt: skip
+    return {
+        "share": sum(shares) / len(shares),
+        "lowest": min(shares),
+        "lost": all_texts.stretch / table[0],
+    }
 
 
 def new_engine(table: dict[int, float], recording: Recording) -> dict[str, float]:
@@ -62,8 +65,12 @@ def new_engine(table: dict[int, float], recording: Recording) -> dict[str, float
         best = best_fixed(costs, texts, recording.longest)
         shares.append(bill.tokens / bill.seconds / best)
         bounds.append(best_fixed(costs, texts, recording.longest, delay) / best)
-    return {"share": sum(shares) / len(shares), "bound": sum(bounds) / len(bounds),
-            "first_draft_after": delay, "lost": lost / table[0]}  # fmt: skip
+    return {
+        "share": sum(shares) / len(shares),
+        "bound": sum(bounds) / len(bounds),
+        "first_draft_after": delay,
+        "lost": lost / table[0],
+    }
 
 
 def rounded(figures: dict[str, float]) -> dict[str, float]:
@@ -77,18 +84,31 @@ def main() -> None:
         # How many tokens n-gram lookup proposes is in no recording: only where they cost nothing.
         machines = {} if name == "ngram" else MACHINES
         for machine, table in {"recorded": recording.seconds, **machines}.items():
-            rows.append({"draft": name, "costs": machine,
-                         "one engine": rounded(one_engine(table, recording)),
-                         "new engine": rounded(new_engine(table, recording))})  # fmt: skip
+            rows.append(
+                {
+                    "draft": name,
+                    "costs": machine,
+                    "one engine": rounded(one_engine(table, recording)),
+                    "new engine": rounded(new_engine(table, recording)),
+                }
+            )
             print(rows[-1])
     credits: dict[int, dict[str, float]] = {}
     chosen = length.CREDIT
     for credit in CREDITS:
         length.CREDIT = credit
-        found = [one_engine(t, r) for name, r in recordings().items() if name != "ngram"
-                 for t in (r.seconds, *MACHINES.values())]  # fmt: skip
-        credits[credit] = rounded({"share": sum(f["share"] for f in found) / len(found),
-                                   "lost": max(f["lost"] for f in found)})  # fmt: skip
+        found = [
+            one_engine(t, r)
+            for name, r in recordings().items()
+            if name != "ngram"
+            for t in (r.seconds, *MACHINES.values())
+        ]
+        credits[credit] = rounded(
+            {
+                "share": sum(f["share"] for f in found) / len(found),
+                "lost": max(f["lost"] for f in found),
+            }
+        )
         print("credit", credit, credits[credit])
     length.CREDIT = chosen
     keep(None, "auto-lengths", {"credit": chosen, "rows": rows, "by credit": credits})

@@ -41,8 +41,9 @@ class Files(Engines):
     def __init__(self, target: Path, device: str, cache_type: str | None) -> None:
         def load(kind: str | None, **more: int) -> Engine:
             draft = Path(kind) if kind and kind != "ngram" else kind
-            return Engine.load(target, draft, n_ctx=N_CTX, device=device, cache_type=cache_type,
-                               **more)  # fmt: skip
+            return Engine.load(
+                target, draft, n_ctx=N_CTX, device=device, cache_type=cache_type, **more
+            )
 
         self._load = lru_cache(maxsize=None)(load)
         self.vocab = load(None).target.config.n_vocab
@@ -51,8 +52,9 @@ class Files(Engines):
         return self._load(kind)
 
     def crowded(self, kind: str | None, parallel: int, tight: bool) -> Engine:
-        return self._load(kind, parallel=parallel, pool=pool_of(parallel, tight),
-                          prefix_cache=1 << 28)  # fmt: skip
+        return self._load(
+            kind, parallel=parallel, pool=pool_of(parallel, tight), prefix_cache=1 << 28
+        )
 
 
 @dataclass
@@ -100,8 +102,16 @@ def rounds(args: argparse.Namespace, seed: int, answers: int, gpu: int | None) -
         while found.total["answers"] < answers and time.perf_counter() - began < args.seconds:
             kind, parallel = rng.choice(choices), rng.choice(PARALLEL)
             count = min(3 + 3 * parallel // 2, answers - found.total["answers"])
-            verdict = judge(kind, parallel, f"{seed}/{found.rounds}", count, args.longest,
-                            tight=rng.random() < 0.3, plain=plain, engines=engines)  # fmt: skip
+            verdict = judge(
+                kind,
+                parallel,
+                f"{seed}/{found.rounds}",
+                count,
+                args.longest,
+                tight=rng.random() < 0.3,
+                plain=plain,
+                engines=engines,
+            )
             found.add(kind, verdict)
             for line in verdict.wrong:
                 print(line[:500], flush=True)
@@ -130,20 +140,35 @@ def main() -> int:
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.workers, mp_context=spawned) as pool:
         each = -(-args.answers // args.workers)
-        jobs = [pool.submit(rounds, args, args.seed + i, each, i % gpus if gpus else None)
-                for i in range(args.workers)]  # fmt: skip
+        jobs = [
+            pool.submit(rounds, args, args.seed + i, each, i % gpus if gpus else None)
+            for i in range(args.workers)
+        ]
         for job in jobs:
             with contextlib.suppress(KeyboardInterrupt):
                 job.exception()
             found.join(job.result())
     total = found.total
-    keep(args.out, f"company-{args.device}", {
-        "device": args.device, "seed": args.seed, "workers": args.workers, "longest": args.longest,
-        "rounds": found.rounds, **total, "most_live": found.most_live, "wrong": found.wrong,
-        "drafts": found.drafts, "seconds": round(time.perf_counter() - began),
-    })  # fmt: skip
-    print(f"{total['answers']} answers, {total['tokens']} tokens, {total['preempted']} preempted, "
-          f"{len(found.wrong)} differ")  # fmt: skip
+    keep(
+        args.out,
+        f"company-{args.device}",
+        {
+            "device": args.device,
+            "seed": args.seed,
+            "workers": args.workers,
+            "longest": args.longest,
+            "rounds": found.rounds,
+            **total,
+            "most_live": found.most_live,
+            "wrong": found.wrong,
+            "drafts": found.drafts,
+            "seconds": round(time.perf_counter() - began),
+        },
+    )
+    print(
+        f"{total['answers']} answers, {total['tokens']} tokens, {total['preempted']} preempted, "
+        f"{len(found.wrong)} differ"
+    )
     return 1 if found.wrong else 0
 
 

@@ -30,10 +30,14 @@ OURS = [sys.executable, "-m", "g4spec", "convert"]
 def differing(a: Path, b: Path) -> list[str]:
     """Tensors whose type or bytes are not the same in both files."""
     with GGUF(a) as x, GGUF(b) as y:
-        return sorted(n for n in {*x.tensors, *y.tensors}
-                      if n not in x.tensors or n not in y.tensors
-                      or x.tensors[n].type != y.tensors[n].type
-                      or x.raw(n).tobytes() != y.raw(n).tobytes())  # fmt: skip
+        return sorted(
+            n
+            for n in {*x.tensors, *y.tensors}
+            if n not in x.tensors
+            or n not in y.tensors
+            or x.tensors[n].type != y.tensors[n].type
+            or x.raw(n).tobytes() != y.raw(n).tobytes()
+        )
 
 
 def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
@@ -46,9 +50,16 @@ def measured(work: Path, source: Path | None, repeats: int) -> dict[str, Any]:
     if source:
         env["PYTHONPATH"] = str(source / "gguf-py")
         commands["llama_cpp"] = [
-            sys.executable, source / "convert_hf_to_gguf.py", draft, "--target-model-dir", target,
-            "--outtype", "q8_0", "--outfile", theirs,
-        ]  # fmt: skip
+            sys.executable,
+            source / "convert_hf_to_gguf.py",
+            draft,
+            "--target-model-dir",
+            target,
+            "--outtype",
+            "q8_0",
+            "--outfile",
+            theirs,
+        ]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
@@ -84,12 +95,21 @@ def main() -> int:
         for key in ("seconds", "cpu_seconds"):
             found[f"speedup_{key}"] = round(its[key] / mine[key], 2)
         good = good and found["speedup_seconds"] >= GOAL_SPEED and not found["differing"]
-        print(f"llama.cpp: {its['seconds']:.1f} s, {its['anonymous_mb']:.0f} MB; ours is "
-              f"{found['speedup_seconds']:.2f} times as fast, {found['speedup_cpu_seconds']:.2f} "
-              f"by processor time; differing tensors: {found['differing'] or 'none'}")  # fmt: skip
-    watch.keep(args.out, "conversion", {
-        "bytes": synthetic.DRAFT_BYTES, "load": os.getloadavg()[0], "goals_met": good, **found,
-    })  # fmt: skip
+        print(
+            f"llama.cpp: {its['seconds']:.1f} s, {its['anonymous_mb']:.0f} MB; ours is "
+            f"{found['speedup_seconds']:.2f} times as fast, {found['speedup_cpu_seconds']:.2f} "
+            f"by processor time; differing tensors: {found['differing'] or 'none'}"
+        )
+    watch.keep(
+        args.out,
+        "conversion",
+        {
+            "bytes": synthetic.DRAFT_BYTES,
+            "load": os.getloadavg()[0],
+            "goals_met": good,
+            **found,
+        },
+    )
     return 0 if good else 1
 
 

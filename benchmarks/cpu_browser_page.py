@@ -63,16 +63,27 @@ class Browser:
         into, self._write = os.pipe()
         self._read, out = os.pipe()
         wide, high = WINDOWS[window]
-        command = [browser(), "--headless", "--no-sandbox", "--disable-gpu",
-                   "--remote-debugging-pipe", f"--user-data-dir={profile}",
-                   f"--window-size={wide},{high}", "--no-first-run", "--disable-extensions",
-                   "--disable-component-update", "--disable-background-networking",
-                   f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
-                   "about:blank"]  # fmt: skip
+        command = [
+            browser(),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={profile}",
+            f"--window-size={wide},{high}",
+            "--no-first-run",
+            "--disable-extensions",
+            "--disable-component-update",
+            "--disable-background-networking",
+            f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+            "about:blank",
+        ]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, str(into), str(out), *command], pass_fds=(into, out),
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [sys.executable, "-c", LAUNCH, str(into), str(out), *command],
+            pass_fds=(into, out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(into)
         os.close(out)
         self.heard: list[dict] = []
@@ -80,12 +91,18 @@ class Browser:
         self._number, self._changed = 0, threading.Condition()
         threading.Thread(target=self._listen, daemon=True).start()
         target = self._call("Target.createTarget", url="about:blank")
-        self._session = self._call("Target.attachToTarget", targetId=target["targetId"],
-                                   flatten=True)["sessionId"]  # fmt: skip
+        self._session = self._call(
+            "Target.attachToTarget", targetId=target["targetId"], flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=wide, height=high,
-                  deviceScaleFactor=1, mobile=window == "phone")  # fmt: skip
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=wide,
+            height=high,
+            deviceScaleFactor=1,
+            mobile=window == "phone",
+        )
 
     def _listen(self) -> None:
         held = b""
@@ -119,8 +136,9 @@ class Browser:
 
     def run(self, script: str) -> object:
         """Evaluate a script in the page."""
-        got = self.call("Runtime.evaluate", expression=script, returnByValue=True,
-                        awaitPromise=True)  # fmt: skip
+        got = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in got, (script, got["exceptionDetails"])
         return got["result"].get("value")
 
@@ -146,8 +164,11 @@ class Browser:
         out = []
         for event in self.heard:
             params = event.get("params", {})
-            if event["method"] in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown",
-                                   "Log.entryAdded"):  # fmt: skip
+            if event["method"] in (
+                "Runtime.consoleAPICalled",
+                "Runtime.exceptionThrown",
+                "Log.entryAdded",
+            ):
                 out.append(json.dumps(params)[:400])
             if event["method"] == "Network.requestWillBeSent":
                 url = params["request"]["url"]
@@ -229,8 +250,10 @@ def conversation(server: Page, page: Browser, pictures: Path | None, name: str) 
     if page.run("chat.messages[1].content") != said:
         wrong.append("the answer is not that of the same request alone")
     pieces = [p for t in told for p in t.get("pieces", [])]
-    spans = page.run("[...document.querySelectorAll('.assistant .tokens > span:not(.rejected)')]"
-                     ".map(s => [s.className.split(' ')[0], s.textContent])")  # fmt: skip
+    spans = page.run(
+        "[...document.querySelectorAll('.assistant .tokens > span:not(.rejected)')]"
+        ".map(s => [s.className.split(' ')[0], s.textContent])"
+    )
     if spans != [[p["kind"], p["text"]] for p in pieces]:
         wrong.append(f"{len(spans)} coloured tokens, {len(pieces)} told, or others")
     kinds = {k: sum(p["kind"] == k for p in pieces) for k in ("accepted", "corrected", "own")}
@@ -238,8 +261,10 @@ def conversation(server: Page, page: Browser, pictures: Path | None, name: str) 
     if not kinds["accepted"] or not struck:
         wrong.append(f"nothing drafted: {kinds}")
     stats = page.run("chat.messages[1].stats")
-    if (stats["drafted"], stats["accepted"]) != (alone["timings"]["draft_n"],
-                                                 alone["timings"]["draft_n_accepted"]):  # fmt: skip
+    if (stats["drafted"], stats["accepted"]) != (
+        alone["timings"]["draft_n"],
+        alone["timings"]["draft_n_accepted"],
+    ):
         wrong.append("figures differ from the request's own")
     if not page.run("$('chart').children.length && $('why').textContent.length"):
         wrong.append("the live view shows no step")
@@ -325,8 +350,9 @@ def main() -> int:
         folder = Path(name)
         convert.convert(TINY / "target", folder / "target.gguf")
         convert.convert(TINY / "dflash", folder / "d.gguf", target=folder / "target.gguf")
-        with Engine.load(folder / "target.gguf", folder / "d.gguf", n_ctx=2048,
-                         parallel=2) as engine:  # fmt: skip
+        with Engine.load(
+            folder / "target.gguf", folder / "d.gguf", n_ctx=2048, parallel=2
+        ) as engine:
             server = Page(engine)
             for window in WINDOWS:
                 for scheme in SCHEMES:
@@ -344,8 +370,9 @@ def main() -> int:
     for view, wrong in found.items():
         print(f"{view}: {'; '.join(wrong) or 'ok'}")
     if args.out:
-        version = subprocess.run([browser(), "--version"], capture_output=True, text=True,
-                                 check=True).stdout.strip()  # fmt: skip
+        version = subprocess.run(
+            [browser(), "--version"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
         told = {"when": when, "browser": version, "wrong": found}
         args.out.write_text(json.dumps(told, indent=1) + "\n")

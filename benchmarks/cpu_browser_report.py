@@ -29,9 +29,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 WINDOWS = {"wide": (1200, 900), "phone": (500, 900)}
 SCHEMES = {"dark": 0, "light": 1}
 FIELDS = {
-    "tokens_per_second": "{:.1f}", "ratio": "{:.2f}", "committed": "{:.2f}", "draft_ms": "{:.2f}",
-    "step_ms": "{:.2f}", "prefill_tokens_per_second": "{:.0f}",
-}  # fmt: skip
+    "tokens_per_second": "{:.1f}",
+    "ratio": "{:.2f}",
+    "committed": "{:.2f}",
+    "draft_ms": "{:.2f}",
+    "step_ms": "{:.2f}",
+    "prefill_tokens_per_second": "{:.0f}",
+}
 
 MEASURE = """<script>
 addEventListener("load", () => {
@@ -70,13 +74,24 @@ def run(page: Path, window: str, scheme: str, *options: str) -> subprocess.Compl
     wide, high = WINDOWS[window]
     with tempfile.TemporaryDirectory() as profile:
         return subprocess.run(
-            [browser(), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-             "--enable-logging=stderr", f"--user-data-dir={profile}",
-             f"--window-size={wide},{high}",
-             f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", *options,
-             page.resolve().as_uri()],
-            capture_output=True, text=True, timeout=120, check=True,
-        )  # fmt: skip
+            [
+                browser(),
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--enable-logging=stderr",
+                f"--user-data-dir={profile}",
+                f"--window-size={wide},{high}",
+                f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+                *options,
+                page.resolve().as_uri(),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
 
 
 def measured(page: Path, window: str, scheme: str) -> dict:
@@ -145,8 +160,10 @@ def main() -> int:
                 wrong = problems(seen, data, console)
                 backgrounds.add(seen["background"])
                 failed |= bool(wrong)
-                print(f"{window}, {scheme}: {len(seen['charts'])} charts, {len(seen['cells'])} "
-                      f"numbers, {'; '.join(wrong) or 'ok'}")
+                print(
+                    f"{window}, {scheme}: {len(seen['charts'])} charts, {len(seen['cells'])} "
+                    f"numbers, {'; '.join(wrong) or 'ok'}"
+                )
                 if args.pictures:
                     args.pictures.mkdir(parents=True, exist_ok=True)
                     picture = args.pictures.resolve() / f"report-{window}-{scheme}.png"

@@ -59,8 +59,10 @@ def examine(name: str, source: Path, target: Path | None, work: Path, every: int
     convert.convert(source, good, target=target)
     file = faults.read(good)
     planted = faults.faults(file)[::every]
-    out: dict[str, Any] = {"faults": len(planted),
-                           "of_keys": sum(f.where in file.kv for f in planted)}  # fmt: skip
+    out: dict[str, Any] = {
+        "faults": len(planted),
+        "of_keys": sum(f.where in file.kv for f in planted),
+    }
     for how, against in (("target and source", source), ("target alone", None)):
         known, missed = faults.spoken(validate(good, pair, against)), []
         began = time.perf_counter()
@@ -70,11 +72,12 @@ def examine(name: str, source: Path, target: Path | None, work: Path, every: int
         keys = [f"{f.where}: {f.name}" for f in missed if f.where in file.kv]
         tensors = Counter(f.name for f in missed if f.where in file.tensors)
         out[how] = {
-            "named": 1 - len(missed) / len(planted), "silent_keys": keys,
+            "named": 1 - len(missed) / len(planted),
+            "silent_keys": keys,
             "silent_tensors": dict(tensors.most_common()),
             "of_tensors": dict(Counter(f.name for f in planted if f.where in file.tensors)),
             "seconds": time.perf_counter() - began,
-        }  # fmt: skip
+        }
     return out
 
 
@@ -93,10 +96,14 @@ def main() -> int:
             shares = ", ".join(f"{how} {got[how]['named']:.1%}" for how in LEAST)
             print(f"{name}: {got['faults']} faults, {shares}", flush=True)
     total = sum(v["faults"] for v in found.values())
-    shares = {how: sum(v[how]["named"] * v["faults"] for v in found.values()) / total
-              for how in LEAST}  # fmt: skip
-    keep(args.out, "cpu-faults", {"faults": total, "every": args.every, "named": shares,
-                                  "kinds": found})  # fmt: skip
+    shares = {
+        how: sum(v[how]["named"] * v["faults"] for v in found.values()) / total for how in LEAST
+    }
+    keep(
+        args.out,
+        "cpu-faults",
+        {"faults": total, "every": args.every, "named": shares, "kinds": found},
+    )
     print(f"all: {total} faults, " + ", ".join(f"{h} {s:.1%}" for h, s in shares.items()))
     return 0 if all(shares[how] >= least for how, least in LEAST.items()) else 1
 

@@ -28,9 +28,17 @@ from watch import keep  # noqa: E402
 from g4spec import __version__  # noqa: E402
 from tests.fuzz import readers as fuzzing  # noqa: E402
 
-RUNS = {"gguf": 12000, "dialect": 3000, "safetensors": 26000, "config": 20000,
-        "target config": 10000, "tokenizer.json": 3000, "tokenizer_config.json": 2500,
-        "index": 10000, "template": 20000}  # fmt: skip
+RUNS = {
+    "gguf": 12000,
+    "dialect": 3000,
+    "safetensors": 26000,
+    "config": 20000,
+    "target config": 10000,
+    "tokenizer.json": 3000,
+    "tokenizer_config.json": 2500,
+    "index": 10000,
+    "template": 20000,
+}
 KEPT = 400 << 10
 """Bytes of a corpus, oldest entries first."""
 
@@ -54,13 +62,17 @@ def run(scale: float, seed: int) -> dict[str, Any]:
             verdict = fuzzing.fuzz(surface, int(RUNS[surface.name] * scale), seed, corpus=corpus)
             fuzzing.save(surface.name, kept(corpus + verdict.kept))
             rows[surface.name] = row = {
-                "files": verdict.ran, "refused": verdict.refused, "accepted": verdict.passed,
-                "stopped": verdict.stopped, "slowest_seconds": round(verdict.slowest, 3),
+                "files": verdict.ran,
+                "refused": verdict.refused,
+                "accepted": verdict.passed,
+                "stopped": verdict.stopped,
+                "slowest_seconds": round(verdict.slowest, 3),
                 "largest_growth_mb": round(verdict.growth / 2**20, 1),
-                "lines_reached": verdict.lines, "new_corpus_entries": len(verdict.kept),
+                "lines_reached": verdict.lines,
+                "new_corpus_entries": len(verdict.kept),
                 "failures": sorted({text for text, _ in verdict.failures}),
                 "seconds": round(time.perf_counter() - start, 1),
-            }  # fmt: skip
+            }
             print(f"{surface.name}: {row}", flush=True)
     return rows
 
@@ -74,14 +86,21 @@ def main() -> int:
     start = time.perf_counter()
     rows = run(asked.scale, asked.seed)
     failures = sum(len(row["failures"]) for row in rows.values())
-    result = keep(None, "cpu-fuzz", {
-        "what": "coverage-guided fuzzing of every reader",
-        "files": sum(row["files"] for row in rows.values()), "failures": failures,
-        "seconds": round(time.perf_counter() - start, 1), "seed": asked.seed, "cores_used": 1,
-        "limits": {"seconds": fuzzing.SECONDS, "growth_mb": fuzzing.GROWTH >> 20},
-        "versions": {"g4spec": __version__, "python": platform.python_version()},
-        "surfaces": rows,
-    })  # fmt: skip
+    result = keep(
+        None,
+        "cpu-fuzz",
+        {
+            "what": "coverage-guided fuzzing of every reader",
+            "files": sum(row["files"] for row in rows.values()),
+            "failures": failures,
+            "seconds": round(time.perf_counter() - start, 1),
+            "seed": asked.seed,
+            "cores_used": 1,
+            "limits": {"seconds": fuzzing.SECONDS, "growth_mb": fuzzing.GROWTH >> 20},
+            "versions": {"g4spec": __version__, "python": platform.python_version()},
+            "surfaces": rows,
+        },
+    )
     print(f"{result['files']:,} files, {failures} failures, {result['seconds']} s")
     return 1 if failures else 0
 

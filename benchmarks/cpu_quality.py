@@ -81,8 +81,9 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if kind == "imatrix" and not policy.asked(name).base.weighted:
                 continue
             ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
-            size = quantize(plain, ours, name,
-                            importance=weights if kind == "imatrix" else None).nbytes  # fmt: skip
+            size = quantize(
+                plain, ours, name, importance=weights if kind == "imatrix" else None
+            ).nbytes
             row[kind] = {"bytes": size, **meter.measure(ours)}
             if args.tool and kind == "imatrix" and name not in ALONE:
                 line = [args.tool, "--imatrix", weighted, plain, theirs, name.upper(), "1"]
@@ -90,8 +91,12 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 row[kind]["llama_cpp"] = {"bytes": theirs.stat().st_size, **meter.measure(theirs)}
             print(name, kind, told(row[kind]), flush=True)
     caches = {kind: meter.measure(plain, cache_type=kind) for kind in KINDS}
-    return {"types": found, "caches": caches, "f32_bytes": plain.stat().st_size,
-            "chunks": len(meter.parts)}  # fmt: skip
+    return {
+        "types": found,
+        "caches": caches,
+        "f32_bytes": plain.stat().st_size,
+        "chunks": len(meter.parts),
+    }
 
 
 def told(row: dict[str, Any]) -> str:
@@ -110,11 +115,13 @@ def worse(row: dict[str, Any]) -> bool:
 
 def figures(row: dict[str, Any]) -> list[str]:
     a = row["against"]
-    return [f"{a['ratio']['value']:.4f} ± {a['ratio']['error']:.4f}",
-            f"{a['divergence']['value']:.5f} ± {a['divergence']['error']:.5f}",
-            f"{a['divergences']['99']:.4f}", f"{a['divergences']['99.9']:.4f}",
-            f"{100 * a['same_top']['value']:.2f} ± {100 * a['same_top']['error']:.2f}",
-            ]  # fmt: skip
+    return [
+        f"{a['ratio']['value']:.4f} ± {a['ratio']['error']:.4f}",
+        f"{a['divergence']['value']:.5f} ± {a['divergence']['error']:.5f}",
+        f"{a['divergences']['99']:.4f}",
+        f"{a['divergences']['99.9']:.4f}",
+        f"{100 * a['same_top']['value']:.2f} ± {100 * a['same_top']['error']:.2f}",
+    ]
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -137,36 +144,63 @@ def page(result: dict[str, Any]) -> str:
         rows.append(type_row(name.upper(), found["plain"], size))
         if "imatrix" in found:
             rows.append(type_row(f"{name.upper()}, imatrix", found["imatrix"], size))
-    shown = ["perplexity over F32's", "mean KL divergence", "99 % below", "99.9 % below",
-             "same likeliest token, %"]  # fmt: skip
+    shown = [
+        "perplexity over F32's",
+        "mean KL divergence",
+        "99 % below",
+        "99.9 % below",
+        "same likeliest token, %",
+    ]
     head = ["type", "size of F32's", *shown, "mean KL of llama-quantize's file"]
     first = result["types"][names[0]]["plain"]
     caches = [[kind.upper(), *figures(row)] for kind, row in result["caches"].items()]
-    return "\n".join([
-        "# What a type costs", "",
-        "Written by `benchmarks/cpu_quality.py`, "
-        f"[result](../benchmarks/results/{result['date']}-cpu-quality.json).", "",
-        "`g4spec perplexity -m MODEL --against BASE TEXT` measures these figures for any model: of "
-        "chunks of 512 tokens, BOS first, the second half is predicted, as `llama-perplexity "
-        "--kl-divergence` does. The base's distributions are kept whole, there they are cut off 16 "
-        "nats below the likeliest token: its \"PPL(base)\" differs in the third digit, everything "
-        "else only by rounding in the forward pass. `--chunks N` takes the first N. Both models "
-        "are loaded at once.", "",
-        "`g4spec imatrix -m MODEL TEXT -o imatrix.gguf` collects an importance matrix, on the CPU; "
-        "`g4spec quantize --imatrix FILE` uses one, llama-imatrix's too. Columns whose inputs are "
-        "large then get the smaller errors. It helps most below 5 bits; take text of the kind that "
-        "the model is used for, and 100,000 tokens or more for a real model.", "",
-        f"The trained family (`examples/tiny`) on {first['tokens']:,} predicted tokens of held-out "
-        f"files, {result['chunks']} chunks; F32 has perplexity "
-        f"{first['against']['base']['value']:.4f} ± {first['against']['base']['error']:.4f}. The "
-        "imatrix is of other held-out files. It is a model of 7 million weights, whose rows are "
-        "short and which falls back to larger types in one of seven matrices: read the order "
-        "of the types here, and measure your own model. Its weights are BF16, so BF16 is exact.",
-        "", *table(head, rows), "",
-        "## Cache types", "",
-        "Keys and values rounded as the type stores them, weights in F32.", "",
-        *table(["type", *shown], caches), "",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "# What a type costs",
+            "",
+            "Written by `benchmarks/cpu_quality.py`, "
+            f"[result](../benchmarks/results/{result['date']}-cpu-quality.json).",
+            "",
+            "`g4spec perplexity -m MODEL --against BASE TEXT` measures these figures for any "
+            "model: of "
+            "chunks of 512 tokens, BOS first, the second half is predicted, as `llama-perplexity "
+            "--kl-divergence` does. The base's distributions are kept whole, there they are cut "
+            "off 16 "
+            'nats below the likeliest token: its "PPL(base)" differs in the third digit, '
+            "everything "
+            "else only by rounding in the forward pass. `--chunks N` takes the first N. Both "
+            "models "
+            "are loaded at once.",
+            "",
+            "`g4spec imatrix -m MODEL TEXT -o imatrix.gguf` collects an importance matrix, on the "
+            "CPU; "
+            "`g4spec quantize --imatrix FILE` uses one, llama-imatrix's too. Columns whose inputs "
+            "are "
+            "large then get the smaller errors. It helps most below 5 bits; take text of the kind "
+            "that "
+            "the model is used for, and 100,000 tokens or more for a real model.",
+            "",
+            f"The trained family (`examples/tiny`) on {first['tokens']:,} predicted tokens of "
+            f"held-out "
+            f"files, {result['chunks']} chunks; F32 has perplexity "
+            f"{first['against']['base']['value']:.4f} ± {first['against']['base']['error']:.4f}. "
+            f"The "
+            "imatrix is of other held-out files. It is a model of 7 million weights, whose rows "
+            "are "
+            "short and which falls back to larger types in one of seven matrices: read the order "
+            "of the types here, and measure your own model. Its weights are BF16, so BF16 is "
+            "exact.",
+            "",
+            *table(head, rows),
+            "",
+            "## Cache types",
+            "",
+            "Keys and values rounded as the type stores them, weights in F32.",
+            "",
+            *table(["type", *shown], caches),
+            "",
+        ]
+    )
 
 
 def main() -> int:
@@ -180,13 +214,22 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        result = keep(args.out, "cpu-quality", {
-            "tool": args.tool.name if args.tool else None, **measured(args, Path(temporary)),
-        })  # fmt: skip
+        result = keep(
+            args.out,
+            "cpu-quality",
+            {
+                "tool": args.tool.name if args.tool else None,
+                **measured(args, Path(temporary)),
+            },
+        )
     if args.page:
         PAGE.write_text(page(result), encoding="utf-8")
-    bad = [f"{name}, {kind}" for name, found in result["types"].items()
-           for kind, row in found.items() if worse(row)]  # fmt: skip
+    bad = [
+        f"{name}, {kind}"
+        for name, found in result["types"].items()
+        for kind, row in found.items()
+        if worse(row)
+    ]
     print(f"larger than llama-quantize's: {bad}" if bad else "none larger than llama-quantize's")
     return 1 if bad else 0
 

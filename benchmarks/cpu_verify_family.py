@@ -62,15 +62,21 @@ def main() -> int:
                 convert.convert(args.family / name, draft, target=target)
             found[name] = check(target, draft, args.cases, args.n_predict)
             v = found[name]
-            print(f"{name}: {v['cases']} cases, {v['tokens']} tokens, ok {v['ok']}, "
-                  f"{v['tokens_per_cycle']:.2f} tokens a cycle, {v['seconds']:.0f} s", flush=True)
+            print(
+                f"{name}: {v['cases']} cases, {v['tokens']} tokens, ok {v['ok']}, "
+                f"{v['tokens_per_cycle']:.2f} tokens a cycle, {v['seconds']:.0f} s",
+                flush=True,
+            )
             if not v["ok"]:
                 print(v["mismatch"] or "the draft proposed nothing")
         result = {
-            "date": datetime.date.today().isoformat(), "n_predict": args.n_predict,
-            "target": provenance.file(target), "machine": provenance.machine(),
-            "commit": provenance.commit(), "drafts": found,
-        }  # fmt: skip
+            "date": datetime.date.today().isoformat(),
+            "n_predict": args.n_predict,
+            "target": provenance.file(target),
+            "machine": provenance.machine(),
+            "commit": provenance.commit(),
+            "drafts": found,
+        }
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{result['date']}-verify-family.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -62,9 +62,15 @@ def main() -> int:
     for old in failures.glob("*.json"):
         old.unlink()
     shares = [float(s) / sum(map(float, asked.shares.split(","))) for s in asked.shares.split(",")]
-    job = Job(0, asked.workers, asked.seed, tuple(asked.seconds * s for s in shares),
-              tuple(-int(-asked.cases * s // asked.workers) for s in shares),
-              WATCHED, str(failures))  # fmt: skip
+    job = Job(
+        0,
+        asked.workers,
+        asked.seed,
+        tuple(asked.seconds * s for s in shares),
+        tuple(-int(-asked.cases * s // asked.workers) for s in shares),
+        WATCHED,
+        str(failures),
+    )
     with workers.working() as folder:
         run = workers.Workers(folder, job, asked.workers)
         run.run()
@@ -79,14 +85,22 @@ def main() -> int:
         campaign.save(cases, asked.out / "cases.json.xz" if asked.out else campaign.CORPUS)
     found = workers.judged(failures, time.monotonic() + 120)
     counted = [name for name, row in found.items() if row["counts"]]
-    result = keep(out, "fuzz-commands", {
-        "what": "coverage-guided fuzzing of all commands, endpoints and readers",
-        "cases": sum(row["cases"] for row in surfaces.values()), "failures": len(counted),
-        "seconds": round(seconds, 1), "seed": asked.seed, "workers": asked.workers,
-        "limits": {"cpu_seconds": watching.SECONDS, "growth_mb": watching.GROWTH >> 20},
-        "versions": {"g4spec": __version__, "python": platform.python_version()},
-        "broken": found, "surfaces": surfaces,
-    })  # fmt: skip
+    result = keep(
+        out,
+        "fuzz-commands",
+        {
+            "what": "coverage-guided fuzzing of all commands, endpoints and readers",
+            "cases": sum(row["cases"] for row in surfaces.values()),
+            "failures": len(counted),
+            "seconds": round(seconds, 1),
+            "seed": asked.seed,
+            "workers": asked.workers,
+            "limits": {"cpu_seconds": watching.SECONDS, "growth_mb": watching.GROWTH >> 20},
+            "versions": {"g4spec": __version__, "python": platform.python_version()},
+            "broken": found,
+            "surfaces": surfaces,
+        },
+    )
     for name, row in found.items():
         print("BROKEN" if row["counts"] else "not again when alone:", name, row, sep="\n    ")
     print(f"{workers.total(rows)}, {len(counted)} kinds of failure, {result['seconds']} s")

@@ -63,8 +63,12 @@ class Content:
 def random_write(path: Path, kv: Any, tensors: Iterable[TensorData], *_: Any) -> int:
     """What `gguf.write` would write, with random content; only frequencies stay what they are."""
     content = Content()
-    made = [t if t.name.startswith("rope_freqs") else
-            TensorData(t.name, t.shape, t.type, content.chunks(t)) for t in tensors]  # fmt: skip
+    made = [
+        t
+        if t.name.startswith("rope_freqs")
+        else TensorData(t.name, t.shape, t.type, content.chunks(t))
+        for t in tensors
+    ]
     return int(write(path, kv, made))
 
 
@@ -103,8 +107,23 @@ def main() -> int:
     with made(args.work, args.layers) as path:
         size = path.stat().st_size
         print(f"{size:,} bytes", flush=True)
-        command = [sys.executable, "-m", "g4spec", "generate", "-m", path, "-p", PROMPT, "-n", "1",
-                   "-c", "4096", "--device", args.device, "-q"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "g4spec",
+            "generate",
+            "-m",
+            path,
+            "-p",
+            PROMPT,
+            "-n",
+            "1",
+            "-c",
+            "4096",
+            "--device",
+            args.device,
+            "-q",
+        ]
         env = {**os.environ, "XDG_CACHE_HOME": str(path.parent / "cache")}
         cold = watch.watched(command, env)
         print(f"cold {cold['seconds']:.1f} s", flush=True)
@@ -113,10 +132,17 @@ def main() -> int:
     print(f"warm {warm['seconds']:.1f} s", *(f"{r['seconds']:.1f}" for r in runs))
     whole = args.layers == synthetic.LAYERS
     met = warm["seconds"] < GOAL_SECONDS
-    watch.keep(args.out, "gpu-first-token", {
-        "complete": whole, "bytes": size, "cold_seconds": round(cold["seconds"], 2), "warm": warm,
-        "goals_met": met,
-    })  # fmt: skip
+    watch.keep(
+        args.out,
+        "gpu-first-token",
+        {
+            "complete": whole,
+            "bytes": size,
+            "cold_seconds": round(cold["seconds"], 2),
+            "warm": warm,
+            "goals_met": met,
+        },
+    )
     return 0 if met or not whole else 1
 
 

@@ -56,8 +56,12 @@ def targets(folder: Path, rows: Rows) -> None:
         at.mkdir()
         for what, write in hostile.broken_targets(hostile.made(at, shape)):
             path = write(at / "broken.gguf")
-            note(rows, f"malformed target, {kind}", what,
-                 hostile.refused(partial(hostile.load_target, path)))  # fmt: skip
+            note(
+                rows,
+                f"malformed target, {kind}",
+                what,
+                hostile.refused(partial(hostile.load_target, path)),
+            )
 
 
 def drafts(folder: Path, rows: Rows) -> None:
@@ -104,8 +108,12 @@ def run(part: str, out: Path) -> None:
     if gpu_sanitize.APART in os.environ:  # graphs need torch's own memory
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
     rows: Rows = []
-    work = {"targets": targets, "drafts": drafts, "odd targets": odd_targets,
-            "odd drafts": odd_drafts}[part]  # fmt: skip
+    work = {
+        "targets": targets,
+        "drafts": drafts,
+        "odd targets": odd_targets,
+        "odd drafts": odd_drafts,
+    }[part]
     with tempfile.TemporaryDirectory() as folder:
         work(Path(folder), rows)
     torch.cuda.synchronize()
@@ -120,9 +128,22 @@ def watched(part: str, tool: str | None, port: int, limit: float, out: Path) -> 
     more = {}
     if tool is not None:
         more = {gpu_sanitize.APART: "1"}
-        command = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--port", str(port),
-                   "--target-processes", "application-only", "--launch-timeout", "120",
-                   "--destroy-on-device-error", "kernel", *command]  # fmt: skip
+        command = [
+            tool,
+            "--tool",
+            "memcheck",
+            "--report-api-errors",
+            "no",
+            "--port",
+            str(port),
+            "--target-processes",
+            "application-only",
+            "--launch-timeout",
+            "120",
+            "--destroy-on-device-error",
+            "kernel",
+            *command,
+        ]
     begin = time.perf_counter()
     text, code = gpu_sanitize.ended(command, gpu_sanitize.ENVIRONMENT | more, limit)
     rows = json.loads(out.read_text()) if out.is_file() else []
@@ -132,11 +153,17 @@ def watched(part: str, tool: str | None, port: int, limit: float, out: Path) -> 
         planted = {gpu_sanitize.PLANTED["memcheck"]}
         clean = clean and bool(gpu_sanitize.ONE.search(text)) and set(reported) == planted
     print("clean" if clean else f"NOT CLEAN\n{text[:3000]}", part, f"exit {code}", flush=True)
-    return {"part": part, "cases": len(rows), "clean": clean, "exit": code,
-            "seconds": round(time.perf_counter() - begin, 1), "reported": dict(reported),
-            "by": dict(Counter(r["part"] for r in rows)),
-            "wrong": [r for r in rows if r["wrong"]],
-            "output": "" if clean else text[:6000]}  # fmt: skip
+    return {
+        "part": part,
+        "cases": len(rows),
+        "clean": clean,
+        "exit": code,
+        "seconds": round(time.perf_counter() - begin, 1),
+        "reported": dict(reported),
+        "by": dict(Counter(r["part"] for r in rows)),
+        "wrong": [r for r in rows if r["wrong"]],
+        "output": "" if clean else text[:6000],
+    }
 
 
 def main() -> int:
@@ -149,17 +176,31 @@ def main() -> int:
     args = parser.parse_args()
     tool = None if args.plain else args.sanitizer
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(PARTS)) as pool:
-        jobs = [pool.submit(watched, part, tool, gpu_sanitize.FIRST_PORT + i * gpu_sanitize.PORTS,
-                            args.limit, Path(name) / f"{i}.json")
-                for i, part in enumerate(args.parts)]  # fmt: skip
+        jobs = [
+            pool.submit(
+                watched,
+                part,
+                tool,
+                gpu_sanitize.FIRST_PORT + i * gpu_sanitize.PORTS,
+                args.limit,
+                Path(name) / f"{i}.json",
+            )
+            for i, part in enumerate(args.parts)
+        ]
         results = [job.result() for job in jobs]
     fine = all(r["clean"] and not r["wrong"] for r in results)
     said = subprocess.check_output([tool, "--version"], text=True).strip() if tool else ""
-    watch.keep(args.out, "gpu-malformed", {
-        "what": "malformed files are refused before any kernel, unusual ones run as torch ops",
-        "sanitizer": said.splitlines()[-1] if said else None, "fine": fine,
-        "cases": sum(r["cases"] for r in results), "results": results,
-    })  # fmt: skip
+    watch.keep(
+        args.out,
+        "gpu-malformed",
+        {
+            "what": "malformed files are refused before any kernel, unusual ones run as torch ops",
+            "sanitizer": said.splitlines()[-1] if said else None,
+            "fine": fine,
+            "cases": sum(r["cases"] for r in results),
+            "results": results,
+        },
+    )
     print(f"{sum(r['cases'] for r in results)} files, {'fine' if fine else 'NOT FINE'}")
     return 0 if fine else 1
 

@@ -70,9 +70,14 @@ def measure(target: Path, draft: Path, device: str, cache_type: str, gib: float)
         for _ in run:
             pass
     plan = engine.memory
-    return {"cache_type": cache_type, "n_ctx": engine.n_ctx, "computed": plan.total,
-            "weights": plan.weights + plan.draft_weights, "taken": before - free(),
-            "allocated": torch.cuda.max_memory_allocated()}  # fmt: skip
+    return {
+        "cache_type": cache_type,
+        "n_ctx": engine.n_ctx,
+        "computed": plan.total,
+        "weights": plan.weights + plan.draft_weights,
+        "taken": before - free(),
+        "allocated": torch.cuda.max_memory_allocated(),
+    }
 
 
 def main() -> int:
@@ -85,8 +90,13 @@ def main() -> int:
         draft = target.with_name("draft.gguf")
         convert(synthetic.draft(target.with_name("draft")), draft, target=target, type="q8_0")
         found = measure(target, draft, args.device, args.cache_type, args.gib)
-    print(*(f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
-            for key, value in found.items()), sep="\n")  # fmt: skip
+    print(
+        *(
+            f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
+            for key, value in found.items()
+        ),
+        sep="\n",
+    )
     watch.keep(args.out, "gpu-memory", {"layers": args.layers, "gib": args.gib, **found})
     return 0 if found["taken"] <= found["computed"] else 1
 

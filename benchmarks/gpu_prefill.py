@@ -139,15 +139,25 @@ def measure(name: str, p: Prompts, count: int) -> dict[str, Any]:
         p.read(min(count, p.chunk), p.chunk)
         whole = min(timed(p, count))
     drafting, best = min(timed(p, count, drafting=True)), min(every)
-    print(f"{name} {count:6d} tokens: {best:8.1f} ms  {count / best * 1e3:8.0f} tok/s; products as "
-          f"long as a chunk {whole:.1f} ms; with the draft {drafting:.1f} ms", flush=True)
+    print(
+        f"{name} {count:6d} tokens: {best:8.1f} ms  {count / best * 1e3:8.0f} tok/s; products as "
+        f"long as a chunk {whole:.1f} ms; with the draft {drafting:.1f} ms",
+        flush=True,
+    )
     with Parts() as parts:
         p.read(count, p.chunk, drafting=True)
     ms = {part: round(t, 2) for part, t in parts.total().items()}
     print("   ", "; ".join(f"{part} {t:.1f}" for part, t in ms.items()))
-    return {"model": name, "tokens": count, "ms": best, "all_ms": every, "ms_whole": whole,
-            "ms_drafting": drafting, "tokens_per_second": round(count / best * 1e3),
-            "parts_ms": ms}  # fmt: skip
+    return {
+        "model": name,
+        "tokens": count,
+        "ms": best,
+        "all_ms": every,
+        "ms_whole": whole,
+        "ms_drafting": drafting,
+        "tokens_per_second": round(count / best * 1e3),
+        "parts_ms": ms,
+    }
 
 
 def canonical(p: Prompts, count: int) -> bool:
@@ -168,18 +178,29 @@ def main() -> int:
     for name in args.models:
         p = Prompts(name, max(args.tokens), args.chunk, args.kv)
         results += [measure(name, p, count) for count in args.tokens]
-        exact[name] = canonical(p, 2 * args.chunk if max(args.tokens) >= 2 * args.chunk
-                                else max(args.tokens))  # fmt: skip
-        print(f"{name}: bits of blocks and chunks are {'equal' if exact[name] else 'NOT equal'}; "
-              f"at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated", flush=True)
+        exact[name] = canonical(
+            p, 2 * args.chunk if max(args.tokens) >= 2 * args.chunk else max(args.tokens)
+        )
+        print(
+            f"{name}: bits of blocks and chunks are {'equal' if exact[name] else 'NOT equal'}; "
+            f"at most {torch.cuda.max_memory_allocated() / 1e9:.1f} GB allocated",
+            flush=True,
+        )
         del p
         torch.cuda.empty_cache()
     if args.json:
-        watch.keep(args.json, "gpu-prefill", {
-            "weights": "random, made on the GPU", "kv": args.kv, "chunk": args.chunk,
-            "note": "parts overlap: products contain dequantize, experts their products",
-            "bits_equal": exact, "results": results,
-        })  # fmt: skip
+        watch.keep(
+            args.json,
+            "gpu-prefill",
+            {
+                "weights": "random, made on the GPU",
+                "kv": args.kv,
+                "chunk": args.chunk,
+                "note": "parts overlap: products contain dequantize, experts their products",
+                "bits_equal": exact,
+                "results": results,
+            },
+        )
     return 0 if all(exact.values()) else 1
 
 

@@ -94,8 +94,10 @@ def values(found: torch.Tensor | Rows) -> torch.Tensor:
 def wrong(x: torch.Tensor, name: str, weight: Weight, by: linear.Exchange) -> int:
     """Numbers of all rows that differ from those of 16 rows at a time."""
     got = values(run(name, packed_rows.pack_rows(x), weight, by))
-    few = [values(run(name, packed_rows.pack_rows(x[at : at + MOST].contiguous()), weight, by))
-           for at in range(0, len(x), MOST)]  # fmt: skip
+    few = [
+        values(run(name, packed_rows.pack_rows(x[at : at + MOST].contiguous()), weight, by))
+        for at in range(0, len(x), MOST)
+    ]
     want = torch.cat(few, dim=-2)
     return int((got.view(want.dtype) != want).sum()) + int((~got.isfinite()).sum())
 
@@ -134,8 +136,10 @@ def main() -> None:
     ops = CudaOps("cuda")
     by, format = linear.Exchange(ops.device), quant.get(args.type)
     first = {n: synthetic._matrix(format, shape, ops).alone for n, shape in SHAPES.items()}
-    layers = [first] + [{n: replace(w, data=w.data.clone()) for n, w in first.items()}
-                        for _ in range(args.layers - 1)]  # fmt: skip
+    layers = [first] + [
+        {n: replace(w, data=w.data.clone()) for n, w in first.items()}
+        for _ in range(args.layers - 1)
+    ]
     say("weights are there")
     numbers = {n: torch.randn(max(args.rows), k, device=ops.device) for n, (_, k) in SHAPES.items()}
     table: dict[str, list[float]] = {form.name: [] for form in forms}

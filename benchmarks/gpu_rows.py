@@ -37,8 +37,11 @@ def compile_first(rows: list[int]) -> None:
     """Compile in parallel what steps of Q4_K_M files launch of linear_wide.cu."""
     arch, names = launch.arch(), set()
     for groups in {min(-(-count // 16), linear.MOST_GROUPS) for count in rows if count > 16}:
-        cuts = [linear.cut(type, 256, 2, 2, arch, narrow)
-                for type in ("q4_k", "q6_k") for narrow in (False, True)]  # fmt: skip
+        cuts = [
+            linear.cut(type, 256, 2, 2, arch, narrow)
+            for type in ("q4_k", "q6_k")
+            for narrow in (False, True)
+        ]
         cuts.append(linear.cut("q6_k", 256, linear.HUGE, 2, arch))
         for how in cuts:
             (own,) = linear_wide.widened((how,), groups, arch)
@@ -67,27 +70,50 @@ def main() -> None:
         pool.grow(sequence, n_ctx)
     for first in range(0, texts, 8):  # zeros would be cheaper to multiply
         for at in range(0, args.context, 16):
-            target.run(batch_of(target.ops, [(s.slot, at, steps.random_tokens(target, 16))
-                                             for s in sequences[first : first + 8]]))  # fmt: skip
+            target.run(
+                batch_of(
+                    target.ops,
+                    [
+                        (s.slot, at, steps.random_tokens(target, 16))
+                        for s in sequences[first : first + 8]
+                    ],
+                )
+            )
     found: list[dict[str, Any]] = []
     for count in args.rows:
         play = steps.Step(target, sequences[:count], 1, args.context).replay
         assert bool(play().isfinite().all()), count
         rested, settled = steps.milliseconds(play, rest=steps.REST), sustained(play)
-        found.append({"rows": count, "ms": rested, "sustained": settled,
-                      "kernels_ms": kernels(play)})  # fmt: skip
+        found.append(
+            {"rows": count, "ms": rested, "sustained": settled, "kernels_ms": kernels(play)}
+        )
         print(f"{args.model} {count:4d} rows {rested:7.3f} ms, sustained {settled}", flush=True)
     for each in found:
         longest = list(each["kernels_ms"].items())[:9]
-        print(each["rows"], "rows:", *(f"{name.split('void ')[-1][:60]} {ms:g};"
-                                       for name, ms in longest))  # fmt: skip
+        print(
+            each["rows"],
+            "rows:",
+            *(f"{name.split('void ')[-1][:60]} {ms:g};" for name, ms in longest),
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today()}-gpu-rows.json"
-    path.write_text(json.dumps({
-        "model": args.model, "type": args.type, "context": args.context,
-        "machine": run_record.machine(), "device": backend.title, "torch": torch.__version__,
-        "commit": run_record.commit(), "read_bytes_per_second": steps.bandwidth(),
-        "rows": found}, indent=1) + "\n")  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "model": args.model,
+                "type": args.type,
+                "context": args.context,
+                "machine": run_record.machine(),
+                "device": backend.title,
+                "torch": torch.__version__,
+                "commit": run_record.commit(),
+                "read_bytes_per_second": steps.bandwidth(),
+                "rows": found,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
     print(f"wrote {path}")
 
 

@@ -98,8 +98,9 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
     """The program: what the tools look at."""
     if APART in os.environ:
         graphs.Capture = runtime.Capture  # type: ignore[assignment, misc]
-    engine = Engine.load(target, draft, device=device, cache_type=cache_type, n_ctx=family.CTX,
-                         parallel=TEXTS)  # fmt: skip
+    engine = Engine.load(
+        target, draft, device=device, cache_type=cache_type, n_ctx=family.CTX, parallel=TEXTS
+    )
     assert engine.draft is not None
     text = prompts.prompts(engine.tokenizer, long_tokens=PROMPT_TOKENS)[-1].encode(engine.tokenizer)
     most = engine.draft.max_tokens
@@ -107,9 +108,12 @@ def run(target: str, draft: str, device: str, cache_type: str) -> None:
     for length, sampler in ((1, GREEDY), (min(7, most), RANDOM), (most, GREEDY)):
         done = family.generate(engine, text[:PROMPT_TOKENS], length, NEW_TOKENS, sampler)
         accepted += done.stats.accepted
-    requests = [engine.submit(text[: PROMPT_TOKENS - 7 * i],
-                              Options(NEW_TOKENS, sampler, most, ignore_eos=True))
-                for i, sampler in enumerate((GREEDY, RANDOM, GREEDY))]  # fmt: skip
+    requests = [
+        engine.submit(
+            text[: PROMPT_TOKENS - 7 * i], Options(NEW_TOKENS, sampler, most, ignore_eos=True)
+        )
+        for i, sampler in enumerate((GREEDY, RANDOM, GREEDY))
+    ]
     accepted += sum(r.stats.accepted for r in requests if list(r))
     print(f"accepted {accepted}")
     plant()
@@ -136,8 +140,14 @@ def sanitizer() -> str:
 def ended(command: list[str], env: dict[str, str], limit: float) -> tuple[str, int | None]:
     """What a program printed and its exit code; None if it, with all it started, was stopped."""
     with tempfile.TemporaryFile("w+") as out:
-        started = subprocess.Popen(command, text=True, stdout=out, stderr=subprocess.STDOUT,
-                                   env={**os.environ, **env}, start_new_session=True)  # fmt: skip
+        started = subprocess.Popen(
+            command,
+            text=True,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **env},
+            start_new_session=True,
+        )
         try:
             code: int | None = started.wait(limit)
         except subprocess.TimeoutExpired:
@@ -148,16 +158,36 @@ def ended(command: list[str], env: dict[str, str], limit: float) -> tuple[str, i
         return out.read(), code
 
 
-def watched(name: str, program: Program, tool: str | None, by: str,
-            port: int, limit: float) -> dict[str, Any]:  # fmt: skip
+def watched(
+    name: str, program: Program, tool: str | None, by: str, port: int, limit: float
+) -> dict[str, Any]:
     """What a tool says of a program, or with none how the program does alone."""
     command = [sys.executable, __file__, "--run", *program]
     if tool is not None:
-        command = [by, "--tool", tool, "--report-api-errors", "no", "--kernel-name", OURS,
-                   "--num-cuda-barriers", BARRIERS, "--target-processes", "application-only",
-                   "--port", str(port), "--max-connections", str(PORTS), "--launch-timeout", "120",
-                   "--force-synchronization-limit", "1", "--destroy-on-device-error", "kernel",
-                   *command]  # fmt: skip
+        command = [
+            by,
+            "--tool",
+            tool,
+            "--report-api-errors",
+            "no",
+            "--kernel-name",
+            OURS,
+            "--num-cuda-barriers",
+            BARRIERS,
+            "--target-processes",
+            "application-only",
+            "--port",
+            str(port),
+            "--max-connections",
+            str(PORTS),
+            "--launch-timeout",
+            "120",
+            "--force-synchronization-limit",
+            "1",
+            "--destroy-on-device-error",
+            "kernel",
+            *command,
+        ]
     begin = time.perf_counter()
     text, code = ended(command, ENVIRONMENT | ({APART: "1"} if tool == "memcheck" else {}), limit)
     seconds = time.perf_counter() - begin
@@ -166,12 +196,24 @@ def watched(name: str, program: Program, tool: str | None, by: str,
     if tool is not None:
         clean = clean and bool(ONE.search(text)) and set(kernels) == {PLANTED[tool]}
     lines, took = text.splitlines(), f"{seconds:.0f} s, exit {code}:"
-    print("clean" if clean else "NOT CLEAN", tool or "alone", name, took,
-          *(lines[-1:] if clean else [*lines[:6], "...", *lines[-2:], dict(kernels)]), flush=True,
-          sep=" " if clean else "\n")  # fmt: skip
-    return {"program": name, "tool": tool, "clean": clean, "exit": code,
-            "seconds": round(seconds, 1), "reported": dict(kernels),
-            "output": "" if clean else text[:6000]}  # fmt: skip
+    print(
+        "clean" if clean else "NOT CLEAN",
+        tool or "alone",
+        name,
+        took,
+        *(lines[-1:] if clean else [*lines[:6], "...", *lines[-2:], dict(kernels)]),
+        flush=True,
+        sep=" " if clean else "\n",
+    )
+    return {
+        "program": name,
+        "tool": tool,
+        "clean": clean,
+        "exit": code,
+        "seconds": round(seconds, 1),
+        "reported": dict(kernels),
+        "output": "" if clean else text[:6000],
+    }
 
 
 def main() -> int:
@@ -184,18 +226,29 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(args.at_once) as pool:
-        chosen = {n: p for n, p in programs(Path(name)).items()
-                  if not args.names or any(part in n for part in args.names)}  # fmt: skip
+        chosen = {
+            n: p
+            for n, p in programs(Path(name)).items()
+            if not args.names or any(part in n for part in args.names)
+        }
         results: list[dict[str, Any]] = []
         for tool in (None, args.tool):
-            jobs = [pool.submit(watched, n, p, tool, args.sanitizer, port, args.limit)
-                    for port, (n, p) in zip(count(FIRST_PORT, PORTS), chosen.items())]  # fmt: skip
+            jobs = [
+                pool.submit(watched, n, p, tool, args.sanitizer, port, args.limit)
+                for port, (n, p) in zip(count(FIRST_PORT, PORTS), chosen.items())
+            ]
             results += [job.result() for job in jobs]
     clean = all(r["clean"] for r in results)
     said = subprocess.check_output([args.sanitizer, "--version"], text=True)
-    watch.keep(args.out, f"gpu-{args.tool}", {
-        "sanitizer": said.strip().splitlines()[-1], "clean": clean, "results": results,
-    })  # fmt: skip
+    watch.keep(
+        args.out,
+        f"gpu-{args.tool}",
+        {
+            "sanitizer": said.strip().splitlines()[-1],
+            "clean": clean,
+            "results": results,
+        },
+    )
     return 0 if clean else 1
 
 

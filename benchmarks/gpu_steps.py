@@ -50,8 +50,11 @@ def timeline(run: Callable[[], Any]) -> list[tuple[str, float, float, float]]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
         run()
         torch.cuda.synchronize()
-    ran = sorted((e.time_range.start, e.time_range.end, e.name) for e in seen.events()
-                 if e.device_type.name == "CUDA")  # fmt: skip
+    ran = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in seen.events()
+        if e.device_type.name == "CUDA"
+    )
     found, latest = [], ran[0][0]
     for begin, end, name in ran:
         gap, adds = max(0.0, begin - latest), max(0.0, end - latest)
@@ -102,9 +105,17 @@ def goals(result: dict[str, Any]) -> list[dict[str, Any]]:
             continue
         for row in result["rows"]:
             if (model, context) == (result["model"], row["context"]):
-                out.append({"model": model, "context": context, "figure": figure,
-                            "found": row[figure], "required": required, "stretch": stretch,
-                            "met": row[figure] <= required})  # fmt: skip
+                out.append(
+                    {
+                        "model": model,
+                        "context": context,
+                        "figure": figure,
+                        "found": row[figure],
+                        "required": required,
+                        "stretch": stretch,
+                        "met": row[figure] <= required,
+                    }
+                )
     return out
 
 
@@ -118,8 +129,9 @@ def main() -> int:
     parser.add_argument("--cache-type", default="q8_0", choices=KINDS)
     parser.add_argument("--out", type=Path, default=ROOT / "results")
     args = parser.parse_args()
-    protocol = steps.Protocol(type=args.type, draft=args.draft, contexts=tuple(args.contexts),
-                              streams=tuple(args.streams))  # fmt: skip
+    protocol = steps.Protocol(
+        type=args.type, draft=args.draft, contexts=tuple(args.contexts), streams=tuple(args.streams)
+    )
     results, found = [], []
     for name in args.models:
         backend: Any = devices.select("cuda", args.cache_type)

@@ -126,8 +126,11 @@ class Streams:
             if have != seen:
                 gaps.append(now - last)
                 last, seen = now, have
-        found = {"longest_ms": 1e3 * max(gaps), "mean_ms": 1e3 * sum(gaps) / len(gaps),
-                 "prompt_seconds": time.perf_counter() - began}  # fmt: skip
+        found = {
+            "longest_ms": 1e3 * max(gaps),
+            "mean_ms": 1e3 * sum(gaps) / len(gaps),
+            "prompt_seconds": time.perf_counter() - began,
+        }
         self.stop([*requests, long])
         return found
 

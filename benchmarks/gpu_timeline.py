@@ -38,8 +38,7 @@ def main() -> None:
     sequence = Sequence(pool.free_slots.pop(), [], 0)
     pool.grow(sequence, n_ctx)
     steps.fill(target, drafter, sequence, args.context)
-    cycles = steps.Cycles(target, drafter, sequence, drafter.max_tokens,
-                          protocol.accept_length - 1)  # fmt: skip
+    cycles = steps.Cycles(target, drafter, sequence, drafter.max_tokens, protocol.accept_length - 1)
 
     def run() -> None:
         cycles.time(args.context, 8)

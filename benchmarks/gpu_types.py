@@ -53,9 +53,11 @@ def compile_first(types: list[str], rows: list[int], arch: str) -> None:
                             groups = min(packed_rows.groups(count), linear.MOST_GROUPS)
                             (own,) = linear_wide.widened((how,), groups, arch)
                             wide |= {own.name("linear"), own.name("gate_up")}
-    jobs = [units.Job(file, name, arch) for file, names in
-            (("linear.cu", narrow), ("linear_wide.cu", wide))
-            for name in sorted(names)]  # fmt: skip
+    jobs = [
+        units.Job(file, name, arch)
+        for file, names in (("linear.cu", narrow), ("linear_wide.cu", wide))
+        for name in sorted(names)
+    ]
     units.compile_all(jobs, workers=16)
 
 
@@ -104,8 +106,10 @@ def right(weights: dict[str, Weight], by: linear.Exchange) -> dict[str, Any]:
 
 def microseconds(layers: list[dict[str, Weight]], count: int, by: linear.Exchange) -> float:
     """Of the products of a layer, for so many rows."""
-    x = {n: packed_rows.pack_rows(torch.randn(count, k, device=by.partial.device))
-         for n, (_, k) in SHAPES.items()}  # fmt: skip
+    x = {
+        n: packed_rows.pack_rows(torch.randn(count, k, device=by.partial.device))
+        for n, (_, k) in SHAPES.items()
+    }
 
     def chain() -> tuple[()]:
         for each in layers:
@@ -118,8 +122,10 @@ def microseconds(layers: list[dict[str, Weight]], count: int, by: linear.Exchang
 
 
 def copies(first: dict[str, Weight], count: int) -> list[dict[str, Weight]]:
-    return [first, *({n: replace(w, data=w.data.clone()) for n, w in first.items()}
-                     for _ in range(count - 1))]  # fmt: skip
+    return [
+        first,
+        *({n: replace(w, data=w.data.clone()) for n, w in first.items()} for _ in range(count - 1)),
+    ]
 
 
 def main() -> None:
@@ -136,25 +142,43 @@ def main() -> None:
     rows = []
     for type in args.types:
         weights = layer(type, ops)
-        row: dict[str, Any] = {"type": type, "file_gb": file_bytes(type) / 1e9,
-                               "held_gb": sum(w.data.nbytes for w in weights.values()) / 1e9,
-                               "pack_gb_s": load_rate(type), **right(weights, by)}  # fmt: skip
+        row: dict[str, Any] = {
+            "type": type,
+            "file_gb": file_bytes(type) / 1e9,
+            "held_gb": sum(w.data.nbytes for w in weights.values()) / 1e9,
+            "pack_gb_s": load_rate(type),
+            **right(weights, by),
+        }
         layers = copies(weights, args.layers)
         for count in args.rows:
             own, other = (microseconds(of, count, by) for of in (layers, base))
             per = own / row["file_gb"], other / (file_bytes(BASE) / 1e9)
-            row |= {f"us_{count}": own, f"us_{count}_q4_k": other,
-                    f"per_file_byte_{count}": per[0] / per[1],
-                    f"per_held_byte_{count}": own / row["held_gb"] / per[1]}  # fmt: skip
+            row |= {
+                f"us_{count}": own,
+                f"us_{count}_q4_k": other,
+                f"per_file_byte_{count}": per[0] / per[1],
+                f"per_held_byte_{count}": own / row["held_gb"] / per[1],
+            }
         del layers, weights
         rows.append(row)
         print(json.dumps(row), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{datetime.date.today()}-gpu-types.json"
-    path.write_text(json.dumps({
-        "machine": run_record.machine(), "device": ops.title, "torch": torch.__version__,
-        "commit": run_record.commit(), "layers": args.layers, "shapes": SHAPES,
-        "rows": rows}, indent=1) + "\n")  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {
+                "machine": run_record.machine(),
+                "device": ops.title,
+                "torch": torch.__version__,
+                "commit": run_record.commit(),
+                "layers": args.layers,
+                "shapes": SHAPES,
+                "rows": rows,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
     print(f"wrote {path}")
 
 

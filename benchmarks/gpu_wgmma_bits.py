@@ -41,9 +41,13 @@ def main() -> None:
     torch.manual_seed(0)
     for wild in (False, True):
         b = halves(BLOCKS, 64, 64, wild=wild)
-        operands = {"4 bits": codes(4), "4 bits << 4": codes(4, 4), "6 bits": codes(6),
-                    "1024 + 8 bits": codes(8, 0, 0x6400),
-                    "halves": halves(BLOCKS, 128, 2, 8, wild=wild).view(torch.int32)}  # fmt: skip
+        operands = {
+            "4 bits": codes(4),
+            "4 bits << 4": codes(4, 4),
+            "6 bits": codes(6),
+            "1024 + 8 bits": codes(8, 0, 0x6400),
+            "halves": halves(BLOCKS, 128, 2, 8, wild=wild).view(torch.int32),
+        }
         for name, a in operands.items():
             size = 300.0 if name in ("halves", "1024 + 8 bits") else 1e-4
             for zero in (True, False):
@@ -53,9 +57,17 @@ def main() -> None:
                 launch.kernel(KERNEL, "bits<0>")(
                     BLOCKS, 128, a.contiguous(), b, c, wrong, both, np.int32(zero)
                 )
-                print("wgmma bits:", "wild," if wild else "normal,", name,
-                      "from zero:" if zero else "from a number:", int(wrong), "of", c.numel(),
-                      both.tolist(), flush=True)  # fmt: skip
+                print(
+                    "wgmma bits:",
+                    "wild," if wild else "normal,",
+                    name,
+                    "from zero:" if zero else "from a number:",
+                    int(wrong),
+                    "of",
+                    c.numel(),
+                    both.tolist(),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

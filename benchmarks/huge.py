@@ -34,8 +34,10 @@ def one(work: Path, layers: int) -> dict[str, Any]:
         size = synthetic.sparse_target(source, layers)
         need, free = int(size * Q8_0) + (1 << 30), shutil.disk_usage(folder).free
         if free < need:
-            raise SystemExit(f"{work}: {layers} layers need {need / 1e9:.0f} GB, free are "
-                             f"{free / 1e9:.0f} GB; try another --work, or --layers")  # fmt: skip
+            raise SystemExit(
+                f"{work}: {layers} layers need {need / 1e9:.0f} GB, free are "
+                f"{free / 1e9:.0f} GB; try another --work, or --layers"
+            )
         print(f"{layers} layers: {size:,} bytes of safetensors", flush=True)
         got = watch.watched(
             [sys.executable, "-m", "g4spec", "convert", source, "-o", out, "--type", "q8_0", "-q"]
@@ -46,8 +48,14 @@ def one(work: Path, layers: int) -> dict[str, Any]:
         written = out.stat().st_size
     rounded = {k: round(v, 1) for k, v in got.items()}
     print(f"  {written:,} bytes of GGUF: {rounded}", flush=True)
-    return {"layers": layers, "input_bytes": size, "output_bytes": written, "tensors": tensors,
-            "types": types, **rounded}  # fmt: skip
+    return {
+        "layers": layers,
+        "input_bytes": size,
+        "output_bytes": written,
+        "tensors": tensors,
+        "types": types,
+        **rounded,
+    }
 
 
 def main() -> int:
@@ -60,10 +68,18 @@ def main() -> int:
     small, whole = one(args.work, SMALLEST), one(args.work, args.layers)
     grown = round(whole["anonymous_mb"] - small["anonymous_mb"], 1)
     print(f"{whole['input_bytes'] / small['input_bytes']:.1f} times the input, {grown:+} MB")
-    watch.keep(args.out, "huge", {
-        "complete": args.layers == synthetic.LAYERS, "load": os.getloadavg()[0],
-        "growth_mb": grown, "goals_met": grown < GOAL_MB, "small": small, "whole": whole,
-    })  # fmt: skip
+    watch.keep(
+        args.out,
+        "huge",
+        {
+            "complete": args.layers == synthetic.LAYERS,
+            "load": os.getloadavg()[0],
+            "growth_mb": grown,
+            "goals_met": grown < GOAL_MB,
+            "small": small,
+            "whole": whole,
+        },
+    )
     return 0 if grown < GOAL_MB else 1
 
 

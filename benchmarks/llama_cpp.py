@@ -51,18 +51,19 @@ NEAR_TIE = 2e-3
 # No line break at the end: upstream drops one when it reads a prompt from a file.
 PROMPTS = {
     "code": "def add(a, b):\n    return a + b\n\n\ndef mul(a, b):\n    return a * b\n\n\n"
-            "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
-            "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n\n"
+    "    def push(self, item):\n        self.items.append(item)\n\n    def pop(self):",
     "text": "The list type has methods that change it in place, and the sorted function returns "
-            "a new list. When the key argument is given, it is called once for each item. ",
+    "a new list. When the key argument is given, it is called once for each item. ",
     "sort": "def bubble_sort(items):\n    for i in range(len(items)):",
     "docs": "The following methods are defined:\n\n   append(x)\n      Add an item to the end of "
-            "the list.\n\n   extend(iterable)",
+    "the list.\n\n   extend(iterable)",
     "class": "class Config:\n    def __init__(self, path=None):\n        self.path = path\n"
-             "        self.values = {}\n\n    def load(self):",
-    "long": "import os\nimport sys\n\n" + "".join(
-        f"def f{i}(x):\n    return x + {i}\n\n" for i in range(40)) + "def main():",
-}  # fmt: skip
+    "        self.values = {}\n\n    def load(self):",
+    "long": "import os\nimport sys\n\n"
+    + "".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(40))
+    + "def main():",
+}
 
 
 # ---- bytes
@@ -71,8 +72,15 @@ PROMPTS = {
 def reference(upstream: Upstream, folder: Path, out: Path, type: str, target: Path | None) -> str:
     """Convert with upstream's script; its last line if it fails, else an empty text."""
     assert upstream.source is not None
-    args = [sys.executable, upstream.source / "convert_hf_to_gguf.py", folder, "--outfile", out,
-            "--outtype", type]  # fmt: skip
+    args = [
+        sys.executable,
+        upstream.source / "convert_hf_to_gguf.py",
+        folder,
+        "--outfile",
+        out,
+        "--outtype",
+        type,
+    ]
     if target is not None:
         args += ["--target-model-dir", target]
     env = os.environ | {"PYTHONPATH": str(upstream.source / "gguf-py")}
@@ -81,8 +89,13 @@ def reference(upstream: Upstream, folder: Path, out: Path, type: str, target: Pa
 
 
 def plain(value: Any) -> Any:
-    return [round(v, 6) if isinstance(v, float) else v for v in value] if isinstance(
-        value, list) else round(value, 6) if isinstance(value, float) else value  # fmt: skip
+    return (
+        [round(v, 6) if isinstance(v, float) else v for v in value]
+        if isinstance(value, list)
+        else round(value, 6)
+        if isinstance(value, float)
+        else value
+    )
 
 
 def describe(file: GGUF, name: str) -> str:
@@ -94,8 +107,11 @@ def same_bytes(mine: Path, theirs: Path) -> dict[str, Any]:
     """Differences of two files: tensors by type, shape and bytes; metadata by value."""
     with GGUF(mine) as a, GGUF(theirs) as b:
         both = [n for n in a.tensors if n in b.tensors]
-        differ = [n for n in both if describe(a, n) != describe(b, n)
-                  or not np.array_equal(a.raw(n), b.raw(n))]  # fmt: skip
+        differ = [
+            n
+            for n in both
+            if describe(a, n) != describe(b, n) or not np.array_equal(a.raw(n), b.raw(n))
+        ]
         keys = [k for k in b.kv if not k.startswith("general.")]
         return {
             "tensors": len(both),
@@ -103,15 +119,20 @@ def same_bytes(mine: Path, theirs: Path) -> dict[str, Any]:
             "only_ours": [n for n in a.tensors if n not in b.tensors],
             "only_upstream": [n for n in b.tensors if n not in a.tensors],
             "keys_only_upstream": [k for k in keys if k not in a.kv],
-            "keys_only_ours": [k for k in a.kv if k not in b.kv
-                               and not k.startswith(("g4spec.", "general."))],
-            "values_differ": {k: [str(plain(a.kv[k]))[:80], str(plain(b.kv[k]))[:80]]
-                              for k in keys if k in a.kv and plain(a.kv[k]) != plain(b.kv[k])},
-        }  # fmt: skip
+            "keys_only_ours": [
+                k for k in a.kv if k not in b.kv and not k.startswith(("g4spec.", "general."))
+            ],
+            "values_differ": {
+                k: [str(plain(a.kv[k]))[:80], str(plain(b.kv[k]))[:80]]
+                for k in keys
+                if k in a.kv and plain(a.kv[k]) != plain(b.kv[k])
+            },
+        }
 
 
-def compare_bytes(upstream: Upstream, folders: dict[str, Path], target: str,
-                  work: Path) -> dict[str, Any]:  # fmt: skip
+def compare_bytes(
+    upstream: Upstream, folders: dict[str, Path], target: str, work: Path
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, folder in folders.items():
         for type in TYPES:
@@ -122,10 +143,12 @@ def compare_bytes(upstream: Upstream, folders: dict[str, Path], target: str,
                 source.mkdir(exist_ok=True)
                 for path in [*folders[target].glob("tokenizer*"), *folder.iterdir()]:
                     (source / path.name).write_bytes(path.read_bytes())
-            said = reference(upstream, source, theirs, type,
-                             folders[target] if "dflash" in name else None)  # fmt: skip
-            out[f"{name} {type}"] = {"upstream": said} if said else same_bytes(
-                work / f"{name}-{type}.gguf", theirs)  # fmt: skip
+            said = reference(
+                upstream, source, theirs, type, folders[target] if "dflash" in name else None
+            )
+            out[f"{name} {type}"] = (
+                {"upstream": said} if said else same_bytes(work / f"{name}-{type}.gguf", theirs)
+            )
         quantized = work / f"{name}-quantized.gguf"
         upstream.run("llama-quantize", "--pure", work / f"{name}-f32.gguf", quantized, "q8_0")
         ours = work / f"{name}-quantize.gguf"
@@ -168,15 +191,17 @@ class Rows:
         return (self.choose(row, position + i) for i, row in enumerate(logits))
 
 
-def replay(engine: Engine, ids: list[int], text: list[int],
-           rounds: list[Round]) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+def replay(
+    engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Our choices and proposals along upstream's text. (Texts' findings, proposals' findings.)"""
     with borrowed(engine) as (target, draft):
         return replayed(target, draft, ids, text, rounds)
 
 
-def replayed(target: One, draft: Drafting, ids: list[int], text: list[int],
-             rounds: list[Round]) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
+def replayed(
+    target: One, draft: Drafting, ids: list[int], text: list[int], rounds: list[Round]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     every = [*ids, *text]
     for read in target.prefill(ids[:-1]):
         draft.commit(read)
@@ -197,14 +222,19 @@ def replayed(target: One, draft: Drafting, ids: list[int], text: list[int],
         draft.commit(step.read, n)
     return (
         {"tokens": len(text), **summary(choices)},
-        {"rounds": len(rounds), "tokens": count, **summary(proposals),
-         "accepted": sum(r.accepted for r in rounds),
-         "committed_per_cycle_upstream": round(len(text) / len(rounds), 3)},
-    )  # fmt: skip
+        {
+            "rounds": len(rounds),
+            "tokens": count,
+            **summary(proposals),
+            "accepted": sum(r.accepted for r in rounds),
+            "committed_per_cycle_upstream": round(len(text) / len(rounds), 3),
+        },
+    )
 
 
-def first_difference(mine: list[int], theirs: list[int], rows: list[torch.Tensor],
-                     position: int) -> list[dict[str, Any]]:  # fmt: skip
+def first_difference(
+    mine: list[int], theirs: list[int], rows: list[torch.Tensor], position: int
+) -> list[dict[str, Any]]:
     for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         if a != b:
             gap = float(rows[i][a] - rows[i][b])
@@ -224,8 +254,9 @@ def committed(engine: Engine, ids: list[int], n_max: int) -> float:
     return round(run.stats.committed_per_cycle, 3)
 
 
-def compare_drafts(upstream: Upstream, kinds: dict[str, str], target: str, work: Path,
-                   lengths: list[int]) -> dict[str, Any]:  # fmt: skip
+def compare_drafts(
+    upstream: Upstream, kinds: dict[str, str], target: str, work: Path, lengths: list[int]
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     model = work / f"{target}-f32.gguf"
     for name, kind in kinds.items():
@@ -249,10 +280,14 @@ def compare_drafts(upstream: Upstream, kinds: dict[str, str], target: str, work:
                 if kind == "draft-mtp":
                     engine = Engine.load(model, draft, n_ctx=CTX)  # its head was replaced
                 assert engine.draft is not None
-                proposed |= {"committed_per_cycle_ours": ours,
-                             "committed_per_cycle_ours_as_upstream": theirs}  # fmt: skip
+                proposed |= {
+                    "committed_per_cycle_ours": ours,
+                    "committed_per_cycle_ours_as_upstream": theirs,
+                }
                 out[f"{name} n_max={n_max} {label} ({len(ids)} tokens)"] = {
-                    "text": said, "proposals": proposed}  # fmt: skip
+                    "text": said,
+                    "proposals": proposed,
+                }
     return out
 
 
@@ -266,8 +301,12 @@ def random_family(folder: Path) -> Path:
     target = tiny.target(folder / "target", nested=False, layers=6, period=3, window=16, vocab=512)
     draft: dict[str, Any] = {"layers": 3, "block": 8, "window": 16}
     tiny.zlab_dflash(folder / "zlab-dflash", target, **draft)
-    tiny.zlab_dflash(folder / "zlab-dflash-non-causal", target, **draft, dflash_config={
-        "mask_token_id": 4, "target_layer_ids": [0, 2, 4], "causal": False})  # fmt: skip
+    tiny.zlab_dflash(
+        folder / "zlab-dflash-non-causal",
+        target,
+        **draft,
+        dflash_config={"mask_token_id": 4, "target_layer_ids": [0, 2, 4], "causal": False},
+    )
     tiny.speculators_dflash(folder / "speculators-dflash", target, **draft)
     tiny.assistant(folder / "assistant", target)
     tiny.assistant(folder / "assistant-centroids", target, centroids=16)
@@ -318,11 +357,15 @@ def main() -> None:
                 n: hashlib.sha256((p / "model.safetensors").read_bytes()).hexdigest()
                 for n, p in folders.items()
             },
-            "versions": {"llama.cpp": upstream.version(), "python": platform.python_version(),
-                         "torch": torch.__version__, "machine": platform.machine()},
+            "versions": {
+                "llama.cpp": upstream.version(),
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "machine": platform.machine(),
+            },
             "bytes": compare_bytes(upstream, folders, target, work) if args.source else "not run",
             "drafts": compare_drafts(upstream, kinds, target, work, args.lengths),
-        }  # fmt: skip
+        }
     result["tokens_a_cycle"] = cycles(result["drafts"])
     label = "trained" if args.family else "random"
     out = args.out or Path(__file__).parent / "results" / f"{today}-llama-cpp-{label}.json"
@@ -340,10 +383,12 @@ def cycles(drafts: dict[str, Any]) -> dict[str, Any]:
             (p["committed_per_cycle_ours"], p["committed_per_cycle_ours_as_upstream"])
         )
     return {
-        name: {"own": round(sum(a for a, _ in pairs) / len(pairs), 3),
-               "as_upstream": round(sum(b for _, b in pairs) / len(pairs), 3)}
+        name: {
+            "own": round(sum(a for a, _ in pairs) / len(pairs), 3),
+            "as_upstream": round(sum(b for _, b in pairs) / len(pairs), 3),
+        }
         for name, pairs in found.items()
-    }  # fmt: skip
+    }
 
 
 def report(result: dict[str, Any], out: Path) -> None:
@@ -352,9 +397,11 @@ def report(result: dict[str, Any], out: Path) -> None:
         cycle = [
             p[f"committed_per_cycle_{who}"] for who in ("upstream", "ours", "ours_as_upstream")
         ]
-        print(f"{name}: text {t['different']} of {t['tokens']} tokens differ, {t['near_ties']} "
-              f"near-ties; proposals: {p['different']} of {p['rounds']} rounds, {p['near_ties']} "
-              f"near-ties; tokens a cycle (upstream, ours, ours as upstream): {cycle}")  # fmt: skip
+        print(
+            f"{name}: text {t['different']} of {t['tokens']} tokens differ, {t['near_ties']} "
+            f"near-ties; proposals: {p['different']} of {p['rounds']} rounds, {p['near_ties']} "
+            f"near-ties; tokens a cycle (upstream, ours, ours as upstream): {cycle}"
+        )
     if isinstance(result["bytes"], dict):
         for name, f in result["bytes"].items():
             print(f"{name}:", f.get("upstream") or {k: v for k, v in f.items() if v})

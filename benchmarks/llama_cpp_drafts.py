@@ -42,30 +42,48 @@ N_MAX = 7  # and at most what a block drafts
 DRAFTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dspark": (tiny_drafts.speculators_dspark, {"block": 3}, "dspark"),
     "dspark-bonus": (tiny_drafts.speculators_dspark, {"from_anchor": False}, "dspark"),
-    "dspark-full-vocabulary": (tiny_drafts.speculators_dspark,
-                               {"from_anchor": False, "draft_vocab": None}, "dspark"),
-    "dspark-no-confidence": (tiny_drafts.speculators_dspark,
-                             {"from_anchor": False, "confidence": "none"}, "dspark"),
+    "dspark-full-vocabulary": (
+        tiny_drafts.speculators_dspark,
+        {"from_anchor": False, "draft_vocab": None},
+        "dspark",
+    ),
+    "dspark-no-confidence": (
+        tiny_drafts.speculators_dspark,
+        {"from_anchor": False, "confidence": "none"},
+        "dspark",
+    ),
     "dspark-gated": (tiny_drafts.speculators_dspark, {"head": "gated"}, "dspark"),
     "dspark-rnn": (tiny_drafts.speculators_dspark, {"head": "rnn"}, "dspark"),
-    "dspark-window": (tiny_drafts.speculators_dspark, {"from_anchor": False, "window": 8},
-                      "dspark"),
+    "dspark-window": (
+        tiny_drafts.speculators_dspark,
+        {"from_anchor": False, "window": 8},
+        "dspark",
+    ),
     "deepspec": (tiny_drafts.deepspec_dspark, {"block": 3, "softcap": None}, "dspark"),
     "deepspec-softcap": (tiny_drafts.deepspec_dspark, {"block": 3}, "dspark"),
     "dflash-from-anchor": (tiny.speculators_dflash, {"sample_from_anchor": True}, "dflash"),
     "dflash2": (tiny_drafts.speculators_dflash2, {}, "dflash"),
-    "dflash2-zlab": (tiny_drafts.zlab_dflash2, {"window": 4096, "layer_types":
-                                                ["full_attention"] * 2}, "dflash"),
-    "dflash2-taps": (tiny_drafts.speculators_dflash2,
-                     {"block": 8, "kernel": 4, "group": 8, "rank": 16, "top_k": 7}, "dflash"),
+    "dflash2-zlab": (
+        tiny_drafts.zlab_dflash2,
+        {"window": 4096, "layer_types": ["full_attention"] * 2},
+        "dflash",
+    ),
+    "dflash2-taps": (
+        tiny_drafts.speculators_dflash2,
+        {"block": 8, "kernel": 4, "group": 8, "rank": 16, "top_k": 7},
+        "dflash",
+    ),
     "eagle3": (tiny_drafts.eagle3, {}, "eagle3"),
     "eagle3-norms": (tiny_drafts.eagle3, {"before_fc": True, "before_residual": False}, "eagle3"),
-    "eagle3-specforge": (tiny_drafts.eagle3, {"layout": "specforge", "draft_vocab": None},
-                         "eagle3"),
+    "eagle3-specforge": (
+        tiny_drafts.eagle3,
+        {"layout": "specforge", "draft_vocab": None},
+        "eagle3",
+    ),
     "eagle3-window": (tiny_drafts.eagle3, {"window": 8}, "eagle3"),
     "eagle3-qwen": (tiny_drafts.eagle3, {"qwen": True}, "eagle3"),
     "p-eagle": (tiny_drafts.eagle3, {"depths": 3}, "eagle3"),
-}  # fmt: skip
+}
 
 
 def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -> dict[str, Any]:
@@ -78,8 +96,9 @@ def ours(engine: Engine, ids: list[int], text: list[int], rounds: list[Round]) -
     return found
 
 
-def proposals(engine: Engine, ids: list[int], text: list[int],
-              rounds: list[Round]) -> dict[str, Any]:  # fmt: skip
+def proposals(
+    engine: Engine, ids: list[int], text: list[int], rounds: list[Round]
+) -> dict[str, Any]:
     with borrowed(engine) as (target, draft):
         return compared(target, draft, [*ids, *text], rounds)
 
@@ -98,8 +117,13 @@ def compared(target: One, draft: Drafting, ids: list[int], rounds: list[Round]) 
         same += sum(a == b for a, b in zip(mine, turn.drafted, strict=True))
         drafted += len(turn.drafted)
         different += first_difference(mine, turn.drafted, rows.seen, turn.position + 1)
-    return {"rounds": len(rounds), "rounds_different": len(different), "drafted": drafted,
-            "equal": same, "first_difference": different[0] if different else None}  # fmt: skip
+    return {
+        "rounds": len(rounds),
+        "rounds_different": len(different),
+        "drafted": drafted,
+        "equal": same,
+        "first_difference": different[0] if different else None,
+    }
 
 
 def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
@@ -112,17 +136,24 @@ def one(upstream: Upstream, work: Path, name: str) -> dict[str, Any]:
         assert module is not None
         config = module.parse_gguf(g.kv, g.shapes())
     verdict = judge(module.LIMITS, config)
-    out: dict[str, Any] = {"architecture": config.arch, "case": verdict.case,
-                           "reasons": [r.what for r in verdict.reasons]}  # fmt: skip
+    out: dict[str, Any] = {
+        "architecture": config.arch,
+        "case": verdict.case,
+        "reasons": [r.what for r in verdict.reasons],
+    }
     engine = Engine.load(work / "target.gguf", file, n_ctx=CTX)
     assert engine.draft is not None
     ids = engine.tokenizer.encode(PROMPT)
     (work / "prompt.txt").write_text(PROMPT, encoding="utf-8")
     try:
         text, rounds = upstream.draft(
-            work / "target.gguf", file, f"draft-{kind}", min(N_MAX, engine.draft.max_tokens),
-            work / "prompt.txt", ids
-        )  # fmt: skip
+            work / "target.gguf",
+            file,
+            f"draft-{kind}",
+            min(N_MAX, engine.draft.max_tokens),
+            work / "prompt.txt",
+            ids,
+        )
     except SystemExit as refused:
         why = next(x for x in str(refused).splitlines() if "unknown model" in x)
         return out | {"upstream": "refuses it", "says": why.partition("error loading model: ")[2]}
@@ -155,14 +186,17 @@ def main() -> None:
     result: dict[str, Any] = {"date": today, "llama.cpp": upstream.version(), "drafts": {}}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        on = tiny.target(work / "target", nested=False, layers=6, period=3, window=16, vocab=512,
-                         dtype="F32")  # fmt: skip
+        on = tiny.target(
+            work / "target", nested=False, layers=6, period=3, window=16, vocab=512, dtype="F32"
+        )
         convert(on, work / "target.gguf", type="f32")
         for name in args.only:
             result["drafts"][name] = found = one(upstream, work, name)
-            print(f"{name:24} {found['architecture']:14} {found['case']:8} {found['upstream']:11}",
-                  f"{found.get('equal', '-')}/{found.get('drafted', '-')}",
-                  shown(found))  # fmt: skip
+            print(
+                f"{name:24} {found['architecture']:14} {found['case']:8} {found['upstream']:11}",
+                f"{found.get('equal', '-')}/{found.get('drafted', '-')}",
+                shown(found),
+            )
     out = args.out or Path(__file__).parent / "results" / f"{today}-llama-cpp-drafts.json"
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

@@ -43,9 +43,11 @@ TARGETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "experts": ({"experts": 8, "expert_inter": 32}, {}),
     "per-layer": (SHARED, {"centroids": 16}),
     "per-layer-spare": (SHARED | {"spare": True}, {"shared": 0}),
-    "unified": ({"unified": True, "vision": True, "suppress": [7, 9]},
-                {"unified": True, "shared": 0}),
-}  # fmt: skip
+    "unified": (
+        {"unified": True, "vision": True, "suppress": [7, 9]},
+        {"unified": True, "shared": 0},
+    ),
+}
 QUANTIZED = {
     "w4a16": (tiny_quantized.compressed, {}),
     "w4a16-zeros": (tiny_quantized.compressed, {"symmetric": False}),
@@ -55,8 +57,12 @@ QUANTIZED = {
     "fp8-rows": (tiny_quantized.fp8, {}),
     "fp8-blocks": (tiny_quantized.fp8, {"block": (48, 48)}),
 }
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json",
-             "chat_template.jinja")  # fmt: skip
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 
 
 def theirs(source: Path, folder: Path, type: str) -> Path:
@@ -65,8 +71,9 @@ def theirs(source: Path, folder: Path, type: str) -> Path:
     script = source / "convert_hf_to_gguf.py"
     done = subprocess.run(
         [sys.executable, script, folder, "--outtype", type, "--outfile", out],
-        capture_output=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"{script} {folder}: {done.stderr[-1000:]!r}")
     return out
@@ -76,10 +83,14 @@ def differing(a: Path, b: Path, values: bool = False) -> list[str]:
     """Tensors that are not the same in both files: bytes, or the numbers they stand for."""
     with GGUF(a) as x, GGUF(b) as y:
         read = GGUF.array if values else GGUF.raw
-        return sorted(n for n in {*x.tensors, *y.tensors}
-                      if n not in x.tensors or n not in y.tensors
-                      or x.shapes()[n] != y.shapes()[n]
-                      or not np.array_equal(read(x, n), read(y, n)))  # fmt: skip
+        return sorted(
+            n
+            for n in {*x.tensors, *y.tensors}
+            if n not in x.tensors
+            or n not in y.tensors
+            or x.shapes()[n] != y.shapes()[n]
+            or not np.array_equal(read(x, n), read(y, n))
+        )
 
 
 def size(upstream: Upstream, source: Path, work: Path, name: str) -> dict[str, Any]:
@@ -127,14 +138,21 @@ def main() -> None:
     torch.set_num_threads(1)
     upstream = Upstream(args.bin, args.source, args.patches)
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    result: dict[str, Any] = {"date": today, "llama.cpp": upstream.version(), "targets": {},
-                              "quantized, differing": {}}  # fmt: skip
+    result: dict[str, Any] = {
+        "date": today,
+        "llama.cpp": upstream.version(),
+        "targets": {},
+        "quantized, differing": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         for name in TARGETS:
             result["targets"][name] = found = size(upstream, args.source, Path(folder), name)
             odd = {k: v for k, v in found["differing"].items() if v}
-            print(f"{name:16} proposals equal {found['equal']}/{found['drafted']}",
-                  odd or "all tensors equal", shown(found))  # fmt: skip
+            print(
+                f"{name:16} proposals equal {found['equal']}/{found['drafted']}",
+                odd or "all tensors equal",
+                shown(found),
+            )
         for name in QUANTIZED:
             found_ = result["quantized, differing"][name] = quantized(
                 args.source, Path(folder), name

@@ -41,8 +41,13 @@ print(time.perf_counter() - start)
 
 def opened(path: Path) -> dict[str, float]:
     """Seconds from the closed file to the first text's tokens."""
-    done = subprocess.run([sys.executable, "-c", OPEN, str(path)], capture_output=True, text=True,
-                          check=True, cwd=Path(__file__).parent.parent)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", OPEN, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
     return {"seconds": float(done.stdout)}
 
 
@@ -86,10 +91,19 @@ def main() -> int:
         print(f"{name}: {got['seconds']:.2f} s")
     print(f"validate takes {ratio:.2f} of sha256sum's time")
     good = ratio <= 1 and all(found[n]["seconds"] < 1 for n in ("inspect", "tokenizer"))
-    watch.keep(args.out, "opening", {
-        "bytes": size, **counts, "load": os.getloadavg()[0], "goals_met": good,
-        "validate_per_sha256sum": round(ratio, 3), "medians": found, "runs": runs,
-    })  # fmt: skip
+    watch.keep(
+        args.out,
+        "opening",
+        {
+            "bytes": size,
+            **counts,
+            "load": os.getloadavg()[0],
+            "goals_met": good,
+            "validate_per_sha256sum": round(ratio, 3),
+            "medians": found,
+            "runs": runs,
+        },
+    )
     return 0 if good else 1
 
 

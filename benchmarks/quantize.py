@@ -35,20 +35,35 @@ from tests import tiny  # noqa: E402
 
 PLAIN = {"q5_k": "Q5_K_S", "q3_k": "Q3_K_S"}
 """Map types to the mixes under whose names llama-quantize has them. Q4_K alone it has not."""
-NAMES = {n: PLAIN.get(n, n.upper()) for n in policy.names()
-         if policy.asked(n).base.quantized and n != "q4_k"}  # fmt: skip
+NAMES = {
+    n: PLAIN.get(n, n.upper())
+    for n in policy.names()
+    if policy.asked(n).base.quantized and n != "q4_k"
+}
 WEIGHTED = ("q4_0", "q4_1", "q5_0", "q5_1")
 """Types that are searched for, too, with an imatrix."""
 SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs")
-SIZE = {"layers": 8, "hidden": 1024, "inter": 4096, "heads": 8, "head_dim": 128, "kv": 4,
-        "global_head_dim": 256}  # fmt: skip
+SIZE = {
+    "layers": 8,
+    "hidden": 1024,
+    "inter": 4096,
+    "heads": 8,
+    "head_dim": 128,
+    "kv": 4,
+    "global_head_dim": 256,
+}
 
 
 def timed(core: int, *command: object) -> float:
     """Seconds of processor time of a program on one core."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False,
-                          preexec_fn=lambda: os.sched_setaffinity(0, {core}))  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+    )
     if done.returncode:
         raise SystemExit(f"{command[0]}: exit {done.returncode}\n{done.stderr[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -63,8 +78,7 @@ def weighted(source: Path, path: Path, weights: imatrix.Imatrix) -> dict[str, fl
             w = weights.weights(name, info.shape) if info.format.quantized else None
             if w is None:
                 continue
-            x, y = (g.array(name).astype(float).reshape(len(w), -1, info.shape[-1])
-                    for g in (a, b))  # fmt: skip
+            x, y = (g.array(name).astype(float).reshape(len(w), -1, info.shape[-1]) for g in (a, b))
             of = w[:, None].astype(float)
             out[name] = float(((of * (y - x) ** 2).sum() / (of * x**2).sum()) ** 0.5)
     return out
@@ -86,16 +100,19 @@ def compared(
         summed = total(lost)
         found[side] = summed.json() if summed else None
         errors.append(
-            weighted(source, path, weights) if weights else
-            {loss.difference.name: loss.difference.relative_rms for loss in lost})  # fmt: skip
+            weighted(source, path, weights)
+            if weights
+            else {loss.difference.name: loss.difference.relative_rms for loss in lost}
+        )
         if weights:
             found[side]["weighted_errors"] = errors[-1]
     found["larger_errors"] = [n for n, e in errors[0].items() if e > errors[1].get(n, 0)]
     return found
 
 
-def one(tool: Path, source: Path, name: str, repeats: int, folder: Path,
-        matrix: Path | None) -> dict[str, Any]:  # fmt: skip
+def one(
+    tool: Path, source: Path, name: str, repeats: int, folder: Path, matrix: Path | None
+) -> dict[str, Any]:
     """Everything about one type."""
     more = ["--imatrix", matrix] if matrix else []
     ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
@@ -103,12 +120,26 @@ def one(tool: Path, source: Path, name: str, repeats: int, folder: Path,
     seconds: dict[str, list[float]] = {"g4spec": [], "llama_cpp": []}
     for _ in range(repeats):
         seconds["llama_cpp"].append(timed(core, tool, *more, source, theirs, NAMES[name], 1))
-        seconds["g4spec"].append(timed(core, sys.executable, "-m", "g4spec", "quantize", source,
-                                       ours, "--type", name, *more))  # fmt: skip
+        seconds["g4spec"].append(
+            timed(
+                core,
+                sys.executable,
+                "-m",
+                "g4spec",
+                "quantize",
+                source,
+                ours,
+                "--type",
+                name,
+                *more,
+            )
+        )
     middle = {side: statistics.median(s) for side, s in seconds.items()}
-    return {"seconds": seconds, "speedup": middle["llama_cpp"] / middle["g4spec"],
-            **compared(source, ours, theirs, imatrix.read(matrix) if matrix else None),
-            }  # fmt: skip
+    return {
+        "seconds": seconds,
+        "speedup": middle["llama_cpp"] / middle["g4spec"],
+        **compared(source, ours, theirs, imatrix.read(matrix) if matrix else None),
+    }
 
 
 def main() -> int:
@@ -132,15 +163,25 @@ def main() -> int:
         for name in args.types:
             r = found[name] = one(args.tool, source, name, args.repeats, folder, args.imatrix)
             errors = [r[side]["relative_rms"] for side in ("g4spec", "llama_cpp")]
-            print(f"{name}: {r['speedup']:.2f} times as fast as llama.cpp; error {errors[0]:.4%}, "
-                  f"there {errors[1]:.4%}; types equal {r['types_equal']}, bytes "
-                  f"{r['bytes_equal']}", flush=True)  # fmt: skip
-        keep(args.out, f"quantize{'-imatrix' if args.imatrix else ''}", {
-            "weights": weights, "file": provenance.file(source), "tool": args.tool.name,
-            "types": found,
-        })  # fmt: skip
-    good = all(r["types_equal"] and r["bytes_equal"] and not r["larger_errors"]
-               for r in found.values())  # fmt: skip
+            print(
+                f"{name}: {r['speedup']:.2f} times as fast as llama.cpp; error {errors[0]:.4%}, "
+                f"there {errors[1]:.4%}; types equal {r['types_equal']}, bytes "
+                f"{r['bytes_equal']}",
+                flush=True,
+            )
+        keep(
+            args.out,
+            f"quantize{'-imatrix' if args.imatrix else ''}",
+            {
+                "weights": weights,
+                "file": provenance.file(source),
+                "tool": args.tool.name,
+                "types": found,
+            },
+        )
+    good = all(
+        r["types_equal"] and r["bytes_equal"] and not r["larger_errors"] for r in found.values()
+    )
     return 0 if good else 1
 
 

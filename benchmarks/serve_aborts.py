@@ -41,16 +41,30 @@ from tests.server.served import Served
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 SLOTS = 4
 PHASES = ("queued", "prefill", "mid-draft", "mid-call")
-BYSTANDER = Ask(RAW, {"prompt": "def main(", "max_tokens": 12, "seed": 7, "temperature": 0.9,
-                      "draft_max": 3, "logprobs": 1}, "bystander")  # fmt: skip
+BYSTANDER = Ask(
+    RAW,
+    {
+        "prompt": "def main(",
+        "max_tokens": 12,
+        "seed": 7,
+        "temperature": 0.9,
+        "draft_max": 3,
+        "logprobs": 1,
+    },
+    "bystander",
+)
 
 
 def request(phase: str, rng: random.Random) -> tuple[str, dict[str, Any]]:
     """Return a path and a body of a text that lasts long enough to be left in a phase."""
     long = {"max_tokens": 1500, "seed": rng.randrange(2**32), "draft_max": 4, "temperature": 0.8}
     if phase == "mid-call":
-        return CHAT, {**long, "messages": [{"role": "user", "content": "weather"}], "tools": TOOLS,
-                      "tool_choice": "required"}  # fmt: skip
+        return CHAT, {
+            **long,
+            "messages": [{"role": "user", "content": "weather"}],
+            "tools": TOOLS,
+            "tool_choice": "required",
+        }
     body = {**long, "ignore_eos": True, "prompt": [2, *(rng.randrange(300, 400) for _ in range(9))]}
     if phase == "prefill":
         body["prompt"] = [2, *(rng.randrange(300, 400) for _ in range(1500))]
@@ -67,8 +81,9 @@ def reached(phase: str, served: Served) -> bool:
         return any(task.n_prompt > 1000 and not task.request.stats.tokens for task in live)
     if phase == "mid-draft":
         return any(task.request.stats.drafted > 4 for task in live)
-    return any(task.request.options.mask is not None and task.request.stats.tokens > 3
-               for task in live)  # fmt: skip
+    return any(
+        task.request.options.mask is not None and task.request.stats.tokens > 3 for task in live
+    )
 
 
 def send(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
@@ -76,8 +91,11 @@ def send(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
     address = served.url.removeprefix("http://").split(":")
     link = socket.create_connection((address[0], int(address[1])), timeout=60)
     data = json.dumps(body).encode()
-    link.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-                 f"content-length: {len(data)}\r\n\r\n".encode() + data)  # fmt: skip
+    link.sendall(
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(data)}\r\n\r\n".encode()
+        + data
+    )
     return link
 
 
@@ -100,7 +118,7 @@ async def until(condition: Callable[[], bool], seconds: float) -> bool:
 
 async def batch(
     served: Served, phase: str, count: int, rng: random.Random
-) -> tuple[Counter[str], Said]:  # fmt: skip
+) -> tuple[Counter[str], Said]:
     """Let `count` clients hang up in a phase, beside a bystander."""
     out: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
@@ -139,15 +157,21 @@ async def aborts(served: Served, count: int, rng: random.Random) -> dict[str, An
         if said.told != wanted.told:
             wrong.append(f"{turn} {phase}: the bystander got another text")
         if not idle or engine.pool.free != free or len(engine.pool.free_slots) != SLOTS:
-            wrong.append(f"{turn} {phase}: {engine.pool.free} of {free} pages, "
-                         f"{len(engine.pool.free_slots)} slots are free")  # fmt: skip
+            wrong.append(
+                f"{turn} {phase}: {engine.pool.free} of {free} pages, "
+                f"{len(engine.pool.free_slots)} slots are free"
+            )
         by[phase].update({**found, "hung up": many, "batches": 1})
         total["hung up"] += many
         turn += 1
         if turn % 10 == 0:
             print(f"{total['hung up']} hung up, {len(wrong)} wrong", flush=True)
-    return {"hung up": total["hung up"], "phases": by, "wrong": wrong,
-            "longest seconds until all was free": round(longest, 3)}  # fmt: skip
+    return {
+        "hung up": total["hung up"],
+        "phases": by,
+        "wrong": wrong,
+        "longest seconds until all was free": round(longest, 3),
+    }
 
 
 # ---- faults
@@ -163,16 +187,19 @@ def deep(depth: int) -> dict[str, bytes]:
         "metadata": head + b'"metadata":' + opened + b"1" + closed + b"}",
         "schema": head + b'"response_format":{"type":"json_schema","json_schema":{"name":"x",'
         b'"schema":' + schema + b"}}}",
-        "tools": head + b'"tools":[{"type":"function","function":{"name":"f","parameters":'
-        + schema + b"}}]}",
-    }  # fmt: skip
+        "tools": head
+        + b'"tools":[{"type":"function","function":{"name":"f","parameters":'
+        + schema
+        + b"}}]}",
+    }
 
 
 def status(served: Served, content: Any, path: str = CHAT, **headers: str) -> int:
     """Return the status of a request; 0 where the connection was cut."""
     with contextlib.suppress(httpx.TransportError):
-        return httpx.post(served.url + path, content=content, headers=headers, timeout=120
-                          ).status_code  # fmt: skip
+        return httpx.post(
+            served.url + path, content=content, headers=headers, timeout=120
+        ).status_code
     return 0
 
 
@@ -200,10 +227,19 @@ def slow_reader(served: Served) -> float:
     link = socket.socket()
     link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     link.connect((address[0], int(address[1])))
-    body = json.dumps({"prompt": "x", "max_tokens": 600, "ignore_eos": True, "stream": True,
-                       "logprobs": 20, "draft_max": 0}).encode()  # fmt: skip
-    link.sendall(f"POST {RAW} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-                 + body)  # fmt: skip
+    body = json.dumps(
+        {
+            "prompt": "x",
+            "max_tokens": 600,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": 20,
+            "draft_max": 0,
+        }
+    ).encode()
+    link.sendall(
+        f"POST {RAW} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    )
     began = time.monotonic()
     asyncio.run(until(lambda: not served.engine.scheduler.idle, 60))
     asyncio.run(until(served.idle, 1200))
@@ -231,8 +267,9 @@ def faults(served: Served) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for depth in (100, 1000, 100_000):
         out |= {f"depth {depth}, {k}": status(served, v) for k, v in deep(depth).items()}
-    out["100 MB, length said"] = status(served, chunks(100 << 20), **{
-        "content-length": str(100 << 20)})  # fmt: skip
+    out["100 MB, length said"] = status(
+        served, chunks(100 << 20), **{"content-length": str(100 << 20)}
+    )
     out["100 MB, in chunks"] = status(served, chunks(100 << 20))
     text = json.dumps({"prompt": "x" * (20 << 20), "max_tokens": 1}).encode()
     out["20 MB of prompt"] = status(served, text, RAW)
@@ -260,8 +297,15 @@ def wrong_faults(found: dict[str, Any]) -> list[str]:
     bad = [k for k, v in found.items() if v == 500 or str(v).startswith("HTTP/1.1 5")]
     bad += [k for k in found if k.startswith("depth") and found[k] not in (200, 400)]
     bad += [k for k in found if k.startswith("100 MB") and found[k] not in (413, 0)]
-    bad += [k for k, v in (("full queue", [429, "1"]), ("after all that", 200),
-                           ("beside 200 headers without end", 200)) if found[k] != v]  # fmt: skip
+    bad += [
+        k
+        for k, v in (
+            ("full queue", [429, "1"]),
+            ("after all that", 200),
+            ("beside 200 headers without end", 200),
+        )
+        if found[k] != v
+    ]
     return bad + (["slow reader"] if found["slow reader, seconds"] < 0 else [])
 
 
@@ -278,8 +322,9 @@ def main() -> int:
         target, draft = Path(name) / "target.gguf", Path(name) / "dflash.gguf"
         convert.convert(TINY / "target", target)
         convert.convert(TINY / "dflash", draft, target=target)
-        engine = Engine.load(target, draft, n_ctx=2048, parallel=SLOTS, pool=8192,
-                             prefix_cache=32 << 20)  # fmt: skip
+        engine = Engine.load(
+            target, draft, n_ctx=2048, parallel=SLOTS, pool=8192, prefix_cache=32 << 20
+        )
         settings = Settings("tiny", queue=64, time_limit=36_000, send_limit=3)
         served = Served(engine, settings)
         # Small buffers, so that it is soon felt that a client does not read.
@@ -289,8 +334,17 @@ def main() -> int:
         served.stop()
         engine.close()
     wrong = found.pop("wrong") + wrong_faults(answers)
-    keep(args.out, "serve-aborts", {"seed": args.seed, **found, "faults": answers, "wrong": wrong,
-                                    "seconds": round(time.perf_counter() - began)})  # fmt: skip
+    keep(
+        args.out,
+        "serve-aborts",
+        {
+            "seed": args.seed,
+            **found,
+            "faults": answers,
+            "wrong": wrong,
+            "seconds": round(time.perf_counter() - began),
+        },
+    )
     print(f"{args.aborts} hung up, {len(wrong)} wrong")
     return 1 if wrong else 0
 

@@ -71,6 +71,7 @@ class Between:
         if scope["method"] == "POST":
             raw = self._changed(scope["path"], raw, note)
         self.seen.requests.append(note)
+
         async def noted(message: Any) -> None:
             if message["type"] == "http.response.start":
                 note["status"] = message["status"]
@@ -79,8 +80,11 @@ class Between:
             await send(message)
 
         headers = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
-        await self._inner({**scope, "headers": [*headers, (b"content-length", b"%d" % len(raw))]},
-                          bodies.replayed(raw, receive), noted)  # fmt: skip
+        await self._inner(
+            {**scope, "headers": [*headers, (b"content-length", b"%d" % len(raw))]},
+            bodies.replayed(raw, receive),
+            noted,
+        )
 
     def _changed(self, path: str, raw: bytes, note: dict[str, Any]) -> bytes:
         body = json.loads(raw)
@@ -89,8 +93,9 @@ class Between:
             (self._folder / name).write_bytes(raw)
         tools = [t.get("name") or t.get("function", {}).get("name") for t in body.get("tools", [])]
         note |= {"bytes": len(raw), "tools": len(tools), "fields": sorted(body)}
-        result = any(mark in raw for mark in (b'"tool_result"', b'"role":"tool"',
-                                              b'"function_call_output"'))  # fmt: skip
+        result = any(
+            mark in raw for mark in (b'"tool_result"', b'"role":"tool"', b'"function_call_output"')
+        )
         self.seen.returned |= result
         for key in ("max_tokens", "max_output_tokens", "max_completion_tokens"):
             if key in body:
@@ -108,13 +113,32 @@ class Between:
 
 def claude(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
     """Start Claude Code, with a short prompt: its own, 76 KB, is much for a family on a CPU."""
-    env = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": "tiny",
-           "ANTHROPIC_SMALL_FAST_MODEL": "tiny", "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "400",
-           "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "API_TIMEOUT_MS": "600000",
-           "MAX_THINKING_TOKENS": "0"}  # fmt: skip
+    env = {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": "none",
+        "ANTHROPIC_MODEL": "tiny",
+        "ANTHROPIC_SMALL_FAST_MODEL": "tiny",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "400",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "API_TIMEOUT_MS": "600000",
+        "MAX_THINKING_TOKENS": "0",
+    }
     program = folder / "node_modules/@anthropic-ai/claude-code-linux-x64/claude"
-    return [str(program), "-p", QUESTION, "--model", "tiny", "--output-format", "json",
-            "--max-turns", "4", "--tools", "Read", "--system-prompt", "Be brief."], env  # fmt: skip
+    return [
+        str(program),
+        "-p",
+        QUESTION,
+        "--model",
+        "tiny",
+        "--output-format",
+        "json",
+        "--max-turns",
+        "4",
+        "--tools",
+        "Read",
+        "--system-prompt",
+        "Be brief.",
+    ], env
 
 
 def codex(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
@@ -124,19 +148,34 @@ def codex(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]
         f'base_url = "{url}/v1"\nwire_api = "responses"\nstream_idle_timeout_ms = 600000\n'
     )  # namespaces of tools and OpenAI's search are no functions
     program = folder / "node_modules/.bin/codex"
-    return [str(program), "exec", "--skip-git-repo-check", "--sandbox", "read-only",
-            "-c", 'web_search="disabled"', "--disable", "multi_agent",
-            QUESTION], {"CODEX_HOME": str(home)}  # fmt: skip
+    return [
+        str(program),
+        "exec",
+        "--skip-git-repo-check",
+        "--sandbox",
+        "read-only",
+        "-c",
+        'web_search="disabled"',
+        "--disable",
+        "multi_agent",
+        QUESTION,
+    ], {"CODEX_HOME": str(home)}
 
 
 def opencode(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, str]]:
     """Start opencode."""
-    provider = {"npm": "@ai-sdk/openai-compatible", "name": "g4spec", "models": {"tiny": {}},
-                "options": {"baseURL": f"{url}/v1", "apiKey": "none"}}  # fmt: skip
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "g4spec",
+        "models": {"tiny": {}},
+        "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+    }
     others = ("bash", "edit", "write", "task", "glob", "grep", "todowrite", "webfetch", "skill")
-    config = {"provider": {"g4spec": provider}, "permission": {"bash": "deny", "edit": "deny"},
-              "agent": {"build": {"prompt": "Be brief.",
-                                  "tools": dict.fromkeys(others, False)}}}  # fmt: skip
+    config = {
+        "provider": {"g4spec": provider},
+        "permission": {"bash": "deny", "edit": "deny"},
+        "agent": {"build": {"prompt": "Be brief.", "tools": dict.fromkeys(others, False)}},
+    }
     (home / "opencode.json").write_text(json.dumps(config))
     env = {"OPENCODE_CONFIG": str(home / "opencode.json"), "OPENCODE_DISABLE_AUTOUPDATE": "1"}
     program = folder / "node_modules/opencode-linux-x64/bin/opencode"
@@ -144,8 +183,10 @@ def opencode(folder: Path, url: str, home: Path) -> tuple[list[str], dict[str, s
 
 
 AGENTS: dict[str, tuple[Callable[..., tuple[list[str], dict[str, str]]], str]] = {
-    "claude": (claude, "Read"), "codex": (codex, "get_goal"), "opencode": (opencode, "read"),
-}  # fmt: skip
+    "claude": (claude, "Read"),
+    "codex": (codex, "get_goal"),
+    "opencode": (opencode, "read"),
+}
 """How each is started, and a tool of it that harms nobody whatever its arguments."""
 
 
@@ -159,20 +200,33 @@ def tried(name: str, folder: Path, url: str, between: Between, seconds: int) -> 
         command, env = start(folder, url, home)
         clean = {key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}
         try:
-            done = subprocess.run(command, env={**clean, "HOME": place, **env}, cwd=place,
-                                  stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                                  timeout=seconds, check=False)  # fmt: skip
+            done = subprocess.run(
+                command,
+                env={**clean, "HOME": place, **env},
+                cwd=place,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
             code, said = done.returncode, (done.stdout + done.stderr)[-1500:]
         except subprocess.TimeoutExpired as error:
             code, said = None, str(error.stdout)[-1500:]
     seen = between.seen
     refused = [note for note in seen.requests if note.get("status", 200) >= 400]
-    return {"passed": code == 0 and not refused and seen.returned, "code": code,
-            "tool": tool, "call was asked for": seen.forced, "result came back": seen.returned,
-            "requests": len(seen.requests), "refused": refused,
-            "paths": sorted({note["path"] for note in seen.requests}),
-            "said": said.replace(place, "HOME").replace(tempfile.gettempdir(), "TEMP"),
-            "seconds": round(time.perf_counter() - began)}  # fmt: skip
+    return {
+        "passed": code == 0 and not refused and seen.returned,
+        "code": code,
+        "tool": tool,
+        "call was asked for": seen.forced,
+        "result came back": seen.returned,
+        "requests": len(seen.requests),
+        "refused": refused,
+        "paths": sorted({note["path"] for note in seen.requests}),
+        "said": said.replace(place, "HOME").replace(tempfile.gettempdir(), "TEMP"),
+        "seconds": round(time.perf_counter() - began),
+    }
 
 
 def longer(source: Path, context: int) -> Path:
@@ -200,8 +254,9 @@ def main() -> int:
         target, draft = Path(name) / "target.gguf", Path(name) / "dflash.gguf"
         convert.convert(longer(Path(name) / "source", args.context), target)
         convert.convert(TINY / "dflash", draft, target=target)
-        with Engine.load(target, draft, n_ctx=args.context, parallel=2,
-                         prefix_cache=256 << 20) as engine:  # fmt: skip
+        with Engine.load(
+            target, draft, n_ctx=args.context, parallel=2, prefix_cache=256 << 20
+        ) as engine:
             engine.tokenizer.template = TEMPLATE
             service = Service(engine, Settings("tiny", time_limit=3_600, n_predict=MOST))
             place, ready = run.Place(port=0), threading.Event()
@@ -212,14 +267,18 @@ def main() -> int:
             thread.start()
             ready.wait(60)
             for agent in args.only:
-                found[agent] = tried(agent, args.folder.resolve(), run.address(place, socket),
-                                     between, args.seconds)  # fmt: skip
+                found[agent] = tried(
+                    agent, args.folder.resolve(), run.address(place, socket), between, args.seconds
+                )
                 print(agent, json.dumps(found[agent], indent=1), flush=True)
             server.should_exit = True
             thread.join(30)
     packages = json.loads((args.folder / "package-lock.json").read_text())["packages"]
-    versions = {key.removeprefix("node_modules/"): value.get("version")
-                for key, value in packages.items() if key.count("node_modules") == 1}  # fmt: skip
+    versions = {
+        key.removeprefix("node_modules/"): value.get("version")
+        for key, value in packages.items()
+        if key.count("node_modules") == 1
+    }
     keep(args.out, "serve-agents", {"versions": versions, "agents": found})
     return 0 if all(each["passed"] for each in found.values()) else 1
 

@@ -83,11 +83,17 @@ def check_openai(c: Checks) -> None:
     """Check OpenAI's SDK, with strict validation of what comes back."""
     import openai
 
-    client = openai.OpenAI(base_url=c.v1, api_key="none", max_retries=0,
-                           _strict_response_validation=True)  # fmt: skip
+    client = openai.OpenAI(
+        base_url=c.v1, api_key="none", max_retries=0, _strict_response_validation=True
+    )
     chat: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": MOST}
-    respond: Any = {"model": "tiny", "instructions": "Be brief.", "input": HELLO, "temperature": 0,
-                    "max_output_tokens": MOST}  # fmt: skip
+    respond: Any = {
+        "model": "tiny",
+        "instructions": "Be brief.",
+        "input": HELLO,
+        "temperature": 0,
+        "max_output_tokens": MOST,
+    }
     tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
 
     def streamed() -> str:
@@ -102,8 +108,9 @@ def check_openai(c: Checks) -> None:
 
     def loop() -> bool:
         asked: Any = {"model": "tiny", "tools": [CHAT_TOOL], "max_tokens": 80}
-        first = client.chat.completions.create(**asked, messages=MESSAGES, tool_choice="required",
-                                               parallel_tool_calls=False)  # fmt: skip
+        first = client.chat.completions.create(
+            **asked, messages=MESSAGES, tool_choice="required", parallel_tool_calls=False
+        )
         message = first.choices[0].message
         assert message.tool_calls
         call: Any = message.tool_calls[0]
@@ -120,14 +127,16 @@ def check_openai(c: Checks) -> None:
 
     def response_loop() -> bool:
         asked: Any = {"model": "tiny", "tools": tools, "max_output_tokens": 80}
-        first = client.responses.create(**asked, input=HELLO, tool_choice="required",
-                                        parallel_tool_calls=False)  # fmt: skip
+        first = client.responses.create(
+            **asked, input=HELLO, tool_choice="required", parallel_tool_calls=False
+        )
         call: Any = first.output[0]
         Weather.model_validate_json(call.arguments)
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
         client.responses.create(**asked, input=[result], previous_response_id=first.id)
-        client.responses.create(**asked, input=[{"role": "user", "content": HELLO},
-                                                *first.output, result])  # fmt: skip
+        client.responses.create(
+            **asked, input=[{"role": "user", "content": HELLO}, *first.output, result]
+        )
         return True
 
     c.run("chat", lambda: client.chat.completions.create(**chat).choices[0].message.content)
@@ -136,8 +145,12 @@ def check_openai(c: Checks) -> None:
     c.run("chat, function and result", loop)
     c.run("responses", lambda: client.responses.create(**respond).output_text)
     c.run("responses, streamed", response_streamed)
-    c.run("responses, parsed", lambda: client.responses.parse(
-        model="tiny", input=HELLO, text_format=Weather).output_parsed)  # fmt: skip
+    c.run(
+        "responses, parsed",
+        lambda: (
+            client.responses.parse(model="tiny", input=HELLO, text_format=Weather).output_parsed
+        ),
+    )
     c.run("responses, function and result", response_loop)
     c.run("models", lambda: [m.id for m in client.models.list()] == ["tiny"])
 
@@ -146,11 +159,17 @@ def check_anthropic(c: Checks) -> None:
     """Check Anthropic's SDK, with strict validation of what comes back."""
     import anthropic
 
-    client = anthropic.Anthropic(base_url=c.url, api_key="none", max_retries=0,
-                                 _strict_response_validation=True)  # fmt: skip
+    client = anthropic.Anthropic(
+        base_url=c.url, api_key="none", max_retries=0, _strict_response_validation=True
+    )
     user: Any = [{"role": "user", "content": HELLO}]
-    asked: Any = {"model": "tiny", "system": "Be brief.", "messages": user, "max_tokens": MOST,
-                  "extra_body": {"temperature": 0}}  # fmt: skip
+    asked: Any = {
+        "model": "tiny",
+        "system": "Be brief.",
+        "messages": user,
+        "max_tokens": MOST,
+        "extra_body": {"temperature": 0},
+    }
 
     def streamed() -> str:
         with client.messages.stream(**asked) as stream:
@@ -159,20 +178,25 @@ def check_anthropic(c: Checks) -> None:
     def loop() -> bool:
         tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
         more: Any = {"model": "tiny", "tools": tools, "max_tokens": 80}
-        first = client.messages.create(**more, messages=user, tool_choice={
-            "type": "any", "disable_parallel_tool_use": True})  # fmt: skip
+        first = client.messages.create(
+            **more, messages=user, tool_choice={"type": "any", "disable_parallel_tool_use": True}
+        )
         call: Any = first.content[0]
         Weather.model_validate(call.input)
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
-        turns: Any = [*user, {"role": "assistant", "content": first.content},
-                      {"role": "user", "content": [result]}]  # fmt: skip
+        turns: Any = [
+            *user,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result]},
+        ]
         with client.messages.stream(**more, messages=turns) as stream:
             stream.get_final_message()
         return True
 
     def parsed() -> Weather | None:
-        answer = client.messages.parse(model="tiny", messages=user, max_tokens=100,
-                                       output_format=Weather)  # fmt: skip
+        answer = client.messages.parse(
+            model="tiny", messages=user, max_tokens=100, output_format=Weather
+        )
         return answer.parsed_output
 
     def counted() -> bool:
@@ -192,12 +216,24 @@ def check_litellm(c: Checks) -> None:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it looks for prices on the network
     import litellm
 
-    chat: Any = {"model": "openai/tiny", "api_base": c.v1, "api_key": "none", "messages": MESSAGES,
-                 "temperature": 0, "max_tokens": MOST}  # fmt: skip
+    chat: Any = {
+        "model": "openai/tiny",
+        "api_base": c.v1,
+        "api_key": "none",
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": MOST,
+    }
     claude = {**chat, "model": "anthropic/tiny", "api_base": c.url}
-    respond: Any = {"model": "openai/tiny", "api_base": c.v1, "api_key": "none", "input": HELLO,
-                    "instructions": "Be brief.", "temperature": 0,
-                    "max_output_tokens": MOST}  # fmt: skip
+    respond: Any = {
+        "model": "openai/tiny",
+        "api_base": c.v1,
+        "api_key": "none",
+        "input": HELLO,
+        "instructions": "Be brief.",
+        "temperature": 0,
+        "max_output_tokens": MOST,
+    }
 
     def text(asked: Any) -> str:
         return str(litellm.completion(**asked).choices[0].message.content)
@@ -207,8 +243,9 @@ def check_litellm(c: Checks) -> None:
         return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
     def function(asked: Any) -> Weather:
-        answer = litellm.completion(**{**asked, "max_tokens": 80}, tools=[CHAT_TOOL],
-                                    tool_choice="required")  # fmt: skip
+        answer = litellm.completion(
+            **{**asked, "max_tokens": 80}, tools=[CHAT_TOOL], tool_choice="required"
+        )
         call = answer.choices[0].message.tool_calls[0]
         return Weather.model_validate_json(call.function.arguments)
 
@@ -238,8 +275,13 @@ def check_langchain_openai(c: Checks) -> None:
     """Check langchain-openai on chat completions and responses."""
     from langchain_openai import ChatOpenAI
 
-    asked: Any = {"model": "tiny", "base_url": c.v1, "api_key": "none", "temperature": 0,
-                  "max_retries": 0}  # fmt: skip
+    asked: Any = {
+        "model": "tiny",
+        "base_url": c.v1,
+        "api_key": "none",
+        "temperature": 0,
+        "max_retries": 0,
+    }
     for name in ("chat", "responses"):
         asked["use_responses_api"] = name == "responses"
         _langchain(c, name, *(ChatOpenAI(**asked, max_tokens=n) for n in (MOST, 100)))
@@ -249,8 +291,13 @@ def check_langchain_anthropic(c: Checks) -> None:
     """Check langchain-anthropic."""
     from langchain_anthropic import ChatAnthropic
 
-    asked: Any = {"model": "tiny", "base_url": c.url, "api_key": "none", "temperature": 0,
-                  "max_retries": 0}  # fmt: skip
+    asked: Any = {
+        "model": "tiny",
+        "base_url": c.url,
+        "api_key": "none",
+        "temperature": 0,
+        "max_retries": 0,
+    }
     _langchain(c, "messages", *(ChatAnthropic(**asked, max_tokens=n) for n in (MOST, 100)))
 
 
@@ -261,17 +308,22 @@ def check_instructor(c: Checks) -> None:
     import openai
 
     def ask(client: Any) -> Weather:
-        found: Weather = client.create(model="tiny", messages=MESSAGES, max_tokens=100,
-                                       max_retries=1, response_model=Weather)  # fmt: skip
+        found: Weather = client.create(
+            model="tiny", messages=MESSAGES, max_tokens=100, max_retries=1, response_model=Weather
+        )
         return found
 
     chat = openai.OpenAI(base_url=c.v1, api_key="none", max_retries=0)
     for mode in ("TOOLS", "TOOLS_STRICT", "JSON_SCHEMA"):
-        c.run(f"chat, {mode}", lambda mode=mode: ask(
-            instructor.from_openai(chat, mode=instructor.Mode[mode])))  # fmt: skip
+        c.run(
+            f"chat, {mode}",
+            lambda mode=mode: ask(instructor.from_openai(chat, mode=instructor.Mode[mode])),
+        )
     claude = anthropic.Anthropic(base_url=c.url, api_key="none", max_retries=0)
-    c.run("messages, ANTHROPIC_TOOLS", lambda: ask(instructor.from_anthropic(
-        claude, mode=instructor.Mode.ANTHROPIC_TOOLS)))  # fmt: skip
+    c.run(
+        "messages, ANTHROPIC_TOOLS",
+        lambda: ask(instructor.from_anthropic(claude, mode=instructor.Mode.ANTHROPIC_TOOLS)),
+    )
 
 
 def check_pydantic_ai(c: Checks) -> None:
@@ -286,12 +338,14 @@ def check_pydantic_ai(c: Checks) -> None:
     models: dict[str, Any] = {
         "chat": OpenAIChatModel("tiny", provider=chat),
         "responses": OpenAIResponsesModel("tiny", provider=chat),
-        "messages": AnthropicModel("tiny", provider=AnthropicProvider(base_url=c.url,
-                                                                      api_key="none")),
-    }  # fmt: skip
+        "messages": AnthropicModel(
+            "tiny", provider=AnthropicProvider(base_url=c.url, api_key="none")
+        ),
+    }
     for name, model in models.items():
-        plain = Agent(model, system_prompt="Be brief.",
-                      model_settings={"temperature": 0, "max_tokens": MOST})  # fmt: skip
+        plain = Agent(
+            model, system_prompt="Be brief.", model_settings={"temperature": 0, "max_tokens": MOST}
+        )
         c.run(name, lambda agent=plain: agent.run_sync(HELLO).output)
 
         def streamed(agent: Any = plain) -> str:
@@ -300,16 +354,24 @@ def check_pydantic_ai(c: Checks) -> None:
 
         c.run(f"{name}, streamed", streamed)
         for kind in (ToolOutput, NativeOutput)[: 1 if name == "messages" else 2]:
-            agent: Any = Agent(model, output_type=kind(Weather), system_prompt="Be brief.",
-                               model_settings={"max_tokens": 100})  # fmt: skip
+            agent: Any = Agent(
+                model,
+                output_type=kind(Weather),
+                system_prompt="Be brief.",
+                model_settings={"max_tokens": 100},
+            )
             c.run(f"{name}, {kind.__name__}", lambda agent=agent: agent.run_sync(HELLO).output)
 
 
 CLIENTS: dict[str, Callable[[Checks], None]] = {
-    "openai": check_openai, "anthropic": check_anthropic, "litellm": check_litellm,
-    "langchain-openai": check_langchain_openai, "langchain-anthropic": check_langchain_anthropic,
-    "instructor": check_instructor, "pydantic-ai-slim": check_pydantic_ai,
-}  # fmt: skip
+    "openai": check_openai,
+    "anthropic": check_anthropic,
+    "litellm": check_litellm,
+    "langchain-openai": check_langchain_openai,
+    "langchain-anthropic": check_langchain_anthropic,
+    "instructor": check_instructor,
+    "pydantic-ai-slim": check_pydantic_ai,
+}
 
 
 def main() -> int:
@@ -346,10 +408,18 @@ def run(name: str, checks: Checks) -> dict[str, Any]:
     print(f"{name} {version}", flush=True)
     CLIENTS[name](checks)
     passed = sum(result == "passed" for result in checks.done.values())
-    beside = {other: importlib.metadata.version(other) for other in ("openai", "anthropic")
-              if other in sys.modules}  # fmt: skip
-    return {"version": version, "beside": beside, "checks": len(checks.done), "passed": passed,
-            "results": checks.done}  # fmt: skip
+    beside = {
+        other: importlib.metadata.version(other)
+        for other in ("openai", "anthropic")
+        if other in sys.modules
+    }
+    return {
+        "version": version,
+        "beside": beside,
+        "checks": len(checks.done),
+        "passed": passed,
+        "results": checks.done,
+    }
 
 
 if __name__ == "__main__":

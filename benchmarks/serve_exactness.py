@@ -61,7 +61,7 @@ async def alone(served: Served, requests: list[Ask]) -> list[Said]:
 
 async def load(
     served: Served, todo: list[tuple[int, Ask]], at_once: int, rng: random.Random
-) -> list[tuple[int, Ask, Said]]:  # fmt: skip
+) -> list[tuple[int, Ask, Said]]:
     """Answer all, `at_once` at a time, while a fifth as many others hang up."""
     gate, out = asyncio.Semaphore(at_once), []
     async with client(served) as http:
@@ -85,8 +85,9 @@ def rounds(count: int, requests: list[Ask], rng: random.Random) -> list[list[tup
     """Deal out `count` requests, each of the distinct ones about as often as the others."""
     order = [i % len(requests) for i in range(count)]
     rng.shuffle(order)
-    todo = [(i, requests[i].drafted(rng.choice(["auto", *range(9)]), rng.random() < 0.5))
-            for i in order]  # fmt: skip
+    todo = [
+        (i, requests[i].drafted(rng.choice(["auto", *range(9)]), rng.random() < 0.5)) for i in order
+    ]
     return [todo[at : at + 50] for at in range(0, count, 50)]
 
 
@@ -121,18 +122,32 @@ def main() -> int:
                 path = folder / f"{draft}.gguf"
                 convert.convert(TINY / draft, path, target=target)
             make = EngineClient if args.own_process else Engine.load
-            engine = make(target, path, n_ctx=2048, parallel=8, pool=8192, prefix_cache=32 << 20,
-                          device=args.device)  # fmt: skip
+            engine = make(
+                target,
+                path,
+                n_ctx=2048,
+                parallel=8,
+                pool=8192,
+                prefix_cache=32 << 20,
+                device=args.device,
+            )
             servers.append(Served(engine, PATIENT))
         wrong = 0
         todo = rounds(args.requests, requests, rng)
         for found in measure(servers, todo, wanted, rng, args.turn):
             wrong = len(found["wrong"])
-            keep(args.out, "serve-exactness", {
-                "distinct": args.distinct, "seed": args.seed, "own_process": args.own_process,
-                "device": args.device, **found,
-                "seconds": round(time.perf_counter() - began),
-            })  # fmt: skip
+            keep(
+                args.out,
+                "serve-exactness",
+                {
+                    "distinct": args.distinct,
+                    "seed": args.seed,
+                    "own_process": args.own_process,
+                    "device": args.device,
+                    **found,
+                    "seconds": round(time.perf_counter() - began),
+                },
+            )
         for served in servers:
             served.stop()
             served.engine.close()
@@ -144,24 +159,53 @@ def share(args: argparse.Namespace) -> int:
     """Run in several processes, which begin at different drafts and numbers at once."""
     began, many = time.perf_counter(), args.workers
     more = ["--device", args.device, *(["--own-process"] if args.own_process else [])]
-    found, failed = spread(__file__, [
-        ["--requests", -(-args.requests // many), "--distinct", -(-args.distinct // many),
-         "--seed", args.seed * 1000 + i, "--turn", 3 * i, *more] for i in range(many)
-    ])  # fmt: skip
-    keep(args.out, "serve-exactness", {
-        **{key: value for key, value in found.items() if key not in ("date", "machine", "commit")},
-        "workers": many, "failed workers": failed, "seed": args.seed,
-        "own_process": args.own_process, "seconds": round(time.perf_counter() - began),
-    })  # fmt: skip
-    print(f"{found.get('requests', 0)} requests, {len(found.get('wrong', []))} differ, "
-          f"{failed} workers failed")  # fmt: skip
+    found, failed = spread(
+        __file__,
+        [
+            [
+                "--requests",
+                -(-args.requests // many),
+                "--distinct",
+                -(-args.distinct // many),
+                "--seed",
+                args.seed * 1000 + i,
+                "--turn",
+                3 * i,
+                *more,
+            ]
+            for i in range(many)
+        ],
+    )
+    keep(
+        args.out,
+        "serve-exactness",
+        {
+            **{
+                key: value
+                for key, value in found.items()
+                if key not in ("date", "machine", "commit")
+            },
+            "workers": many,
+            "failed workers": failed,
+            "seed": args.seed,
+            "own_process": args.own_process,
+            "seconds": round(time.perf_counter() - began),
+        },
+    )
+    print(
+        f"{found.get('requests', 0)} requests, {len(found.get('wrong', []))} differ, "
+        f"{failed} workers failed"
+    )
     return 1 if failed else 0
 
 
 def measure(
-    servers: list[Served], todo: list[list[tuple[int, Ask]]], wanted: list[Said],
-    rng: random.Random, first: int = 0,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    servers: list[Served],
+    todo: list[list[tuple[int, Ask]]],
+    wanted: list[Said],
+    rng: random.Random,
+    first: int = 0,
+) -> Iterator[dict[str, Any]]:
     """Run all rounds, servers and numbers at once in turn; yields what was found so far after
     every fourth.
 
@@ -182,17 +226,32 @@ def measure(
             counts["streams"] += bool(request.body["stream"])
             counts["after a prefix hit"] += answer.cached > 0
             if answer.told != wanted[i].told:
-                wrong.append({"request": request.body, "path": request.path, "at_once": at_once,
-                              "alone": wanted[i].told, "found": answer.told})  # fmt: skip
+                wrong.append(
+                    {
+                        "request": request.body,
+                        "path": request.path,
+                        "at_once": at_once,
+                        "alone": wanted[i].told,
+                        "found": answer.told,
+                    }
+                )
                 print(json.dumps(wrong[-1])[:2000], flush=True)
         if turn % 4 < 3 and turn + 1 < len(todo):
             continue
         print(f"{sum(kinds.values())} requests, {len(wrong)} differ", flush=True)
         for name in ("drafted", "accepted", "preempted"):
-            counts[name] = sum(int(m.value(getattr(m, name))) for m in
-                               (served.service.metrics for served in servers))  # fmt: skip
-        yield {"requests": sum(kinds.values()), **counts, "kinds": kinds, "at once": AT_ONCE,
-               "drafts": DRAFTS, "wrong": wrong}  # fmt: skip
+            counts[name] = sum(
+                int(m.value(getattr(m, name)))
+                for m in (served.service.metrics for served in servers)
+            )
+        yield {
+            "requests": sum(kinds.values()),
+            **counts,
+            "kinds": kinds,
+            "at once": AT_ONCE,
+            "drafts": DRAFTS,
+            "wrong": wrong,
+        }
 
 
 if __name__ == "__main__":

@@ -30,21 +30,36 @@ from g4spec.runtime.tokenizer import Tokenizer
 from g4spec.server import run  # noqa: F401
 
 FAMILY = Path(os.environ["G4SPEC_FAMILY"])
-ANY_NAME = ("test", "davinci-002", "gpt-3.5-turbo", "gpt-3.5-turbo-instruct", "gpt-4.1",
-            "codellama70b")  # fmt: skip
+ANY_NAME = (
+    "test",
+    "davinci-002",
+    "gpt-3.5-turbo",
+    "gpt-3.5-turbo-instruct",
+    "gpt-4.1",
+    "codellama70b",
+)
 """Names of models in their requests, which llama-server takes for its only one."""
 
 NEEDS = {
-    "enable_ctx_shift": "a shifting context", "server_embeddings": "embeddings",
-    "server_reranking": "reranking", "lora_files": "LoRA adapters", "mmproj_url": "images",
-    "media_path": "images", "spec_synth_len": "drafts accepted at given rates",
-    "spec_synth_rates": "drafts accepted at given rates", "slot_save_path": "slots saved to files",
-    "server_tools": "tools that the server runs", "gcp_compat": "Google's prediction route",
-    "mcp_servers_config": "MCP", "mcp_servers_json": "MCP", "ui_mcp_proxy": "a proxy for MCP",
-    "sleep_idle_seconds": "sleep", "no_ui": "a switch for the page",
+    "enable_ctx_shift": "a shifting context",
+    "server_embeddings": "embeddings",
+    "server_reranking": "reranking",
+    "lora_files": "LoRA adapters",
+    "mmproj_url": "images",
+    "media_path": "images",
+    "spec_synth_len": "drafts accepted at given rates",
+    "spec_synth_rates": "drafts accepted at given rates",
+    "slot_save_path": "slots saved to files",
+    "server_tools": "tools that the server runs",
+    "gcp_compat": "Google's prediction route",
+    "mcp_servers_config": "MCP",
+    "mcp_servers_json": "MCP",
+    "ui_mcp_proxy": "a proxy for MCP",
+    "sleep_idle_seconds": "sleep",
+    "no_ui": "a switch for the page",
     "models_preset": "a router's presets",
     "backend_sampling": "sampling inside llama.cpp's graphs",
-}  # fmt: skip
+}
 """Attributes that ask for what `g4spec serve` does not have."""
 
 CHATML = (
@@ -76,9 +91,25 @@ def arguments(server: Any) -> list[str]:
     model = next(FAMILY.glob(split))
     slots = server.n_slots or 1
     context = server.n_ctx // (1 if server.kv_unified else slots) if server.n_ctx else 512
-    out = ["serve", "-m", model, "--device", "cpu", "--host", server.server_host, "--port",
-           server.server_port, "-np", slots, "-c", context, "--temp", server.temperature,
-           "--seed", server.seed]  # fmt: skip
+    out = [
+        "serve",
+        "-m",
+        model,
+        "--device",
+        "cpu",
+        "--host",
+        server.server_host,
+        "--port",
+        server.server_port,
+        "-np",
+        slots,
+        "-c",
+        context,
+        "--temp",
+        server.temperature,
+        "--seed",
+        server.seed,
+    ]
     names = (server.model_alias or "tinyllama").split(",")
     for name in [*sorted(names), *(ANY_NAME if len(names) == 1 else ())]:
         out += ["-a", name]
@@ -211,8 +242,14 @@ class Facts:
         piece = self._tokenizer.piece
         bos, eos = (piece(i, special=True).decode() for i in (self._tokenizer.bos, 1))
         messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-        text = expand(template or self._tokenizer.template or "", messages=messages, bos=bos,
-                      eos=eos, tools=None, enable_thinking=False)  # fmt: skip
+        text = expand(
+            template or self._tokenizer.template or "",
+            messages=messages,
+            bos=bos,
+            eos=eos,
+            tools=None,
+            enable_thinking=False,
+        )
         return self.prompt(text)
 
 
@@ -257,8 +294,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         else:
             template = params.get("chat_template")
             template = CHATML if template == "chatml" else template
-            params["n_prompt"] = facts.chat(params["system_prompt"], params["user_prompt"],
-                                            template)  # fmt: skip
+            params["n_prompt"] = facts.chat(
+                params["system_prompt"], params["user_prompt"], template
+            )
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -272,9 +310,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if report.when == "call" or report.outcome != "passed":
         error = call.excinfo.value if call.excinfo else None
-        line = {"test": item.nodeid, "phase": report.when, "outcome": report.outcome,
-                "words": item.nodeid in WORDS, "not offered": None,
-                "seconds": round(report.duration, 2)}  # fmt: skip
+        line = {
+            "test": item.nodeid,
+            "phase": report.when,
+            "outcome": report.outcome,
+            "words": item.nodeid in WORDS,
+            "not offered": None,
+            "seconds": round(report.duration, 2),
+        }
         if isinstance(error, NotOffered):
             line["not offered"] = str(error)
         elif error is not None:

@@ -29,9 +29,22 @@ sys.path.insert(0, str(ROOT))
 from g4spec import convert  # noqa: E402
 
 TINY = ROOT / "examples" / "tiny"
-FILES = ("basic", "chat_completion", "completion", "compat_anthropic", "compat_oai_responses",
-         "stream", "security", "metrics", "tokenize", "template", "speculative", "tool_call",
-         "ctx_shift", "ignore_eos")  # fmt: skip
+FILES = (
+    "basic",
+    "chat_completion",
+    "completion",
+    "compat_anthropic",
+    "compat_oai_responses",
+    "stream",
+    "security",
+    "metrics",
+    "tokenize",
+    "template",
+    "speculative",
+    "tool_call",
+    "ctx_shift",
+    "ignore_eos",
+)
 """Their files about what `g4spec serve` offers."""
 
 WHY = {
@@ -86,11 +99,26 @@ def main() -> int:
         folder = Path(name)
         family(folder)
         paths = [f"unit/test_{each}.py" for each in FILES]
-        env = {**os.environ, "G4SPEC_FAMILY": name, "PORT": os.environ.get("PORT", "18391"),
-               "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}  # fmt: skip
+        env = {
+            **os.environ,
+            "G4SPEC_FAMILY": name,
+            "PORT": os.environ.get("PORT", "18391"),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+        }
         env.setdefault("OMP_NUM_THREADS", "1")
-        command = [sys.executable, "-m", "pytest", "-p", "serve_llamacpp_shim", "-p",
-                   "no:cacheprovider", "-m", "not slow", "-q", *paths]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "serve_llamacpp_shim",
+            "-p",
+            "no:cacheprovider",
+            "-m",
+            "not slow",
+            "-q",
+            *paths,
+        ]
         command += ["-k", args.only] if args.only else []
         with (args.log or folder / "log").open("w") as log:
             subprocess.run(command, cwd=tests, env=env, stdout=log, stderr=log, check=False)
@@ -98,10 +126,15 @@ def main() -> int:
     found = sort([json.loads(line) for line in lines])
     for kind, functions in found.items():
         print(f"{kind}: {len(functions)}")
-    keep(args.out, "serve-llamacpp-tests", {
-        "source": "llama.cpp as vendored in llama-cpp-python 0.3.36", **found,
-        "seconds": round(time.perf_counter() - began),
-    })  # fmt: skip
+    keep(
+        args.out,
+        "serve-llamacpp-tests",
+        {
+            "source": "llama.cpp as vendored in llama-cpp-python 0.3.36",
+            **found,
+            "seconds": round(time.perf_counter() - began),
+        },
+    )
     return 0
 
 
@@ -119,16 +152,22 @@ def sort(reports: list[dict[str, Any]]) -> dict[str, Any]:
         elif bad:
             why = WHY.get(name.partition("::")[2])
             failed[name] = [f"because: {why}"] if why else []
-            failed[name] += [f"{run['test'].partition('[')[2].rstrip(']')} {run['line']} "
-                             f"{run['error']}".strip() for run in bad]  # fmt: skip
+            failed[name] += [
+                f"{run['test'].partition('[')[2].rstrip(']')} {run['line']} {run['error']}".strip()
+                for run in bad
+            ]
         elif all(run["outcome"] == "skipped" for run in runs):
             out[name] = "skipped by llama.cpp itself"
         elif any(run["words"] for run in runs):
             words.append(name)
         else:
             passed.append(name)
-    return {"passed": passed, "passed but for words of their model": words, "failed": failed,
-            "out of scope": out}  # fmt: skip
+    return {
+        "passed": passed,
+        "passed but for words of their model": words,
+        "failed": failed,
+        "out of scope": out,
+    }
 
 
 if __name__ == "__main__":

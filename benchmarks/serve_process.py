@@ -39,17 +39,26 @@ from tests.server.served import Served
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 PATH, SLOTS, WAITING = "/v1/completions", 3, 5
 PHASES = {
-    "a step raises": [2, 9, faulty.RAISES], "a step crashes": [2, 9, faulty.CRASHES],
+    "a step raises": [2, 9, faulty.RAISES],
+    "a step crashes": [2, 9, faulty.CRASHES],
     "reading raises": [2, faulty.READING, faulty.RAISES],
-    "reading crashes": [2, faulty.READING, faulty.CRASHES], "killed": [2, 31],
-}  # fmt: skip
+    "reading crashes": [2, faulty.READING, faulty.CRASHES],
+    "killed": [2, 31],
+}
 SHORT = Options(n_predict=12, ignore_eos=True, draft_max=3)
 
 
 def seconds(served: Served, tokens: int, seed: int) -> float:
     """Time one stream, from its first token to its last."""
-    body = {"prompt": "def area(r):", "max_tokens": tokens, "ignore_eos": True, "seed": seed,
-            "draft_max": 4, "stream": True, "temperature": 0.8}  # fmt: skip
+    body = {
+        "prompt": "def area(r):",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": seed,
+        "draft_max": 4,
+        "stream": True,
+        "temperature": 0.8,
+    }
     first = last = 0.0
     with served.http.stream("POST", PATH, json=body) as response:
         for line in response.iter_lines():
@@ -68,11 +77,14 @@ def speed(pairs: int, here: Served, there: Served, tokens: int) -> dict[str, Any
         rows.append((took[id(here)], took[id(there)]))
     rows = rows[1:]  # the first one measures
     ratios = sorted(a / b for a, b in rows)
-    return {"pairs": pairs, "tokens": tokens,
-            "in_process_tokens_per_second": tokens / statistics.median(a for a, _ in rows),
-            "own_process_tokens_per_second": tokens / statistics.median(b for _, b in rows),
-            "ratio": statistics.median(ratios),
-            "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2]}  # fmt: skip
+    return {
+        "pairs": pairs,
+        "tokens": tokens,
+        "in_process_tokens_per_second": tokens / statistics.median(a for a, _ in rows),
+        "own_process_tokens_per_second": tokens / statistics.median(b for _, b in rows),
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+    }
 
 
 def until(what: Any, limit: float = 300) -> None:
@@ -91,8 +103,9 @@ def stream(url: str, lines: list[str]) -> None:
         lines.extend(response.iter_lines())
 
 
-def fault(phase: str, served: Served, client: EngineClient, plain: Engine, rng: random.Random
-          ) -> tuple[list[str], float]:  # fmt: skip
+def fault(
+    phase: str, served: Served, client: EngineClient, plain: Engine, rng: random.Random
+) -> tuple[list[str], float]:
     """Let the engine fail once; returns what is wrong, and the seconds until it worked again."""
     until(lambda: client.figures().idle and client.moving(60))
     before, lines, wrong = client.process, list[str](), []
@@ -159,11 +172,21 @@ def main() -> int:
             here.stop()
             there.stop()
         engine.close()
-    keep(args.out, "serve-process", {
-        "seed": args.seed, "device": args.device, "speed": found, "faults": dict(by),
-        "waiting_texts": WAITING * args.faults, "wrong": wrong,
-        "seconds_until_waiting_texts_ended": statistics.quantiles(took, n=10)[::4] if took else [],
-    })  # fmt: skip
+    keep(
+        args.out,
+        "serve-process",
+        {
+            "seed": args.seed,
+            "device": args.device,
+            "speed": found,
+            "faults": dict(by),
+            "waiting_texts": WAITING * args.faults,
+            "wrong": wrong,
+            "seconds_until_waiting_texts_ended": statistics.quantiles(took, n=10)[::4]
+            if took
+            else [],
+        },
+    )
     print(f"{args.faults} faults, {len(wrong)} wrong: {wrong[:5]}")
     return 1 if wrong else 0
 

@@ -43,8 +43,12 @@ from g4spec.server.service import Settings
 from tests.server.served import Served
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
-FILES = ("test_deterministic.py", "long_prompt.txt", "kits/anthropic_messages_kit.py",
-         "kits/matched_stop_kit.py")  # fmt: skip
+FILES = (
+    "test_deterministic.py",
+    "long_prompt.txt",
+    "kits/anthropic_messages_kit.py",
+    "kits/matched_stop_kit.py",
+)
 WHY = {
     "test_finish_stop_regex_str": "stop_regex is not offered; it is refused by name",
     "test_finish_stop_eos": "words of their model: the family has not ended after 1,000 tokens",
@@ -86,20 +90,27 @@ class Adapter:
         asked = [self._asked(body, prompt) for prompt in ([prompts] if single else prompts)]
         with ThreadPoolExecutor(len(asked)) as pool:
             answers = list(pool.map(self._one, asked))
-        return types.SimpleNamespace(status_code=200,
-                                     json=lambda: answers[0] if single else answers)  # fmt: skip
+        return types.SimpleNamespace(
+            status_code=200, json=lambda: answers[0] if single else answers
+        )
 
     def _asked(self, body: dict[str, Any], prompt: str | list[int]) -> dict[str, Any]:
         if not isinstance(prompt, str):
             least = self._vocabulary - 200
             prompt = [*self.lead, *(i if i < self._vocabulary else 200 + i % least for i in prompt)]
         given = body["sampling_params"]
-        return {"prompt": prompt, "n_predict": given["max_new_tokens"], "return_tokens": True,
-                "temperature": given["temperature"], "seed": given["sampling_seed"],
-                "frequency_penalty": given["frequency_penalty"],
-                "presence_penalty": given["presence_penalty"], "n_probs": 1,
-                "ignore_eos": not isinstance(prompt, str),  # they count on two tokens
-                "draft_max": self._rng.choice(["auto", 0, 1, 3, 8])}  # fmt: skip
+        return {
+            "prompt": prompt,
+            "n_predict": given["max_new_tokens"],
+            "return_tokens": True,
+            "temperature": given["temperature"],
+            "seed": given["sampling_seed"],
+            "frequency_penalty": given["frequency_penalty"],
+            "presence_penalty": given["presence_penalty"],
+            "n_probs": 1,
+            "ignore_eos": not isinstance(prompt, str),  # they count on two tokens
+            "draft_max": self._rng.choice(["auto", 0, 1, 3, 8]),
+        }
 
     def _one(self, asked: dict[str, Any]) -> dict[str, Any]:
         response = POST(f"{self._served.url}/completion", json=asked)
@@ -109,8 +120,11 @@ class Adapter:
         self.hits += told["timings"]["cache_n"] > 0
         tokens = told.get("completion_probabilities", [])  # not there where there is no token
         pairs = [[p["logprob"], p["id"], None] for p in tokens]
-        return {"text": told["content"], "output_ids": told["tokens"],
-                "meta_info": {"output_token_logprobs": pairs}}  # fmt: skip
+        return {
+            "text": told["content"],
+            "output_ids": told["tokens"],
+            "meta_info": {"output_token_logprobs": pairs},
+        }
 
     def _told(self, body: dict[str, Any], response: requests.Response) -> Any:
         """Add `matched_stop`: the one stop text where it did not end by itself, else the id of the
@@ -128,9 +142,11 @@ def extracted(wheel: Path, folder: Path) -> None:
         for name in FILES:
             file.extract(f"sglang/test/{name}", folder)
     sys.path.insert(0, str(folder))
-    for name, value in (("sglang.profiler", "run_profile"),
-                        ("sglang.srt.entrypoints.anthropic.protocol", "AnthropicMessagesRequest"),
-                        ("sglang.srt.entrypoints.anthropic.serving", "AnthropicServing")):
+    for name, value in (
+        ("sglang.profiler", "run_profile"),
+        ("sglang.srt.entrypoints.anthropic.protocol", "AnthropicMessagesRequest"),
+        ("sglang.srt.entrypoints.anthropic.serving", "AnthropicServing"),
+    ):
         module = types.ModuleType(name)
         setattr(module, value, None)  # imported by their tests, called by none of the server's
         sys.modules[name] = module
@@ -142,8 +158,9 @@ def serving(folder: Path) -> Iterator[Served]:
     target, draft = folder / "target.gguf", folder / "dflash.gguf"
     convert.convert(TINY / "target", target)
     convert.convert(TINY / "dflash", draft, target=target)
-    with Engine.load(target, draft, n_ctx=6144, parallel=8, pool=16384,
-                     prefix_cache=128 << 20) as engine:  # fmt: skip
+    with Engine.load(
+        target, draft, n_ctx=6144, parallel=8, pool=16384, prefix_cache=128 << 20
+    ) as engine:
         served = Served(engine, Settings("tiny", time_limit=36_000, send_limit=36_000))
         yield served
         served.stop()
@@ -154,14 +171,25 @@ def deterministic(adapter: Adapter, url: str, trials: int, tokens: int) -> dict[
     module = importlib.import_module("sglang.test.test_deterministic")
     out = {}
     for mode, temperature, lead in (
-        ("single", 0.0, 0), ("single", 0.5, 0), ("prefix", 0.0, 0), ("prefix", 0.5, 0),
-        ("radix_cache", 0.0, 0), ("radix_cache", 0.0, 1024), ("radix_cache", 0.5, 1024),
-    ):  # fmt: skip
+        ("single", 0.0, 0),
+        ("single", 0.5, 0),
+        ("prefix", 0.0, 0),
+        ("prefix", 0.5, 0),
+        ("radix_cache", 0.0, 0),
+        ("radix_cache", 0.0, 1024),
+        ("radix_cache", 0.5, 1024),
+    ):
         adapter.lead = [random.Random(3).randrange(200, 500) for _ in range(lead)]
         adapter.hits, adapter.texts, began = 0, 0, time.perf_counter()
         host, port = url.removeprefix("http://").split(":")
-        args = module.BenchArgs(host=host, port=int(port), test_mode=mode, n_trials=trials,
-                                temperature=temperature, max_new_tokens=tokens)  # fmt: skip
+        args = module.BenchArgs(
+            host=host,
+            port=int(port),
+            test_mode=mode,
+            n_trials=trials,
+            temperature=temperature,
+            max_new_tokens=tokens,
+        )
         if mode == "prefix":  # as their `test_prefix_with_logprobs` has it
             args.n_start, args.n_trials, args.return_logprob = 10, max(1, trials // 2), True
         said = io.StringIO()
@@ -169,9 +197,13 @@ def deterministic(adapter: Adapter, url: str, trials: int, tokens: int) -> dict[
             found = module.test_deterministic(args)
         name = f"{mode}, temperature {temperature}" + (f", {lead} tokens before" if lead else "")
         different = said.getvalue().count("mismatch")
-        out[name] = {"results": found, "passed": set(found) == {1} and not different,
-                     "texts": adapter.texts, "after a prefix hit": adapter.hits,
-                     "seconds": round(time.perf_counter() - began)}  # fmt: skip
+        out[name] = {
+            "results": found,
+            "passed": set(found) == {1} and not different,
+            "texts": adapter.texts,
+            "after a prefix hit": adapter.hits,
+            "seconds": round(time.perf_counter() - began),
+        }
         print(name, json.dumps(out[name]), flush=True)
     return out
 
@@ -179,8 +211,9 @@ def deterministic(adapter: Adapter, url: str, trials: int, tokens: int) -> dict[
 def mixin(module: str, name: str, url: str) -> dict[str, str]:
     """Run the tests of a mixin; what became of each."""
     kit = getattr(importlib.import_module(f"sglang.test.kits.{module}"), name)
-    case = type(name, (kit, unittest.TestCase),
-                {"base_url": url, "model": "tiny", "api_key": "none"})  # fmt: skip
+    case = type(
+        name, (kit, unittest.TestCase), {"base_url": url, "model": "tiny", "api_key": "none"}
+    )
     out = {}
     for test in unittest.defaultTestLoader.loadTestsFromTestCase(case):
         assert isinstance(test, unittest.TestCase)
@@ -211,16 +244,24 @@ def main() -> int:
         with mock.patch("requests.post", adapter.post):
             found: dict[str, Any] = {
                 "MatchedStopMixin": mixin("matched_stop_kit", "MatchedStopMixin", served.url),
-                "AnthropicMessagesMixin": mixin("anthropic_messages_kit", "AnthropicMessagesMixin",
-                                                served.url),
-            }  # fmt: skip
-            found["test_deterministic"] = deterministic(adapter, served.url, args.trials,
-                                                        args.tokens)  # fmt: skip
-    keep(args.out, "serve-sglang-kits", {"wheel": args.wheel.name, "trials": args.trials,
-                                         "tokens": args.tokens, **found})  # fmt: skip
-    wrong = [name for kit in ("MatchedStopMixin", "AnthropicMessagesMixin")
-             for name, what in found[kit].items()
-             if what != "passed" and name not in WHY]  # fmt: skip
+                "AnthropicMessagesMixin": mixin(
+                    "anthropic_messages_kit", "AnthropicMessagesMixin", served.url
+                ),
+            }
+            found["test_deterministic"] = deterministic(
+                adapter, served.url, args.trials, args.tokens
+            )
+    keep(
+        args.out,
+        "serve-sglang-kits",
+        {"wheel": args.wheel.name, "trials": args.trials, "tokens": args.tokens, **found},
+    )
+    wrong = [
+        name
+        for kit in ("MatchedStopMixin", "AnthropicMessagesMixin")
+        for name, what in found[kit].items()
+        if what != "passed" and name not in WHY
+    ]
     wrong += [name for name, run in found["test_deterministic"].items() if not run["passed"]]
     print(f"failed: {', '.join(wrong) or 'none'}")
     return 1 if wrong else 0

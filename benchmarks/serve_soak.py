@@ -58,20 +58,31 @@ def figures(process: int) -> dict[str, float]:
     """Read memory (megabytes, 10^6), threads and open files of a process."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     status = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
-    return {"resident_mb": int(status["VmRSS"][0]) * 1024 / 1e6,
-            "anonymous_mb": int(status["RssAnon"][0]) * 1024 / 1e6,
-            "threads": int(status["Threads"][0]),
-            "files": len(list(Path(f"/proc/{process}/fd").iterdir()))}  # fmt: skip
+    return {
+        "resident_mb": int(status["VmRSS"][0]) * 1024 / 1e6,
+        "anonymous_mb": int(status["RssAnon"][0]) * 1024 / 1e6,
+        "threads": int(status["Threads"][0]),
+        "files": len(list(Path(f"/proc/{process}/fd").iterdir())),
+    }
 
 
 def other(rng: random.Random) -> Ask:
     """Draw a request to an endpoint that `mixed.draw` leaves out."""
     question, most = rng.choice(QUESTIONS), rng.randint(1, 64)
     if rng.random() < 0.5:
-        return Ask(RESPONSES, {"input": question, "max_output_tokens": most, "temperature": 0},
-                   "responses")  # fmt: skip
-    return Ask(MESSAGES, {"model": "tiny", "messages": [{"role": "user", "content": question}],
-                          "max_tokens": most, "temperature": 0}, "messages")  # fmt: skip
+        return Ask(
+            RESPONSES, {"input": question, "max_output_tokens": most, "temperature": 0}, "responses"
+        )
+    return Ask(
+        MESSAGES,
+        {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": question}],
+            "max_tokens": most,
+            "temperature": 0,
+        },
+        "messages",
+    )
 
 
 async def words(client: httpx.AsyncClient, request: Ask) -> str:
@@ -134,8 +145,9 @@ class Clients:
         self.done[request.kind] += 1
         self.done["streams"] += bool(request.body["stream"])
         if self._first.setdefault(i, said) != said:
-            self.errors.append(json.dumps({"differs": request.body, "first": self._first[i],
-                                           "found": said})[:1500])  # fmt: skip
+            self.errors.append(
+                json.dumps({"differs": request.body, "first": self._first[i], "found": said})[:1500]
+            )
             print(self.errors[-1], flush=True)
 
 
@@ -148,9 +160,7 @@ def orderly(line: str) -> bool:
     return told["level"] == "info" and told.get("status", 200) in (0, 200, 499)
 
 
-async def soak(
-    process: int, clients: Clients, streams: int, minutes: float
-) -> list[Sample]:  # fmt: skip
+async def soak(process: int, clients: Clients, streams: int, minutes: float) -> list[Sample]:
     """Run the clients; returns a sample for each period."""
     began, out = time.monotonic(), list[Sample]()
     asking = asyncio.ensure_future(clients.run(streams, began + minutes * 60))
@@ -158,8 +168,11 @@ async def soak(
         await asyncio.wait({asking}, timeout=PERIOD)
         out.append({name: figures(number) for name, number in processes(process).items()})
         if len(out) % 30 == 0:
-            print(f"{(time.monotonic() - began) / 60:.0f} minutes: {clients.done.total()} done, "
-                  f"{len(clients.errors)} errors, {out[-1]}", flush=True)  # fmt: skip
+            print(
+                f"{(time.monotonic() - began) / 60:.0f} minutes: {clients.done.total()} done, "
+                f"{len(clients.errors)} errors, {out[-1]}",
+                flush=True,
+            )
     asking.result()
     return out
 
@@ -170,8 +183,9 @@ def grown(samples: list[Sample]) -> tuple[dict[str, Any], list[str]]:
     for name in samples[-1]:
         rows = [sample.get(name, {}) for sample in samples]
         for key in SAMPLED:
-            parts = [[row[key] for row in rows[i * quarter : (i + 1) * quarter] if row]
-                     for i in range(4)]  # fmt: skip
+            parts = [
+                [row[key] for row in rows[i * quarter : (i + 1) * quarter] if row] for i in range(4)
+            ]
             found = [round(statistics.median(part), 1) for part in parts]
             medians[f"{name} {key}"] = found
             _, second, _, last = found
@@ -208,10 +222,32 @@ def main() -> int:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         url, log = f"http://127.0.0.1:{port}", Path(name) / "log"
-        command = [sys.executable, "-m", "g4spec", "serve", "-m", target, "-md", draft, "--port",
-                   port, "-np", args.streams, "-c", 2048, "--pool", 16384, "--prefix-cache", 32,
-                   "--timeout", 3600, "--device", args.device, "--chat-template-file",
-                   ROOT / "tests" / "server" / "template.jinja"]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "g4spec",
+            "serve",
+            "-m",
+            target,
+            "-md",
+            draft,
+            "--port",
+            port,
+            "-np",
+            args.streams,
+            "-c",
+            2048,
+            "--pool",
+            16384,
+            "--prefix-cache",
+            32,
+            "--timeout",
+            3600,
+            "--device",
+            args.device,
+            "--chat-template-file",
+            ROOT / "tests" / "server" / "template.jinja",
+        ]
         with log.open("wb") as file:
             server = subprocess.Popen(list(map(str, command)), stderr=file, cwd=ROOT)
         try:
@@ -221,17 +257,29 @@ def main() -> int:
             code = server.wait(60)
         wrong += [line[:500] for line in log.read_text().splitlines() if not orderly(line)]
         wrong += [f"exit code {code} after SIGTERM"] if code else []
-    keep(args.out, "serve-soak", {"minutes": args.minutes, "streams": args.streams,
-                                  "seed": args.seed, "device": args.device, **found,
-                                  "wrong": wrong})  # fmt: skip
+    keep(
+        args.out,
+        "serve-soak",
+        {
+            "minutes": args.minutes,
+            "streams": args.streams,
+            "seed": args.seed,
+            "device": args.device,
+            **found,
+            "wrong": wrong,
+        },
+    )
     print(f"{sum(found['done'].values())} done, {len(wrong)} wrong: {wrong[:5]}")
     return 1 if wrong else 0
 
 
 def watch(
-    server: "subprocess.Popen[bytes]", url: str, requests: list[Ask], args: argparse.Namespace,
+    server: "subprocess.Popen[bytes]",
+    url: str,
+    requests: list[Ask],
+    args: argparse.Namespace,
     rng: random.Random,
-) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+) -> tuple[dict[str, Any], list[str]]:
     """Run the soak against a server that has been started; returns what was found and is wrong."""
     end = time.monotonic() + 300
     while True:
@@ -251,9 +299,14 @@ def watch(
         for key in ("threads", "files"):
             if after[name][key] > was[key] + (key == "threads") * 40:  # a pool that fills
                 wrong.append(f"{name}: {after[name][key]:g} {key}, {was[key]:g} before")
-    return {"done": dict(clients.done), "medians_by_quarter": medians, "before": before,
-            "after": after, "samples": samples[:: max(1, len(samples) // 60)],
-            "errors": len(clients.errors)}, [*wrong, *clients.errors]  # fmt: skip
+    return {
+        "done": dict(clients.done),
+        "medians_by_quarter": medians,
+        "before": before,
+        "after": after,
+        "samples": samples[:: max(1, len(samples) // 60)],
+        "errors": len(clients.errors),
+    }, [*wrong, *clients.errors]
 
 
 if __name__ == "__main__":

@@ -47,16 +47,24 @@ Times = tuple[float, float]
 
 def fields(prompt: list[int], tokens: int, seed: int) -> dict[str, Any]:
     """Return the body of a request."""
-    return {"prompt": prompt, "max_tokens": tokens, "seed": seed, "temperature": 0.8,
-            "ignore_eos": True, "stream": True}  # fmt: skip
+    return {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "seed": seed,
+        "temperature": 0.8,
+        "ignore_eos": True,
+        "stream": True,
+    }
 
 
 async def asked(port: int, body: dict[str, Any]) -> Times:
     """Ask over HTTP, on a connection of its own."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-                 b"content-length: %d\r\n\r\n%b" % (len(data), data))  # fmt: skip
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(data), data)
+    )
     first = last = 0.0
     async for line in reader:
         assert b'"error"' not in line, line
@@ -82,11 +90,16 @@ def over_http(port: int, bodies: list[dict[str, Any]]) -> list[Times]:
 def in_process(engine: Engine, bodies: list[dict[str, Any]]) -> list[Times]:
     """Write the same texts here."""
     requests = [
-        engine.submit(body["prompt"], Options(
-            n_predict=body["max_tokens"], ignore_eos=True,
-            sampler=Sampler(temperature=0.8, seed=body["seed"])))
+        engine.submit(
+            body["prompt"],
+            Options(
+                n_predict=body["max_tokens"],
+                ignore_eos=True,
+                sampler=Sampler(temperature=0.8, seed=body["seed"]),
+            ),
+        )
         for body in bodies
-    ]  # fmt: skip
+    ]
     firsts = [0.0] * len(requests)
     for i, request in enumerate(requests):
         request.listen(lambda i=i: firsts.__setitem__(i, firsts[i] or time.perf_counter()))
@@ -101,7 +114,7 @@ def in_process(engine: Engine, bodies: list[dict[str, Any]]) -> list[Times]:
 def pair(engine: Engine, port: int, bodies: list[dict[str, Any]], turn: int) -> list[list[float]]:
     """Run both; returns seconds for each: to the first token, from it to the end, and in all."""
     out: dict[bool, list[float]] = {}
-    for http in ((False, True) if turn % 2 else (True, False)):
+    for http in (False, True) if turn % 2 else (True, False):
         began = time.perf_counter()
         times = over_http(port, bodies) if http else in_process(engine, bodies)
         first, last = min(t[0] for t in times), max(t[1] for t in times)
@@ -120,33 +133,46 @@ def measure(engine: Engine, port: int, pairs: int, tokens: int, seed: int) -> di
             length = PROMPT if name == "first token" else 32
             if name == "first token":
                 new = 2
-            bodies = [fields([2, *(rng.randrange(300, n_vocab) for _ in range(length - 1))], new,
-                             turn * 100 + i) for i in range(count)]  # fmt: skip
+            bodies = [
+                fields(
+                    [2, *(rng.randrange(300, n_vocab) for _ in range(length - 1))],
+                    new,
+                    turn * 100 + i,
+                )
+                for i in range(count)
+            ]
             rows[name].append(pair(engine, port, bodies, turn))
     out: dict[str, Any] = {}
     for name, found in rows.items():
         here, there = zip(*found[1:], strict=True)
         if name == "first token":
             more = [(b[0] - a[0]) * 1e3 for a, b in zip(here, there, strict=True)]
-            out[name] = {"in_process_ms": statistics.median(a[0] for a in here) * 1e3,
-                         "http_ms": statistics.median(b[0] for b in there) * 1e3,
-                         "more_ms": statistics.median(more), "all_ms": more}  # fmt: skip
+            out[name] = {
+                "in_process_ms": statistics.median(a[0] for a in here) * 1e3,
+                "http_ms": statistics.median(b[0] for b in there) * 1e3,
+                "more_ms": statistics.median(more),
+                "all_ms": more,
+            }
             continue
         at, written = (1, tokens - 1) if name == "one stream" else (2, tokens * STREAMS)
         ratios = [a[at] / b[at] for a, b in zip(here, there, strict=True)]
         out[name] = {
             "in_process_tokens_per_second": written / statistics.median(a[at] for a in here),
             "http_tokens_per_second": written / statistics.median(b[at] for b in there),
-            "ratio": statistics.median(ratios), "ratios": ratios,
-        }  # fmt: skip
+            "ratio": statistics.median(ratios),
+            "ratios": ratios,
+        }
     return out
 
 
 def missed(found: dict[str, Any]) -> list[str]:
     """List the goals that were missed."""
     ratios = {name: found[name]["ratio"] for name in ("one stream", "16 streams")}
-    out = [f"{name}: {ratio:.3f} of in-process, required {GOALS[name]}"
-           for name, ratio in ratios.items() if ratio < GOALS[name]]  # fmt: skip
+    out = [
+        f"{name}: {ratio:.3f} of in-process, required {GOALS[name]}"
+        for name, ratio in ratios.items()
+        if ratio < GOALS[name]
+    ]
     more = found["first token"]["more_ms"]
     return out + ([f"first token: {more:.1f} ms more"] if more > GOALS["first token"] else [])
 
@@ -170,29 +196,71 @@ def main() -> int:
             convert.convert(TINY / "dflash", Path(draft), target=target)
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        command = [sys.executable, "-m", "g4spec", "serve", "-m", target, "--port", port, "-np",
-                   STREAMS, "-c", CTX, "--pool", STREAMS * 512, "--prefix-cache", 0, "-q",
-                   "--device", args.device, *(["-md", draft] if draft else [])]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "g4spec",
+            "serve",
+            "-m",
+            target,
+            "--port",
+            port,
+            "-np",
+            STREAMS,
+            "-c",
+            CTX,
+            "--pool",
+            STREAMS * 512,
+            "--prefix-cache",
+            0,
+            "-q",
+            "--device",
+            args.device,
+            *(["-md", draft] if draft else []),
+        ]
         log = Path(name) / "log"
         with log.open("wb") as file:
-            server = subprocess.Popen(list(map(str, command)), stderr=file, cwd=ROOT,
-                                      env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+            server = subprocess.Popen(
+                list(map(str, command)),
+                stderr=file,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
         try:
             path = Path(draft) if draft and draft != "ngram" else draft
-            with Engine.load(target, path, n_ctx=CTX, parallel=STREAMS, pool=STREAMS * 512,
-                             device=args.device) as engine:  # fmt: skip
+            with Engine.load(
+                target, path, n_ctx=CTX, parallel=STREAMS, pool=STREAMS * 512, device=args.device
+            ) as engine:
                 ready(server, port, log)
                 found = measure(engine, port, args.pairs, args.tokens, args.seed)
         finally:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
     bad = missed(found)
-    keep(args.out, "serve-speed", {
-        "model": target.name, "draft": Path(draft).name if draft else None, "device": args.device,
-        "pairs": args.pairs, "tokens": args.tokens, "seed": args.seed, **found, "missed": bad,
-    })  # fmt: skip
-    print(json.dumps({name: {k: v for k, v in each.items() if not isinstance(v, list)}
-                      for name, each in found.items()}, indent=1), bad)  # fmt: skip
+    keep(
+        args.out,
+        "serve-speed",
+        {
+            "model": target.name,
+            "draft": Path(draft).name if draft else None,
+            "device": args.device,
+            "pairs": args.pairs,
+            "tokens": args.tokens,
+            "seed": args.seed,
+            **found,
+            "missed": bad,
+        },
+    )
+    print(
+        json.dumps(
+            {
+                name: {k: v for k, v in each.items() if not isinstance(v, list)}
+                for name, each in found.items()
+            },
+            indent=1,
+        ),
+        bad,
+    )
     return 1 if bad and args.device.startswith("cuda") else 0
 
 

@@ -56,10 +56,25 @@ from tests.server.walks import walk
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 DRAFTS = (None, "dflash", "assistant", "dflash-speculators", "ngram")
-TYPES = {"dict": "object", "hashmap": "object", "hashtable": "object", "float": "number",
-         "double": "number", "tuple": "array", "list": "array", "arraylist": "array",
-         "queue": "array", "stack": "array", "set": "array", "bool": "boolean", "byte": "integer",
-         "short": "integer", "long": "integer", "bigint": "integer", "char": "string"}  # fmt: skip
+TYPES = {
+    "dict": "object",
+    "hashmap": "object",
+    "hashtable": "object",
+    "float": "number",
+    "double": "number",
+    "tuple": "array",
+    "list": "array",
+    "arraylist": "array",
+    "queue": "array",
+    "stack": "array",
+    "set": "array",
+    "bool": "boolean",
+    "byte": "integer",
+    "short": "integer",
+    "long": "integer",
+    "bigint": "integer",
+    "char": "string",
+}
 """JSON Schema's names of types of Python, Java and JavaScript; `any` is no type at all."""
 
 Tools = list[dict[str, Any]]
@@ -70,22 +85,32 @@ def tool_sets(wheel: Path) -> tuple[list[Tools], int]:
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         place = file.read("bfcl_eval/constants/executable_backend_config.py").decode()
-        where = next(ast.literal_eval(node.value) for node in ast.parse(place).body
-                       if isinstance(node, ast.Assign)
-                       and "FUNC_DOC" in str(getattr(node.targets[0], "id", "")))  # fmt: skip
-        docs = {name: lines(file.read(f"bfcl_eval/data/multi_turn_func_doc/{each}"))
-                for name, each in where.items()}  # fmt: skip
+        where = next(
+            ast.literal_eval(node.value)
+            for node in ast.parse(place).body
+            if isinstance(node, ast.Assign)
+            and "FUNC_DOC" in str(getattr(node.targets[0], "id", ""))
+        )
+        docs = {
+            name: lines(file.read(f"bfcl_eval/data/multi_turn_func_doc/{each}"))
+            for name, each in where.items()
+        }
         docs["MemoryAPI"] = docs["MemoryAPI_kv"]
-        rows = [row for name in names if name.startswith("bfcl_eval/data/BFCL_v4_")
-                and "format_sensitivity" not in name for row in lines(file.read(name))]  # fmt: skip
+        rows = [
+            row
+            for name in names
+            if name.startswith("bfcl_eval/data/BFCL_v4_") and "format_sensitivity" not in name
+            for row in lines(file.read(name))
+        ]
     found: dict[str, Tools] = {}
     for row in rows:
         classes = row.get("involved_classes", [])  # of conversations; others list functions
         tools = row.get("function", [f for name in classes for f in docs[name]])
         if not tools:
             continue
-        found.setdefault(json.dumps(tools), [{**tool, "parameters": typed(tool["parameters"])}
-                                             for tool in tools])  # fmt: skip
+        found.setdefault(
+            json.dumps(tools), [{**tool, "parameters": typed(tool["parameters"])} for tool in tools]
+        )
     return list(found.values()), len(rows)
 
 
@@ -200,29 +225,62 @@ def meta(depth: int) -> dict[str, Any]:
     """Return a meta-schema of JSON Schema without references: schemas nest `depth` deep."""
     kind = {"enum": ["array", "boolean", "integer", "null", "number", "object", "string"]}
     if not depth:
-        return {"type": "object", "properties": {"type": kind}, "required": ["type"],
-                "additionalProperties": False}  # fmt: skip
+        return {
+            "type": "object",
+            "properties": {"type": kind},
+            "required": ["type"],
+            "additionalProperties": False,
+        }
     inner, size = meta(depth - 1), {"type": "integer", "minimum": 0, "maximum": 4}
     several = {"type": "array", "items": inner, "minItems": 1, "maxItems": 3}
     name = {"type": "string", "minLength": 1, "maxLength": 4}
-    named = {"type": "object", "propertyNames": name, "additionalProperties": inner,
-             "maxProperties": 3}  # fmt: skip
+    named = {
+        "type": "object",
+        "propertyNames": name,
+        "additionalProperties": inner,
+        "maxProperties": 3,
+    }
     number = {"type": "integer", "minimum": -50, "maximum": 50}
-    return {"type": "object", "additionalProperties": False, "properties": {
-        "type": {"anyOf": [kind, {"type": "array", "items": kind, "minItems": 1,
-                                  "uniqueItems": True}]},
-        "enum": {"type": "array", "minItems": 1, "maxItems": 4}, "const": True,
-        **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), number),
-        "multipleOf": {"type": "integer", "minimum": 1, "maximum": 9},
-        **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems", "minProperties",
-                         "maxProperties"), size),
-        "uniqueItems": {"type": "boolean"}, "items": inner, "prefixItems": several,
-        "contains": inner, "properties": named, "patternProperties": named,
-        "required": {"type": "array", "items": name, "uniqueItems": True, "maxItems": 2},
-        "additionalProperties": {"anyOf": [{"type": "boolean"}, inner]},
-        "propertyNames": inner, "not": inner, "if": inner, "then": inner,
-        **dict.fromkeys(("allOf", "anyOf", "oneOf"), several),
-    }}  # fmt: skip
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "type": {
+                "anyOf": [
+                    kind,
+                    {"type": "array", "items": kind, "minItems": 1, "uniqueItems": True},
+                ]
+            },
+            "enum": {"type": "array", "minItems": 1, "maxItems": 4},
+            "const": True,
+            **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), number),
+            "multipleOf": {"type": "integer", "minimum": 1, "maximum": 9},
+            **dict.fromkeys(
+                (
+                    "minLength",
+                    "maxLength",
+                    "minItems",
+                    "maxItems",
+                    "minProperties",
+                    "maxProperties",
+                ),
+                size,
+            ),
+            "uniqueItems": {"type": "boolean"},
+            "items": inner,
+            "prefixItems": several,
+            "contains": inner,
+            "properties": named,
+            "patternProperties": named,
+            "required": {"type": "array", "items": name, "uniqueItems": True, "maxItems": 2},
+            "additionalProperties": {"anyOf": [{"type": "boolean"}, inner]},
+            "propertyNames": inner,
+            "not": inner,
+            "if": inner,
+            "then": inner,
+            **dict.fromkeys(("allOf", "anyOf", "oneOf"), several),
+        },
+    }
 
 
 def schemas(count: int) -> list[dict[str, Any]]:
@@ -234,8 +292,13 @@ def schemas(count: int) -> list[dict[str, Any]]:
         return []
     found: list[dict[str, Any]] = []
 
-    @settings(max_examples=count, database=None, deadline=None, derandomize=True,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(from_schema(meta(2)))
     def draw(schema: Any) -> None:
         found.append({"type": "object", "properties": {"a": schema}, "required": ["a"]})
@@ -276,9 +339,12 @@ def main() -> int:
                 print(f"{i} of {len(found)} sets, {time.perf_counter() - began:.0f} s", flush=True)
         engine.close()
         result: dict[str, Any] = {
-            "wheel": args.wheel.name, "rows": rows, "sets": len(found),
-            "drawn": dict(made.counts), "wrong": list(made.wrong),
-        }  # fmt: skip
+            "wheel": args.wheel.name,
+            "rows": rows,
+            "sets": len(found),
+            "drawn": dict(made.counts),
+            "wrong": list(made.wrong),
+        }
         made.counts.clear()
         result["schemas of hypothesis-jsonschema"] = drawn_schemas(made, args.schemas)
         keep(args.out, "serve-tool-sets", result)
@@ -294,8 +360,9 @@ def main() -> int:
             print(draft, json.dumps({k: v for k, v in told.items() if k != "wrong"}), flush=True)
             result["seconds"] = round(time.perf_counter() - began)
             keep(args.out, "serve-tool-sets", result)
-    bad = len(made.wrong) + sum(len(d["wrong"]) + d["other than without"]
-                                for d in result["drafts"].values())  # fmt: skip
+    bad = len(made.wrong) + sum(
+        len(d["wrong"]) + d["other than without"] for d in result["drafts"].values()
+    )
     print(f"{bad} wrong")
     return 1 if bad else 0
 
@@ -303,16 +370,41 @@ def main() -> int:
 def share(args: argparse.Namespace) -> int:
     """Run in several processes, a part of the sets each; the first one draws the schemas."""
     began, many = time.perf_counter(), args.workers
-    found, failed = spread(__file__, [
-        [args.wheel, "--part", i, many, "--limit", args.limit, "--sets", -(-args.sets // many),
-         "--schemas", 0 if i else args.schemas] for i in range(many)
-    ])  # fmt: skip
+    found, failed = spread(
+        __file__,
+        [
+            [
+                args.wheel,
+                "--part",
+                i,
+                many,
+                "--limit",
+                args.limit,
+                "--sets",
+                -(-args.sets // many),
+                "--schemas",
+                0 if i else args.schemas,
+            ]
+            for i in range(many)
+        ],
+    )
     drawn = "schemas of hypothesis-jsonschema"
-    keep(args.out, "serve-tool-sets", {
-        **{key: value for key, value in found.items() if key not in ("date", "machine", "commit")},
-        "rows": tool_sets(args.wheel)[1], "limit": args.limit, "workers": many,
-        "failed workers": failed, "seconds": round(time.perf_counter() - began),
-    })  # fmt: skip
+    keep(
+        args.out,
+        "serve-tool-sets",
+        {
+            **{
+                key: value
+                for key, value in found.items()
+                if key not in ("date", "machine", "commit")
+            },
+            "rows": tool_sets(args.wheel)[1],
+            "limit": args.limit,
+            "workers": many,
+            "failed workers": failed,
+            "seconds": round(time.perf_counter() - began),
+        },
+    )
     print(f"{found.get('called', 0)} sets called, {found.get(drawn)}, {failed} workers failed")
     return 1 if failed else 0
 
@@ -333,7 +425,7 @@ def drawn_schemas(made: Made, count: int) -> Any:
 
 def called(
     folder: Path, draft: str | None, made: Made, asked: Sequence[Any], limit: int
-) -> list[tuple[list[int], bool]]:  # fmt: skip
+) -> list[tuple[list[int], bool]]:
     """Return what the family writes with a draft."""
     path: Path | str | None = draft
     if draft not in (None, "ngram"):

@@ -47,15 +47,35 @@ def target_config(folder: Path, layers: int = LAYERS) -> dict[str, Any]:
     """config.json of the 31B target, or of one with fewer layers; and its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     inner = tiny._gemma_config(
-        layers=layers, hidden=HIDDEN, inter=21504, heads=32, kv=16, global_kv=4, head_dim=256,
-        global_head_dim=512, window=1024, softcap=30.0, vocab=VOCAB, per_layer=False, k_eq_v=True,
-        n_ctx=262144, period=6,
-    )  # fmt: skip
-    dump(folder / "config.json", {
-        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
-        "text_config": inner, "eos_token_id": [1, 106], "tie_word_embeddings": True,
-        "vision_config": None, "audio_config": None, "dtype": "bfloat16",
-    })  # fmt: skip
+        layers=layers,
+        hidden=HIDDEN,
+        inter=21504,
+        heads=32,
+        kv=16,
+        global_kv=4,
+        head_dim=256,
+        global_head_dim=512,
+        window=1024,
+        softcap=30.0,
+        vocab=VOCAB,
+        per_layer=False,
+        k_eq_v=True,
+        n_ctx=262144,
+        period=6,
+    )
+    dump(
+        folder / "config.json",
+        {
+            "architectures": ["Gemma4ForConditionalGeneration"],
+            "model_type": "gemma4",
+            "text_config": inner,
+            "eos_token_id": [1, 106],
+            "tie_word_embeddings": True,
+            "vision_config": None,
+            "audio_config": None,
+            "dtype": "bfloat16",
+        },
+    )
     vocabulary(folder)
     return inner
 
@@ -70,12 +90,17 @@ def target_shapes(config: dict[str, Any]) -> Shapes:
         kv = config["num_global_key_value_heads" if full else "num_key_value_heads"] * hd
         for name in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
             out[f"{p}{name}_layernorm.weight"] = (e,)
-        out |= {f"{p}self_attn.q_proj.weight": (heads * hd, e),
-                f"{p}self_attn.k_proj.weight": (kv, e),
-                f"{p}self_attn.o_proj.weight": (e, heads * hd),
-                f"{p}self_attn.q_norm.weight": (hd,), f"{p}self_attn.k_norm.weight": (hd,),
-                f"{p}mlp.gate_proj.weight": (ff, e), f"{p}mlp.up_proj.weight": (ff, e),
-                f"{p}mlp.down_proj.weight": (e, ff), f"{p}layer_scalar": (1,)}  # fmt: skip
+        out |= {
+            f"{p}self_attn.q_proj.weight": (heads * hd, e),
+            f"{p}self_attn.k_proj.weight": (kv, e),
+            f"{p}self_attn.o_proj.weight": (e, heads * hd),
+            f"{p}self_attn.q_norm.weight": (hd,),
+            f"{p}self_attn.k_norm.weight": (hd,),
+            f"{p}mlp.gate_proj.weight": (ff, e),
+            f"{p}mlp.up_proj.weight": (ff, e),
+            f"{p}mlp.down_proj.weight": (e, ff),
+            f"{p}layer_scalar": (1,),
+        }
         if not full:
             out[f"{p}self_attn.v_proj.weight"] = (kv, e)
     return {f"model.language_model.{name}": shape for name, shape in out.items()}
@@ -119,25 +144,55 @@ def sparse_target(folder: Path, layers: int, shard: int = 5 << 30) -> int:
 def draft(folder: Path) -> Path:
     """The z-lab DFlash draft of the 31B: random bf16 weights, to the byte as long as the real."""
     folder.mkdir(parents=True, exist_ok=True)
-    dump(folder / "config.json", {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": HIDDEN,
-        "intermediate_size": 10752, "num_hidden_layers": 5, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 128, "block_size": 16,
-        "dflash_config": {"mask_token_id": 4, "target_layer_ids": TAPS},
-        "num_target_layers": LAYERS, "use_sliding_window": True, "sliding_window": 2048,
-        "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
-        "final_logit_softcapping": 30.0, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "rope_scaling": None, "max_position_embeddings": 262144,
-        "attention_bias": False, "vocab_size": VOCAB, "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    })  # fmt: skip
-    shapes: Shapes = {"fc.weight": (HIDDEN, len(TAPS) * HIDDEN), "hidden_norm.weight": (HIDDEN,),
-                      "norm.weight": (HIDDEN,)}  # fmt: skip
-    inner = {"q_proj": (8192, HIDDEN), "k_proj": (1024, HIDDEN), "v_proj": (1024, HIDDEN),
-             "o_proj": (HIDDEN, 8192), "q_norm": (128,), "k_norm": (128,)}  # fmt: skip
-    outer = {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,),
-             "mlp.gate_proj": (10752, HIDDEN), "mlp.up_proj": (10752, HIDDEN),
-             "mlp.down_proj": (HIDDEN, 10752)}  # fmt: skip
+    dump(
+        folder / "config.json",
+        {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "hidden_size": HIDDEN,
+            "intermediate_size": 10752,
+            "num_hidden_layers": 5,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "block_size": 16,
+            "dflash_config": {"mask_token_id": 4, "target_layer_ids": TAPS},
+            "num_target_layers": LAYERS,
+            "use_sliding_window": True,
+            "sliding_window": 2048,
+            "layer_types": ["sliding_attention"] * 4 + ["full_attention"],
+            "final_logit_softcapping": 30.0,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "rope_scaling": None,
+            "max_position_embeddings": 262144,
+            "attention_bias": False,
+            "vocab_size": VOCAB,
+            "tie_word_embeddings": True,
+            "dtype": "bfloat16",
+        },
+    )
+    shapes: Shapes = {
+        "fc.weight": (HIDDEN, len(TAPS) * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+    inner = {
+        "q_proj": (8192, HIDDEN),
+        "k_proj": (1024, HIDDEN),
+        "v_proj": (1024, HIDDEN),
+        "o_proj": (HIDDEN, 8192),
+        "q_norm": (128,),
+        "k_norm": (128,),
+    }
+    outer = {
+        "input_layernorm": (HIDDEN,),
+        "post_attention_layernorm": (HIDDEN,),
+        "mlp.gate_proj": (10752, HIDDEN),
+        "mlp.up_proj": (10752, HIDDEN),
+        "mlp.down_proj": (HIDDEN, 10752),
+    }
     for i in range(5):
         named = {f"self_attn.{k}": v for k, v in inner.items()} | outer
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in named.items()}

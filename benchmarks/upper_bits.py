@@ -25,8 +25,16 @@ from g4spec.runtime.engine import Engine, Options
 from tests.upper_bits import tables
 
 FAMILY = Path(__file__).parent.parent / "examples" / "tiny"
-PROMPTS = ("The ", "Once upon a time", "def main():", "In the year", "She said that", "A list of",
-           "What is", "import numpy")  # fmt: skip
+PROMPTS = (
+    "The ",
+    "Once upon a time",
+    "def main():",
+    "In the year",
+    "She said that",
+    "A list of",
+    "What is",
+    "import numpy",
+)
 
 
 def main() -> None:

@@ -66,10 +66,34 @@ class Upstream:
         f32 = [a for k in ("-ctk", "-ctv", "-ctkd", "-ctvd") for a in (k, "f32")]
         for _ in range(10):
             log = self.run(
-                "llama-speculative-simple", "-m", target, "-md", draft, "--spec-type", kind,
-                "--spec-draft-n-max", n_max, "-n", NEW, "--temp", 0, "-lv", 10, "-c", CTX,
-                "-fa", "off", "-t", 1, "-td", 1, "-f", prompt, "--ignore-eos", *f32,
-            )  # fmt: skip
+                "llama-speculative-simple",
+                "-m",
+                target,
+                "-md",
+                draft,
+                "--spec-type",
+                kind,
+                "--spec-draft-n-max",
+                n_max,
+                "-n",
+                NEW,
+                "--temp",
+                0,
+                "-lv",
+                10,
+                "-c",
+                CTX,
+                "-fa",
+                "off",
+                "-t",
+                1,
+                "-td",
+                1,
+                "-f",
+                prompt,
+                "--ignore-eos",
+                *f32,
+            )
             # Its logger loses its last 511 lines if they are all still to be written at the end.
             if b"n_drafted " in log:
                 return parse(log, ids)

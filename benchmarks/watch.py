@@ -23,8 +23,9 @@ def watched(command: list[object], env: dict[str, str] | None = None) -> dict[st
     `resident_mb` also counts pages of mapped files (VmHWM), which the system takes back at will.
     """
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    child = subprocess.Popen(list(map(str, command)), stdout=subprocess.DEVNULL, env=env,
-                             stderr=subprocess.PIPE)  # fmt: skip
+    child = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.DEVNULL, env=env, stderr=subprocess.PIPE
+    )
     peak = {"RssAnon": 0, "VmHWM": 0}
 
     def sample() -> None:
@@ -48,14 +49,21 @@ def watched(command: list[object], env: dict[str, str] | None = None) -> dict[st
         raise SystemExit(f"{command[:4]}: exit {child.returncode}\n{err.decode()[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return {"seconds": seconds, "cpu_seconds": cpu, "anonymous_mb": peak["RssAnon"] * 1024 / 1e6,
-            "resident_mb": peak["VmHWM"] * 1024 / 1e6}  # fmt: skip
+    return {
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "anonymous_mb": peak["RssAnon"] * 1024 / 1e6,
+        "resident_mb": peak["VmHWM"] * 1024 / 1e6,
+    }
 
 
 def figures(runs: list[dict[str, float]]) -> dict[str, float]:
     """Of several runs: median of the times, largest of the memories."""
-    return {key: round(statistics.median(v) if key.endswith("seconds") else max(v), 3)
-            for key in runs[0] for v in [[r[key] for r in runs]]}  # fmt: skip
+    return {
+        key: round(statistics.median(v) if key.endswith("seconds") else max(v), 3)
+        for key in runs[0]
+        for v in [[r[key] for r in runs]]
+    }
 
 
 RESULTS = Path(__file__).parent / "results"
@@ -68,10 +76,22 @@ def keep(out: Path | None, name: str, found: dict[str, Any]) -> dict[str, Any]:
         out: a file (.json), or the folder of DATE-`name`.json, by default `results/`.
     """
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    gpu = {"device": torch.cuda.get_device_name(), "driver": provenance.driver(),
-           "torch": torch.__version__} if torch.cuda.is_available() else {}  # fmt: skip
-    result = {"date": today, "machine": provenance.machine(), **gpu,
-              "commit": provenance.commit(), **found}  # fmt: skip
+    gpu = (
+        {
+            "device": torch.cuda.get_device_name(),
+            "driver": provenance.driver(),
+            "torch": torch.__version__,
+        }
+        if torch.cuda.is_available()
+        else {}
+    )
+    result = {
+        "date": today,
+        "machine": provenance.machine(),
+        **gpu,
+        "commit": provenance.commit(),
+        **found,
+    }
     path = out or RESULTS
     path = path if path.suffix == ".json" else path / f"{today}-{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)

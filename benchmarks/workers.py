@@ -26,10 +26,14 @@ def spread(script: str, shares: list[list[object]]) -> tuple[dict[str, Any], int
         for share, file, log in zip(shares, files, logs, strict=True):
             command = [sys.executable, script, *share, "--out", file]
             with log.open("wb") as output:
-                running.append(subprocess.Popen(
-                    list(map(str, command)), stdout=output, stderr=subprocess.STDOUT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                ))  # fmt: skip
+                running.append(
+                    subprocess.Popen(
+                        list(map(str, command)),
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, "OMP_NUM_THREADS": "1"},
+                    )
+                )
         codes = [process.wait() for process in running]
         for i, (code, log) in enumerate(zip(codes, logs, strict=True)):
             if code:

@@ -36,17 +36,28 @@ def part(number: int, asked: argparse.Namespace) -> dict[str, Any]:
     """What one process found; the first one also has the disks."""
     cases = -(-asked.cases // asked.workers)
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.faults", "--cases", str(cases), "--seconds",
-         str(asked.seconds), "--seed", str(asked.seed * 1000 + number),
-         *(["--disks"] if number == 0 else [])],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        [
+            sys.executable,
+            "-m",
+            "tests.fuzz.faults",
+            "--cases",
+            str(cases),
+            "--seconds",
+            str(asked.seconds),
+            "--seed",
+            str(asked.seed * 1000 + number),
+            *(["--disks"] if number == 0 else []),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
+    )
     try:
         found: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        return {"broken": {f"process {number} ended with {done.returncode}":
-                           [done.stderr[-2000:]]}}  # fmt: skip
+        return {"broken": {f"process {number} ended with {done.returncode}": [done.stderr[-2000:]]}}
     return found
 
 
@@ -56,8 +67,9 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("cases", "signals", "disks"):
         out[name] = sum(p.get(name, 0) for p in parts)
     for name in ("by_fault", "by_command"):
-        out[name] = dict(sorted(sum((Counter(p.get(name, {})) for p in parts),
-                                    Counter[str]()).items()))  # fmt: skip
+        out[name] = dict(
+            sorted(sum((Counter(p.get(name, {})) for p in parts), Counter[str]()).items())
+        )
     out["calls_can_fail"] = all(p.get("calls_can_fail", False) for p in parts)
     out["broken"] = {what: some for p in parts for what, some in p["broken"].items()}
     return out
@@ -74,15 +86,24 @@ def main() -> int:
     with ThreadPoolExecutor(asked.workers) as pool:
         parts = list(pool.map(lambda number: part(number, asked), range(asked.workers)))
     found = merged(parts)
-    keep(asked.out, "write-faults", {
-        "what": "faults while commands write", "seed": asked.seed, "workers": asked.workers,
-        "seconds": round(time.perf_counter() - start, 1),
-        "versions": {"g4spec": __version__, "python": platform.python_version()}, **found,
-    })  # fmt: skip
+    keep(
+        asked.out,
+        "write-faults",
+        {
+            "what": "faults while commands write",
+            "seed": asked.seed,
+            "workers": asked.workers,
+            "seconds": round(time.perf_counter() - start, 1),
+            "versions": {"g4spec": __version__, "python": platform.python_version()},
+            **found,
+        },
+    )
     for what, cases in found["broken"].items():
         print(f"BROKEN {what}\n    {cases[0]}")
-    print(f"{found['cases']} cases, {found['signals']} of them signals, "
-          f"{len(found['broken'])} kinds of failure")  # fmt: skip
+    print(
+        f"{found['cases']} cases, {found['signals']} of them signals, "
+        f"{len(found['broken'])} kinds of failure"
+    )
     return 1 if found["broken"] else 0
 
 

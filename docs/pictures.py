@@ -19,11 +19,24 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-PROMPT = ("Turn this record into JSON:\nname: Clara\ncity: Lisbon\nage: 41\njob: painter\n"
-          "email: clara52@example.com")  # fmt: skip
-THEME = TerminalTheme((29, 32, 38), (216, 222, 233), [
-    (59, 66, 82), (240, 113, 120), (126, 211, 133), (235, 203, 139), (129, 161, 193),
-    (180, 142, 173), (136, 192, 208), (229, 233, 240)])  # fmt: skip
+PROMPT = (
+    "Turn this record into JSON:\nname: Clara\ncity: Lisbon\nage: 41\njob: painter\n"
+    "email: clara52@example.com"
+)
+THEME = TerminalTheme(
+    (29, 32, 38),
+    (216, 222, 233),
+    [
+        (59, 66, 82),
+        (240, 113, 120),
+        (126, 211, 133),
+        (235, 203, 139),
+        (129, 161, 193),
+        (180, 142, 173),
+        (136, 192, 208),
+        (229, 233, 240),
+    ],
+)
 PAGE = """<html style="background:#1d2026"><body style="margin:0;color:#d8dee9">
 <pre style="margin:18px 22px;font:15px/1.5 'DejaVu Sans Mono',monospace">{code}</pre></body>"""
 
@@ -50,8 +63,19 @@ def terminal(command: list[str]) -> str:
 
 def main(target: str, draft: str) -> None:
     """Run the model, and write the picture beside this file."""
-    words = ["generate", "-m", target, "-md", draft, "--chat", "-n", "64", "--draft-max", "7",
-             "--show-draft"]  # fmt: skip
+    words = [
+        "generate",
+        "-m",
+        target,
+        "-md",
+        draft,
+        "--chat",
+        "-n",
+        "64",
+        "--draft-max",
+        "7",
+        "--show-draft",
+    ]
     said = terminal([str(Path(sys.executable).with_name("g4spec")), *words, "-p", PROMPT])
     shown = Console(record=True, width=84, file=io.StringIO())
     line = "$ g4spec generate -m target.gguf -md dflash.gguf --chat --draft-max 7 --show-draft"
@@ -62,9 +86,18 @@ def main(target: str, draft: str) -> None:
         page = Path(folder) / "page.html"
         page.write_text(code, encoding="utf-8")
         subprocess.run(
-            ["chromium", "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=840,410",
-             f"--screenshot={Path(__file__).with_name('colours.png')}", str(page)], check=True,
-            stderr=subprocess.DEVNULL)  # fmt: skip
+            [
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--hide-scrollbars",
+                "--window-size=840,410",
+                f"--screenshot={Path(__file__).with_name('colours.png')}",
+                str(page),
+            ],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 if __name__ == "__main__":

@@ -19,16 +19,27 @@ from mkdocs.structure.pages import Page
 from g4spec import cli
 
 ROOT = Path(__file__).resolve().parents[1]
-SHOWN = ("*.md", "docs/**/*.md", "docs/**/*.png", "benchmarks/*.md", "benchmarks/results/*.json",
-         "examples/*/README.md", "examples/*.ipynb", "tests/emulator/README.md")  # fmt: skip
+SHOWN = (
+    "*.md",
+    "docs/**/*.md",
+    "docs/**/*.png",
+    "benchmarks/*.md",
+    "benchmarks/results/*.json",
+    "examples/*/README.md",
+    "examples/*.ipynb",
+    "tests/emulator/README.md",
+)
 LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Take pages from all of the repository, and the theme's own files."""
     directory = config.use_directory_urls
-    ours = [File(path.relative_to(ROOT).as_posix(), str(ROOT), config.site_dir, directory)
-            for pattern in SHOWN for path in sorted(ROOT.glob(pattern))]  # fmt: skip
+    ours = [
+        File(path.relative_to(ROOT).as_posix(), str(ROOT), config.site_dir, directory)
+        for pattern in SHOWN
+        for path in sorted(ROOT.glob(pattern))
+    ]
     made = File.generated(config, "docs/commands.md", content=commands())
     themes = [f for f in files if f.src_dir != config.docs_dir]
     return Files([*themes, *ours, made])

@@ -87,8 +87,12 @@ class PromptTooLong(InputError):
 
     def __init__(self, tokens: int, n_ctx: int, found: object, fix: str | None = None) -> None:
         self.tokens, self.n_ctx = tokens, n_ctx
-        super().__init__("the prompt does not fit into the context",
-                         expected=f"at most {n_ctx} tokens", found=found, fix=fix)  # fmt: skip
+        super().__init__(
+            "the prompt does not fit into the context",
+            expected=f"at most {n_ctx} tokens",
+            found=found,
+            fix=fix,
+        )
 
 
 class EnvironmentProblem(G4Error):

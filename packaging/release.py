@@ -13,8 +13,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"Repository": "", "Documentation": "/tree/main/docs", "Issues": "/issues",
-         "Changelog": "/blob/main/CHANGELOG.md"}  # fmt: skip
+PAGES = {
+    "Repository": "",
+    "Documentation": "/tree/main/docs",
+    "Issues": "/issues",
+    "Changelog": "/blob/main/CHANGELOG.md",
+}
 
 
 def urls(text: str, home: str) -> str:

@@ -116,8 +116,13 @@ def draw(
 
 def _grown(rng: random.Random, ask: Ask, longest: int, vocab: int) -> Ask:
     prompt = [2, *tokens(rng, PAGE * rng.choice((1, 2, 3, 3, 4)) - rng.randint(17, 33), vocab)]
-    return replace(ask, prompt=prompt, options=replace(
-        ask.options, n_predict=longest - rng.randrange(40), ignore_eos=True, stop=()))  # fmt: skip
+    return replace(
+        ask,
+        prompt=prompt,
+        options=replace(
+            ask.options, n_predict=longest - rng.randrange(40), ignore_eos=True, stop=()
+        ),
+    )
 
 
 def _log_uniform(rng: random.Random, most: int) -> int:
@@ -143,13 +148,20 @@ def _prompt(rng: random.Random, bases: list[list[int]], vocab: int) -> list[int]
 def _options(rng: random.Random, longest: int, vocab: int) -> Options:
     sampler = Sampler(seed=rng.randrange(2**40))
     if rng.random() < 0.7:
-        sampler = replace(sampler, temperature=rng.choice((0.5, 1.0, 1.5)),
-                          top_k=rng.choice((0, 0, 20)), top_p=rng.choice((1.0, 0.9)),
-                          min_p=rng.choice((0.0, 0.05)))  # fmt: skip
+        sampler = replace(
+            sampler,
+            temperature=rng.choice((0.5, 1.0, 1.5)),
+            top_k=rng.choice((0, 0, 20)),
+            top_p=rng.choice((1.0, 0.9)),
+            min_p=rng.choice((0.0, 0.05)),
+        )
     if rng.random() < 0.25:
-        sampler = replace(sampler, repetition_penalty=rng.choice((1.0, 1.3)),
-                          presence_penalty=rng.choice((0.0, 0.8)),
-                          frequency_penalty=rng.choice((0.0, 0.4)))  # fmt: skip
+        sampler = replace(
+            sampler,
+            repetition_penalty=rng.choice((1.0, 1.3)),
+            presence_penalty=rng.choice((0.0, 0.8)),
+            frequency_penalty=rng.choice((0.0, 0.4)),
+        )
     if rng.random() < 0.2:
         biased = rng.sample(range(vocab), 3)
         values = (-math.inf, rng.uniform(-9, 9), 4.0)
@@ -234,8 +246,9 @@ class Engines:
     def crowded(self, kind: str | None, parallel: int, tight: bool) -> Engine:
         """Make one with a prefix cache; `tight`: its pool is too small for all that may be live."""
         make, pool = DRAFTS[kind] if kind else None, pool_of(parallel, tight)
-        return memory_engine.engine(make, n_ctx=N_CTX, parallel=parallel, pool=pool,
-                                    prefix_bytes=PREFIX_BYTES)  # fmt: skip
+        return memory_engine.engine(
+            make, n_ctx=N_CTX, parallel=parallel, pool=pool, prefix_bytes=PREFIX_BYTES
+        )
 
 
 def pool_of(parallel: int, tight: bool) -> int:
@@ -302,8 +315,10 @@ def judge(
             if same is not None and ask.options.draft_max != "auto":  # which goes by the clock
                 found = found or proposals_differ(got, same(ask, choice))
             if found:
-                wrong.append(f"{kind}, {parallel} at once{', tight' * tight}, seed {seed}, "
-                             f"request {number}: {found}")
+                wrong.append(
+                    f"{kind}, {parallel} at once{', tight' * tight}, seed {seed}, "
+                    f"request {number}: {found}"
+                )
     stats = [r.stats for request in crowd.requests for r in request.choices]
     return Verdict(
         answers=len(stats),

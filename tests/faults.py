@@ -55,8 +55,10 @@ def read(path: Path) -> File:
             value = file.value(key)
             data = value.data.tolist() if isinstance(value.data, np.ndarray) else value.data
             kv[key] = Value(value.type, data, value.item)
-        tensors = {name: Entry(t.shape, t.format.type, file.raw(name).tobytes())
-                   for name, t in file.tensors.items()}  # fmt: skip
+        tensors = {
+            name: Entry(t.shape, t.format.type, file.raw(name).tobytes())
+            for name, t in file.tensors.items()
+        }
     return File(kv, tensors)
 
 
@@ -103,10 +105,12 @@ def _of_array(x: list[Any], item: T | None) -> dict[str, list[Any]]:
     if item is T.STRING:
         return out | {"first repeated": [x[0], *x[:-1]]}
     return out | {
-        "one more": [i + 1 for i in x], "one less": [i - 1 for i in x],
-        "doubled": [2 * i for i in x], "first one more": [x[0] + 1, *x[1:]],
+        "one more": [i + 1 for i in x],
+        "one less": [i - 1 for i in x],
+        "doubled": [2 * i for i in x],
+        "first one more": [x[0] + 1, *x[1:]],
         "sign": [-i for i in x],
-    }  # fmt: skip
+    }
 
 
 def _swapped(x: list[Any]) -> list[int]:
@@ -137,8 +141,14 @@ def _of_tensor(file: File, name: str) -> Iterator[Fault]:
 def _of_index(entry: Entry) -> dict[str, bytes]:
     x = np.frombuffer(entry.data, np.int64)
     order = _swapped(x.tolist())
-    made = {"one more": x + 1, "one less": x - 1, "doubled": 2 * x, "neighbours swapped": x[order],
-            "rolled": np.roll(x, 1), "as deltas": x - np.arange(len(x))}  # fmt: skip
+    made = {
+        "one more": x + 1,
+        "one less": x - 1,
+        "doubled": 2 * x,
+        "neighbours swapped": x[order],
+        "rolled": np.roll(x, 1),
+        "as deltas": x - np.arange(len(x)),
+    }
     return {name: values.astype(np.int64).tobytes() for name, values in made.items()}
 
 
@@ -173,8 +183,11 @@ def _of_neighbours(file: File, name: str) -> Iterator[Fault]:
         return
     following = f"blk.{int(match[1]) + 1}.{match[2]}"
     others = {"another layer's copy": following, "exchanged with the next layer's": following}
-    for a, b in (("ffn_gate.", "ffn_up."), ("attn_k.", "attn_v."),
-                 ("attn_q_norm.", "attn_k_norm.")):  # fmt: skip
+    for a, b in (
+        ("ffn_gate.", "ffn_up."),
+        ("attn_k.", "attn_v."),
+        ("attn_q_norm.", "attn_k_norm."),
+    ):
         if match[2].startswith(a):
             others[f"exchanged with {b[:-1]}"] = f"blk.{match[1]}.{match[2].replace(a, b)}"
     for what, other in others.items():
@@ -182,20 +195,36 @@ def _of_neighbours(file: File, name: str) -> Iterator[Fault]:
         if its is None or its.shape != entry.shape or its.data == entry.data:
             continue
         swap = what.startswith("exchanged")
-        yield Fault(what, name, lambda f, o=other, i=its, both=swap: f.tensors.update(
-            {name: replace(entry, data=i.data), **({o: replace(i, data=entry.data)} if both
-                                                   else {})}))  # fmt: skip
+        yield Fault(
+            what,
+            name,
+            lambda f, o=other, i=its, both=swap: f.tensors.update(
+                {
+                    name: replace(entry, data=i.data),
+                    **({o: replace(i, data=entry.data)} if both else {}),
+                }
+            ),
+        )
 
 
 def spoken(report: Report) -> set[tuple[str, str]]:
     """Errors and warnings of a report, and that it could not ask rules."""
-    said = {(f.rule.id, f"{f.finding.where} {f.finding.found}") for f in report.failures
-            if f.rule.severity is not NOTE}  # fmt: skip
+    said = {
+        (f.rule.id, f"{f.finding.where} {f.finding.found}")
+        for f in report.failures
+        if f.rule.severity is not NOTE
+    }
     return said | {("unable", why) for why in report.unable.values()}
 
 
-def named(file: File, fault: Fault, path: Path, known: set[tuple[str, str]],
-          target: Path | None, source: Path | None) -> bool:  # fmt: skip
+def named(
+    file: File,
+    fault: Fault,
+    path: Path,
+    known: set[tuple[str, str]],
+    target: Path | None,
+    source: Path | None,
+) -> bool:
     """Whether `validate` says more about a file with this fault than `known`."""
     fault.plant(file).write(path)
     return bool(spoken(validate(path, target, source)) - known)

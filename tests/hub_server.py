@@ -62,8 +62,11 @@ class Hub:
 
     def downloads(self) -> list[str]:
         """Names of the files whose content was asked for."""
-        return [s.split()[1].split("/resolve/")[1].split("/", 1)[1]
-                for s in self.seen if s.startswith("GET") and "/resolve/" in s]  # fmt: skip
+        return [
+            s.split()[1].split("/resolve/")[1].split("/", 1)[1]
+            for s in self.seen
+            if s.startswith("GET") and "/resolve/" in s
+        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -101,8 +104,11 @@ class _Handler(BaseHTTPRequestHandler):
         if repo in self.hub.gated:
             good = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
             if not good:
-                self.send(401 if "Authorization" not in self.headers else 403, b"gated",
-                          {"X-Error-Code": "GatedRepo"})  # fmt: skip
+                self.send(
+                    401 if "Authorization" not in self.headers else 403,
+                    b"gated",
+                    {"X-Error-Code": "GatedRepo"},
+                )
                 return True
         return False
 
@@ -113,8 +119,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(404, b"", {"X-Error-Code": "RevisionNotFound"})
             return
         files = [{"rfilename": name} for name in self.hub.repos[repo]]
-        answer = {"_id": "1", "id": repo, "modelId": repo, "sha": SHA, "private": False,
-                  "downloads": 0, "likes": 0, "tags": [], "siblings": files}  # fmt: skip
+        answer = {
+            "_id": "1",
+            "id": repo,
+            "modelId": repo,
+            "sha": SHA,
+            "private": False,
+            "downloads": 0,
+            "likes": 0,
+            "tags": [],
+            "siblings": files,
+        }
         got = self.hub.listing(answer)
         body = got if isinstance(got, bytes) else json.dumps(got).encode()
         self.send(200, body, {"Content-Type": "application/json"})

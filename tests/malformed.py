@@ -99,15 +99,15 @@ def tensors(path: Path, how: Change, borrowed: Iterable[str] = ()) -> Iterator[B
             continue
         if how is missing and name in borrowed:
             continue
-        yield (f"{how.__name__}: {name}",
-               lambda to, name=name: changed(path, to, name, how))  # fmt: skip
+        yield (f"{how.__name__}: {name}", lambda to, name=name: changed(path, to, name, how))
 
 
 def borrowed(kind: str, path: Path) -> set[str]:
     """Tensors that a draft takes from its target where it has none."""
     with GGUF(path) as g:
-        names = {"token_embd.weight"} if "d2t" in g.tensors else {"token_embd.weight",
-                                                                 "output.weight"}  # fmt: skip
+        names = (
+            {"token_embd.weight"} if "d2t" in g.tensors else {"token_embd.weight", "output.weight"}
+        )
     return set() if kind in ("assistant", "centroids") else names
 
 
@@ -131,10 +131,11 @@ def numbers(path: Path) -> Iterator[Broken]:
             changes[f"ordering has {id}"] = {ORDERING: array(T.I32, [id, *lists[ORDERING][1:]])}
     if CENTROIDS in lists:
         centres = lists[CENTROIDS]
-        changes |= {"top k of centroids": {TOP_K: u32(10**5)},
-                    "centroids are short": {CENTROIDS: array(T.F32, centres[:-1])},
-                    "centroid of inf": {CENTROIDS: array(T.F32, [math.inf, *centres[1:]])},
-                    }  # fmt: skip
+        changes |= {
+            "top k of centroids": {TOP_K: u32(10**5)},
+            "centroids are short": {CENTROIDS: array(T.F32, centres[:-1])},
+            "centroid of inf": {CENTROIDS: array(T.F32, [math.inf, *centres[1:]])},
+        }
     if isinstance(heads, int):
         changes["heads"] = {f"{arch}.attention.head_count": u32(heads + 1)}
     for what, kv in changes.items():

@@ -29,8 +29,10 @@ def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
     extra = {"head": "vanilla", "rank": 8, "confidence": "both", "from_anchor": True} | kw
     base = mm.dflash_config()
     if extra.get("gemma"):
-        layers = tuple(replace(s, window=None, causal=False, v_from_k=True, rope_partial=0.25)
-                       for s in base.layers)  # fmt: skip
+        layers = tuple(
+            replace(s, window=None, causal=False, v_from_k=True, rope_partial=0.25)
+            for s in base.layers
+        )
         base = mm.dflash_config(layers=layers, own_embed=True, own_head=True, softcap=30.0)
     config = backbone.extended(dspark.Config, base, **extra)
     made: dspark.Drafter = build(dspark, config, on, seed)
@@ -40,13 +42,26 @@ def dspark_draft(on: Target, seed: int = 5, **kw: Any) -> dspark.Drafter:
 def eagle3_draft(on: Target, seed: int = 6, window: int | None = None, **kw: Any) -> eagle3.Drafter:
     """An EAGLE-3 draft with tables of its own, or with `depths` a P-EAGLE draft."""
     sliding = kw.pop("sliding", None)
-    layers = tuple(mm.layer(i, full=False, v_from_k=False, window=sliding)
-                   for i in range(kw.pop("n_layer", 1)))  # fmt: skip
-    config = eagle3.Config(**{
-        "n_vocab": mm.V, "n_embd": mm.H, "n_ctx": 4096, "eps": 1e-6, "layers": layers,
-        "target_layers": (1, 3, 5), "n_target": mm.H, "own_embed": True, "own_head": True,
-        "n_draft": 64, "norm_before_residual": True, "mask_token": 4,
-    } | kw)  # fmt: skip
+    layers = tuple(
+        mm.layer(i, full=False, v_from_k=False, window=sliding) for i in range(kw.pop("n_layer", 1))
+    )
+    config = eagle3.Config(
+        **{
+            "n_vocab": mm.V,
+            "n_embd": mm.H,
+            "n_ctx": 4096,
+            "eps": 1e-6,
+            "layers": layers,
+            "target_layers": (1, 3, 5),
+            "n_target": mm.H,
+            "own_embed": True,
+            "own_head": True,
+            "n_draft": 64,
+            "norm_before_residual": True,
+            "mask_token": 4,
+        }
+        | kw
+    )
     made: eagle3.Drafter = build(eagle3, config, on, seed, window)
     return made
 

@@ -132,9 +132,7 @@ class Drafting:
         """Give the draft all rows of a step, of which the first `n` are verified."""
         self.draft.commit(rows, rows.batch.ids.new_tensor([n - 1]))
 
-    def propose(
-        self, anchor: int, position: int, count: int, chooser: Any = None
-    ) -> list[int]:
+    def propose(self, anchor: int, position: int, count: int, chooser: Any = None) -> list[int]:
         """Tokens drafted after `anchor` at `position`; `chooser`: as `Sampler`."""
         chooser, draft = chooser or Sampler(), self.draft
         row = [anchor, *[draft.mask] * (draft.rows - 1)]

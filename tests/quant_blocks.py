@@ -82,19 +82,22 @@ def tensors(n: int = 1 << 16) -> dict[str, np.ndarray]:
         "uniform": rng.uniform(-1, 1, n),
         "above zero": rng.uniform(0, 1, n),
         "below zero": -rng.uniform(0, 1, n),
-        "a size for each group": rng.standard_normal(n) * np.repeat(
-            np.exp(rng.standard_normal(n // 32)), 32),
+        "a size for each group": rng.standard_normal(n)
+        * np.repeat(np.exp(rng.standard_normal(n // 32)), 32),
         "mostly zero": rng.standard_normal(n) * (rng.random(n) < 0.1),
         "outliers": rng.standard_normal(n) * np.where(rng.random(n) < 0.003, 30, 1),
-    }  # fmt: skip
-    return {name: (x.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
-            for name, x in found.items()}  # fmt: skip
+    }
+    return {
+        name: (x.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32)
+        for name, x in found.items()
+    }
 
 
 def relative_rms(x: np.ndarray, got: np.ndarray) -> float:
     """RMS of the error over RMS of the values."""
     want = x.astype(np.float64)
     return float(np.sqrt(np.square(got - want).sum() / np.square(want).sum()))
+
 
 GOLDEN = {
     "q4_0": [
@@ -217,7 +220,7 @@ GOLDEN = {
         "2425ee3c461015e8d2d3ce2efd06e0cac4d61e01e9f4b93dc3026a81badc06abf4ff",
         "a5400000000000000001010001810000ff00ffff0000000002060000ff000200fc00",
     ],
-}  # fmt: skip
+}
 
 REFERENCE_ERROR = {
     "q2_k": {

@@ -14,8 +14,18 @@ import numpy as np
 
 from tests.tiny_tokenizer import NEWLINE, SPECIALS, VOCAB, dump, tokenizer
 
-__all__ = ["NEWLINE", "SPECIALS", "VOCAB", "assistant", "save", "save_all", "speculators_dflash",
-           "target", "tokenizer", "zlab_dflash"]  # fmt: skip
+__all__ = [
+    "NEWLINE",
+    "SPECIALS",
+    "VOCAB",
+    "assistant",
+    "save",
+    "save_all",
+    "speculators_dflash",
+    "target",
+    "tokenizer",
+    "zlab_dflash",
+]
 
 # ---- safetensors
 
@@ -23,8 +33,15 @@ __all__ = ["NEWLINE", "SPECIALS", "VOCAB", "assistant", "save", "save_all", "spe
 def store(x: np.ndarray, dtype: str) -> bytes:
     """`x` in a safetensors type; BF16 is rounded to nearest even."""
     if dtype != "BF16":
-        kinds = {"F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "BOOL": "?", "U8": "u1",
-                 "F8_E4M3": "u1"}  # fmt: skip
+        kinds = {
+            "F32": "<f4",
+            "F16": "<f2",
+            "I64": "<i8",
+            "I32": "<i4",
+            "BOOL": "?",
+            "U8": "u1",
+            "F8_E4M3": "u1",
+        }
         return np.ascontiguousarray(x).astype(kinds[dtype]).tobytes()
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2").tobytes()
@@ -79,37 +96,76 @@ class Weights:
 # ---- checkpoints
 
 ROPE = {
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25,
-                       "rope_theta": 1e6},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}  # fmt: skip
+}
 
 
-def _gemma_config(*, layers: int, hidden: int, inter: int, heads: int, kv: int, global_kv: int,
-                  head_dim: int, global_head_dim: int, window: int, softcap: float | None,
-                  vocab: int, per_layer: bool, k_eq_v: bool, n_ctx: int,
-                  period: int) -> dict[str, Any]:  # fmt: skip
+def _gemma_config(
+    *,
+    layers: int,
+    hidden: int,
+    inter: int,
+    heads: int,
+    kv: int,
+    global_kv: int,
+    head_dim: int,
+    global_head_dim: int,
+    window: int,
+    softcap: float | None,
+    vocab: int,
+    per_layer: bool,
+    k_eq_v: bool,
+    n_ctx: int,
+    period: int,
+) -> dict[str, Any]:
     full = [(i + 1) % period == 0 or i == layers - 1 for i in range(layers)]
     config = {
-        "model_type": "gemma4_text", "vocab_size": vocab, "hidden_size": hidden,
-        "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "head_dim": head_dim, "sliding_window": window,
+        "model_type": "gemma4_text",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "sliding_window": window,
         "layer_types": ["full_attention" if f else "sliding_attention" for f in full],
-        "attention_k_eq_v": k_eq_v, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": vocab, "enable_moe_block": False, "num_experts": None,
-        "top_k_experts": None, "moe_intermediate_size": None,
-        "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
-        "final_logit_softcapping": softcap, "rope_parameters": ROPE, "attention_bias": False,
-        "attention_dropout": 0.0, "max_position_embeddings": n_ctx, "tie_word_embeddings": True,
-        "use_double_wide_mlp": False, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+        "attention_k_eq_v": k_eq_v,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": vocab,
+        "enable_moe_block": False,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rms_norm_eps": 1e-6,
+        "final_logit_softcapping": softcap,
+        "rope_parameters": ROPE,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": n_ctx,
+        "tie_word_embeddings": True,
+        "use_double_wide_mlp": False,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
         "dtype": "bfloat16",
-    }  # fmt: skip
+    }
     if per_layer:
         config["per_layer_config"] = {
-            f"{i:0{len(str(layers - 1))}d}": {"head_dim": global_head_dim,
-                                              "num_key_value_heads": global_kv}
-            for i, f in enumerate(full) if f
-        }  # fmt: skip
+            f"{i:0{len(str(layers - 1))}d}": {
+                "head_dim": global_head_dim,
+                "num_key_value_heads": global_kv,
+            }
+            for i, f in enumerate(full)
+            if f
+        }
     else:
         config["global_head_dim"] = global_head_dim
         config["num_global_key_value_heads"] = global_kv
@@ -127,8 +183,12 @@ def _gemma_layers(
         hd = hd_full if full else c["head_dim"]
         q = c["num_attention_heads"] * hd
         k = (kv_full if full else c["num_key_value_heads"]) * hd
-        for name in ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm",
-                     "post_feedforward_layernorm"):  # fmt: skip
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ):
             w.norm(p + name + ".weight", e)
         w.matrix(p + "self_attn.q_proj.weight", q, e)
         w.norm(p + "self_attn.q_norm.weight", hd)
@@ -155,8 +215,11 @@ def _gemma_extras(w: Weights, c: dict[str, Any], p: str) -> None:
         w.norm(p + "router.per_expert_scale", n)
         w.matrix(p + "experts.gate_up_proj", n, 2 * ff, e)
         w.matrix(p + "experts.down_proj", n, e, ff)
-        for name in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
-                     "pre_feedforward_layernorm_2"):  # fmt: skip
+        for name in (
+            "post_feedforward_layernorm_1",
+            "post_feedforward_layernorm_2",
+            "pre_feedforward_layernorm_2",
+        ):
             w.norm(p + name + ".weight", e)
     if ple := c["hidden_size_per_layer_input"]:
         w.matrix(p + "per_layer_input_gate.weight", ple, e)
@@ -165,14 +228,38 @@ def _gemma_extras(w: Weights, c: dict[str, Any], p: str) -> None:
 
 
 def target(
-    folder: Path, *, layers: int = 12, hidden: int = 64, inter: int = 96, heads: int = 4,
-    kv: int = 2, global_kv: int = 1, head_dim: int = 16, global_head_dim: int = 32,
-    window: int = 8, softcap: float | None = 30.0, vocab: int = VOCAB, tokens: int | None = None,
-    k_eq_v: bool = True, per_layer: bool = False, nested: bool = True, shards: int = 1,
-    period: int = 6, n_ctx: int = 131072, dtype: str = "BF16", seed: int = 0, experts: int = 0,
-    top_k: int = 2, expert_inter: int = 24, ple: int = 0, shared: int = 0, spare: bool = False,
-    unified: bool = False, vision: bool = False, suppress: list[int] | None = None,
-) -> Path:  # fmt: skip
+    folder: Path,
+    *,
+    layers: int = 12,
+    hidden: int = 64,
+    inter: int = 96,
+    heads: int = 4,
+    kv: int = 2,
+    global_kv: int = 1,
+    head_dim: int = 16,
+    global_head_dim: int = 32,
+    window: int = 8,
+    softcap: float | None = 30.0,
+    vocab: int = VOCAB,
+    tokens: int | None = None,
+    k_eq_v: bool = True,
+    per_layer: bool = False,
+    nested: bool = True,
+    shards: int = 1,
+    period: int = 6,
+    n_ctx: int = 131072,
+    dtype: str = "BF16",
+    seed: int = 0,
+    experts: int = 0,
+    top_k: int = 2,
+    expert_inter: int = 24,
+    ple: int = 0,
+    shared: int = 0,
+    spare: bool = False,
+    unified: bool = False,
+    vision: bool = False,
+    suppress: list[int] | None = None,
+) -> Path:
     """A Gemma 4 target; dense, unless told otherwise.
 
     Args:
@@ -189,21 +276,47 @@ def target(
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = _gemma_config(
-        layers=layers, hidden=hidden, inter=inter, heads=heads, kv=kv, global_kv=global_kv,
-        head_dim=head_dim, global_head_dim=global_head_dim, window=window, softcap=softcap,
-        vocab=vocab, per_layer=per_layer, k_eq_v=k_eq_v, n_ctx=n_ctx, period=period,
-    )  # fmt: skip
+        layers=layers,
+        hidden=hidden,
+        inter=inter,
+        heads=heads,
+        kv=kv,
+        global_kv=global_kv,
+        head_dim=head_dim,
+        global_head_dim=global_head_dim,
+        window=window,
+        softcap=softcap,
+        vocab=vocab,
+        per_layer=per_layer,
+        k_eq_v=k_eq_v,
+        n_ctx=n_ctx,
+        period=period,
+    )
     if experts:
-        config |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": top_k,
-                   "moe_intermediate_size": expert_inter}  # fmt: skip
-    config |= {"hidden_size_per_layer_input": ple, "num_kv_shared_layers": shared,
-               "use_double_wide_mlp": shared > 0}  # fmt: skip
+        config |= {
+            "enable_moe_block": True,
+            "num_experts": experts,
+            "top_k_experts": top_k,
+            "moe_intermediate_size": expert_inter,
+        }
+    config |= {
+        "hidden_size_per_layer_input": ple,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": shared > 0,
+    }
     brand, family = ("Gemma4Unified", "gemma4_unified") if unified else ("Gemma4", "gemma4")
     config["model_type"] = f"{family}_text"
     if nested:
-        outer = {"architectures": [f"{brand}ForConditionalGeneration"], "model_type": family,
-                 "text_config": config, "eos_token_id": [1, 106], "tie_word_embeddings": True,
-                 "vision_config": None, "audio_config": None, "dtype": "bfloat16"}  # fmt: skip
+        outer = {
+            "architectures": [f"{brand}ForConditionalGeneration"],
+            "model_type": family,
+            "text_config": config,
+            "eos_token_id": [1, 106],
+            "tie_word_embeddings": True,
+            "vision_config": None,
+            "audio_config": None,
+            "dtype": "bfloat16",
+        }
     else:
         outer = {"architectures": [f"{brand}ForCausalLM"], **config}
     dump(folder / "config.json", outer)
@@ -252,11 +365,24 @@ def _qwen_layers(w: Weights, n: int, e: int, ff: int, heads: int, kv: int, hd: i
 
 
 def zlab_dflash(
-    folder: Path, target: Path, *, layers: int = 2, inter: int = 96, heads: int = 4, kv: int = 2,
-    head_dim: int = 16, block: int = 4, taps: tuple[int, ...] | None = None, window: int = 8,
-    mask: int = 4, nested_rope: bool = False, shards: int = 1, dtype: str = "BF16", seed: int = 1,
+    folder: Path,
+    target: Path,
+    *,
+    layers: int = 2,
+    inter: int = 96,
+    heads: int = 4,
+    kv: int = 2,
+    head_dim: int = 16,
+    block: int = 4,
+    taps: tuple[int, ...] | None = None,
+    window: int = 8,
+    mask: int = 4,
+    nested_rope: bool = False,
+    shards: int = 1,
+    dtype: str = "BF16",
+    seed: int = 1,
     **config: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     """A z-lab DFlash draft: sliding layers and one full one, the target's embedding and head.
 
     Args:
@@ -268,19 +394,36 @@ def zlab_dflash(
     text = _text(target)
     e, depth = text["hidden_size"], text["num_hidden_layers"]
     ids = list(taps or [round(1 + k * (depth - 4) / 2) for k in range(3)])
-    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}} if nested_rope else {
-        "rope_theta": 1e6, "rope_scaling": None}  # fmt: skip
+    rope = (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+        if nested_rope
+        else {"rope_theta": 1e6, "rope_scaling": None}
+    )
     settings = {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": e,
-        "intermediate_size": inter, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv, "head_dim": head_dim, "block_size": block,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": e,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "block_size": block,
         "dflash_config": {"mask_token_id": mask, "target_layer_ids": ids},
-        "num_target_layers": depth, "use_sliding_window": True, "sliding_window": window,
+        "num_target_layers": depth,
+        "use_sliding_window": True,
+        "sliding_window": window,
         "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"],
-        "final_logit_softcapping": 30.0, "hidden_act": "silu", "rms_norm_eps": 1e-6, **rope,
-        "max_position_embeddings": text["max_position_embeddings"], "attention_bias": False,
-        "vocab_size": text["vocab_size"], "tie_word_embeddings": False, "dtype": "bfloat16",
-    } | config  # fmt: skip
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        **rope,
+        "max_position_embeddings": text["max_position_embeddings"],
+        "attention_bias": False,
+        "vocab_size": text["vocab_size"],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    } | config
     dump(folder / "config.json", {k: v for k, v in settings.items() if v is not None})
     w = Weights(seed, dtype)
     w.matrix("fc.weight", e, len(ids) * e)
@@ -292,12 +435,26 @@ def zlab_dflash(
 
 
 def speculators_dflash(
-    folder: Path, target: Path, *, draft_vocab: int | None = 64, layers: int = 2,
-    inter: int = 96, heads: int = 4, kv: int = 2, head_dim: int = 16, block: int = 4,
-    taps: tuple[int, ...] | None = None, window: int | None = None, mask: int | None = 4,
-    non_causal: bool = False, embed: bool = True, shards: int = 1, dtype: str = "BF16",
-    seed: int = 2, **config: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    target: Path,
+    *,
+    draft_vocab: int | None = 64,
+    layers: int = 2,
+    inter: int = 96,
+    heads: int = 4,
+    kv: int = 2,
+    head_dim: int = 16,
+    block: int = 4,
+    taps: tuple[int, ...] | None = None,
+    window: int | None = None,
+    mask: int | None = 4,
+    non_causal: bool = False,
+    embed: bool = True,
+    shards: int = 1,
+    dtype: str = "BF16",
+    seed: int = 2,
+    **config: Any,
+) -> Path:
     """A speculators DFlash draft.
 
     Args:
@@ -311,28 +468,50 @@ def speculators_dflash(
     e, depth, vocab = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
     ids = list(taps or [round(2 + k * (depth - 4) / 2) for k in range(3)])
     inner = {
-        "model_type": "qwen3", "hidden_size": e, "intermediate_size": inter,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
-        "head_dim": head_dim, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": vocab,
-        "max_position_embeddings": text["max_position_embeddings"], "attention_bias": False,
+        "model_type": "qwen3",
+        "hidden_size": e,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": vocab,
+        "max_position_embeddings": text["max_position_embeddings"],
+        "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }  # fmt: skip
+    }
     if window:
         inner["layer_types"] = ["sliding_attention"] * (layers - 1) + ["full_attention"]
         inner |= {"sliding_window": window, "use_sliding_window": True}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": block - 1, "verifier_accept_k": 1,
-                "accept_tolerance": 0.0}  # fmt: skip
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": block - 1,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     settings = {
-        "architectures": ["DFlashDraftModel"], "speculators_model_type": "dflash",
-        "speculators_version": "0.9.0", "draft_vocab_size": draft_vocab or vocab,
-        "speculators_config": {"algorithm": "dflash", "default_proposal_method": "greedy",
-                               "proposal_methods": [proposal],
-                               "verifier": {"name_or_path": "tiny", "architectures": []}},
-        "transformer_layer_config": inner, "block_size": block, "target_hidden_size": None,
-        "aux_hidden_state_layer_ids": ids, "mask_token_id": mask,
-        "sliding_window_non_causal": non_causal, "sample_from_anchor": False,
-        "tie_word_embeddings": False, "dtype": "bfloat16",
-    } | config  # fmt: skip
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": draft_vocab or vocab,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": "tiny", "architectures": []},
+        },
+        "transformer_layer_config": inner,
+        "block_size": block,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": ids,
+        "mask_token_id": mask,
+        "sliding_window_non_causal": non_causal,
+        "sample_from_anchor": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    } | config
     dump(folder / "config.json", settings)
     w = Weights(seed, dtype)
     if embed:
@@ -358,11 +537,22 @@ def reduced(w: Weights, vocab: int, draft_vocab: int) -> None:
 
 
 def assistant(
-    folder: Path, target: Path, *, layers: int = 4, hidden: int = 32, inter: int = 64,
-    heads: int | None = None, centroids: int = 0, top_k: int = 4, shards: int = 1,
-    dtype: str = "BF16", seed: int = 3, shared: int | None = -1, unified: bool = False,
+    folder: Path,
+    target: Path,
+    *,
+    layers: int = 4,
+    hidden: int = 32,
+    inter: int = 64,
+    heads: int | None = None,
+    centroids: int = 0,
+    top_k: int = 4,
+    shards: int = 1,
+    dtype: str = "BF16",
+    seed: int = 3,
+    shared: int | None = -1,
+    unified: bool = False,
     **config: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     """A Gemma 4 MTP assistant; `centroids` > 0 gives it a centroid head.
 
     Args:
@@ -375,22 +565,39 @@ def assistant(
     hd_full = text.get("global_head_dim") or over["head_dim"]
     kv_full = text.get("num_global_key_value_heads") or over.get("num_key_value_heads", 1)
     inner = _gemma_config(
-        layers=layers, hidden=hidden, inter=inter, heads=heads or text["num_attention_heads"],
-        kv=text["num_key_value_heads"], global_kv=kv_full, head_dim=text["head_dim"],
-        global_head_dim=hd_full, window=text["sliding_window"], softcap=None,
-        vocab=text["vocab_size"], per_layer="per_layer_config" in text,
-        k_eq_v=text["attention_k_eq_v"], n_ctx=text["max_position_embeddings"], period=layers,
-    )  # fmt: skip
+        layers=layers,
+        hidden=hidden,
+        inter=inter,
+        heads=heads or text["num_attention_heads"],
+        kv=text["num_key_value_heads"],
+        global_kv=kv_full,
+        head_dim=text["head_dim"],
+        global_head_dim=hd_full,
+        window=text["sliding_window"],
+        softcap=None,
+        vocab=text["vocab_size"],
+        per_layer="per_layer_config" in text,
+        k_eq_v=text["attention_k_eq_v"],
+        n_ctx=text["max_position_embeddings"],
+        period=layers,
+    )
     brand, family = ("Gemma4Unified", "gemma4_unified") if unified else ("Gemma4", "gemma4")
-    inner |= {"num_kv_shared_layers": layers if shared == -1 else shared,
-              "vocab_size_per_layer_input": 0, "model_type": f"{family}_text"}  # fmt: skip
+    inner |= {
+        "num_kv_shared_layers": layers if shared == -1 else shared,
+        "vocab_size_per_layer_input": 0,
+        "model_type": f"{family}_text",
+    }
     settings = {
-        "architectures": [f"{brand}AssistantForCausalLM"], "model_type": f"{family}_assistant",
-        "backbone_hidden_size": text["hidden_size"], "text_config": inner,
-        "use_ordered_embeddings": centroids > 0, "num_centroids": centroids or 2048,
-        "centroid_intermediate_top_k": top_k if centroids else 32, "tie_word_embeddings": True,
+        "architectures": [f"{brand}AssistantForCausalLM"],
+        "model_type": f"{family}_assistant",
+        "backbone_hidden_size": text["hidden_size"],
+        "text_config": inner,
+        "use_ordered_embeddings": centroids > 0,
+        "num_centroids": centroids or 2048,
+        "centroid_intermediate_top_k": top_k if centroids else 32,
+        "tie_word_embeddings": True,
         "dtype": "bfloat16",
-    } | config  # fmt: skip
+    } | config
     if shared is None:
         del inner["num_kv_shared_layers"]
     dump(folder / "config.json", settings)

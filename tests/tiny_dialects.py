@@ -33,8 +33,10 @@ class Parts:
             return cls(kv, tensors, str(g["general.architecture"]))
 
     def rename_arch(self, arch: str) -> None:
-        self.kv = {k.replace(f"{self.arch}.", f"{arch}.", 1) if k.startswith(f"{self.arch}.")
-                   else k: v for k, v in self.kv.items()}  # fmt: skip
+        self.kv = {
+            k.replace(f"{self.arch}.", f"{arch}.", 1) if k.startswith(f"{self.arch}.") else k: v
+            for k, v in self.kv.items()
+        }
         self.kv["general.architecture"] = string(arch)
         self.arch = arch
 
@@ -71,8 +73,9 @@ def _dflash(p: Parts, arch: str, fc: str, norm: str) -> int:
     """What all forks share: ids of outputs under `dflash.`, no scale, no causality of ours."""
     mask = p.kv["tokenizer.ggml.mask_token_id"].data
     p.rename_arch(arch)
-    p.key("target_layers", "dflash.target_layer_ids",
-          lambda v: array(T.I32, [i - 1 for i in v.data]))  # fmt: skip
+    p.key(
+        "target_layers", "dflash.target_layer_ids", lambda v: array(T.I32, [i - 1 for i in v.data])
+    )
     p.key("block_size", "dflash.block_size")
     p.key("embedding_scale", None)
     p.key("attention.causal", None)
@@ -86,9 +89,15 @@ def lucebox(p: Parts) -> None:
     mask = _dflash(p, "gemma4-dflash-draft", "dflash.fc.weight", "dflash.hidden_norm.weight")
     p.no_tokenizer()
     p.key("attention.sliding_window_pattern", None)
-    p.more({"dflash.mask_token_id": u32(mask), "dflash.n_target_layers": u32(60),
-            "dflash.n_target_features": u32(192), "vocab_size": u32(512),
-            "tie_word_embeddings": boolean(True)})  # fmt: skip
+    p.more(
+        {
+            "dflash.mask_token_id": u32(mask),
+            "dflash.n_target_layers": u32(60),
+            "dflash.n_target_features": u32(192),
+            "vocab_size": u32(512),
+            "tie_word_embeddings": boolean(True),
+        }
+    )
 
 
 def lucebox_no_ids(p: Parts) -> None:
@@ -103,15 +112,27 @@ def dusterbloom(p: Parts) -> None:
     p.key("attention.sliding_window_pattern", None)
     p.key("attention.sliding_window", "dflash.sliding_window")
     p.key("final_logit_softcapping", "dflash.logit_softcap")
-    p.more({"dflash.mask_token_id": u32(mask), "dflash.n_target_layers": u32(3),
-            "dflash.target_hidden": u32(64), "vocab_size": u32(512)})  # fmt: skip
+    p.more(
+        {
+            "dflash.mask_token_id": u32(mask),
+            "dflash.n_target_layers": u32(3),
+            "dflash.target_hidden": u32(64),
+            "vocab_size": u32(512),
+        }
+    )
 
 
 def ik(p: Parts) -> None:
     mask = _dflash(p, "dflash-draft", "dflash_fc.weight", "dflash_hidden_norm.weight")
     p.tensor(".ffn_norm.", ".post_attention_norm.")
-    p.more({"dflash.mask_token_id": u32(mask), "attention.causal": boolean(False),
-            "dflash.n_target_features": u32(192), "dflash.laguna": boolean(False)})  # fmt: skip
+    p.more(
+        {
+            "dflash.mask_token_id": u32(mask),
+            "attention.causal": boolean(False),
+            "dflash.n_target_features": u32(192),
+            "dflash.laguna": boolean(False),
+        }
+    )
 
 
 def beellama(p: Parts) -> None:
@@ -128,13 +149,22 @@ def early_upstream(p: Parts) -> None:
 
 def _assistant(p: Parts, arch: str) -> None:
     p.rename_arch(arch)
-    for key in ("nextn_predict_layers", "attention.shared_kv_layers",
-                "embedding_length_per_layer_input"):  # fmt: skip
+    for key in (
+        "nextn_predict_layers",
+        "attention.shared_kv_layers",
+        "embedding_length_per_layer_input",
+    ):
         p.key(key, None)
 
 
-def _centroids(p: Parts, source: Path, centroids: str, ordering: str, keys: tuple[str, str],
-               inverse: bool = False) -> None:  # fmt: skip
+def _centroids(
+    p: Parts,
+    source: Path,
+    centroids: str,
+    ordering: str,
+    keys: tuple[str, str],
+    inverse: bool = False,
+) -> None:
     """The centroid head as tensors, if the current file has one as arrays."""
     with GGUF(source) as g:
         if CENTROIDS not in g:
@@ -148,8 +178,7 @@ def _centroids(p: Parts, source: Path, centroids: str, ordering: str, keys: tupl
         order = clusters
     p.tensors[centroids] = (table.shape, 0, table.tobytes())
     p.tensors[ordering] = (order.shape, 26, order.astype("<i4").tobytes())
-    p.more({keys[0]: u32(len(table)), keys[1]: u32(top_k),
-            "use_ordered_embeddings": boolean(True)})  # fmt: skip
+    p.more({keys[0]: u32(len(table)), keys[1]: u32(top_k), "use_ordered_embeddings": boolean(True)})
 
 
 def atomic_chat(p: Parts, source: Path) -> None:
@@ -157,8 +186,13 @@ def atomic_chat(p: Parts, source: Path) -> None:
     p.key("embedding_length_out", "n_embd_backbone")
     p.tensor("nextn.", "mtp.")
     p.more({"attention.k_eq_v": boolean(True), "requires_target_arch": string("gemma4")})
-    _centroids(p, source, "mtp.centroids.weight", "mtp.token_ordering.weight",
-               ("n_centroids", "centroid_top_k"))  # fmt: skip
+    _centroids(
+        p,
+        source,
+        "mtp.centroids.weight",
+        "mtp.token_ordering.weight",
+        ("n_centroids", "centroid_top_k"),
+    )
 
 
 def ik_mtp(p: Parts, source: Path) -> None:
@@ -167,29 +201,51 @@ def ik_mtp(p: Parts, source: Path) -> None:
     p.tensor("nextn.pre_projection", "mtp_pre_proj")
     p.tensor("nextn.post_projection", "mtp_post_proj")
     p.tensor("rope_freqs", None)
-    _centroids(p, source, "mtp_centroids.weight", "mtp_token_ordering.weight",
-               ("centroid_count", "centroid_top_k"), inverse=True)  # fmt: skip
+    _centroids(
+        p,
+        source,
+        "mtp_centroids.weight",
+        "mtp_token_ordering.weight",
+        ("centroid_count", "centroid_top_k"),
+        inverse=True,
+    )
 
 
 def ik_assistant(p: Parts, source: Path) -> None:
     _assistant(p, "gemma4-assistant")
     p.kv["gemma4-assistant.n_centroids"] = u32(0)
     p.tensors["output.weight"] = p.tensors["token_embd.weight"]
-    _centroids(p, source, "mtp.centroids.weight", "mtp.token_ordering.weight",
-               ("n_centroids", "centroid_top_k"))  # fmt: skip
+    _centroids(
+        p,
+        source,
+        "mtp.centroids.weight",
+        "mtp.token_ordering.weight",
+        ("n_centroids", "centroid_top_k"),
+    )
 
 
 def early_assistant(p: Parts, source: Path) -> None:
     p.key("attention.sliding_window_pattern", None)
-    _centroids(p, source, "masked_embd_centroids.weight", "masked_embd_ordering",
-               ("n_centroids", "centroid_top_k"))  # fmt: skip
+    _centroids(
+        p,
+        source,
+        "masked_embd_centroids.weight",
+        "masked_embd_ordering",
+        ("n_centroids", "centroid_top_k"),
+    )
 
 
 DFLASH: dict[str, Callable[[Parts], None]] = {
-    "lucebox": lucebox, "lucebox without ids": lucebox_no_ids, "dusterbloom": dusterbloom,
-    "ik": ik, "beellama": beellama, "early upstream": early_upstream,
-}  # fmt: skip
+    "lucebox": lucebox,
+    "lucebox without ids": lucebox_no_ids,
+    "dusterbloom": dusterbloom,
+    "ik": ik,
+    "beellama": beellama,
+    "early upstream": early_upstream,
+}
 ASSISTANT: dict[str, Callable[[Parts, Path], None]] = {
-    "AtomicChat": atomic_chat, "ik mtp": ik_mtp, "ik assistant": ik_assistant,
+    "AtomicChat": atomic_chat,
+    "ik mtp": ik_mtp,
+    "ik assistant": ik_assistant,
     "early upstream": early_assistant,
-}  # fmt: skip
+}

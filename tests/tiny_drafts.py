@@ -45,25 +45,49 @@ def heads(
 
 
 def head_settings(rank: int, head: str, confidence: str) -> dict[str, Any]:
-    return {"markov_rank": rank, "markov_head_type": head,
-            "enable_confidence_head": confidence != "none",
-            "confidence_head_with_markov": confidence == "both"}  # fmt: skip
+    return {
+        "markov_rank": rank,
+        "markov_head_type": head,
+        "enable_confidence_head": confidence != "none",
+        "confidence_head_with_markov": confidence == "both",
+    }
 
 
 def speculators_dspark(
-    folder: Path, target: Path, *, draft_vocab: int | None = 64, rank: int = 8,
-    head: str = "vanilla", confidence: str = "both", from_anchor: bool | None = True,
-    dtype: str = "BF16", seed: int = 4, **options: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    target: Path,
+    *,
+    draft_vocab: int | None = 64,
+    rank: int = 8,
+    head: str = "vanilla",
+    confidence: str = "both",
+    from_anchor: bool | None = True,
+    dtype: str = "BF16",
+    seed: int = 4,
+    **options: Any,
+) -> Path:
     """A speculators DSpark draft; `options` are those of `tiny.speculators_dflash`. `from_anchor`
     None leaves the key out."""
     tiny.speculators_dflash(folder, target, draft_vocab=draft_vocab, dtype=dtype, **options)
     text = tiny._text(target)
     w = Weights(seed, dtype)
-    heads(w, vocab=text["vocab_size"], rows=draft_vocab or text["vocab_size"],
-          e=text["hidden_size"], rank=rank, head=head, confidence=confidence)  # fmt: skip
-    extend(folder, w, speculators_model_type="dspark", architectures=["DSparkDraftModel"],
-           sample_from_anchor=from_anchor, **head_settings(rank, head, confidence))  # fmt: skip
+    heads(
+        w,
+        vocab=text["vocab_size"],
+        rows=draft_vocab or text["vocab_size"],
+        e=text["hidden_size"],
+        rank=rank,
+        head=head,
+        confidence=confidence,
+    )
+    extend(
+        folder,
+        w,
+        speculators_model_type="dspark",
+        architectures=["DSparkDraftModel"],
+        sample_from_anchor=from_anchor,
+        **head_settings(rank, head, confidence),
+    )
     if from_anchor is None:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         del settings["sample_from_anchor"]
@@ -72,12 +96,26 @@ def speculators_dspark(
 
 
 def deepspec_dspark(
-    folder: Path, target: Path, *, layers: int = 2, inter: int = 96, heads_: int = 4,
-    global_kv: int = 1, head_dim: int = 32, block: int = 4, rank: int = 8, head: str = "vanilla",
-    confidence: str = "both", softcap: float | None = 30.0, partial: float = 0.25,
-    alias: bool = False, own_values: bool = False, dtype: str = "BF16", seed: int = 5,
+    folder: Path,
+    target: Path,
+    *,
+    layers: int = 2,
+    inter: int = 96,
+    heads_: int = 4,
+    global_kv: int = 1,
+    head_dim: int = 32,
+    block: int = 4,
+    rank: int = 8,
+    head: str = "vanilla",
+    confidence: str = "both",
+    softcap: float | None = 30.0,
+    partial: float = 0.25,
+    alias: bool = False,
+    own_values: bool = False,
+    dtype: str = "BF16",
+    seed: int = 5,
     **config: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     """A DeepSpec `Gemma4DSparkModel`: Gemma 4 layers, all full, values from keys, own tables.
 
     Args:
@@ -89,20 +127,42 @@ def deepspec_dspark(
     e, depth, vocab = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
     ids = [round(1 + k * (depth - 4) / 2) for k in range(3)]
     inner = tiny._gemma_config(
-        layers=layers, hidden=e, inter=inter, heads=heads_, kv=2, global_kv=global_kv, head_dim=16,
-        global_head_dim=head_dim, window=8, softcap=softcap, vocab=vocab, per_layer=False,
-        k_eq_v=not own_values, n_ctx=text["max_position_embeddings"], period=1,
-    )  # fmt: skip
+        layers=layers,
+        hidden=e,
+        inter=inter,
+        heads=heads_,
+        kv=2,
+        global_kv=global_kv,
+        head_dim=16,
+        global_head_dim=head_dim,
+        window=8,
+        softcap=softcap,
+        vocab=vocab,
+        per_layer=False,
+        k_eq_v=not own_values,
+        n_ctx=text["max_position_embeddings"],
+        period=1,
+    )
     rope = {"rope_type": "proportional", "partial_rotary_factor": partial, "rope_theta": 1e6}
-    settings = inner | {
-        "architectures": ["Gemma4DSparkModel"], "target_layer_ids": ids, "mask_token_id": 4,
-        "block_size": block, "num_target_layers": depth, "tie_word_embeddings": False,
-        "rope_parameters": {**tiny.ROPE, "full_attention": rope},
-        **head_settings(rank, head, confidence),
-    } | config  # fmt: skip
+    settings = (
+        inner
+        | {
+            "architectures": ["Gemma4DSparkModel"],
+            "target_layer_ids": ids,
+            "mask_token_id": 4,
+            "block_size": block,
+            "num_target_layers": depth,
+            "tie_word_embeddings": False,
+            "rope_parameters": {**tiny.ROPE, "full_attention": rope},
+            **head_settings(rank, head, confidence),
+        }
+        | config
+    )
     if own_values:
-        settings |= {"model_type": "gemma4_text", "dflash_config": {
-            "target_layer_ids": ids, "mask_token_id": 4, "markov_rank": rank}}  # fmt: skip
+        settings |= {
+            "model_type": "gemma4_text",
+            "dflash_config": {"target_layer_ids": ids, "mask_token_id": 4, "markov_rank": rank},
+        }
     dump(folder / "config.json", settings)
     w = Weights(seed, dtype)
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -110,8 +170,9 @@ def deepspec_dspark(
     w.matrix("fc.weight", e, len(ids) * e)
     w.norm("hidden_norm.weight", e)
     w.norm("norm.weight", e)
-    tiny._gemma_layers(w, inner, own_kv=True, kv_full=2 if own_values else global_kv,
-                       hd_full=head_dim)  # fmt: skip
+    tiny._gemma_layers(
+        w, inner, own_kv=True, kv_full=2 if own_values else global_kv, hd_full=head_dim
+    )
     heads(w, vocab=vocab, rows=vocab, e=e, rank=rank, head=head, confidence=confidence)
     if alias:
         w.out = {n.replace("confidence_head.proj", "confidence_proj"): x for n, x in w.out.items()}
@@ -139,13 +200,29 @@ def _eagle_layers(
 
 
 def eagle3(
-    folder: Path, target: Path, *, layout: str = "speculators", draft_vocab: int | None = 64,
-    layers: int = 1, inter: int = 96, heads_: int = 4, kv: int = 2, head_dim: int = 16,
-    taps: tuple[int, ...] | None = None, window: int | None = None, qwen: bool = False,
-    before_residual: bool | None = True, before_fc: bool = False, fc_norm: bool = False,
-    norm_output: bool = False, depths: int = 0, embed: bool = True, dtype: str = "BF16",
-    seed: int = 6, **config: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    target: Path,
+    *,
+    layout: str = "speculators",
+    draft_vocab: int | None = 64,
+    layers: int = 1,
+    inter: int = 96,
+    heads_: int = 4,
+    kv: int = 2,
+    head_dim: int = 16,
+    taps: tuple[int, ...] | None = None,
+    window: int | None = None,
+    qwen: bool = False,
+    before_residual: bool | None = True,
+    before_fc: bool = False,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    depths: int = 0,
+    embed: bool = True,
+    dtype: str = "BF16",
+    seed: int = 6,
+    **config: Any,
+) -> Path:
     """An EAGLE-3 draft.
 
     Args:
@@ -161,33 +238,56 @@ def eagle3(
     e, depth, vocab = text["hidden_size"], text["num_hidden_layers"], text["vocab_size"]
     ids = list(taps or [2, depth // 2, depth - 2])
     inner = {
-        "model_type": "qwen3" if qwen else "llama", "hidden_size": e, "intermediate_size": inter,
-        "num_hidden_layers": layers, "num_attention_heads": heads_, "num_key_value_heads": kv,
-        "head_dim": head_dim, "hidden_act": "silu", "rms_norm_eps": 1e-6, "vocab_size": vocab,
-        "max_position_embeddings": text["max_position_embeddings"], "attention_bias": False,
+        "model_type": "qwen3" if qwen else "llama",
+        "hidden_size": e,
+        "intermediate_size": inter,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads_,
+        "num_key_value_heads": kv,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "vocab_size": vocab,
+        "max_position_embeddings": text["max_position_embeddings"],
+        "attention_bias": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }  # fmt: skip
+    }
     if window:
-        inner |= {"layer_types": ["sliding_attention"] * layers, "sliding_window": window,
-                  "use_sliding_window": True}  # fmt: skip
+        inner |= {
+            "layer_types": ["sliding_attention"] * layers,
+            "sliding_window": window,
+            "use_sliding_window": True,
+        }
     flat = layout == "specforge"
-    settings = {"draft_vocab_size": draft_vocab or vocab, "tie_word_embeddings": False,
-                "norm_before_residual": before_residual, "norm_before_fc": before_fc,
-                "fc_norm": fc_norm, "norm_output": norm_output, "dtype": "bfloat16"}  # fmt: skip
+    settings = {
+        "draft_vocab_size": draft_vocab or vocab,
+        "tie_word_embeddings": False,
+        "norm_before_residual": before_residual,
+        "norm_before_fc": before_fc,
+        "fc_norm": fc_norm,
+        "norm_output": norm_output,
+        "dtype": "bfloat16",
+    }
     if flat:
-        settings |= inner | {"architectures": ["LlamaForCausalLMEagle3"],
-                             "eagle_config": {"eagle_aux_hidden_state_layer_ids":
-                                              [i - 1 for i in ids]}}  # fmt: skip
+        settings |= inner | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in ids]},
+        }
     else:
         proposal = {"proposal_type": "greedy", "speculative_tokens": depths or 3}
         settings |= {
-            "architectures": ["Eagle3DraftModel"], "transformer_layer_config": inner,
+            "architectures": ["Eagle3DraftModel"],
+            "transformer_layer_config": inner,
             "speculators_model_type": "peagle" if depths else "eagle3",
-            "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy",
-                                   "proposal_methods": [proposal],
-                                   "verifier": {"name_or_path": None, "architectures": []}},
-            "eagle_aux_hidden_state_layer_ids": ids, **({"mask_token_id": 4} if depths else {}),
-        }  # fmt: skip
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": None, "architectures": []},
+            },
+            "eagle_aux_hidden_state_layer_ids": ids,
+            **({"mask_token_id": 4} if depths else {}),
+        }
     settings = {k: v for k, v in (settings | config).items() if v is not None}
     dump(folder / "config.json", settings)
     w = Weights(seed, dtype)
@@ -211,8 +311,9 @@ def eagle3(
     return folder
 
 
-def _selector(target: Path, layers: int, dtype: str, seed: int, kernel: int, group: int,
-              rank: int) -> Weights:  # fmt: skip
+def _selector(
+    target: Path, layers: int, dtype: str, seed: int, kernel: int, group: int, rank: int
+) -> Weights:
     """DFlash2's convolutions and selector."""
     text = tiny._text(target)
     e, w = text["hidden_size"], Weights(seed, dtype)
@@ -228,29 +329,63 @@ def _selector(target: Path, layers: int, dtype: str, seed: int, kernel: int, gro
 
 
 def speculators_dflash2(
-    folder: Path, target: Path, *, layers: int = 2, kernel: int = 2, group: int = 16,
-    rank: int = 8, top_k: int = 6, non_causal: bool | None = None, dtype: str = "BF16",
-    seed: int = 7, **options: Any,
-) -> Path:  # fmt: skip
+    folder: Path,
+    target: Path,
+    *,
+    layers: int = 2,
+    kernel: int = 2,
+    group: int = 16,
+    rank: int = 8,
+    top_k: int = 6,
+    non_causal: bool | None = None,
+    dtype: str = "BF16",
+    seed: int = 7,
+    **options: Any,
+) -> Path:
     """A speculators DFlash2 draft; `options` are those of `tiny.speculators_dflash`. `non_causal`
     None leaves the key out."""
     tiny.speculators_dflash(folder, target, draft_vocab=None, layers=layers, dtype=dtype, **options)
-    extend(folder, _selector(target, layers, dtype, seed, kernel, group, rank),
-           speculators_model_type="dflash2", architectures=["DFlash2DraftModel"],
-           conv_kernel_size=kernel, conv_group_size=group, selector_rank=rank,
-           selector_top_k=top_k, sliding_window_non_causal=non_causal)  # fmt: skip
+    extend(
+        folder,
+        _selector(target, layers, dtype, seed, kernel, group, rank),
+        speculators_model_type="dflash2",
+        architectures=["DFlash2DraftModel"],
+        conv_kernel_size=kernel,
+        conv_group_size=group,
+        selector_rank=rank,
+        selector_top_k=top_k,
+        sliding_window_non_causal=non_causal,
+    )
     return folder
 
 
 def zlab_dflash2(
-    folder: Path, target: Path, *, layers: int = 2, kernel: int = 2, group: int = 16,
-    rank: int = 8, top_k: int = 6, multiplier: float = 1.5, dtype: str = "BF16", seed: int = 8,
+    folder: Path,
+    target: Path,
+    *,
+    layers: int = 2,
+    kernel: int = 2,
+    group: int = 16,
+    rank: int = 8,
+    top_k: int = 6,
+    multiplier: float = 1.5,
+    dtype: str = "BF16",
+    seed: int = 8,
     **options: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     """A z-lab DFlash2 draft; `options` are those of `tiny.zlab_dflash`."""
     tiny.zlab_dflash(folder, target, layers=layers, dtype=dtype, **options)
     inner = json.loads((folder / "config.json").read_text(encoding="utf-8"))["dflash_config"]
-    inner |= {"conv_kernel_size": kernel, "conv_group_size": group, "selector_rank": rank,
-              "selector_top_k": top_k, "output_multiplier": multiplier}  # fmt: skip
-    return extend(folder, _selector(target, layers, dtype, seed, kernel, group, rank),
-                  architectures=["DFlash2DraftModel"], dflash_config=inner)  # fmt: skip
+    inner |= {
+        "conv_kernel_size": kernel,
+        "conv_group_size": group,
+        "selector_rank": rank,
+        "selector_top_k": top_k,
+        "output_multiplier": multiplier,
+    }
+    return extend(
+        folder,
+        _selector(target, layers, dtype, seed, kernel, group, rank),
+        architectures=["DFlash2DraftModel"],
+        dflash_config=inner,
+    )

@@ -17,9 +17,20 @@ from tests.tiny import save
 from tests.tiny_tokenizer import dump
 
 LINEAR = re.compile(r".*\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight")
-E4M3 = np.array([(1 - 2 * (c >> 7)) * ((c & 7) / 8 * 2.0**-6 if not c >> 3 & 15 else
-                 (1 + (c & 7) / 8) * 2.0 ** ((c >> 3 & 15) - 7)) if c & 127 < 127 else np.nan
-                 for c in range(256)], np.float32)  # fmt: skip
+E4M3 = np.array(
+    [
+        (1 - 2 * (c >> 7))
+        * (
+            (c & 7) / 8 * 2.0**-6
+            if not c >> 3 & 15
+            else (1 + (c & 7) / 8) * 2.0 ** ((c >> 3 & 15) - 7)
+        )
+        if c & 127 < 127
+        else np.nan
+        for c in range(256)
+    ],
+    np.float32,
+)
 Tensors = dict[str, tuple[np.ndarray, str]]
 
 
@@ -47,8 +58,9 @@ def _words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return np.moveaxis(words.view(np.int32), -1, axis)
 
 
-def _codes(x: np.ndarray, bits: int, group: int, symmetric: bool,
-           half: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
+def _codes(
+    x: np.ndarray, bits: int, group: int, symmetric: bool, half: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes [N, K], scales and zero points [N, K / group]; scales are bf16, or fp16 if `half`."""
     x = x.reshape(len(x), -1, group)
     top = (1 << bits) - 1
@@ -68,9 +80,14 @@ def _value(codes: np.ndarray, scale: np.ndarray, zero: np.ndarray, group: int) -
 
 
 def compressed(
-    folder: Path, *, bits: int = 4, group: int = 32, symmetric: bool = True,
-    tiny_scale: bool = False, powers: bool = False,
-) -> dict[str, np.ndarray]:  # fmt: skip
+    folder: Path,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    symmetric: bool = True,
+    tiny_scale: bool = False,
+    powers: bool = False,
+) -> dict[str, np.ndarray]:
     """compressed-tensors, "pack-quantized".
 
     Args:
@@ -92,16 +109,28 @@ def compressed(
         out[base + ".weight_shape"] = (np.array(x.shape), "I64")
         if not symmetric:
             out[base + ".weight_zero_point"] = (_words(zero, bits, 0), "I32")
-    weights = {"num_bits": bits, "group_size": group, "strategy": "group", "type": "int",
-               "symmetric": symmetric}  # fmt: skip
-    _close(folder, out, {"quant_method": "compressed-tensors", "format": "pack-quantized",
-                         "config_groups": {"group_0": {"weights": weights,
-                                                       "targets": ["Linear"]}}})  # fmt: skip
+    weights = {
+        "num_bits": bits,
+        "group_size": group,
+        "strategy": "group",
+        "type": "int",
+        "symmetric": symmetric,
+    }
+    _close(
+        folder,
+        out,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        },
+    )
     return meant
 
 
-def autoround(folder: Path, *, group: int = 32, symmetric: bool = True,
-              shuffled: bool = False) -> dict[str, np.ndarray]:  # fmt: skip
+def autoround(
+    folder: Path, *, group: int = 32, symmetric: bool = True, shuffled: bool = False
+) -> dict[str, np.ndarray]:
     """AutoRound in GPTQ's packing; `shuffled` lets columns belong to groups in another order."""
     out: Tensors = {}
     meant = {}
@@ -120,13 +149,23 @@ def autoround(folder: Path, *, group: int = 32, symmetric: bool = True,
         out[base + ".qzeros"] = (_words(zero.T - 1, 4, 1), "I32")
         out[base + ".scales"] = (scale.T, "F16")
         out[base + ".g_idx"] = ((np.arange(k) // group)[back], "I32")
-    _close(folder, out, {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq",
-                         "bits": 4, "group_size": group, "sym": symmetric})  # fmt: skip
+    _close(
+        folder,
+        out,
+        {
+            "quant_method": "auto-round",
+            "packing_format": "auto_round:auto_gptq",
+            "bits": 4,
+            "group_size": group,
+            "sym": symmetric,
+        },
+    )
     return meant
 
 
-def fp8(folder: Path, *, block: tuple[int, int] | None = None,
-        per_tensor: bool = False) -> dict[str, np.ndarray]:  # fmt: skip
+def fp8(
+    folder: Path, *, block: tuple[int, int] | None = None, per_tensor: bool = False
+) -> dict[str, np.ndarray]:
     """FP8 with a scale for each row, for a block (DeepSeek's way), or for the whole tensor."""
     out: Tensors = {}
     meant = {}
@@ -148,10 +187,16 @@ def fp8(folder: Path, *, block: tuple[int, int] | None = None,
         out[name + ending] = (scale.reshape(1) if per_tensor else scale, "BF16")
     settings: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": list(block or ())}
     if block is None:
-        weights = {"num_bits": 8, "type": "float",
-                   "strategy": "tensor" if per_tensor else "channel"}  # fmt: skip
-        settings = {"quant_method": "compressed-tensors", "format": "float-quantized",
-                    "config_groups": {"group_0": {"weights": weights}}}  # fmt: skip
+        weights = {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "tensor" if per_tensor else "channel",
+        }
+        settings = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"weights": weights}},
+        }
     _close(folder, out, settings)
     return meant
 

@@ -10,15 +10,30 @@ from typing import Any
 
 VOCAB = 512
 SPECIALS = {
-    0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>",
-    48: "<|tool_call>", 49: "<tool_call|>", 50: "<|tool_response>", 51: "<tool_response|>",
-    52: '<|"|>', 98: "<|think|>", 100: "<|channel>", 101: "<channel|>", 105: "<|turn>",
+    0: "<pad>",
+    1: "<eos>",
+    2: "<bos>",
+    3: "<unk>",
+    4: "<mask>",
+    46: "<|tool>",
+    47: "<tool|>",
+    48: "<|tool_call>",
+    49: "<tool_call|>",
+    50: "<|tool_response>",
+    51: "<tool_response|>",
+    52: '<|"|>',
+    98: "<|think|>",
+    100: "<|channel>",
+    101: "<channel|>",
+    105: "<|turn>",
     106: "<turn|>",
-}  # fmt: skip
+}
 NEWLINE, FIRST_BYTE, FIRST_CHAR = 107, 108, 364
-TEXT = ("the quick brown fox jumps over the lazy dog and then the dog thinks that the other fox "
-        "is there in this or that thing for the and of to in is it that was with as his on be at "
-        "return self def function class import from not none true false")  # fmt: skip
+TEXT = (
+    "the quick brown fox jumps over the lazy dog and then the dog thinks that the other fox "
+    "is there in this or that thing for the and of to in is it that was with as his on be at "
+    "return self def function class import from not none true false"
+)
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m['role'] == 'assistant' else "
     "m['role'] }}\n{{ m['content'] | trim }}<turn|>\n{% endfor %}"
@@ -60,34 +75,80 @@ def tokenizer(folder: Path, tokens: int = VOCAB) -> None:
     names |= {i: f"<unused{i}>" for i in range(tokens) if i not in names}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     model = {
-        "type": "BPE", "dropout": None, "unk_token": "<unk>", "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": True,
-        "ignore_merges": False, "vocab": {names[i]: i for i in sorted(names)}, "merges": pairs,
-    }  # fmt: skip
-    dump(folder / "tokenizer.json", {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": i, "content": s, **flags, "special": True}
-                         for i, s in SPECIALS.items()],
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "},
-                          "behavior": "MergedWithPrevious", "invert": False},
-        "post_processor": None,
-        "decoder": {"type": "Sequence", "decoders": [
-            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-            {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": model,
-    })  # fmt: skip
-    dump(folder / "tokenizer_config.json", {
-        "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>",
-        "mask_token": "<mask>", "sot_token": "<|turn>", "eot_token": "<turn|>",
-        "soc_token": "<|channel>", "eoc_token": "<channel|>", "stc_token": "<|tool_call>",
-        "etc_token": "<tool_call|>", "std_token": "<|tool>", "etd_token": "<tool|>",
-        "str_token": "<|tool_response>", "etr_token": "<tool_response|>",
-        "escape_token": '<|"|>', "think_token": "<|think|>", "tokenizer_class": "GemmaTokenizer",
-        "padding_side": "left", "model_max_length": 10**30,
-    })  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": "<unk>",
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": True,
+        "ignore_merges": False,
+        "vocab": {names[i]: i for i in sorted(names)},
+        "merges": pairs,
+    }
+    dump(
+        folder / "tokenizer.json",
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {"id": i, "content": s, **flags, "special": True} for i, s in SPECIALS.items()
+            ],
+            "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "MergedWithPrevious",
+                "invert": False,
+            },
+            "post_processor": None,
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                ],
+            },
+            "model": model,
+        },
+    )
+    dump(
+        folder / "tokenizer_config.json",
+        {
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+            "mask_token": "<mask>",
+            "sot_token": "<|turn>",
+            "eot_token": "<turn|>",
+            "soc_token": "<|channel>",
+            "eoc_token": "<channel|>",
+            "stc_token": "<|tool_call>",
+            "etc_token": "<tool_call|>",
+            "std_token": "<|tool>",
+            "etd_token": "<tool|>",
+            "str_token": "<|tool_response>",
+            "etr_token": "<tool_response|>",
+            "escape_token": '<|"|>',
+            "think_token": "<|think|>",
+            "tokenizer_class": "GemmaTokenizer",
+            "padding_side": "left",
+            "model_max_length": 10**30,
+        },
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    dump(folder / "generation_config.json", {
-        "bos_token_id": 2, "eos_token_id": [1, 106, 50], "pad_token_id": 0, "do_sample": True,
-        "temperature": 1.0, "top_k": 64, "top_p": 0.95,
-    })  # fmt: skip
+    dump(
+        folder / "generation_config.json",
+        {
+            "bos_token_id": 2,
+            "eos_token_id": [1, 106, 50],
+            "pad_token_id": 0,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 64,
+            "top_p": 0.95,
+        },
+    )

@@ -14,10 +14,26 @@ from g4spec.models import dflash, gemma4
 from g4spec.models.spec import TensorSpec
 from tests import memory_models
 
-NAMED = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 46: "<|tool>", 47: "<tool|>",
-         98: "<|think|>", 105: "<|turn>", 106: "<turn|>"}  # fmt: skip
-USER = {48: "<|tool_call>", 49: "<tool_call|>", 50: "<|tool_response>", 52: '<|"|>',
-        100: "<|channel>", 101: "<channel|>"}  # fmt: skip
+NAMED = {
+    0: "<pad>",
+    1: "<eos>",
+    2: "<bos>",
+    3: "<unk>",
+    4: "<mask>",
+    46: "<|tool>",
+    47: "<tool|>",
+    98: "<|think|>",
+    105: "<|turn>",
+    106: "<turn|>",
+}
+USER = {
+    48: "<|tool_call>",
+    49: "<tool_call|>",
+    50: "<|tool_response>",
+    52: '<|"|>',
+    100: "<|channel>",
+    101: "<channel|>",
+}
 WORDS = ["▁hello", "▁world", "def", "▁return", "▁▁▁▁", "the", "▁é", "日本", "▁🙂", "'s", "100"]
 MERGES_OF_NEWLINES = ["\n \n", "\n\n \n\n", "\n\n \n"]
 TEMPLATE = (

@@ -27,8 +27,9 @@ def estimate(facts: Facts, machine: Machine, q: Question, v: EngineVerdict) -> E
     """Tokens/s of a verdict with a plan; None where the bandwidth is not known."""
     if v.plan is None or v.option is None or not v.on_gpu:
         return None
-    return speed.estimate(facts, machine, q.target, q.draft, v.option, v.plan.kv, v.plan.context,
-                          gpus_at_once(v))  # fmt: skip
+    return speed.estimate(
+        facts, machine, q.target, q.draft, v.option, v.plan.kv, v.plan.context, gpus_at_once(v)
+    )
 
 
 def brief(

@@ -43,14 +43,23 @@ def _no_gpu(facts: Facts, s: Section, m: Machine) -> None:
     """Tell what having no NVIDIA GPU means: what another vendor's does, or how to get at one."""
     if m.other is not None:
         row = facts.get(Other, m.other)
-        s.add("warn", f"this is {row.name}" if row.id == "other-mac" else f"it has {row.name}",
-              row.says, row.fix, (row.id,))  # fmt: skip
+        s.add(
+            "warn",
+            f"this is {row.name}" if row.id == "other-mac" else f"it has {row.name}",
+            row.says,
+            row.fix,
+            (row.id,),
+        )
     elif m.assumed:
         s.add("note", "no NVIDIA GPU: llama.cpp and g4spec run on the CPU")
     else:
-        s.add("warn", "no NVIDIA GPU that this process can use", "; ".join(m.notes),
-              "with one in the machine, install its driver, or run the container with --gpus all; "
-              'to ask about another machine: --assume "RTX 3090"')  # fmt: skip
+        s.add(
+            "warn",
+            "no NVIDIA GPU that this process can use",
+            "; ".join(m.notes),
+            "with one in the machine, install its driver, or run the container with --gpus all; "
+            'to ask about another machine: --assume "RTX 3090"',
+        )
 
 
 def _gpu(facts: Facts, s: Section, m: Machine, gpu: Gpu) -> None:
@@ -111,11 +120,13 @@ def _kernels(s: Section, m: Machine) -> None:
     """Whether g4spec has what compiles and launches its own kernels."""
     missing = [name for name in ("torch", "cuda-core") if name not in m.tools]
     if missing:
-        s.add("warn", f"g4spec's CUDA kernels need {' and '.join(missing)}",
-              fix=INSTALL)  # fmt: skip
+        s.add("warn", f"g4spec's CUDA kernels need {' and '.join(missing)}", fix=INSTALL)
     elif not any(name.startswith("nvidia-cuda-nvrtc") for name in m.tools):
-        s.add("note", "no package holds NVRTC: g4spec's CUDA kernels need it from the system",
-              detail=True)  # fmt: skip
+        s.add(
+            "note",
+            "no package holds NVRTC: g4spec's CUDA kernels need it from the system",
+            detail=True,
+        )
 
 
 def _torch(facts: Facts, s: Section, m: Machine, version: str) -> None:

@@ -52,54 +52,117 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _gpus(known: Facts) -> str:
     rows = [
-        (", ".join(s.cc), f"{s.vllm}: {s.vllm_why}", f"{s.sglang}: {s.sglang_why}",
-         f"{s.llamacpp}: {s.llamacpp_why}", s.verdict)
+        (
+            ", ".join(s.cc),
+            f"{s.vllm}: {s.vllm_why}",
+            f"{s.sglang}: {s.sglang_why}",
+            f"{s.llamacpp}: {s.llamacpp_why}",
+            s.verdict,
+        )
         for s in known.all(Support)
-    ]  # fmt: skip
+    ]
     cards = [
         (c.name, c.cc, "/".join(str(m) for m in c.memory), "/".join(f"{b:g}" for b in c.bandwidth))
         for c in known.all(Card)
     ]
     head = ("capability", "vLLM", "SGLang", "llama.cpp", "in short")
-    return ("## By compute capability\n\n" + _table(head, rows) + "\n## Cards\n\n"
-            + _table(("card", "capability", "memory GB", "bandwidth GB/s"), cards)
-            + "\n## Without an NVIDIA card\n\n"
-            + _table(("machine", "what runs", "what to do"),
-                     [(o.name, o.says, o.fix) for o in known.all(Other)]))  # fmt: skip
+    return (
+        "## By compute capability\n\n"
+        + _table(head, rows)
+        + "\n## Cards\n\n"
+        + _table(("card", "capability", "memory GB", "bandwidth GB/s"), cards)
+        + "\n## Without an NVIDIA card\n\n"
+        + _table(
+            ("machine", "what runs", "what to do"),
+            [(o.name, o.says, o.fix) for o in known.all(Other)],
+        )
+    )
 
 
 def _models(known: Facts) -> str:
     sizes = [
-        (s.id, s.name, f"{s.params:g}", f"{s.own_sliding} + {s.own_full}", str(s.window),
-         f"{s.kv_sliding} / {s.kv_full}", f"{s.context:,}")
+        (
+            s.id,
+            s.name,
+            f"{s.params:g}",
+            f"{s.own_sliding} + {s.own_full}",
+            str(s.window),
+            f"{s.kv_sliding} / {s.kv_full}",
+            f"{s.context:,}",
+        )
         for s in known.all(Size)
-    ]  # fmt: skip
+    ]
     drafts = [
-        (d.id, d.hub, d.model, d.kind, *(str(n or "unknown") for n in
-                                         (d.vllm_n, d.sglang_n, d.llamacpp_n)))
+        (
+            d.id,
+            d.hub,
+            d.model,
+            d.kind,
+            *(str(n or "unknown") for n in (d.vllm_n, d.sglang_n, d.llamacpp_n)),
+        )
         for d in known.all(Draft)
-    ]  # fmt: skip
-    head = ("name", "size", "parameters (10^9)", "sliding + full layers with a cache", "window",
-            "KV heads sliding / full", "context")  # fmt: skip
+    ]
+    head = (
+        "name",
+        "size",
+        "parameters (10^9)",
+        "sliding + full layers with a cache",
+        "window",
+        "KV heads sliding / full",
+        "context",
+    )
     kinds = ("name", "hub id", "for", "kind", "vLLM length", "SGLang length", "llama.cpp length")
     return "## Sizes\n\n" + _table(head, sizes) + "\n## Drafts\n\n" + _table(kinds, drafts)
 
 
 def _releases(known: Facts) -> str:
     rows = [
-        (r.versions, r.target_triton, r.target_hopper, r.dflash, r.dflash_mixed, r.mtp, r.dspark,
-         r.dflash2, r.transformers)
+        (
+            r.versions,
+            r.target_triton,
+            r.target_hopper,
+            r.dflash,
+            r.dflash_mixed,
+            r.mtp,
+            r.dspark,
+            r.dflash2,
+            r.transformers,
+        )
         for r in known.all(Release)
-    ]  # fmt: skip
-    head = ("vLLM", "target backend on 8.x and 12.x", "on 9.0", "DFlash", "DFlash with windows",
-            "MTP", "DSpark", "DFlash2", "transformers")  # fmt: skip
+    ]
+    head = (
+        "vLLM",
+        "target backend on 8.x and 12.x",
+        "on 9.0",
+        "DFlash",
+        "DFlash with windows",
+        "MTP",
+        "DSpark",
+        "DFlash2",
+        "transformers",
+    )
     return "## vLLM by version\n\n" + _table(head, rows)
 
 
 def _where(when: When) -> str:
     parts = []
-    for name in ("engine", "versions", "cc", "gpus", "nodes", "memory", "model", "draft", "drafts",
-                 "kv", "cards", "transformers", "driver", "torch", "nvcc"):  # fmt: skip
+    for name in (
+        "engine",
+        "versions",
+        "cc",
+        "gpus",
+        "nodes",
+        "memory",
+        "model",
+        "draft",
+        "drafts",
+        "kv",
+        "cards",
+        "transformers",
+        "driver",
+        "torch",
+        "nvcc",
+    ):
         value = getattr(when, name)
         if value:
             text = value if isinstance(value, str) else " or ".join(value)
@@ -121,8 +184,14 @@ def document() -> str:
     """The page."""
     known = facts()
     n = sum(not isinstance(r, Source) for r in known)
-    parts = [INTRO.format(n=n), _gpus(known), _models(known), _releases(known), _problems(known),
-             _errors(known)]  # fmt: skip
+    parts = [
+        INTRO.format(n=n),
+        _gpus(known),
+        _models(known),
+        _releases(known),
+        _problems(known),
+        _errors(known),
+    ]
     return "\n".join(parts)
 
 

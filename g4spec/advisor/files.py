@@ -357,9 +357,11 @@ def _folder_draft(facts: Facts, folder: Path, given: str, of: Target) -> DraftMo
         return _with_row(replace(made, kind="mtp", head=512), _row(facts, "mtp", "google", of.size))
     if not claimed:
         found = raw.get("speculators_model_type") or raw.get("architectures")
-        raise InputError(f"{folder}: not a draft that g4spec knows", found=found,
-                         expected="a DFlash, DFlash2, DSpark or EAGLE-3 draft or a Gemma 4 "
-                         "assistant")  # fmt: skip
+        raise InputError(
+            f"{folder}: not a draft that g4spec knows",
+            found=found,
+            expected="a DFlash, DFlash2, DSpark or EAGLE-3 draft or a Gemma 4 assistant",
+        )
     kind, nested = claimed[0], "speculators_model_type" in raw
     inner = {} if nested else raw.get("dflash_config") or {}
     block = int(inner.get("block_size") or raw.get("block_size") or (16 if inner else 0))

@@ -40,9 +40,11 @@ def target(facts: Facts, text: str) -> Target:
     notes: tuple[str, ...] = ()
     if wanted and len(options) == len(whole.options):
         options = (estimated(size, wanted, whole),)
-        notes = (f"{options[0].format}: no file of this size is in the data; "
-                 f"{options[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
-                 "a few per cent larger",)  # fmt: skip
+        notes = (
+            f"{options[0].format}: no file of this size is in the data; "
+            f"{options[0].nbytes / 1e9:.1f} GB are computed from its bits a weight, files are "
+            "a few per cent larger",
+        )
     elif rest and len(options) == len(whole.options):
         notes = (f"the name {name} does not say its weight format; every format is considered",)
     gguf = "/" in name and "gguf" in text.lower()
@@ -74,8 +76,11 @@ def estimated(size: Size, wanted: str, whole: Target) -> Option:
     form = next((forms[n] for n in (low, low.rsplit("_", 1)[0]) if n in forms), None)
     if form is None:
         known = ", ".join(o.format for o in whole.options)
-        raise UsageError(f"-m: no weight format {wanted!r}", found=wanted,
-                         expected=f"one of {known}, or a type: {', '.join(forms)}")  # fmt: skip
+        raise UsageError(
+            f"-m: no weight format {wanted!r}",
+            found=wanted,
+            expected=f"one of {known}, or a type: {', '.join(forms)}",
+        )
     nbytes = int(size.params * 1e9 * form.block_bytes / form.block)
     return Option(wanted.upper(), nbytes, GGUF, own=own.scaled(wanted, nbytes))
 

@@ -97,8 +97,11 @@ def own_token_bytes(caches: Sequence[CacheShape], kv: str) -> float:
     those of sliding layers are the ones whose values are their keys (`attention_k_eq_v`); there it
     keeps of the keys only what turns."""
     others = {c.n_kv for c in caches if c.window is not None}
-    pairs = [replace(c, rotary_pairs=0 if c.n_kv in others else TURNING)
-             for c in caches if c.window is None]  # fmt: skip
+    pairs = [
+        replace(c, rotary_pairs=0 if c.n_kv in others else TURNING)
+        for c in caches
+        if c.window is None
+    ]
     return sum(map(row_columns, pairs)) * BITS[kv] / 8
 
 

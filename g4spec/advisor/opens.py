@@ -36,11 +36,16 @@ def types() -> list[tuple[str, str, str, str, str, str]]:
     writable, kernels = set(quant.names()), own.with_kernels()
     forms = sorted(quant.readable().values(), key=lambda f: -f.block_bytes / f.block)
     return [
-        (f.name.upper(), f"{8 * f.block_bytes / f.block:g}",
-         f"{8 * block_bytes(f.name) / f.block:g}", YES,
-         YES if f.name in kernels else NO, YES if f.name in writable else NO)
+        (
+            f.name.upper(),
+            f"{8 * f.block_bytes / f.block:g}",
+            f"{8 * block_bytes(f.name) / f.block:g}",
+            YES,
+            YES if f.name in kernels else NO,
+            YES if f.name in writable else NO,
+        )
         for f in forms
-    ]  # fmt: skip
+    ]
 
 
 def kinds() -> list[tuple[str, str]]:
@@ -56,19 +61,23 @@ def others() -> list[tuple[str, str, str]]:
 def document() -> str:
     """Write the page."""
     mixes = sorted(set(policy.names()) - set(quant.names()))
-    return "\n".join([
-        INTRO,
-        "## Tensor types\n",
-        _table(TYPES, types()),
-        f"Mixes that `--type` writes beside them: {', '.join(m.upper() for m in mixes)}.\n",
-        "## Kinds\n",
-        _table(("kind", "architecture of its GGUF"), kinds()),
-        "What a draft of each kind may have, and what is refused, is in [kinds.md](kinds.md).\n",
-        "## Drafts by other programs\n",
-        _table(("by", "architecture", "becomes"), others()),
-        "They are converted into a cache when a command runs them. Paths, folders, split files and "
-        "hub ids:\n[sources.md](sources.md).\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            INTRO,
+            "## Tensor types\n",
+            _table(TYPES, types()),
+            f"Mixes that `--type` writes beside them: {', '.join(m.upper() for m in mixes)}.\n",
+            "## Kinds\n",
+            _table(("kind", "architecture of its GGUF"), kinds()),
+            "What a draft of each kind may have, and what is refused, is in "
+            "[kinds.md](kinds.md).\n",
+            "## Drafts by other programs\n",
+            _table(("by", "architecture", "becomes"), others()),
+            "They are converted into a cache when a command runs them. Paths, folders, split files "
+            "and "
+            "hub ids:\n[sources.md](sources.md).\n",
+        ]
+    )
 
 
 if __name__ == "__main__":

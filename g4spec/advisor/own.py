@@ -57,10 +57,13 @@ def rewritten(file: GGUF) -> str:
     if not other:
         return ""
     types = ", ".join(sorted({t.format.name.upper() for t in other}))
-    there, here = (sum(sizes) / 1e9 for sizes in (map(tensor_bytes, other),
-                                                  (t.nbytes for t in other)))  # fmt: skip
-    return (f"on a GPU g4spec holds its tensors in {types} in {there:.2f} GB instead of "
-            f"{here:.2f}: codes of 3 or 4 bits, the same values")  # fmt: skip
+    there, here = (
+        sum(sizes) / 1e9 for sizes in (map(tensor_bytes, other), (t.nbytes for t in other))
+    )
+    return (
+        f"on a GPU g4spec holds its tensors in {types} in {there:.2f} GB instead of "
+        f"{here:.2f}: codes of 3 or 4 bits, the same values"
+    )
 
 
 def scaled(type: str, nbytes: int) -> int:

@@ -50,8 +50,13 @@ def build(
 ) -> Question | None:
     """The question behind the options, or None when no model was named."""
     if model is None:
-        given = {"-md": draft, "-c": context, "--kv": kv, "--attention-backend": backend,
-                 "--gpus": gpus}  # fmt: skip
+        given = {
+            "-md": draft,
+            "-c": context,
+            "--kv": kv,
+            "--attention-backend": backend,
+            "--gpus": gpus,
+        }
         named = [name for name, value in given.items() if value is not None]
         if named:
             raise UsageError(f"{' and '.join(named)} without a target", expected="-m as well")
@@ -77,8 +82,9 @@ def build(
     if backend is not None:
         backend, known = backend.upper(), backends.names(facts, "vllm")
         if backend not in known:
-            raise UsageError("--attention-backend", expected=f"one of {', '.join(known)}",
-                             found=backend)  # fmt: skip
+            raise UsageError(
+                "--attention-backend", expected=f"one of {', '.join(known)}", found=backend
+            )
     return Question(target, pair, context, kv, backend, gpus)
 
 
@@ -101,8 +107,9 @@ def machine(facts: Facts, assume: str | None, given: Iterable[str]) -> Machine:
         else:
             tools[name] = version
     found = cards.assume(facts, assume) if assume is not None else probe(facts)
-    return replace(found, tools={**found.tools, **tools}, driver=driver or found.driver,
-                   supposed=supposed)  # fmt: skip
+    return replace(
+        found, tools={**found.tools, **tools}, driver=driver or found.driver, supposed=supposed
+    )
 
 
 def explain(facts: Facts, id: str, out: Out) -> None:
@@ -171,11 +178,15 @@ def explain_log(facts: Facts, path: Path, out: Out) -> None:
 def list_cards(facts: Facts, out: Out) -> None:
     """Cards of the data by capability, then what else has a sentence of its own."""
     rows = sorted(facts.all(Card), key=lambda c: versions.parse(c.cc))
-    table = [(c.name, c.cc, "/".join(f"{m}" for m in c.memory),
-              "/".join(f"{b:g}" for b in c.bandwidth)) for c in rows]  # fmt: skip
+    table = [
+        (c.name, c.cc, "/".join(f"{m}" for m in c.memory), "/".join(f"{b:g}" for b in c.bandwidth))
+        for c in rows
+    ]
     out.table("Cards", ("card", "capability", "GB", "GB/s"), table)
-    out.line('Any other NVIDIA card by capability and size, as --assume "sm_86 24GB"; a machine '
-             'without one as --assume "CPU 64GB".')  # fmt: skip
+    out.line(
+        'Any other NVIDIA card by capability and size, as --assume "sm_86 24GB"; a machine '
+        'without one as --assume "CPU 64GB".'
+    )
     out.result({"cards": [asdict(c) for c in rows]})
 
 

@@ -116,8 +116,18 @@ def options_of(facts: Facts, size: Size) -> tuple[Option, ...]:
     """Every weight format known for a size, best quality first."""
     found = [w for w in facts.all(Weights) if w.model == size.id and w.rank < 90]
     found.sort(key=lambda w: (w.rank, -w.gb))
-    return tuple(Option(w.format, int(w.gb * 1e9), w.engines, w.hub, w.id, w.cc,
-                        own.scaled(w.format, int(w.gb * 1e9))) for w in found)  # fmt: skip
+    return tuple(
+        Option(
+            w.format,
+            int(w.gb * 1e9),
+            w.engines,
+            w.hub,
+            w.id,
+            w.cc,
+            own.scaled(w.format, int(w.gb * 1e9)),
+        )
+        for w in found
+    )
 
 
 def named_target(facts: Facts, size: Size, given: str = "") -> Target:

@@ -54,8 +54,11 @@ def sizes(facts: Facts, d: Diagnosis) -> None:
         s.add(mark, f"{size.name}: {text}", fix=spill, facts=(size.id,))
         _other_drafts(facts, d, s, size)
     if not d.machine.gpus:
-        s.add("note", "g4spec's own runtime computes in 32-bit floats on a CPU: it is for checking "
-              "drafts, not for these sizes")  # fmt: skip
+        s.add(
+            "note",
+            "g4spec's own runtime computes in 32-bit floats on a CPU: it is for checking "
+            "drafts, not for these sizes",
+        )
     again = assumption(d.machine)
     if runs:
         d.steps.append(f"g4spec doctor -m {runs} -md mtp{again}")

@@ -192,6 +192,7 @@ class Diagnosis:
             out.line()
             out.line(f"--verbose shows the rest: {', '.join(dict.fromkeys(hidden))}", "dim")
 
+
 def _show(out: Out, line: Line, verbose: bool) -> None:
     ids = f"  [{', '.join(line.facts)}]" if line.facts and verbose else ""
     out.line(f"  {SIGNS[line.mark]} {line.text}{ids}", STYLES[line.mark])

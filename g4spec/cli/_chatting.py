@@ -23,8 +23,13 @@ NPredict = Annotated[
     int | None,
     typer.Option("-n", "--n-predict", min=1, help="Most tokens of an answer. Default: what fits."),
 ]
-Temperature = Annotated[float | None, typer.Option("--temp", help="Temperature; 0 is greedy. "
-                        "Default of this and the next three: what the file says.")]  # fmt: skip
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temp",
+        help="Temperature; 0 is greedy. Default of this and the next three: what the file says.",
+    ),
+]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Keep the K likeliest; 0 keeps all.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Keep this much probability.")]
 MinP = Annotated[
@@ -34,6 +39,14 @@ Seed = Annotated[
     int | None,
     typer.Option("--seed", help="Seed of the first answer; later ones count up. Default: random."),
 ]
-ONLY_HERE = ("model", "draft", "ctx_size", "draft_window", "draft_p_min", "device", "cache_type",
-             "threads")  # fmt: skip
+ONLY_HERE = (
+    "model",
+    "draft",
+    "ctx_size",
+    "draft_window",
+    "draft_p_min",
+    "device",
+    "cache_type",
+    "threads",
+)
 """Parameters that say nothing to a server elsewhere."""

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 def alone(context: typer.Context) -> None:
     """UsageError for options of `bench` in front of `compare`, which has its own."""
     for flag in _inputs.typed(context).values():
-        raise UsageError(f"{flag} in front of `compare` does nothing",
-                         fix="put it behind, or leave it out")  # fmt: skip
+        raise UsageError(
+            f"{flag} in front of `compare` does nothing", fix="put it behind, or leave it out"
+        )
 
 
 def compare(
@@ -46,13 +47,28 @@ def compare(
 def _show(found: Comparison, out: Output) -> None:
     """The table of ratios of `bench compare`, its warnings and its regressions."""
     rows = [
-        (c.category, "plain" if c.length == 0 else str(c.length), f"{c.old_speed:.1f}",
-         f"{c.new_speed:.1f}", f"{c.speed:.3f}", f"{c.old_acceptance:.1%}",
-         f"{c.new_acceptance:.1%}", c.worse or "")
+        (
+            c.category,
+            "plain" if c.length == 0 else str(c.length),
+            f"{c.old_speed:.1f}",
+            f"{c.new_speed:.1f}",
+            f"{c.speed:.3f}",
+            f"{c.old_acceptance:.1%}",
+            f"{c.new_acceptance:.1%}",
+            c.worse or "",
+        )
         for c in found.changes
-    ]  # fmt: skip
-    columns = ("prompts", "drafted", "old tokens/s", "new tokens/s", "new/old", "old accepted",
-               "new accepted", "worse")  # fmt: skip
+    ]
+    columns = (
+        "prompts",
+        "drafted",
+        "old tokens/s",
+        "new tokens/s",
+        "new/old",
+        "old accepted",
+        "new accepted",
+        "worse",
+    )
     out.table("New against old", columns, rows)
     for warning in found.warnings:
         out.note(warning)

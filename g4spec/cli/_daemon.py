@@ -14,17 +14,39 @@ from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
 Daemon = Annotated[
-    bool, typer.Option("--daemon", help="Speak no HTTP: read lines `PROMPT_BIN N_GEN [samp=...]` "
-                       "from stdin and write tokens to --stream-fd (see docs/serving.md).")
-]  # fmt: skip
+    bool,
+    typer.Option(
+        "--daemon",
+        help="Speak no HTTP: read lines `PROMPT_BIN N_GEN [samp=...]` "
+        "from stdin and write tokens to --stream-fd (see docs/serving.md).",
+    ),
+]
 StreamFd = Annotated[
     int | None,
-    typer.Option("--stream-fd", min=0, help="File descriptor of --daemon's tokens: int32, -1 at "
-                 "the end of a text."),
-]  # fmt: skip
-OF_HTTP = ("models", "models_max", "host", "port", "parallel", "queue", "api_key", "api_key_file",
-           "alias", "cors_origin", "ssl_cert_file", "ssl_key_file", "timeout", "seed", "n_predict",
-           "chat_template_file")  # fmt: skip
+    typer.Option(
+        "--stream-fd",
+        min=0,
+        help="File descriptor of --daemon's tokens: int32, -1 at the end of a text.",
+    ),
+]
+OF_HTTP = (
+    "models",
+    "models_max",
+    "host",
+    "port",
+    "parallel",
+    "queue",
+    "api_key",
+    "api_key_file",
+    "alias",
+    "cors_origin",
+    "ssl_cert_file",
+    "ssl_key_file",
+    "timeout",
+    "seed",
+    "n_predict",
+    "chat_template_file",
+)
 """Parameters of `serve` that say nothing to --daemon."""
 
 
@@ -37,15 +59,22 @@ def check(daemon: bool, stream_fd: int | None, typed: dict[str, str]) -> int:
     try:
         os.fstat(stream_fd)
     except OSError:
-        raise UsageError("--stream-fd", expected="a file descriptor that is open",
-                         found=stream_fd) from None  # fmt: skip
+        raise UsageError(
+            "--stream-fd", expected="a file descriptor that is open", found=stream_fd
+        ) from None
     return stream_fd
 
 
 def run(
-    model: Path | None, draft: str | None, setup: _engine.Setup, out: Output, fd: int,
-    asked: dict[str, float | None], pool: int | None, prefix_cache: int,
-) -> None:  # fmt: skip
+    model: Path | None,
+    draft: str | None,
+    setup: _engine.Setup,
+    out: Output,
+    fd: int,
+    asked: dict[str, float | None],
+    pool: int | None,
+    prefix_cache: int,
+) -> None:
     """Answer lines of stdin on a file descriptor, with the sampling that was `asked` for.
 
     Args:
@@ -58,8 +87,9 @@ def run(
         raise UsageError("--daemon serves one model", fix="name it with -m")
     sampler = Sampler(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
     path, file = _engine.files(model, draft, setup, out)
-    with (open(fd, "wb", buffering=0) as stream,
-          _engine.load(path, file, setup, out, pool=pool, prefix_cache=prefix_cache)
-          as engine):  # fmt: skip
+    with (
+        open(fd, "wb", buffering=0) as stream,
+        _engine.load(path, file, setup, out, pool=pool, prefix_cache=prefix_cache) as engine,
+    ):
         out.stream(f"{daemon.READY}\n")
         daemon.serve(engine, sys.stdin, stream, sampler, out.say)

@@ -54,9 +54,7 @@ def _target(model: Path, setup: Setup, out: Output) -> Path:
     return path
 
 
-def load(
-    model: Path, draft: Path | str | None, setup: Setup, out: Output, **more: Any
-) -> Engine:  # fmt: skip
+def load(model: Path, draft: Path | str | None, setup: Setup, out: Output, **more: Any) -> Engine:
     """See `Engine.load`, which takes `more`, too."""
     with out.progress(f"loading {model.name}") as progress:
         engine = settled(target=model, draft=draft, **asdict(setup), **more, progress=progress)

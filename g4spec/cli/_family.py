@@ -25,10 +25,13 @@ def find(given: Path | None) -> Path:
     for place in places:
         if all((place / name / "config.json").is_file() for name in ("target", *DRAFTS)):
             return place
-    raise InputError("no model family", found=", ".join(map(str, places)),
-                     expected=f"folders target, {', '.join(DRAFTS)}",
-                     fix="the family is no part of the package: run this in a clone of the "
-                     "repository, or pass its examples/tiny with --family")  # fmt: skip
+    raise InputError(
+        "no model family",
+        found=", ".join(map(str, places)),
+        expected=f"folders target, {', '.join(DRAFTS)}",
+        fix="the family is no part of the package: run this in a clone of the "
+        "repository, or pass its examples/tiny with --family",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,26 @@ class Converted:
 
     def show(self, out: Output) -> None:
         """Steps 1 and 2, explained."""
-        out.line("1  Convert: checkpoints became GGUF files, which g4spec and llama.cpp load.",
-                 "bold", gap=True)  # fmt: skip
+        out.line(
+            "1  Convert: checkpoints became GGUF files, which g4spec and llama.cpp load.",
+            "bold",
+            gap=True,
+        )
         columns = ("checkpoint", "copied", "made", "kept in keys", "dropped", "file")
         out.table("", columns, self.rows)
-        out.line("The plan uses every tensor once or gives a reason for leaving it out; nothing is "
-                 "guessed from file names.")  # fmt: skip
-        out.line("2  Quantize: the same draft in full precision, then with 8 bits a weight.",
-                 "bold", gap=True)  # fmt: skip
-        out.line(f"BF16 needs {self.wide / 2**20:.1f} MiB and Q8_0 {self.small / 2**20:.1f} MiB: "
-                 "half the memory to read for every drafted token.")  # fmt: skip
+        out.line(
+            "The plan uses every tensor once or gives a reason for leaving it out; nothing is "
+            "guessed from file names."
+        )
+        out.line(
+            "2  Quantize: the same draft in full precision, then with 8 bits a weight.",
+            "bold",
+            gap=True,
+        )
+        out.line(
+            f"BF16 needs {self.wide / 2**20:.1f} MiB and Q8_0 {self.small / 2**20:.1f} MiB: "
+            "half the memory to read for every drafted token."
+        )
 
 
 def convert_all(source: Path, folder: Path) -> Converted:
@@ -69,8 +82,9 @@ def convert_all(source: Path, folder: Path) -> Converted:
         made = convert.convert(source / name, files[name], target=target)
         counts = [len(plan.of(a)) for a in ("copy", "make", "metadata", "drop")]
         rows.append((name, *counts, f"{made.nbytes / 2**20:.1f} MiB"))
-    wide = convert.convert(source / "dflash", folder / "dflash-bf16.gguf", target=files["target"],
-                           type="bf16")  # fmt: skip
+    wide = convert.convert(
+        source / "dflash", folder / "dflash-bf16.gguf", target=files["target"], type="bf16"
+    )
     small = convert.quantize(wide.out, folder / "dflash-q8_0.gguf", "q8_0")
     return Converted(files, rows, wide.nbytes, small.nbytes)
 

@@ -107,9 +107,11 @@ def check_target(path: Path, n_ctx: int | None) -> None:
 def typed(context: typer.Context) -> dict[str, str]:
     """The options that were given: name of the parameter -> flag, in the command's order."""
     sources = {o: context.get_parameter_source(o.name or "") for o in context.command.params}
-    return {o.name or "": next((flag for flag in o.opts if flag[:2] == "--"), o.opts[0])
-            for o, source in sources.items()
-            if source is not None and source.name == "COMMANDLINE"}  # fmt: skip
+    return {
+        o.name or "": next((flag for flag in o.opts if flag[:2] == "--"), o.opts[0])
+        for o, source in sources.items()
+        if source is not None and source.name == "COMMANDLINE"
+    }
 
 
 def needs_draft(draft: str | None, **given: object) -> None:

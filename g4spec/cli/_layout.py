@@ -37,9 +37,16 @@ def wrapped(text: str, columns: int | None) -> str:
     begin = re.match(r"\s*(?:[✓!✗·] |# *|\d+\. |\S{1,12} {2,}(?=\S))?", text)
     at, mark = min(begin.end(), columns // 3) if begin else 0, begin[0].strip() if begin else ""
     indent = "#" + " " * (at + 1) if mark == "#" else " " * (at if mark else at + 2)
-    lines = textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False,
-                          break_on_hyphens=False, drop_whitespace=True,
-                          expand_tabs=False, replace_whitespace=False)  # fmt: skip
+    lines = textwrap.wrap(
+        text,
+        columns,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+        expand_tabs=False,
+        replace_whitespace=False,
+    )
     return "\n".join(lines)
 
 

@@ -56,5 +56,6 @@ def _bias(text: str) -> tuple[int, float]:
             return int(match[1]), float((match[2] or match[3] or "") + match[4])
     except ValueError:  # "1.2.3"
         pass
-    raise UsageError("--logit-bias", expected="ID+VALUE, ID-VALUE or ID=VALUE, such as 15043-1.5",
-                     found=text)  # fmt: skip
+    raise UsageError(
+        "--logit-bias", expected="ID+VALUE, ID-VALUE or ID=VALUE, such as 15043-1.5", found=text
+    )

@@ -73,8 +73,9 @@ def ask(
     from g4spec.advisor import questions
 
     if gpus is not None and gpus > machine.total_gpus:
-        raise UsageError("--gpus", expected=f"at most {machine.total_gpus}, the cards there are",
-                         found=gpus)  # fmt: skip
+        raise UsageError(
+            "--gpus", expected=f"at most {machine.total_gpus}, the cards there are", found=gpus
+        )
     return questions.build(facts, model, draft, context, kv, backend, gpus)
 
 

@@ -30,15 +30,32 @@ def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path |
 def show(data: Mapping[str, Any], out: Output) -> None:
     """The table, the notes and the recommendation."""
     rows = [
-        (r["category"], "plain" if r["length"] == 0 else str(r["length"]),
-         f"{r['tokens_per_second']:.1f}", f"{r['ratio']:.2f}", f"{r['committed']:.2f}",
-         f"{r['committed_range'][0]:.2f}-{r['committed_range'][1]:.2f}",
-         f"{r['acceptance']:.1%}" if r["length"] else "", f"{r['draft_ms']:.1f}",
-         f"{r['step_ms']:.1f}", f"{r['prefill_tokens_per_second']:.0f}")
+        (
+            r["category"],
+            "plain" if r["length"] == 0 else str(r["length"]),
+            f"{r['tokens_per_second']:.1f}",
+            f"{r['ratio']:.2f}",
+            f"{r['committed']:.2f}",
+            f"{r['committed_range'][0]:.2f}-{r['committed_range'][1]:.2f}",
+            f"{r['acceptance']:.1%}" if r["length"] else "",
+            f"{r['draft_ms']:.1f}",
+            f"{r['step_ms']:.1f}",
+            f"{r['prefill_tokens_per_second']:.0f}",
+        )
         for r in data["rows"]
-    ]  # fmt: skip
-    columns = ("prompts", "drafted", "tokens/s", "x plain", "tokens/cycle", "by prompt",
-               "accepted", "draft ms", "step ms", "prefill/s")  # fmt: skip
+    ]
+    columns = (
+        "prompts",
+        "drafted",
+        "tokens/s",
+        "x plain",
+        "tokens/cycle",
+        "by prompt",
+        "accepted",
+        "draft ms",
+        "step ms",
+        "prefill/s",
+    )
     spare = ("accepted", "tokens/cycle", "step ms", "draft ms", "prefill/s", "by prompt")
     out.table("Draft lengths", columns, rows, spare)
     for note in data["notes"]:
@@ -56,8 +73,10 @@ def averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
         text = f"{name}: {r['tokens_per_second']:.2f} tokens/s ({low:.1f} to {high:.1f} by prompt)"
         if r["length"]:
             low, high = r["acceptance_range"]
-            text += (f", {r['ratio']:.2f} x plain, acceptance {r['acceptance']:.1%} "
-                     f"({low:.1%} to {high:.1%})")  # fmt: skip
+            text += (
+                f", {r['ratio']:.2f} x plain, acceptance {r['acceptance']:.1%} "
+                f"({low:.1%} to {high:.1%})"
+            )
         out.line(text)
 
 
@@ -68,8 +87,10 @@ def require_identical(data: Mapping[str, Any]) -> None:
         raise CheckFailed(
             f"{len(data['differences'])} texts differ from plain decoding; first: prompt "
             f"{d['prompt']}, draft length {d['length']}, token {d['index']}",
-            expected=d["plain"], found=d["speculative"], fix="run `g4spec verify` for details",
-        )  # fmt: skip
+            expected=d["plain"],
+            found=d["speculative"],
+            fix="run `g4spec verify` for details",
+        )
 
 
 def run(

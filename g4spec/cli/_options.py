@@ -27,8 +27,11 @@ DraftModel = Annotated[
 ]
 ContextSize = Annotated[
     int | None,
-    typer.Option("-c", "--ctx-size", help="Context in tokens; 0: all of the model's. "
-                 "Default: the model's, at most 8192."),
+    typer.Option(
+        "-c",
+        "--ctx-size",
+        help="Context in tokens; 0: all of the model's. Default: the model's, at most 8192.",
+    ),
 ]
 NPredict = Annotated[
     int,
@@ -70,8 +73,11 @@ Device = Annotated[
 ]
 CacheType = Annotated[
     str | None,
-    typer.Option(metavar="|".join(KINDS), help="How keys and values are stored. Default: f16 on a "
-                 "GPU; a CPU keeps 32 bits, of numbers rounded as this type rounds them."),
+    typer.Option(
+        metavar="|".join(KINDS),
+        help="How keys and values are stored. Default: f16 on a "
+        "GPU; a CPU keeps 32 bits, of numbers rounded as this type rounds them.",
+    ),
 ]
 Threads = _threads.Threads
 Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
@@ -91,9 +97,11 @@ ShowDraft = Annotated[
 ]
 ShowRejected = Annotated[
     bool,
-    typer.Option("--show-rejected", help="As --show-draft, with every rejected token of a proposal "
-                 "and not only the first."),
-]  # fmt: skip
+    typer.Option(
+        "--show-rejected",
+        help="As --show-draft, with every rejected token of a proposal and not only the first.",
+    ),
+]
 
 
 def draft_max(text: str) -> int | Literal["auto"]:

@@ -37,8 +37,12 @@ def ours(params: Sequence[Any], args: Sequence[str]) -> list[str]:
     Raises UsageError for flags that the command has not and that are known here, and for two
     spellings of one option with two values.
     """
-    takes = {flag: p for p in params if p.param_type_name == "option"
-             for flag in (*p.opts, *p.secondary_opts)}  # fmt: skip
+    takes = {
+        flag: p
+        for p in params
+        if p.param_type_name == "option"
+        for flag in (*p.opts, *p.secondary_opts)
+    }
     made, refused, words = list[str](), list[str](), list(args)
     values: dict[str, tuple[str, str]] = {}
     while words:
@@ -61,8 +65,9 @@ def ours(params: Sequence[Any], args: Sequence[str]) -> list[str]:
             made.append(value := words.pop(0))
         before, first = values.setdefault(option.name, (given, value))
         if before != given and first != value and not option.multiple:
-            raise UsageError(f"{before} {first} and {given} {value} set one option, "
-                             f"{flag}", fix="give it once")  # fmt: skip
+            raise UsageError(
+                f"{before} {first} and {given} {value} set one option, {flag}", fix="give it once"
+            )
     if refused:
         raise UsageError("; ".join(dict.fromkeys(refused)))
     return made

@@ -34,10 +34,14 @@ class Asked:
     def __post_init__(self) -> None:
         sources = (self.text, self.file, self.tokens_file, self.messages)
         if sum(given is not None for given in sources) != 1:
-            raise UsageError("give the prompt by exactly one of -p, --file, --tokens-file and "
-                             "--messages")  # fmt: skip
-        for name, given in (("--system", self.system is not None), ("--thinking", self.thinking),
-                            ("--tools", self.tools is not None)):  # fmt: skip
+            raise UsageError(
+                "give the prompt by exactly one of -p, --file, --tokens-file and --messages"
+            )
+        for name, given in (
+            ("--system", self.system is not None),
+            ("--thinking", self.thinking),
+            ("--tools", self.tools is not None),
+        ):
             if given and not self.templated:
                 raise UsageError(f"{name} needs --chat", fix="add --chat, or give --messages")
         if self.tokens_file is not None and (self.templated or self.special is not None):
@@ -59,8 +63,11 @@ class Asked:
             return Prompt(self, messages=_objects(self.messages, "role"), tools=tools)
         text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
         if not text:
-            raise UsageError("the prompt is empty", fix="give a text; for one that begins with "
-                             "nothing, give the id of BOS with --tokens-file")  # fmt: skip
+            raise UsageError(
+                "the prompt is empty",
+                fix="give a text; for one that begins with "
+                "nothing, give the id of BOS with --tokens-file",
+            )
         if self.chat:
             return Prompt(self, messages=[{"role": "user", "content": text}], tools=tools)
         return Prompt(self, text=text)
@@ -81,9 +88,14 @@ class Prompt:
         if self.ids is not None:
             return self.ids
         if self.messages is not None:
-            return tokenizer.chat(self.messages, system=self.asked.system, tools=self.tools,
-                                  thinking=self.asked.thinking, n_ctx=n_ctx,
-                                  special=bool(self.asked.special))  # fmt: skip
+            return tokenizer.chat(
+                self.messages,
+                system=self.asked.system,
+                tools=self.tools,
+                thinking=self.asked.thinking,
+                n_ctx=n_ctx,
+                special=bool(self.asked.special),
+            )
         return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.asked.special is not False)
 
     def advice(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
@@ -95,8 +107,10 @@ class Prompt:
         plain = self.ids is None and self.messages is None
         if not plain or not tokenizer.template or tokenizer.control_ids & set(ids[1:]):
             return None
-        return ("the model was trained to chat, and continues this text as it stands: --chat makes "
-                "it a question")  # fmt: skip
+        return (
+            "the model was trained to chat, and continues this text as it stands: --chat makes "
+            "it a question"
+        )
 
 
 def _objects(path: Path, key: str) -> list[dict[str, Any]]:
@@ -105,9 +119,14 @@ def _objects(path: Path, key: str) -> list[dict[str, Any]]:
         found = json.loads(_inputs.read_text(path))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON", found=str(error)[:80]) from None
-    if not isinstance(found, list) or not found or not all(
-        isinstance(x, dict) and isinstance(x.get(key), str) for x in found
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(isinstance(x, dict) and isinstance(x.get(key), str) for x in found)
     ):
-        raise InputError(f"{path}: not a list of objects", expected=f'each with a text "{key}"',
-                         found=f"{found!r:.80}")  # fmt: skip
+        raise InputError(
+            f"{path}: not a list of objects",
+            expected=f'each with a text "{key}"',
+            found=f"{found!r:.80}",
+        )
     return found

@@ -10,9 +10,11 @@ def strange_draft(drafted: int, accepted: int) -> str | None:
     """What to say of a draft of whose `drafted` first tokens almost none was accepted."""
     if drafted < FEW or accepted >= SELDOM * drafted:
         return None
-    return (f"almost nothing of the draft was accepted: {accepted} of {drafted} first tokens "
-            f"({accepted / drafted:.1%}); it was probably not trained for this target. "
-            "g4spec validate DRAFT --target TARGET looks for the reason")  # fmt: skip
+    return (
+        f"almost nothing of the draft was accepted: {accepted} of {drafted} first tokens "
+        f"({accepted / drafted:.1%}); it was probably not trained for this target. "
+        "g4spec validate DRAFT --target TARGET looks for the reason"
+    )
 
 
 def greedy_note(**given: float) -> str | None:

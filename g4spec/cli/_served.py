@@ -18,8 +18,11 @@ def ask(target: Path, draft: Path, n_ctx: int, n_predict: int, out: Output) -> d
     Returns:
         The answer of /v1/completions; nothing where the packages of `serve` are not installed.
     """
-    out.line("6  Serve: the same pair behind HTTP, for any client of OpenAI's or Anthropic's API.",
-             "bold", gap=True)  # fmt: skip
+    out.line(
+        "6  Serve: the same pair behind HTTP, for any client of OpenAI's or Anthropic's API.",
+        "bold",
+        gap=True,
+    )
     if find_spec("starlette") is None:
         out.line("Left out here: it needs pip install 'g4spec[serve]'.")
         return {}
@@ -50,4 +53,3 @@ def ask(target: Path, draft: Path, n_ctx: int, n_predict: int, out: Output) -> d
     share = f"{timings['draft_n_accepted']} of {timings['draft_n']} drafted tokens accepted."
     out.line(f"{share} `g4spec serve -m {target} -md {draft}` keeps it there, with a page at /.")
     return answer
-

@@ -58,9 +58,12 @@ class Opened:
     more: dict[str, Any]
 
     def service(
-        self, settings: Settings, target: Path, draft: Path | str | None,
+        self,
+        settings: Settings,
+        target: Path,
+        draft: Path | str | None,
         tell: Callable[[int, int], None] = lambda read, whole: None,
-    ) -> Service:  # fmt: skip
+    ) -> Service:
         """Load a target in a process of its own, and serve it; `tell`: see `models.Progress`."""
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
@@ -72,17 +75,27 @@ class Opened:
                 progress(read, whole)
                 tell(read, whole)
 
-            engine = EngineClient(target, draft, make=_engine.settled, progress=told,
-                                  **asdict(self.setup), **self.more)  # fmt: skip
+            engine = EngineClient(
+                target,
+                draft,
+                make=_engine.settled,
+                progress=told,
+                **asdict(self.setup),
+                **self.more,
+            )
         _engine.tell_where(engine.title, engine.on_cpu, self.setup, self.out)
         engine.tokenizer.template = self.template or engine.tokenizer.template
         return Service(engine, replace(settings, sampler=sampler))
 
 
 def one(
-    opened: Opened, web: Web, limits: dict[str, Any], model: Path, draft: str | None,
+    opened: Opened,
+    web: Web,
+    limits: dict[str, Any],
+    model: Path,
+    draft: str | None,
     alias: Sequence[str] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Serve a target under its file's name, or under `alias`; `limits`: of `Settings`."""
     from g4spec.server import run
     from g4spec.server.service import Settings
@@ -99,7 +112,7 @@ def one(
 
 def several(
     opened: Opened, web: Web, limits: dict[str, Any], folder: Path | None, most: int
-) -> None:  # fmt: skip
+) -> None:
     """Serve all targets in a folder, at most so many loaded at once."""
     from g4spec.server import models, run
     from g4spec.server.service import Settings

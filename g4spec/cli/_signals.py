@@ -42,8 +42,11 @@ def _cut(number: int) -> None:
     """
     if not _TOLD.acquire(blocking=False):
         time.sleep(60)  # another thread says it
-    error = InputError("a file became shorter while it was read", found="SIGBUS",
-                       fix="run the command again when nothing writes to its files")  # fmt: skip
+    error = InputError(
+        "a file became shorter while it was read",
+        found="SIGBUS",
+        fix="run the command again when nothing writes to its files",
+    )
     try:
         if os.isatty(2):
             os.write(2, b"\n\x1b[?25h")  # behind a text, or a progress bar that hid the cursor
@@ -53,6 +56,7 @@ def _cut(number: int) -> None:
 
 
 _CUT = ctypes.CFUNCTYPE(None, ctypes.c_int)(_cut)
+
 
 def _asked_to_end(number: int, frame: object) -> NoReturn:
     """Unwind, so that half-written files are removed. Asked again, end at once and in silence:

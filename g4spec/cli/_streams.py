@@ -57,14 +57,35 @@ def run(
 def show(data: Mapping[str, Any], out: Output) -> None:
     """The table and the notes."""
     rows = [
-        ("plain" if r["length"] == 0 else str(r["length"]), f"{r['tokens_per_second']:.1f}",
-         f"{r['ratio']:.2f}", *(f"{1000 * r[key]:.1f}" for key in
-         ("first_token_median", "first_token_p95", "between_tokens_median", "between_tokens_p95")),
-         f"{r['committed']:.2f}", f"{r['acceptance']:.1%}" if r["length"] else "")
+        (
+            "plain" if r["length"] == 0 else str(r["length"]),
+            f"{r['tokens_per_second']:.1f}",
+            f"{r['ratio']:.2f}",
+            *(
+                f"{1000 * r[key]:.1f}"
+                for key in (
+                    "first_token_median",
+                    "first_token_p95",
+                    "between_tokens_median",
+                    "between_tokens_p95",
+                )
+            ),
+            f"{r['committed']:.2f}",
+            f"{r['acceptance']:.1%}" if r["length"] else "",
+        )
         for r in data["rows"]
-    ]  # fmt: skip
-    columns = ("drafted", "tokens/s in all", "x plain", "first token ms", "p95",
-               "between tokens ms", "p95", "tokens/cycle", "accepted")  # fmt: skip
+    ]
+    columns = (
+        "drafted",
+        "tokens/s in all",
+        "x plain",
+        "first token ms",
+        "p95",
+        "between tokens ms",
+        "p95",
+        "tokens/cycle",
+        "accepted",
+    )
     out.table(f"{data['rows'][0]['streams']} streams at once", columns, rows)
     for note in data["notes"]:
         out.note(note)

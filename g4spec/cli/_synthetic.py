@@ -14,20 +14,30 @@ from g4spec.errors import EnvironmentProblem, UsageError
 
 Size = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Time random weights at a published shape on the GPU "
-                 "instead of a file: 31b, 26b-a4b, 12b, e4b or e2b. Its draft: -md dflash, the "
-                 "default where there is one, or -md assistant."),
+    typer.Option(
+        metavar="SIZE",
+        help="Time random weights at a published shape on the GPU "
+        "instead of a file: 31b, 26b-a4b, 12b, e4b or e2b. Its draft: -md dflash, the "
+        "default where there is one, or -md assistant.",
+    ),
 ]
-Type = Annotated[
-    str, typer.Option("--type", help="With --synthetic: of the target's weights.")
-]  # fmt: skip
+Type = Annotated[str, typer.Option("--type", help="With --synthetic: of the target's weights.")]
 Accepted = Annotated[
     int, typer.Option("--accept-length", help="With --synthetic: tokens a cycle commits.")
-]  # fmt: skip
+]
 
 ONLY = {"mix", "accepted"}
-TAKES = ONLY | {"synthetic", "draft", "ctx_size", "device", "cache_type", "threads", "save", "json",
-                "quiet"}  # fmt: skip
+TAKES = ONLY | {
+    "synthetic",
+    "draft",
+    "ctx_size",
+    "device",
+    "cache_type",
+    "threads",
+    "save",
+    "json",
+    "quiet",
+}
 
 
 def asked(context: typer.Context, synthetic: str | None) -> str | None:
@@ -73,19 +83,44 @@ def run(
 
 def _show(data: dict[str, Any], out: Output) -> None:
     out.line(f"SYNTHETIC: {data['label']}", "bold")
-    columns = ("context", "prefill/s", "1 row ms", "4 rows", "8 rows", "16 rows", "draft ms",
-               "cycle ms", "sustained", "tokens/s")  # fmt: skip
-    keys = ("context", "prefill_tokens_per_second", "step_1_ms", "step_4_ms", "step_8_ms",
-            "step_16_ms", "draft_ms", "cycle_ms", "sustained_ms", "tokens_per_second")  # fmt: skip
+    columns = (
+        "context",
+        "prefill/s",
+        "1 row ms",
+        "4 rows",
+        "8 rows",
+        "16 rows",
+        "draft ms",
+        "cycle ms",
+        "sustained",
+        "tokens/s",
+    )
+    keys = (
+        "context",
+        "prefill_tokens_per_second",
+        "step_1_ms",
+        "step_4_ms",
+        "step_8_ms",
+        "step_16_ms",
+        "draft_ms",
+        "cycle_ms",
+        "sustained_ms",
+        "tokens_per_second",
+    )
     rows = [tuple(f"{row[key]:g}" for key in keys) for row in data["rows"]]
-    out.table(f"{data['model']}, {data['type']}, with {data['draft']}, on {data['device']}",
-              columns, rows)  # fmt: skip
+    out.table(
+        f"{data['model']}, {data['type']}, with {data['draft']}, on {data['device']}", columns, rows
+    )
     read = data["read_bytes_per_second"]
-    out.line(f"Weights: {data['weight_bytes'] / 1e9:.2f} GB, of which a row reads "
-             f"{data['step_bytes'] / 1e9:.2f}, at {data['fraction_of_bandwidth']:.0%} of the "
-             f"{read / 1e12:.2f} TB/s measured here.")
-    out.line("Timed after a rest; \"sustained\", from which tokens/s follow: after a second of "
-             "cycles, when power may limit the clock.")
+    out.line(
+        f"Weights: {data['weight_bytes'] / 1e9:.2f} GB, of which a row reads "
+        f"{data['step_bytes'] / 1e9:.2f}, at {data['fraction_of_bandwidth']:.0%} of the "
+        f"{read / 1e12:.2f} TB/s measured here."
+    )
+    out.line(
+        'Timed after a rest; "sustained", from which tokens/s follow: after a second of '
+        "cycles, when power may limit the clock."
+    )
     out.line(f"A cycle commits {data['accept_length']} tokens because it was told to.")
     for name in data["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU: {name}")

@@ -27,10 +27,15 @@ def _choose(number: int | None) -> int | None:
 
 Threads = Annotated[
     int | None,
-    typer.Option("-t", "--threads", min=1, callback=_choose,
-                 help=f"Threads on the CPU. Default: ${NUMBER}; without it 1 for a target of less "
-                 f"than {SMALL // 4 >> 20} million weights, every core for a larger one."),
-]  # fmt: skip
+    typer.Option(
+        "-t",
+        "--threads",
+        min=1,
+        callback=_choose,
+        help=f"Threads on the CPU. Default: ${NUMBER}; without it 1 for a target of less "
+        f"than {SMALL // 4 >> 20} million weights, every core for a larger one.",
+    ),
+]
 
 
 def wait_asleep() -> None:

@@ -32,16 +32,22 @@ Type = Annotated[
 ]
 TensorTypes = Annotated[
     list[str] | None,
-    typer.Option("--tensor-type", metavar="PATTERN=TYPE",
-                 help="Type of the matrices in whose names this regular expression is found; may "
-                      "be repeated, the first that fits counts."),
-]  # fmt: skip
+    typer.Option(
+        "--tensor-type",
+        metavar="PATTERN=TYPE",
+        help="Type of the matrices in whose names this regular expression is found; may "
+        "be repeated, the first that fits counts.",
+    ),
+]
 SplitMaxSize = Annotated[
     str | None,
-    typer.Option("--split-max-size", metavar="N(M|G)",
-                 help="Write parts of at most so many megabytes or gigabytes (powers of ten), "
-                      "NAME-00001-of-0000N.gguf and on."),
-]  # fmt: skip
+    typer.Option(
+        "--split-max-size",
+        metavar="N(M|G)",
+        help="Write parts of at most so many megabytes or gigabytes (powers of ten), "
+        "NAME-00001-of-0000N.gguf and on.",
+    ),
+]
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -70,14 +76,17 @@ def show(result: Result, out: Output, **more: Any) -> None:
     rows = result.plan.rows
     if not result.written:
         columns = ("source", "", "result", "shape", "type", "why")
-        shown = [(r.source or "-", r.action, r.name or "-", _dims(r.shape), r.type, r.note)
-                 for r in rows]  # fmt: skip
+        shown = [
+            (r.source or "-", r.action, r.name or "-", _dims(r.shape), r.type, r.note) for r in rows
+        ]
         out.table(f"Plan for {result.out}", columns, shown)
     else:
         for row in rows:
             if row.action in ("drop", "metadata"):
-                out.note(f"{row.source}: {'dropped' if row.action == 'drop' else 'kept as '}"
-                         f"{row.name or ''} ({row.note})")  # fmt: skip
+                out.note(
+                    f"{row.source}: {'dropped' if row.action == 'drop' else 'kept as '}"
+                    f"{row.name or ''} ({row.note})"
+                )
     types = ", ".join(f"{n} {t}" for t, n in result.plan.types().items())
     verb = "wrote" if result.written else "would write"
     out.line(f"{verb} {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")

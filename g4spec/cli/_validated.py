@@ -29,12 +29,17 @@ def probed(out: Output, path: Path, target: Path | None) -> Probe:
     shares = ", ".join(f"{x:.0%}" for x in found.run.shares())
     out.line(f"{found.run.per_step:.2f} tokens a step; accepted by position: {shares}")
     rows = [(name, f"{run.per_step:.2f}") for name, run in found.others.items()]
-    out.table(f"Drafts of this kind reach {found.reached:g} or more",
-              ("with this changed", "tokens a step"), rows)  # fmt: skip
+    out.table(
+        f"Drafts of this kind reach {found.reached:g} or more",
+        ("with this changed", "tokens a step"),
+        rows,
+    )
     for name in found.better:
         out.line(f"better with {name}: compare that with the checkpoint", "bad")
     if not found.ok and not found.better:
-        out.line("fewer than drafts of this kind reach, and no single setting explains it: "
-                 "probably not trained for this target, or weights are wrong (--against)",
-                 "bad")  # fmt: skip
+        out.line(
+            "fewer than drafts of this kind reach, and no single setting explains it: "
+            "probably not trained for this target, or weights are wrong (--against)",
+            "bad",
+        )
     return found

@@ -23,8 +23,11 @@ def prepare(*paths: Path | None) -> None:
             if path.is_dir():
                 raise UsageError(f"{path} is a folder", expected="the name of a file to write")
             if path.is_file() and is_gguf(path):
-                raise UsageError(f"{path} is a GGUF file", expected="the name of a result to write",
-                                 fix="choose another name")  # fmt: skip
+                raise UsageError(
+                    f"{path} is a GGUF file",
+                    expected="the name of a result to write",
+                    fix="choose another name",
+                )
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise EnvironmentProblem(f"cannot write {path}: permission denied")
 

@@ -57,8 +57,16 @@ def command(
     with _loop() as loop, ExitStack() as stack:
         voice: Voice
         if url is not None:
-            voice = _remote(url, api_key, think, n_predict, show_draft, out, loop, asked
-                            | {"draft_max": length if "draft_max" in given else None})  # fmt: skip
+            voice = _remote(
+                url,
+                api_key,
+                think,
+                n_predict,
+                show_draft,
+                out,
+                loop,
+                asked | {"draft_max": length if "draft_max" in given else None},
+            )
         else:
             from g4spec.server.local import Local
 
@@ -68,8 +76,14 @@ def command(
             sampler = _defaults.sampler(path, out, **asked)
             engine = _engine.load(path, file, setup, out, prefix_cache=256 << 20)
             stack.enter_context(engine)
-            voice = Local(engine, sampler, n_predict=n_predict, draft_max=length, thinking=think,
-                          colours=show_draft)  # fmt: skip
+            voice = Local(
+                engine,
+                sampler,
+                n_predict=n_predict,
+                draft_max=length,
+                thinking=think,
+                colours=show_draft,
+            )
         stack.callback(lambda: loop.run_until_complete(voice.close()))
         Conversation(voice, out, system=system, seed=seed, show=show_draft).run(loop)
 
@@ -86,9 +100,15 @@ def _loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def _remote(
-    url: str, key: str | None, think: bool, most: int | None, colours: bool, out: Output,
-    loop: asyncio.AbstractEventLoop, fields: dict[str, Any],
-) -> Voice:  # fmt: skip
+    url: str,
+    key: str | None,
+    think: bool,
+    most: int | None,
+    colours: bool,
+    out: Output,
+    loop: asyncio.AbstractEventLoop,
+    fields: dict[str, Any],
+) -> Voice:
     from g4spec.server.talk import Remote
 
     fields |= {"max_tokens": most, "reasoning_effort": "high" if think else None}

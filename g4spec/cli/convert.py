@@ -49,7 +49,13 @@ def command(
         target = _inputs.local(target, said, "tokenizer")
     with said.progress("converting") as progress:
         result = convert.convert(
-            source, out, target=target, type=type, tensor_types=tensor_type or (),
-            split_max_size=parts, dry_run=dry_run, progress=progress,
+            source,
+            out,
+            target=target,
+            type=type,
+            tensor_types=tensor_type or (),
+            split_max_size=parts,
+            dry_run=dry_run,
+            progress=progress,
         )
     _types.show(result, said)

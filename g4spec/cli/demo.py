@@ -47,15 +47,22 @@ def command(
     _family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
-    answer = _served.ask(files["target"], files["dflash"], _first_text.N_CTX, n_predict,
-                         out)  # fmt: skip
-    out.line(f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
-             f"{time.perf_counter() - began:.0f} s.", style="good", gap=True)  # fmt: skip
-    out.result({
-        "files": {name: str(path) for name, path in files.items()},
-        "verified": {name: verdict.json() for name, verdict in verdicts.items()},
-        "bench": data, "served": answer, "seconds": time.perf_counter() - began,
-    })  # fmt: skip
+    answer = _served.ask(files["target"], files["dflash"], _first_text.N_CTX, n_predict, out)
+    out.line(
+        f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
+        f"{time.perf_counter() - began:.0f} s.",
+        style="good",
+        gap=True,
+    )
+    out.result(
+        {
+            "files": {name: str(path) for name, path in files.items()},
+            "verified": {name: verdict.json() for name, verdict in verdicts.items()},
+            "bench": data,
+            "served": answer,
+            "seconds": time.perf_counter() - began,
+        }
+    )
     _measured.require_identical(data)
 
 
@@ -63,23 +70,29 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     from g4spec.measure import prompts, verify
 
     if name == DRAFTS[0]:
-        out.line("4  Verify: with any draft the text is exactly what it is without.", "bold",
-                 gap=True)  # fmt: skip
+        out.line(
+            "4  Verify: with any draft the text is exactly what it is without.", "bold", gap=True
+        )
     engine = _first_text.load(files, name)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress(f"verifying {name}") as progress:
-        verdict = verify.verify(engine, verify.cases(texts, CASES, engine.draft.max_tokens),
-                                32, progress=progress)  # fmt: skip
+        verdict = verify.verify(
+            engine, verify.cases(texts, CASES, engine.draft.max_tokens), 32, progress=progress
+        )
     if not verdict.ok:
         raise CheckFailed(f"{name} changed the text: {verdict.mismatch}")
     share = verdict.accepted / verdict.drafted
     each = 1 + verdict.accepted / verdict.cycles
-    out.line(f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
-             f"drafted tokens accepted, {each:.2f} tokens a cycle")  # fmt: skip
+    out.line(
+        f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
+        f"drafted tokens accepted, {each:.2f} tokens a cycle"
+    )
     if name == DRAFTS[-1]:
-        out.line("The last draft was trained for another target: it changes no text either, it "
-                 "only gains nothing. So identical text alone proves no draft good.")  # fmt: skip
+        out.line(
+            "The last draft was trained for another target: it changes no text either, it "
+            "only gains nothing. So identical text alone proves no draft good."
+        )
     return verdict
 
 
@@ -95,8 +108,13 @@ def _sweep(
     lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress("measuring") as progress:
-        result = bench.sweep(engine, texts, bench.Protocol(lengths, n_predict, repeats=2),
-                             idle=idle, progress=progress)  # fmt: skip
+        result = bench.sweep(
+            engine,
+            texts,
+            bench.Protocol(lengths, n_predict, repeats=2),
+            idle=idle,
+            progress=progress,
+        )
     advice = recommendation.recommend(result.rows, bench.longest(engine))
     origin = provenance.describe(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
@@ -104,6 +122,8 @@ def _sweep(
     data = result.json(origin, advice.json())
     _measured.keep(data, out, folder / "bench.json", folder / "report.html")
     _measured.show(data, out)
-    out.line("A token is accepted when the target would have written it too; the best length "
-             "balances that against the time of drafting.")  # fmt: skip
+    out.line(
+        "A token is accepted when the target would have written it too; the best length "
+        "balances that against the time of drafting."
+    )
     return data

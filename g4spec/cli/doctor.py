@@ -67,9 +67,24 @@ def command(
     from g4spec.advisor.doctor import diagnose
     from g4spec.advisor.facts import facts
 
-    _one_of({"--why": why, "--log": log, "--cards": cards, "--self-test": self_test,
-             "--network": network},
-            model, draft, ctx_size, kv, engine, attention_backend, gpus, assume, given)  # fmt: skip
+    _one_of(
+        {
+            "--why": why,
+            "--log": log,
+            "--cards": cards,
+            "--self-test": self_test,
+            "--network": network,
+        },
+        model,
+        draft,
+        ctx_size,
+        kv,
+        engine,
+        attention_backend,
+        gpus,
+        assume,
+        given,
+    )
     out, known = render.Output(json, quiet), facts()
     if why is not None:
         return questions.explain(known, why, out)

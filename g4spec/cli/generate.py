@@ -53,8 +53,9 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Generate text; a draft makes it faster and never changes it."""
-    asked = _prompting.Asked(prompt, file, tokens_file, messages, chat, system, tools, thinking,
-                             parse_special)  # fmt: skip
+    asked = _prompting.Asked(
+        prompt, file, tokens_file, messages, chat, system, tools, thinking, parse_special
+    )
     colours: Colours = "all" if show_rejected else "first" if show_draft else ""
     if colours and json:
         raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
@@ -62,13 +63,30 @@ def command(
     from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
-    sampler = Sampler(temp, top_k, top_p, min_p, seed, logit_bias=_logits.logit_bias(logit_bias),
-                      repetition_penalty=repeat_penalty, presence_penalty=presence_penalty,
-                      frequency_penalty=frequency_penalty)  # fmt: skip
-    options = Options(1 if n_predict == -1 else n_predict, sampler, _options.draft_max(draft_max),
-                      tuple(stop or ()), ignore_eos)  # fmt: skip
-    _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft,
-                        show_rejected=show_rejected)  # fmt: skip
+    sampler = Sampler(
+        temp,
+        top_k,
+        top_p,
+        min_p,
+        seed,
+        logit_bias=_logits.logit_bias(logit_bias),
+        repetition_penalty=repeat_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+    )
+    options = Options(
+        1 if n_predict == -1 else n_predict,
+        sampler,
+        _options.draft_max(draft_max),
+        tuple(stop or ()),
+        ignore_eos,
+    )
+    _inputs.needs_draft(
+        draft,
+        draft_max=draft_max not in ("auto", "0"),
+        show_draft=show_draft,
+        show_rejected=show_rejected,
+    )
     if not temp:
         out.note(greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed))
     given = asked.read()
@@ -79,9 +97,13 @@ def command(
 
 
 def _run(
-    engine: Engine, prompt: _prompting.Prompt, options: Options, endless: bool, colours: Colours,
+    engine: Engine,
+    prompt: _prompting.Prompt,
+    options: Options,
+    endless: bool,
+    colours: Colours,
     out: Output,
-) -> None:  # fmt: skip
+) -> None:
     """Generate and show. `endless`: until the context is full."""
     ids = prompt.encode(engine.tokenizer, engine.n_ctx)
     out.note(prompt.advice(engine.tokenizer, ids))

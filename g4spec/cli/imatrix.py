@@ -44,7 +44,16 @@ def command(
     silent = sum(int((e.counts == 0).sum()) for e in found.entries.values())
     if silent:
         said.note(f"{silent} experts were never chosen: they get equal weights; take a longer text")
-    said.line(f"wrote {out}: {len(found.entries)} matrices, {found.chunks} chunks of "
-              f"{found.chunk_size} tokens")  # fmt: skip
-    said.result({"out": str(out), "matrices": len(found.entries), "chunks": found.chunks,
-                 "chunk_size": found.chunk_size, "experts_never_chosen": silent})  # fmt: skip
+    said.line(
+        f"wrote {out}: {len(found.entries)} matrices, {found.chunks} chunks of "
+        f"{found.chunk_size} tokens"
+    )
+    said.result(
+        {
+            "out": str(out),
+            "matrices": len(found.entries),
+            "chunks": found.chunks,
+            "chunk_size": found.chunk_size,
+            "experts_never_chosen": silent,
+        }
+    )

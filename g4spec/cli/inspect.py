@@ -51,8 +51,10 @@ def command(
 def _gguf(file: GGUF) -> dict[str, Any]:
     from g4spec.models import of_gguf
 
-    entries = [{"name": t.name, "shape": t.shape, "type": t.format.name.upper(),
-                "bytes": t.nbytes} for t in file.tensors.values()]  # fmt: skip
+    entries = [
+        {"name": t.name, "shape": t.shape, "type": t.format.name.upper(), "bytes": t.nbytes}
+        for t in file.tensors.values()
+    ]
     arch = str(file.get("general.architecture"))
     kind = of_gguf(arch, file.tensors)
     return {
@@ -68,8 +70,10 @@ def _gguf(file: GGUF) -> dict[str, Any]:
 
 
 def _folder(folder: Folder, title: str) -> dict[str, Any]:
-    entries = [{"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.nbytes}
-               for t in folder.tensors.values()]  # fmt: skip
+    entries = [
+        {"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.nbytes}
+        for t in folder.tensors.values()
+    ]
     return {
         "path": str(folder.path),
         "kind": title,
@@ -101,15 +105,21 @@ def _abbreviated(file: GGUF, key: str) -> Any:
 def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:
     out.line(f"{facts['path']}: {facts['kind']}")
     listed = "" if tensors else " (--tensors lists them)"
-    out.line(f"{facts['container']}, {_types.size(facts['bytes'])}, {facts['parameters']:,} "
-             f"parameters, {len(facts['tensors'])} tensors{listed}")  # fmt: skip
-    rows = [(t, s["tensors"], s["parameters"], _types.size(s["bytes"]))
-            for t, s in facts["types"].items()]  # fmt: skip
+    out.line(
+        f"{facts['container']}, {_types.size(facts['bytes'])}, {facts['parameters']:,} "
+        f"parameters, {len(facts['tensors'])} tensors{listed}"
+    )
+    rows = [
+        (t, s["tensors"], s["parameters"], _types.size(s["bytes"]))
+        for t, s in facts["types"].items()
+    ]
     out.table("Types", ("type", "tensors", "parameters", "size"), rows)
     out.table("Metadata", ("key", "value"), [(k, _text(v)) for k, v in facts["metadata"].items()])
     if tensors:
-        rows = [(t["name"], "x".join(map(str, t["shape"])), t["type"], _types.size(t["bytes"]))
-                for t in facts["tensors"]]  # fmt: skip
+        rows = [
+            (t["name"], "x".join(map(str, t["shape"])), t["type"], _types.size(t["bytes"]))
+            for t in facts["tensors"]
+        ]
         out.table("Tensors", ("name", "shape", "type", "size"), rows)
 
 

@@ -19,8 +19,11 @@ def command(
     file: Annotated[Path, typer.Argument(help="A text; - is stdin.")],
     against: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="Base to compare with, as the BF16 file: shows the KL "
-                     "divergence from it. Both are loaded at once."),
+        typer.Option(
+            metavar="MODEL",
+            help="Base to compare with, as the BF16 file: shows the KL "
+            "divergence from it. Both are loaded at once.",
+        ),
     ] = None,
     ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens of a chunk.")] = 512,
     chunks: Annotated[
@@ -53,8 +56,10 @@ def command(
     with said.progress(f"reading {file.name}") as progress:
         found = perplexity.measure(engine, parts, base, progress)
     _engine.tell(engine, said)
-    said.line(f"perplexity {_shown(found.perplexity)}: {found.tokens:,} tokens, the second halves "
-              f"of {found.chunks} chunks of {found.size}")  # fmt: skip
+    said.line(
+        f"perplexity {_shown(found.perplexity)}: {found.tokens:,} tokens, the second halves "
+        f"of {found.chunks} chunks of {found.size}"
+    )
     if found.against is not None:
         _compared(found.against, said)
     said.result(found.json())
@@ -65,11 +70,17 @@ def _compared(found: Against, out: Output) -> None:
         ("base's perplexity", _shown(found.base)),
         ("perplexity over the base's", _shown(found.ratio, 5)),
         ("mean KL divergence", _shown(found.divergence, 6)),
-        *((f"KL divergence, {p} % are below" if p != "100" else "largest KL divergence", f"{x:.6f}")
-          for p, x in found.divergences.items() if float(p) >= 50),
+        *(
+            (
+                f"KL divergence, {p} % are below" if p != "100" else "largest KL divergence",
+                f"{x:.6f}",
+            )
+            for p, x in found.divergences.items()
+            if float(p) >= 50
+        ),
         ("same likeliest token", _shown(found.same_top, 3, 100)),
         ("RMS change of the text's probability", _shown(found.moved, 3, 100)),
-    ]  # fmt: skip
+    ]
     out.table("Against the base", ("figure", "value"), rows)
 
 

@@ -26,8 +26,11 @@ def command(
     tensor_type: _types.TensorTypes = None,
     imatrix: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Importance matrix (`g4spec imatrix`, llama-imatrix): "
-                     "weighs the errors by how large each column's inputs are."),
+        typer.Option(
+            metavar="FILE",
+            help="Importance matrix (`g4spec imatrix`, llama-imatrix): "
+            "weighs the errors by how large each column's inputs are.",
+        ),
     ] = None,
     split_max_size: _types.SplitMaxSize = None,
     dry_run: Annotated[
@@ -51,10 +54,17 @@ def command(
     weights = importance.read(imatrix) if imatrix else None
     source = _inputs.local(source, said, "gguf")
     with said.progress(f"quantizing {source.name}") as progress:
-        result = convert.quantize(source, out, type, allow_requantize=allow_requantize,
-                                  tensor_types=tensor_type or (), importance=weights,
-                                  split_max_size=parts, dry_run=dry_run,
-                                  progress=progress)  # fmt: skip
+        result = convert.quantize(
+            source,
+            out,
+            type,
+            allow_requantize=allow_requantize,
+            tensor_types=tensor_type or (),
+            importance=weights,
+            split_max_size=parts,
+            dry_run=dry_run,
+            progress=progress,
+        )
     if not report:
         _types.show(result, said)
         return
@@ -63,17 +73,26 @@ def command(
     total = loss.total(found)
     _show(found, said)
     if total:
-        said.line(f"all of them: {total.bits:.2f} bits a weight, relative RMS error "
-                  f"{total.relative_rms:.3%}, largest error {total.max_abs:.3g}")  # fmt: skip
-    _types.show(result, said, report=[f.json() for f in found],
-                report_total=total.json() if total else None)  # fmt: skip
+        said.line(
+            f"all of them: {total.bits:.2f} bits a weight, relative RMS error "
+            f"{total.relative_rms:.3%}, largest error {total.max_abs:.3g}"
+        )
+    _types.show(
+        result, said, report=[f.json() for f in found], report_total=total.json() if total else None
+    )
 
 
 def _show(found: list[Loss], out: Output) -> None:
     rows: list[tuple[Any, ...]] = [
-        (f.difference.name, f.difference.source, f.difference.type, f"{f.bits:.2f}",
-         f"{f.difference.relative_rms:.3%}", f"{f.difference.max_abs:.3g}")
+        (
+            f.difference.name,
+            f.difference.source,
+            f.difference.type,
+            f"{f.bits:.2f}",
+            f"{f.difference.relative_rms:.3%}",
+            f"{f.difference.max_abs:.3g}",
+        )
         for f in found
-    ]  # fmt: skip
+    ]
     columns = ("tensor", "was", "is", "bits a weight", "relative RMS error", "largest error")
     out.table("What it cost", columns, rows)

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 def command(
     engine: Annotated[str, typer.Argument(help="vllm, sglang, llama.cpp or g4spec.")],
     model: Annotated[
-        str, typer.Option("-m", "--model", "-hf", "--hf-repo", metavar="MODEL",
-                          help="Target: see doctor.")
+        str,
+        typer.Option(
+            "-m", "--model", "-hf", "--hf-repo", metavar="MODEL", help="Target: see doctor."
+        ),
     ],
     draft: Draft = None,
     ctx_size: Context = None,

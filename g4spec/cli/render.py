@@ -27,7 +27,7 @@ from g4spec.cli import _layout
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, no text.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Only errors, and the text or ids asked for.")
-]  # fmt: skip
+]
 
 CLOSED_PIPE = 141
 """Exit code when nobody reads on: what a shell reports for a program ended by SIGPIPE."""

@@ -52,10 +52,15 @@ def command(
     end, a second stops."""
     _serving.check_models(model, models, draft, alias)
     out = Output(quiet=quiet)
-    setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type,
-                          1 if daemon else parallel)  # fmt: skip
-    asked: dict[str, float | None] = {"temperature": temp, "top_k": top_k, "top_p": top_p,
-                                      "min_p": min_p}  # fmt: skip
+    setup = _engine.Setup(
+        ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel
+    )
+    asked: dict[str, float | None] = {
+        "temperature": temp,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+    }
     more: dict[str, Any] = {"pool": pool, "prefix_cache": prefix_cache << 20}
     if daemon or stream_fd is not None:
         fd = _daemon.check(daemon, stream_fd, _inputs.typed(context))
@@ -63,8 +68,14 @@ def command(
     _serving.require_packages()
     more["hang_limit"] = hang_timeout
     opened = _serving_http.Opened(setup, out, _serving.template(chat_template_file), asked, more)
-    web = _serving_http.Web(host, port, ssl_cert_file, ssl_key_file, cors_origin or (),
-                            _serving.keys(api_key, api_key_file))  # fmt: skip
+    web = _serving_http.Web(
+        host,
+        port,
+        ssl_cert_file,
+        ssl_key_file,
+        cors_origin or (),
+        _serving.keys(api_key, api_key_file),
+    )
     limits = {"queue": queue, "time_limit": timeout, "seed": seed, "n_predict": n_predict}
     if model is not None:
         _serving_http.one(opened, web, limits, model, draft, alias)

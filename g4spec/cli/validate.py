@@ -31,9 +31,12 @@ Strict = Annotated[
 ]
 ProbeIt = Annotated[
     bool,
-    typer.Option("--probe", help="Run the pair on shipped prompts too, and with single settings "
-                 "changed: says what costs acceptance. Fails where the draft falls short."),
-]  # fmt: skip
+    typer.Option(
+        "--probe",
+        help="Run the pair on shipped prompts too, and with single settings "
+        "changed: says what costs acceptance. Fails where the draft falls short.",
+    ),
+]
 ListRules = Annotated[bool, typer.Option("--list-rules", help="Show all rules.")]
 
 
@@ -59,9 +62,15 @@ def command(
     from g4spec.validate.rule import Severity
 
     out = render.Output(json, quiet)
-    checks = {"--target": target, "--against": against, "--rule": rule, "--strict": strict,
-              "--probe": probe, "FILE": list_rules and path,
-              "--upstream": list_rules and upstream}  # fmt: skip
+    checks = {
+        "--target": target,
+        "--against": against,
+        "--rule": rule,
+        "--strict": strict,
+        "--probe": probe,
+        "FILE": list_rules and path,
+        "--upstream": list_rules and upstream,
+    }
     given = ", ".join(name for name, value in checks.items() if value)
     if given and (list_rules or upstream):
         raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")
@@ -85,16 +94,21 @@ def command(
     if report.tensors and not json:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
         columns = ("tensor", "type", "largest error", "relative RMS")
-        rows = [(t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}")
-                for t in worst]  # fmt: skip
+        rows = [
+            (t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}") for t in worst
+        ]
         out.table("Largest errors against the source", columns, rows)
     found = _validated.probed(out, path, target) if probe else None
     out.result(report.json() | ({"probe": found.json()} if found else {}))
     if not report.ok or report.unable or (found and not found.ok):
         raise CheckFailed(report.summary())
     if strict and (report.count(Severity.WARNING) or NO_TARGET in report.skipped.values()):
-        raise CheckFailed(report.summary(), fix="pass --target for the rules that need it"
-                          if NO_TARGET in report.skipped.values() else None)  # fmt: skip
+        raise CheckFailed(
+            report.summary(),
+            fix="pass --target for the rules that need it"
+            if NO_TARGET in report.skipped.values()
+            else None,
+        )
 
 
 def _upstream(out: render.Output, path: Path) -> None:
@@ -102,17 +116,26 @@ def _upstream(out: render.Output, path: Path) -> None:
 
     verdict = upstream.of(path)
     rows = [(limit.case, limit.what, limit.does) for limit in verdict.reasons]
-    out.table(f"Upstream llama.cpp: {upstream.CASES[verdict.case]}",
-              ("case", "this draft has", "upstream"), rows)  # fmt: skip
-    out.result({"case": verdict.case, "reasons": [
-        dict(zip(("case", "what", "does"), row, strict=True)) for row in rows]})  # fmt: skip
+    out.table(
+        f"Upstream llama.cpp: {upstream.CASES[verdict.case]}",
+        ("case", "this draft has", "upstream"),
+        rows,
+    )
+    out.result(
+        {
+            "case": verdict.case,
+            "reasons": [dict(zip(("case", "what", "does"), row, strict=True)) for row in rows],
+        }
+    )
 
 
 def _list(out: render.Output) -> None:
     from g4spec.validate import all_rules
 
-    rows = [(r.id, str(r.severity), ", ".join(r.on) or "all", r.title)
-            for r in all_rules().values()]  # fmt: skip
+    rows = [
+        (r.id, str(r.severity), ", ".join(r.on) or "all", r.title) for r in all_rules().values()
+    ]
     out.table("Rules", ("id", "severity", "applies to", "what must hold"), rows)
-    out.result({"rules": [dict(zip(("id", "severity", "on", "title"), row, strict=True))
-                          for row in rows]})  # fmt: skip
+    out.result(
+        {"rules": [dict(zip(("id", "severity", "on", "title"), row, strict=True)) for row in rows]}
+    )

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 Temperature = Annotated[float | None, typer.Option("--temp", help="Only this. Default: several.")]
 DraftMax = Annotated[
     str | None,
-    typer.Option("--draft-max", "--spec-draft-n-max", metavar="N|auto",
-                 help="Only this draft length. Default: 1 to 15, and auto."),
-]  # fmt: skip
+    typer.Option(
+        "--draft-max",
+        "--spec-draft-n-max",
+        metavar="N|auto",
+        help="Only this draft length. Default: 1 to 15, and auto.",
+    ),
+]
 Cases = Annotated[int, typer.Option("--cases", help="Comparisons: prompts x lengths x samplers.")]
 Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of each text.")]
 LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [at most 1024]")]
@@ -73,8 +77,9 @@ def command(
     else:
         room = prompts.room(long_tokens, engine.n_ctx, n_predict, 1024)
         texts = prompts.prompts(engine.tokenizer, long_tokens=room)
-    todo = verify.cases(texts, cases, engine.draft.max_tokens, seed, length=length,
-                        temperature=temp)  # fmt: skip
+    todo = verify.cases(
+        texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
+    )
     with out.progress("verifying") as progress:
         verdict = verify.verify(engine, todo, n_predict, parallel=parallel, progress=progress)
     _engine.tell(engine, out)
@@ -98,8 +103,10 @@ def _show(verdict: Verdict, out: Output) -> None:
     if verdict.mismatch is not None:
         raise CheckFailed(f"the draft changed the text: {verdict.mismatch}")
     if not verdict.drafted:
-        raise CheckFailed("the draft proposed nothing, so nothing about it was verified",
-                          fix="pass a larger -n, or run `g4spec validate` on it")  # fmt: skip
+        raise CheckFailed(
+            "the draft proposed nothing, so nothing about it was verified",
+            fix="pass a larger -n, or run `g4spec validate` on it",
+        )
     share = verdict.accepted / verdict.drafted
     out.line(
         f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft"

@@ -19,8 +19,13 @@ from g4spec.gguf.replacing import clear, replacing
 from g4spec.gguf.writer import Progress
 
 
-def cached(source: Path, target: Path, cache_dir: Path, type: str = "q8_0",
-           progress: Progress | None = None) -> tuple[Path, str]:  # fmt: skip
+def cached(
+    source: Path,
+    target: Path,
+    cache_dir: Path,
+    type: str = "q8_0",
+    progress: Progress | None = None,
+) -> tuple[Path, str]:
     """The GGUF of a draft folder, and what to tell the user: it was in the folder, converted now,
     or found in `cache_dir`.
 

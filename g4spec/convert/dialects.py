@@ -56,31 +56,67 @@ PLUS_ONE = "dflash.target_layer_ids"
 """Layers whose output is read; the current form names layers whose input is read."""
 
 DIALECTS = (
-    Dialect("dusterbloom's fork", "dflash", ("gemma4-dflash-draft",),
-            (r"dflash\.target_hidden", r"dflash\.sliding_window", r"dflash\.logit_softcap")),
-    Dialect("ik_llama.cpp, beellama or buun", "dflash", ("dflash-draft", "gemma4-dflash-draft"),
-            (r"dflash_fc\.weight",)),
+    Dialect(
+        "dusterbloom's fork",
+        "dflash",
+        ("gemma4-dflash-draft",),
+        (r"dflash\.target_hidden", r"dflash\.sliding_window", r"dflash\.logit_softcap"),
+    ),
+    Dialect(
+        "ik_llama.cpp, beellama or buun",
+        "dflash",
+        ("dflash-draft", "gemma4-dflash-draft"),
+        (r"dflash_fc\.weight",),
+    ),
     Dialect("lucebox", "dflash", ("gemma4-dflash-draft", "dflash-draft", "qwen35-dflash-draft")),
-    Dialect("an early llama.cpp branch", "dflash", ("dflash",),
-            (r"(dflash\.)?target_layer_ids", r"dflash[._]fc\.weight")),
+    Dialect(
+        "an early llama.cpp branch",
+        "dflash",
+        ("dflash",),
+        (r"(dflash\.)?target_layer_ids", r"dflash[._]fc\.weight"),
+    ),
     Dialect("AtomicChat", "gemma4-assistant", ("gemma4_assistant",)),
     Dialect("ik_llama.cpp", "gemma4-assistant", ("gemma4_mtp",)),
-    Dialect("an early llama.cpp branch", "gemma4-assistant", ("gemma4-assistant",),
-            (r"masked_embd_(centroids\.weight|ordering(\.weight)?)",)),
-    Dialect("ik_llama.cpp's newer form", "gemma4-assistant", ("gemma4-assistant",),
-            (r"mtp\.(centroids|token_ordering)\.weight", r"n_centroids")),
-)  # fmt: skip
+    Dialect(
+        "an early llama.cpp branch",
+        "gemma4-assistant",
+        ("gemma4-assistant",),
+        (r"masked_embd_(centroids\.weight|ordering(\.weight)?)",),
+    ),
+    Dialect(
+        "ik_llama.cpp's newer form",
+        "gemma4-assistant",
+        ("gemma4-assistant",),
+        (r"mtp\.(centroids|token_ordering)\.weight", r"n_centroids"),
+    ),
+)
 """In the order in which they are tried: those with marks before those known by a name alone."""
 
-_GEMMA = ("context_length", "embedding_length", "block_count", "feed_forward_length",
-          "attention.head_count", "attention.head_count_kv", "attention.key_length",
-          "attention.layer_norm_rms_epsilon", "attention.sliding_window",
-          "attention.sliding_window_pattern", "rope.freq_base")  # fmt: skip
+_GEMMA = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "rope.freq_base",
+)
 
 FAMILIES = {
     "dflash": Family(
-        kept=(*_GEMMA, "block_size", "target_layers", "embedding_scale", "vocab_size",
-              "final_logit_softcapping", "hidden_activation"),
+        kept=(
+            *_GEMMA,
+            "block_size",
+            "target_layers",
+            "embedding_scale",
+            "vocab_size",
+            "final_logit_softcapping",
+            "hidden_activation",
+        ),
         keys={
             "dflash.block_size": "block_size",
             "dflash.mask_token_id": MASK,
@@ -93,9 +129,12 @@ FAMILIES = {
             "dflash.logit_softcap": "final_logit_softcapping",
         },
         unused=(
-            r"dflash\.n_target_(layers|features)", r"dflash\.target_hidden",  # repeat fc's shape
-            r"tie_word_embeddings", r"attention\.causal",  # the same in every file of a fork
-            r"rope\.dimension_count", r"attention\.value_length",
+            r"dflash\.n_target_(layers|features)",
+            r"dflash\.target_hidden",  # repeat fc's shape
+            r"tie_word_embeddings",
+            r"attention\.causal",  # the same in every file of a fork
+            r"rope\.dimension_count",
+            r"attention\.value_length",
             r"dflash\.(laguna|context_kv_layer_norm|dspark\..*)",  # false, else refused below
         ),
         tensors=(
@@ -107,8 +146,11 @@ FAMILIES = {
             (r"blk\.\d+\.attn_gate\.weight|dflash\.laguna", "gated attention (Laguna)"),
             (r"dflash[._]aux_hidden_norm.*", "norms on single target features (Laguna)"),
             (r"dflash[._]domino\..*", "a Domino head"),
-            (r"dflash\.dspark\.(markov|confidence)\..*|markov_w[12]\.weight|conf_proj\..*"
-             r"|dflash\.dspark\.enabled", "a DSpark head in a fork's dialect"),
+            (
+                r"dflash\.dspark\.(markov|confidence)\..*|markov_w[12]\.weight|conf_proj\..*"
+                r"|dflash\.dspark\.enabled",
+                "a DSpark head in a fork's dialect",
+            ),
             (r"selector_\w+\.weight|blk\.\d+\.\w+_conv_\w+.*", "DFlash2 in a fork's dialect"),
             (r"dflash\.context_kv_layer_norm", "a norm on context keys and values"),
             (r"dflash\.backbone_rotary_base", "a second rotation base"),
@@ -118,8 +160,15 @@ FAMILIES = {
         ),
     ),
     "gemma4-assistant": Family(
-        kept=(*_GEMMA, "attention.key_length_swa", "rope.freq_base_swa", "embedding_length_out",
-              "embedding_length_per_layer_input", "n_centroids", "centroid_top_k"),
+        kept=(
+            *_GEMMA,
+            "attention.key_length_swa",
+            "rope.freq_base_swa",
+            "embedding_length_out",
+            "embedding_length_per_layer_input",
+            "n_centroids",
+            "centroid_top_k",
+        ),
         keys={
             "n_embd_backbone": "embedding_length_out",
             "backbone_embedding_length": "embedding_length_out",
@@ -127,9 +176,15 @@ FAMILIES = {
             "sliding_window_pattern": "attention.sliding_window_pattern",
         },
         unused=(
-            r"attention\.k_eq_v", r"attention_k_eq_v", r"requires_target_arch",
-            r"use_ordered_embeddings", r"nextn_predict_layers", r"attention\.shared_kv_layers",
-            r"rope\.dimension_count(_swa)?", r"attention\.value_length(_swa)?", r"vocab_size",
+            r"attention\.k_eq_v",
+            r"attention_k_eq_v",
+            r"requires_target_arch",
+            r"use_ordered_embeddings",
+            r"nextn_predict_layers",
+            r"attention\.shared_kv_layers",
+            r"rope\.dimension_count(_swa)?",
+            r"attention\.value_length(_swa)?",
+            r"vocab_size",
             r"final_logit_softcapping",  # no engine caps an assistant's logits
         ),
         tensors=(
@@ -137,8 +192,10 @@ FAMILIES = {
             (r"mtp(?:\.pre_projection|_pre_proj)\.weight", "nextn.pre_projection.weight"),
             (r"mtp(?:\.post_projection|_post_proj)\.weight", "nextn.post_projection.weight"),
             (r"(?:mtp[._]|masked_embd_)centroids\.weight", "masked_embedding.centroids.weight"),
-            (r"(?:mtp[._]token_|masked_embd_)ordering(?:\.weight)?",
-             "masked_embedding.token_ordering"),
+            (
+                r"(?:mtp[._]token_|masked_embd_)ordering(?:\.weight)?",
+                "masked_embedding.token_ordering",
+            ),
             (r"output\.weight", "lm_head.weight"),
         ),
         refused=(
@@ -146,7 +203,7 @@ FAMILIES = {
             (r"blk\.\d+\.ffn_gate_inp\.weight", "mixture of experts in an assistant"),
         ),
     ),
-}  # fmt: skip
+}
 
 
 def recognise(arch: object, names: Iterable[str]) -> Dialect | None:
@@ -174,7 +231,8 @@ def markdown() -> str:
     rows = ["| written by | `general.architecture` | told by | becomes |", "|---|---|---|---|"]
     for d in DIALECTS:
         marks = ", ".join(f"`{m}`" for m in d.marks).replace("|", "\\|") or "the name"
-        rows.append(f"| {d.title} | {', '.join(f'`{a}`' for a in d.archs)} | {marks} | "
-                    f"`{d.kind}` |")  # fmt: skip
+        rows.append(
+            f"| {d.title} | {', '.join(f'`{a}`' for a in d.archs)} | {marks} | `{d.kind}` |"
+        )
     refused = [feature for f in FAMILIES.values() for _, feature in f.refused]
     return "\n".join(rows) + f"\n\nRefused by name, for want of code: {'; '.join(refused)}.\n"

@@ -17,9 +17,14 @@ from g4spec.gguf import GGUF, KV, string, u32
 OF_MODEL = ("tokenizer.", "g4spec.")
 """Prefixes, beside the architecture's own, of keys that change what a model computes."""
 ORIGIN = (
-    provenance.SOURCE, provenance.REVISION, provenance.DIGEST, provenance.COMMAND,
-    provenance.VERSIONS, provenance.TARGET_SOURCE, provenance.TARGET_REVISION,
-)  # fmt: skip
+    provenance.SOURCE,
+    provenance.REVISION,
+    provenance.DIGEST,
+    provenance.COMMAND,
+    provenance.VERSIONS,
+    provenance.TARGET_SOURCE,
+    provenance.TARGET_REVISION,
+)
 """Keys that say where a file came from; a source may have been moved or renamed since."""
 OPTIONAL = (provenance.WEIGHTS, provenance.TARGET_WEIGHTS)
 """Keys that are there only if the weights were at hand at conversion."""
@@ -79,8 +84,10 @@ def _converted(found: Found, target: GGUF | None) -> Conversion:
         pair = targets.of(Found(models.targets()[models.TARGETS[0]], target))
     config, tensors, *_ = run.read(found, pair)
     keys = run.described(found.kind, config, pair.tokenizer)
-    keys |= {"general.type": string("model"),
-             "general.quantization_version": u32(run.QUANTIZATION_VERSION)}  # fmt: skip
+    keys |= {
+        "general.type": string("model"),
+        "general.quantization_version": u32(run.QUANTIZATION_VERSION),
+    }
     if found.is_target:
         keys |= pair.sampling
         keys |= {provenance.WEIGHTS: string(pair.weights)} if pair.weights else {}

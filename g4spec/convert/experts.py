@@ -45,8 +45,11 @@ def _joined(name: str, parts: Sequence[Stored], count: int) -> Stored:
     shape = parts[0].shape
     odd = next((p for p in parts if p.shape != shape or p.format is None), None)
     if odd is not None or len(shape) != 2:
-        raise InputError(f"{name}: experts of different shapes", expected=list(shape),
-                         found=f"{odd.name} {list(odd.shape)}" if odd else None)  # fmt: skip
+        raise InputError(
+            f"{name}: experts of different shapes",
+            expected=list(shape),
+            found=f"{odd.name} {list(odd.shape)}" if odd else None,
+        )
     same = all(p.format is parts[0].format for p in parts)
     form = parts[0].format if same and parts[0].format else quant.get("f32")
     ends = list(accumulate(shape[0] for _ in parts))
@@ -69,5 +72,6 @@ def _joined(name: str, parts: Sequence[Stored], count: int) -> Stored:
     notes = sorted({p.note for p in parts} - {""})
     total = (count, len(parts) // count * shape[0], shape[1])
     assert prod(total) == len(parts) * prod(shape)
-    return Packed(name, total, parts[0].dtype, form, read, "; ".join(notes),
-                  sum(p.nbytes for p in parts))  # fmt: skip
+    return Packed(
+        name, total, parts[0].dtype, form, read, "; ".join(notes), sum(p.nbytes for p in parts)
+    )

@@ -120,8 +120,10 @@ class _Hub:
         revision, names = self._list()
         if self.id.file:
             if self.id.file not in names:
-                raise InputError(f"{self.id} has no file {self.id.file}",
-                                 found=_shown(n for n in names if n.endswith(".gguf")))  # fmt: skip
+                raise InputError(
+                    f"{self.id} has no file {self.id.file}",
+                    found=_shown(n for n in names if n.endswith(".gguf")),
+                )
             path = self._get(self.id.file, revision)
             self._remember(path, revision)
             return path
@@ -135,13 +137,15 @@ class _Hub:
         api = self.hf.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         timeout = float(self.constants.HF_HUB_ETAG_TIMEOUT)
         try:
-            info = self._asked(lambda: api.model_info(self.id.repo, revision=self.id.revision,
-                                                      timeout=timeout),
-                               lambda: Guard(self._what, LISTING))  # fmt: skip
+            info = self._asked(
+                lambda: api.model_info(self.id.repo, revision=self.id.revision, timeout=timeout),
+                lambda: Guard(self._what, LISTING),
+            )
             names = [s.rfilename for s in info.siblings or []]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            raise InputError(f"{self.id}: the hub's answer makes no sense",
-                             found=f"{type(e).__name__}: {e}") from e  # fmt: skip
+            raise InputError(
+                f"{self.id}: the hub's answer makes no sense", found=f"{type(e).__name__}: {e}"
+            ) from e
         if not re.fullmatch(r"[0-9a-f]{40}", str(info.sha)):
             raise InputError(f"{self.id}: the hub names no commit", found=f"{info.sha!r:.80}")
         return str(info.sha), [n for n in names if isinstance(n, str) and _safe(n)]
@@ -168,8 +172,9 @@ class _Hub:
             shards = sorted(set(safetensors.weight_map(index).values()))
             missing = [s for s in shards if s not in top]
             if missing:
-                raise InputError(f"{self.id}: shards that its index names are not there",
-                                 found=_shown(missing))  # fmt: skip
+                raise InputError(
+                    f"{self.id}: shards that its index names are not there", found=_shown(missing)
+                )
             return [*small, indexes[0], *shards]
         return [*small, *(["model.safetensors"] if "model.safetensors" in tensors else tensors)]
 
@@ -178,18 +183,26 @@ class _Hub:
         found = self.id.of_type(ggufs)
         if len({PART.sub("", name) for name in found}) != 1:
             named = found or ggufs or ["FILE.gguf"]
-            raise InputError(f"{self._what}: no single GGUF file has that type in its name",
-                             found=_shown(found or ggufs),
-                             fix=f"name one, as {self.id}:{named[0]}")  # fmt: skip
+            raise InputError(
+                f"{self._what}: no single GGUF file has that type in its name",
+                found=_shown(found or ggufs),
+                fix=f"name one, as {self.id}:{named[0]}",
+            )
         return found
 
     def _no_gguf(self, ggufs: list[str], names: list[str], tensors: bool) -> None:
         if ggufs:
-            raise InputError(f"{self.id} has {len(ggufs)} GGUF files", found=_shown(ggufs),
-                             fix=f"name one, as {self.id}:{ggufs[0]}")  # fmt: skip
+            raise InputError(
+                f"{self.id} has {len(ggufs)} GGUF files",
+                found=_shown(ggufs),
+                fix=f"name one, as {self.id}:{ggufs[0]}",
+            )
         if tensors:
-            raise InputError(f"{self.id} has no GGUF file", found="a safetensors checkpoint",
-                             fix=f"convert it first: g4spec convert {self.id}")  # fmt: skip
+            raise InputError(
+                f"{self.id} has no GGUF file",
+                found="a safetensors checkpoint",
+                fix=f"convert it first: g4spec convert {self.id}",
+            )
         safetensors.refuse_pickles(str(self.id), names)
         raise InputError(f"{self.id} has neither safetensors nor GGUF files", found=_shown(names))
 
@@ -203,9 +216,14 @@ class _Hub:
             guards.append(self._guard(name, revision))
             return guards[-1]
 
-        path = Path(self._asked(lambda: self.hf.hf_hub_download(
-            self.id.repo, name, endpoint=os.environ.get("HF_ENDPOINT"), **options),
-            guarded))  # fmt: skip
+        path = Path(
+            self._asked(
+                lambda: self.hf.hf_hub_download(
+                    self.id.repo, name, endpoint=os.environ.get("HF_ENDPOINT"), **options
+                ),
+                guarded,
+            )
+        )
         if self.cache.resolve() not in path.resolve().parents:
             raise InputError(f"{self.id}: {name} leads out of the cache", found=path.resolve())
         if not isinstance(had, str):
@@ -235,15 +253,28 @@ class _Hub:
         """What the cache holds, without asking."""
         try:
             if self.id.file:
-                return Path(self.hf.hf_hub_download(
-                    self.id.repo, self.id.file, revision=self.id.revision, cache_dir=self.cache,
-                    local_files_only=True))  # fmt: skip
-            folder = Path(self.hf.snapshot_download(
-                self.id.repo, revision=self.id.revision, cache_dir=self.cache,
-                local_files_only=True))  # fmt: skip
+                return Path(
+                    self.hf.hf_hub_download(
+                        self.id.repo,
+                        self.id.file,
+                        revision=self.id.revision,
+                        cache_dir=self.cache,
+                        local_files_only=True,
+                    )
+                )
+            folder = Path(
+                self.hf.snapshot_download(
+                    self.id.repo,
+                    revision=self.id.revision,
+                    cache_dir=self.cache,
+                    local_files_only=True,
+                )
+            )
         except (self.errors.LocalEntryNotFoundError, self.errors.HFValidationError) as e:
-            raise EnvironmentProblem(f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
-                                     fix="unset it to download") from e  # fmt: skip
+            raise EnvironmentProblem(
+                f"{self._what} is not in the cache, and HF_HUB_OFFLINE is set",
+                fix="unset it to download",
+            ) from e
         if self.id.type:
             names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*.gguf"))
             return folder / self._of_type(names)[0]
@@ -289,22 +320,33 @@ class _Hub:
         nowhere = f"{what}: no such file or folder here, and"
         page = f"{self.constants.ENDPOINT}/{self.id.repo}"
         for kind, text, fix in (
-            (errors.GatedRepoError, f"{what} is gated",
-             f"accept its licence at {page} and set HF_TOKEN to a token of yours"),
-            (errors.RevisionNotFoundError, f"{self.id.repo} has no revision {self.id.revision!r}",
-             "name a branch, a tag or a commit"),
+            (
+                errors.GatedRepoError,
+                f"{what} is gated",
+                f"accept its licence at {page} and set HF_TOKEN to a token of yours",
+            ),
+            (
+                errors.RevisionNotFoundError,
+                f"{self.id.repo} has no revision {self.id.revision!r}",
+                "name a branch, a tag or a commit",
+            ),
             (errors.EntryNotFoundError, f"{what}: the hub lacks a file that it listed", None),
-            (errors.RepositoryNotFoundError, f"{nowhere} no such repository on the hub",
-             "if it is private, set HF_TOKEN"),
+            (
+                errors.RepositoryNotFoundError,
+                f"{nowhere} no such repository on the hub",
+                "if it is private, set HF_TOKEN",
+            ),
             (errors.HFValidationError, f"{nowhere} it is no hub id", None),
             (ValueError, f"{what}: the hub's answer makes no sense ({error!s:.200})", None),
-        ):  # fmt: skip
+        ):
             if isinstance(error, kind):
                 return InputError(text, fix=fix)
         status = _status(error)
         if status in (401, 403):
-            return InputError(f"{what}: the hub refuses access ({status})",
-                              fix="set HF_TOKEN to a token that may read it")  # fmt: skip
+            return InputError(
+                f"{what}: the hub refuses access ({status})",
+                fix="set HF_TOKEN to a token that may read it",
+            )
         if status is not None:
             return EnvironmentProblem(f"{what}: the hub answered {status}", fix="try again later")
         if isinstance(error, OSError) and error.filename is not None:
@@ -313,12 +355,15 @@ class _Hub:
 
     def _unreachable(self, error: BaseException, nowhere: str) -> G4Error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return EnvironmentProblem(f"{self._what}: no space left in {self.cache}",
-                                      fix="free some, or set HF_HUB_CACHE")  # fmt: skip
+            return EnvironmentProblem(
+                f"{self._what}: no space left in {self.cache}", fix="free some, or set HF_HUB_CACHE"
+            )
         found = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return EnvironmentProblem(f"{nowhere} the hub cannot be reached", found=found,
-                                  fix="check the network; a download goes on where it stopped",
-                                  )  # fmt: skip
+        return EnvironmentProblem(
+            f"{nowhere} the hub cannot be reached",
+            found=found,
+            fix="check the network; a download goes on where it stopped",
+        )
 
 
 def _status(error: BaseException) -> int | None:
@@ -352,6 +397,9 @@ def _check_digest(path: Path, digest: str | None, what: str) -> None:
     if found.hexdigest() != expected:
         path.unlink()
         blob.unlink(missing_ok=True)
-        raise InputError(f"{what}: damaged on the way, removed",
-                         expected=f"{found.name} {expected}",
-                         found=found.hexdigest(), fix="run the command again")  # fmt: skip
+        raise InputError(
+            f"{what}: damaged on the way, removed",
+            expected=f"{found.name} {expected}",
+            found=found.hexdigest(),
+            fix="run the command again",
+        )

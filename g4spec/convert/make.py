@@ -37,8 +37,9 @@ def absolute_d2t(d2t: Stored, t2d: Stored | None, n_vocab: int) -> NDArray[np.in
     """
     where = f"tensor {d2t.name}"
     if d2t.format is None or not d2t.format.integer or len(d2t.shape) != 1:
-        raise InputError(where, expected="one dimension of integers",
-                         found=f"{d2t.dtype} {d2t.shape}")  # fmt: skip
+        raise InputError(
+            where, expected="one dimension of integers", found=f"{d2t.dtype} {d2t.shape}"
+        )
     delta = d2t.array().astype(np.int64)
     ids: NDArray[np.int64] = delta + np.arange(len(delta))
     outside = np.flatnonzero((ids < 0) | (ids >= n_vocab) | (delta >= n_vocab))
@@ -47,13 +48,20 @@ def absolute_d2t(d2t: Stored, t2d: Stored | None, n_vocab: int) -> NDArray[np.in
         hint = None
         if np.all(np.diff(delta) > 0) and delta[0] >= 0 and delta[-1] < n_vocab:
             hint = "these look like absolute ids; speculators stores offsets (target id - draft id)"
-        raise InputError(f"{where}: entry {i} leads outside the vocabulary",
-                         expected=f"0 to {n_vocab - 1}", found=int(ids[i]), fix=hint)  # fmt: skip
+        raise InputError(
+            f"{where}: entry {i} leads outside the vocabulary",
+            expected=f"0 to {n_vocab - 1}",
+            found=int(ids[i]),
+            fix=hint,
+        )
     falling = np.flatnonzero(np.diff(ids) <= 0)
     if falling.size:
         i = int(falling[0]) + 1
-        raise InputError(f"{where}: target ids must strictly increase; entry {i}",
-                         expected=f"more than {ids[i - 1]}", found=int(ids[i]))  # fmt: skip
+        raise InputError(
+            f"{where}: target ids must strictly increase; entry {i}",
+            expected=f"more than {ids[i - 1]}",
+            found=int(ids[i]),
+        )
     if t2d is not None:
         _check_t2d(t2d, ids, n_vocab)
     return ids
@@ -61,8 +69,11 @@ def absolute_d2t(d2t: Stored, t2d: Stored | None, n_vocab: int) -> NDArray[np.in
 
 def _check_t2d(t2d: Stored, ids: NDArray[np.int64], n_vocab: int) -> None:
     if t2d.shape != (n_vocab,) or t2d.raw.size != n_vocab:
-        raise InputError(f"tensor {t2d.name}", expected=f"BOOL [{n_vocab}]",
-                         found=f"{t2d.dtype} {list(t2d.shape)}")  # fmt: skip
+        raise InputError(
+            f"tensor {t2d.name}",
+            expected=f"BOOL [{n_vocab}]",
+            found=f"{t2d.dtype} {list(t2d.shape)}",
+        )
     marked = np.flatnonzero(t2d.raw)
     if not np.array_equal(marked, ids):
         wrong = np.setxor1d(marked, ids)

@@ -33,8 +33,14 @@ from g4spec.quant import Format, Unrepresentable
 from g4spec.quant.format import Bytes, Floats
 
 METHODS = ("compressed-tensors", "gptq", "auto-round", "auto_round", "fp8", "fbgemm_fp8")
-FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "dense",
-           "mixed-precision")  # fmt: skip
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "float-quantized",
+    "dense",
+    "mixed-precision",
+)
 BLOCK = 32
 SAMPLE = 16
 """Rows from which the error of a type is told."""
@@ -65,9 +71,12 @@ def _known(given: Mapping[str, Any]) -> None:
     method, form = given.get("quant_method"), given.get("format")
     packing = str(given.get("packing_format", "auto_gptq"))
     if method not in METHODS or (method == "compressed-tensors" and form not in FORMATS):
-        raise Unsupported("config.json: quantization_config", found=f"{method} {form or ''}",
-                          expected=f"one of {', '.join(METHODS)}",
-                          fix="convert from the checkpoint that was not quantized")  # fmt: skip
+        raise Unsupported(
+            "config.json: quantization_config",
+            found=f"{method} {form or ''}",
+            expected=f"one of {', '.join(METHODS)}",
+            fix="convert from the checkpoint that was not quantized",
+        )
     if not packing.endswith("gptq"):
         raise Unsupported("config.json: packing_format", expected="auto_gptq", found=packing)
 
@@ -94,8 +103,11 @@ class Integers:
 
     def values(self, a: int, b: int) -> Floats:
         """Rows a .. b - 1 as float32."""
-        spread = (lambda x: x[:, self.order]) if self.order is not None else (
-            lambda x: np.repeat(x, self.group, axis=1)[:, : self.shape[1]])  # fmt: skip
+        spread = (
+            (lambda x: x[:, self.order])
+            if self.order is not None
+            else (lambda x: np.repeat(x, self.group, axis=1)[:, : self.shape[1]])
+        )
         out: Floats = spread(self.scales(a, b)) * (self.codes(a, b) - spread(self.zeros(a, b)))
         return out
 
@@ -136,8 +148,15 @@ class Integers:
         if form is None:
             note = f"{self.label}: no type holds them exactly, multiplied out"
             return _floats(name, self.shape, self.label, self.values, note, size)
-        return Packed(name, self.shape, self.label, form, lambda a, b: self.blocks(form, a, b),
-                      f"{self.label}, exact", size)  # fmt: skip
+        return Packed(
+            name,
+            self.shape,
+            self.label,
+            form,
+            lambda a, b: self.blocks(form, a, b),
+            f"{self.label}, exact",
+            size,
+        )
 
 
 def _half(x: Floats) -> bool:
@@ -146,8 +165,9 @@ def _half(x: Floats) -> bool:
         return bool((x.astype(np.float16).astype(np.float32) == x).all())
 
 
-def _floats(name: str, shape: tuple[int, ...], label: str, values: Rows, note: str,
-            size: int) -> Packed:  # fmt: skip
+def _floats(
+    name: str, shape: tuple[int, ...], label: str, values: Rows, note: str, size: int
+) -> Packed:
     def read(a: int, b: int) -> Bytes:
         out: Bytes = np.ascontiguousarray(values(a, b), np.float32).view(np.uint8)
         return out
@@ -179,8 +199,18 @@ def _steps(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 def _cut(tensor: Stored, where: Any) -> NDArray[Any]:
     """Part of a tensor of plain numbers; floats as float32."""
-    kinds = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8", "I32": "<i4", "I64": "<i8",
-             "I8": "u1", "U8": "u1", "F8_E4M3": "u1", "F8_E5M2": "u1"}  # fmt: skip
+    kinds = {
+        "BF16": "<u2",
+        "F16": "<f2",
+        "F32": "<f4",
+        "F64": "<f8",
+        "I32": "<i4",
+        "I64": "<i8",
+        "I8": "u1",
+        "U8": "u1",
+        "F8_E4M3": "u1",
+        "F8_E5M2": "u1",
+    }
     if tensor.dtype not in kinds:
         raise InputError(f"{tensor.name}: type {tensor.dtype} is not expected there")
     kind = kinds[tensor.dtype]
@@ -207,10 +237,14 @@ def _unpacked(words: NDArray[np.int32], bits: int, axis: int) -> NDArray[np.uint
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     words = words.astype(np.uint32)
     if axis == 1:
-        return ((words[:, :, None] >> shifts & (1 << bits) - 1).astype(np.uint8)
-                .reshape(len(words), -1))  # fmt: skip
-    return ((words[:, None, :] >> shifts[:, None] & (1 << bits) - 1).astype(np.uint8)
-            .reshape(-1, words.shape[1]))  # fmt: skip
+        return (
+            (words[:, :, None] >> shifts & (1 << bits) - 1).astype(np.uint8).reshape(len(words), -1)
+        )
+    return (
+        (words[:, None, :] >> shifts[:, None] & (1 << bits) - 1)
+        .astype(np.uint8)
+        .reshape(-1, words.shape[1])
+    )
 
 
 def _check(name: str, what: str, expected: Any, found: Any) -> None:
@@ -220,8 +254,7 @@ def _check(name: str, what: str, expected: Any, found: Any) -> None:
 
 def _compressed(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> None:
     """compressed-tensors' "pack-quantized": codes along the row, zero points down the column."""
-    size = sum(out[n].nbytes for n in (base + ".weight_packed", base + ".weight_scale")
-               if n in out)  # fmt: skip
+    size = sum(out[n].nbytes for n in (base + ".weight_packed", base + ".weight_scale") if n in out)
     words, scale, shape = _take(out, base, ".weight_packed", ".weight_scale", ".weight_shape")
     zero, index = out.pop(base + ".weight_zero_point", None), out.pop(base + ".weight_g_idx", None)
     _matrices(words, scale)
@@ -243,18 +276,26 @@ def _compressed(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> 
     group = -(-k // groups)
     label = f"INT{bits} in groups of {group}"
     out[base + ".weight"] = Integers(
-        (n, k), bits, group, label,
+        (n, k),
+        bits,
+        group,
+        label,
         lambda a, b: _unpacked(_cut(words, slice(a, b)), bits, 1)[:, :k],
-        lambda a, b: _cut(scale, slice(a, b)), zeros, _order(index, k, groups),
-    ).packed(base + ".weight", size)  # fmt: skip
+        lambda a, b: _cut(scale, slice(a, b)),
+        zeros,
+        _order(index, k, groups),
+    ).packed(base + ".weight", size)
 
 
 def _width(base: str, bits: int, values: int) -> int:
     """Bits of a code, when `values` of them take `bits` with the last word filled up."""
     found = next((w for w in (4, 8) if -(-values // (32 // w)) * 32 == bits), None)
     if found is None:
-        raise Unsupported(f"{base}: width of the codes", expected="4 or 8 bits",
-                          found=f"{bits} bits for {values} values")  # fmt: skip
+        raise Unsupported(
+            f"{base}: width of the codes",
+            expected="4 or 8 bits",
+            found=f"{bits} bits for {values} values",
+        )
     return found
 
 
@@ -272,9 +313,11 @@ def _order(index: Stored | None, k: int, groups: int) -> NDArray[np.int64] | Non
     if order.shape == (k,) and (order < 0).all():
         return None  # compressed-tensors' mark for "not used"
     if order.shape != (k,) or order.min() < 0 or order.max() >= groups:
-        raise InputError(f"{index.name}: group of each column",
-                         expected=f"{k} numbers below {groups}",
-                         found=list(order.shape))  # fmt: skip
+        raise InputError(
+            f"{index.name}: group of each column",
+            expected=f"{k} numbers below {groups}",
+            found=list(order.shape),
+        )
     return None if (order == np.arange(k) // -(-k // groups)).all() else order
 
 
@@ -287,8 +330,12 @@ def _gptq(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> None:
     groups, n = scale.shape
     bits = _width(base, 32 * zero.shape[1], n)
     k = words.shape[0] * 32 // bits
-    _check(base, "columns of qweight and groups of qzeros", (n, groups),
-           (words.shape[1], zero.shape[0]))  # fmt: skip
+    _check(
+        base,
+        "columns of qweight and groups of qzeros",
+        (n, groups),
+        (words.shape[1], zero.shape[0]),
+    )
     one = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
 
     def zeros(a: int, b: int) -> Floats:
@@ -299,10 +346,15 @@ def _gptq(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> None:
 
     group = -(-k // groups)
     out[base + ".weight"] = Integers(
-        (n, k), bits, group, f"INT{bits} in groups of {group}",
+        (n, k),
+        bits,
+        group,
+        f"INT{bits} in groups of {group}",
         lambda a, b: _unpacked(_cut(words, (slice(None), slice(a, b))), bits, 0).T,
-        lambda a, b: _cut(scale, (slice(None), slice(a, b))).T, zeros, _order(index, k, groups),
-    ).packed(base + ".weight", size)  # fmt: skip
+        lambda a, b: _cut(scale, (slice(None), slice(a, b))).T,
+        zeros,
+        _order(index, k, groups),
+    ).packed(base + ".weight", size)
 
 
 def _scaled(ending: str) -> Callable[[str, dict[str, Stored], Mapping[str, Any]], None]:
@@ -322,9 +374,14 @@ def _scaled(ending: str) -> Callable[[str, dict[str, Stored], Mapping[str, Any]]
 
         if weight.dtype == "I8":
             signed = Integers(
-                (shape[0], shape[1]), 8, wide, "INT8",
-                lambda a, b: _cut(weight, slice(a, b)) ^ 0x80, rows,
-                lambda a, b: np.full((b - a, scales.shape[1]), 128, np.float32))  # fmt: skip
+                (shape[0], shape[1]),
+                8,
+                wide,
+                "INT8",
+                lambda a, b: _cut(weight, slice(a, b)) ^ 0x80,
+                rows,
+                lambda a, b: np.full((b - a, scales.shape[1]), 128, np.float32),
+            )
             out[name] = signed.packed(name, size)
             return
         table = TABLES.get(weight.dtype)
@@ -342,8 +399,9 @@ def _scaled(ending: str) -> Callable[[str, dict[str, Stored], Mapping[str, Any]]
     return make
 
 
-def _block(base: str, shape: tuple[int, ...], scale: Stored,
-           given: Mapping[str, Any]) -> tuple[int, int]:  # fmt: skip
+def _block(
+    base: str, shape: tuple[int, ...], scale: Stored, given: Mapping[str, Any]
+) -> tuple[int, int]:
     """Rows and columns that share a scale."""
     if len(shape) != 2 or not prod(shape):
         raise Unsupported(f"{base}.weight: a scale beside a tensor of shape {list(shape)}")
@@ -365,8 +423,9 @@ def _block(base: str, shape: tuple[int, ...], scale: Stored,
 def _e4m3() -> Floats:
     code = np.arange(256)
     exponent, fraction = code >> 3 & 15, code & 7
-    value = np.where(exponent == 0, fraction / 8 * 2.0**-6,
-                     (1 + fraction / 8) * 2.0 ** (exponent - 7.0))  # fmt: skip
+    value = np.where(
+        exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * 2.0 ** (exponent - 7.0)
+    )
     value[code & 127 == 127] = np.nan
     return np.where(code >= 128, -value, value).astype(np.float32)
 

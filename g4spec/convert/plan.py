@@ -67,8 +67,14 @@ class Plan:
         return {t: kept.count(t) for t in sorted(set(kept))}
 
 
-def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: Mix,
-          n_tokens: int, shorts: Mapping[str, str] | None = None) -> Plan:  # fmt: skip
+def build(
+    kind: ModuleType,
+    config: Any,
+    tensors: Mapping[str, Stored],
+    asked: Mix,
+    n_tokens: int,
+    shorts: Mapping[str, str] | None = None,
+) -> Plan:
     """The plan for a checkpoint of `kind`.
 
     Args:
@@ -80,9 +86,15 @@ def build(kind: ModuleType, config: Any, tensors: Mapping[str, Stored], asked: M
 
 
 class _Builder:
-    def __init__(self, kind: ModuleType, config: Any, tensors: Mapping[str, Stored],
-                 asked: Mix, n_tokens: int,
-                 shorts: Mapping[str, str] | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        kind: ModuleType,
+        config: Any,
+        tensors: Mapping[str, Stored],
+        asked: Mix,
+        n_tokens: int,
+        shorts: Mapping[str, str] | None,
+    ) -> None:
         self.kind, self.config, self.tensors = kind, config, tensors
         self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[Row]()
         self.names: dict[str, str] = {}
@@ -92,15 +104,17 @@ class _Builder:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
         self.specs = [self._fitted(spec) for spec in kind.tensors(config)]
-        there = {s.name: s.shape for s in self.specs
-                 if s.source is None or s.source in self.names}  # fmt: skip
+        there = {s.name: s.shape for s in self.specs if s.source is None or s.source in self.names}
         self.policy = policy.Policy(asked, there)
 
     def build(self) -> Plan:
         if self.config.n_vocab < self.n_tokens:
-            raise InputError("the tokenizer has more entries than the token table has rows",
-                             expected=f"at most {self.config.n_vocab}", found=self.n_tokens,
-                             fix="use the tokenizer that belongs to this model")  # fmt: skip
+            raise InputError(
+                "the tokenizer has more entries than the token table has rows",
+                expected=f"at most {self.config.n_vocab}",
+                found=self.n_tokens,
+                fix="use the tokenizer that belongs to this model",
+            )
         left = dict(self.names)
         for spec in self.specs:
             left.pop(spec.source or "", None)
@@ -128,8 +142,17 @@ class _Builder:
         form, note = self.policy.choose(spec.name, spec.shape, spec.role)
         size = form.nbytes(spec.shape, spec.name)
         if spec.source is None:
-            self.rows.append(Row("make", None, spec.name, spec.shape, form.name.upper(),
-                                 f"{spec.make} from the configuration", size))  # fmt: skip
+            self.rows.append(
+                Row(
+                    "make",
+                    None,
+                    spec.name,
+                    spec.shape,
+                    form.name.upper(),
+                    f"{spec.make} from the configuration",
+                    size,
+                )
+            )
             return
         name = self.names.get(spec.source)
         if name is None:
@@ -151,8 +174,9 @@ class _Builder:
             note = "; ".join(x for x in (packed.told(self.tensors[name], form), note) if x)
             if spec.pairs:
                 note = f"rows of each head in pairs; {note}".rstrip("; ")
-            self.rows.append(Row(action, name, spec.name, spec.shape, form.name.upper(), note,
-                                 size, spec.pairs))  # fmt: skip
+            self.rows.append(
+                Row(action, name, spec.name, spec.shape, form.name.upper(), note, size, spec.pairs)
+            )
 
     def _source_shape(self, spec: TensorSpec) -> tuple[int, tuple[int, ...]]:
         """Rows of the source if they are cut (else 0), and the source's shape."""
@@ -176,8 +200,17 @@ class _Builder:
             self.problems.append(f"{short} {list(shape)} is missing")
         elif self._usable(name, shape):
             integer = self.tensors[name].format.integer  # type: ignore[union-attr]
-            self.rows.append(Row("metadata", name, key, shape, "I32" if integer else "F32",
-                                 "upstream has no tensor for it", 4 * prod(shape)))  # fmt: skip
+            self.rows.append(
+                Row(
+                    "metadata",
+                    name,
+                    key,
+                    shape,
+                    "I32" if integer else "F32",
+                    "upstream has no tensor for it",
+                    4 * prod(shape),
+                )
+            )
 
     def _rest(self, short: str, name: str) -> None:
         """A source tensor that nothing asked for: dropped for a reason, or a problem."""

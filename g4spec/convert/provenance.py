@@ -36,8 +36,14 @@ VERSIONS = "g4spec.versions"
 SAMPLES, SAMPLE_BYTES = 64, 4096
 ROW_BYTES = 1 << 16
 """Most that is read of one row for the digest of weights."""
-SMALL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-         "chat_template.jinja", "chat_template.json")  # fmt: skip
+SMALL = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 

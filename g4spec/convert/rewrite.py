@@ -69,8 +69,11 @@ class _Reading:
         self.notes = [f"{file.path.name} is written in the dialect of {dialect.title}: rewritten"]
         self.dropped: list[Row] = []
         arch = f"{file.get('general.architecture')}."
-        self.own = {key.removeprefix(arch): key for key in file
-                    if not key.startswith(("general.", "tokenizer.", "g4spec."))}  # fmt: skip
+        self.own = {
+            key.removeprefix(arch): key
+            for key in file
+            if not key.startswith(("general.", "tokenizer.", "g4spec."))
+        }
         names = file.tensors
         self.current = {renamed(self.family, name, names): name for name in names}
         if len(self.current) != len(names):
@@ -85,8 +88,9 @@ class _Reading:
         self.kind.check_pair(config, self.pair.config)
         sources = {s.name: s.source for s in self.kind.tensors(config) if s.source}
         gone = {row.source for row in self.dropped}
-        shorts = {name: sources.get(now, now) for now, name in self.current.items()
-                  if name not in gone}  # fmt: skip
+        shorts = {
+            name: sources.get(now, now) for now, name in self.current.items() if name not in gone
+        }
         tensors = {n: t for n, t in self.tensors.items() if n not in gone}
         return Rewritten(config, tensors, shorts, self.dropped, self.notes)
 
@@ -94,11 +98,14 @@ class _Reading:
         """Features that change what the draft computes and have no code here."""
         said = [key for key, full in self.own.items() if self._value(full)]
         for pattern, feature in self.family.refused:
-            found = next((n for n in (*self.current, *self.file.tensors, *said)
-                          if re.fullmatch(pattern, n)), None)  # fmt: skip
+            found = next(
+                (n for n in (*self.current, *self.file.tensors, *said) if re.fullmatch(pattern, n)),
+                None,
+            )
             if found is not None:
-                raise Unsupported(f"{self.file.path}: {feature} ({found}); this version has no "
-                                  "code for it")  # fmt: skip
+                raise Unsupported(
+                    f"{self.file.path}: {feature} ({found}); this version has no code for it"
+                )
 
     def _value(self, key: str) -> Any:
         """A value; of long arrays only whether there is one."""
@@ -109,10 +116,12 @@ class _Reading:
         if mine is not None and not isinstance(mine, list):
             raise InputError(f"{self.file.path}: {TOKENS}", expected="a list of texts")
         if mine is not None and mine != list(self.pair.tokenizer[TOKENS].data):
-            raise InputError(f"{self.file.path}: its tokens are not the target's",
-                             expected=f"{self.pair.n_tokens} tokens, the same ones",
-                             found=f"{len(mine)} tokens",
-                             fix="pass the target this draft was made for")  # fmt: skip
+            raise InputError(
+                f"{self.file.path}: its tokens are not the target's",
+                expected=f"{self.pair.n_tokens} tokens, the same ones",
+                found=f"{len(mine)} tokens",
+                fix="pass the target this draft was made for",
+            )
 
     def _keys(self) -> dict[str, Any]:
         """Metadata under the current names: the target's tokenizer, then the file's own."""
@@ -140,8 +149,9 @@ class _Reading:
     def _integers(self, key: str) -> list[int]:
         value = self.file[key]
         if not isinstance(value, list) or not all(type(v) is int for v in value):
-            raise InputError(f"{self.file.path}: {key}", expected="a list of integers",
-                             found=f"{value!r:.80}")  # fmt: skip
+            raise InputError(
+                f"{self.file.path}: {key}", expected="a list of integers", found=f"{value!r:.80}"
+            )
         return value
 
     def _pattern(self, kv: dict[str, Any], n_layer: object, always: bool) -> None:
@@ -150,12 +160,16 @@ class _Reading:
         given = kv.get(key)
         if isinstance(given, list):
             kv[key] = [bool(x) for x in given]
-        elif isinstance(n_layer, int) and 0 < n_layer <= 512 and (
-            always or kv.get(f"{self.dialect.kind}.attention.sliding_window")
+        elif (
+            isinstance(n_layer, int)
+            and 0 < n_layer <= 512
+            and (always or kv.get(f"{self.dialect.kind}.attention.sliding_window"))
         ):
             kv[key] = [True] * (n_layer - 1) + [False]
-            self.notes.append("no sliding_window_pattern: all layers but the last slide, as in "
-                              "every published draft of this kind")  # fmt: skip
+            self.notes.append(
+                "no sliding_window_pattern: all layers but the last slide, as in "
+                "every published draft of this kind"
+            )
 
     # ---- DFlash
 
@@ -174,8 +188,9 @@ class _Reading:
         if not own_table and "dflash.embedding_scale" not in kv:
             scale = math.sqrt(self.pair.config.n_embd)
             kv["dflash.embedding_scale"] = scale
-            self.notes.append(f"embedding_scale {scale:.4f} added: trained on Gemma's scaled "
-                              "embedding")  # fmt: skip
+            self.notes.append(
+                f"embedding_scale {scale:.4f} added: trained on Gemma's scaled embedding"
+            )
         if not own_table and "dflash.final_logit_softcapping" not in kv:
             kv["dflash.final_logit_softcapping"] = self.pair.config.softcap
         if "d2t" in self.current:
@@ -198,8 +213,11 @@ class _Reading:
         """`d2t` as offsets, which a checkpoint has; forks store offsets or absolute ids."""
         tensor = self.tensors[name]
         if tensor.format is None or not tensor.format.integer or len(tensor.shape) != 1:
-            raise InputError(f"{self.file.path}: tensor {name}", expected="a row of integers",
-                             found=f"{tensor.dtype} {list(tensor.shape)}")  # fmt: skip
+            raise InputError(
+                f"{self.file.path}: tensor {name}",
+                expected="a row of integers",
+                found=f"{tensor.dtype} {list(tensor.shape)}",
+            )
         ids = tensor.array().astype(np.int64)
         absolute = bool((np.diff(ids) > 0).all())
         delta = ids - np.arange(len(ids)) if absolute else ids
@@ -236,14 +254,28 @@ class _Reading:
         full = {s.head_dim for s in config.body.layers if s.window is None}
         # The size first: what the configuration claims may be gigabytes.
         if full != {2 * found.size} or not np.array_equal(found, make.rope_freqs(config.body)):
-            raise Unsupported(f"{self.file.path}: {name}", expected="ones, then 1e30",
-                              found=f"{found[:4].tolist()}...")  # fmt: skip
-        self.dropped.append(Row("drop", name, None, self.tensors[name].shape, "",
-                                "made again from the configuration, the same"))  # fmt: skip
+            raise Unsupported(
+                f"{self.file.path}: {name}",
+                expected="ones, then 1e30",
+                found=f"{found[:4].tolist()}...",
+            )
+        self.dropped.append(
+            Row(
+                "drop",
+                name,
+                None,
+                self.tensors[name].shape,
+                "",
+                "made again from the configuration, the same",
+            )
+        )
 
     def _scales(self, n_layer: int) -> None:
-        missing = [n for i in range(n_layer)
-                   if (n := f"blk.{i}.layer_output_scale.weight") not in self.current]  # fmt: skip
+        missing = [
+            n
+            for i in range(n_layer)
+            if (n := f"blk.{i}.layer_output_scale.weight") not in self.current
+        ]
         for name in missing:
             self.current[name] = name
             self.tensors[name] = _made(name, np.ones(1, np.float32), "f32")
@@ -262,14 +294,16 @@ class _Reading:
             self.tensors[name] = _made(name, inverse, "i32")
             self.notes.append(f"{name} names each token's cluster: turned into cluster slots")
         elif not np.array_equal(np.sort(order.reshape(-1)), np.arange(config.n_vocab)):
-            raise InputError(f"{self.file.path}: {name}",
-                             expected="a permutation of the tokens, or each token's cluster",
-                             found=f"{order.size} numbers such as {order.reshape(-1)[:4].tolist()}",
-                             )  # fmt: skip
+            raise InputError(
+                f"{self.file.path}: {name}",
+                expected="a permutation of the tokens, or each token's cluster",
+                found=f"{order.size} numbers such as {order.reshape(-1)[:4].tolist()}",
+            )
         top_k = kv.get("gemma4-assistant.centroid_top_k", 32)
         if not isinstance(top_k, int) or not 1 <= top_k <= clusters:
-            raise InputError(f"{self.file.path}: centroid_top_k", expected=f"1 to {clusters}",
-                             found=top_k)  # fmt: skip
+            raise InputError(
+                f"{self.file.path}: centroid_top_k", expected=f"1 to {clusters}", found=top_k
+            )
         return replace(config, n_centroids=clusters, centroid_top_k=top_k)
 
     # ----
@@ -297,6 +331,10 @@ def _slots(order: NDArray[Any], clusters: int) -> NDArray[np.int32] | None:
 def _made(name: str, values: NDArray[Any], type: str) -> Stored:
     """A tensor that stands in no file."""
     form = quant.get(type)
-    return Stored(name, values.shape, type.upper(), form,
-                  np.ascontiguousarray(values).view(np.uint8).reshape(-1))  # fmt: skip
-
+    return Stored(
+        name,
+        values.shape,
+        type.upper(),
+        form,
+        np.ascontiguousarray(values).view(np.uint8).reshape(-1),
+    )

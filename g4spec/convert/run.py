@@ -73,14 +73,23 @@ class Output:
         """The file or first part that was written, and the size of all."""
         if self.max_size is None:
             return self.path, gguf.write(self.path, kv, data, self.progress, self.unchanged)
-        paths, size = gguf.write_split(self.path, kv, data, self.max_size, self.progress,
-                                        self.unchanged)  # fmt: skip
+        paths, size = gguf.write_split(
+            self.path, kv, data, self.max_size, self.progress, self.unchanged
+        )
         return paths[0], size
 
 
-def convert(source: Path, out: Path, *, target: Path | None = None, type: str = "q8_0",
-            tensor_types: Sequence[str] = (), split_max_size: int | None = None,
-            dry_run: bool = False, progress: Progress | None = None) -> Result:  # fmt: skip
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    target: Path | None = None,
+    type: str = "q8_0",
+    tensor_types: Sequence[str] = (),
+    split_max_size: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Result:
     """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
 
     Args:
@@ -105,10 +114,15 @@ def convert(source: Path, out: Path, *, target: Path | None = None, type: str = 
             note += "; the target given is not read" if target else ""
             return _requantize(found.source, to, asked, False, [*found.notes, note])
         if found.is_target and target is not None:
-            raise UsageError(f"{found.path} is a target; --target is for drafts",
-                             fix="leave it out; a draft goes first")  # fmt: skip
-        files = (found.source.files if isinstance(found.source, Folder)
-                 else [part.path for part in found.source.parts])  # fmt: skip
+            raise UsageError(
+                f"{found.path} is a target; --target is for drafts",
+                fix="leave it out; a draft goes first",
+            )
+        files = (
+            found.source.files
+            if isinstance(found.source, Folder)
+            else [part.path for part in found.source.parts]
+        )
         _check_output(to, [*files, *([target] if target else [])])
         return _convert(found, to, asked, target)
 
@@ -145,17 +159,28 @@ def read(
         check_heads(got.config.layers)
         return got.config, got.tensors, got.shorts, got.notes, got.dropped
     checkpoint = found.source.checkpoint
-    config = (found.kind.parse_hf(checkpoint) if found.is_target
-              else found.kind.parse_hf(checkpoint, pair.config))  # fmt: skip
+    config = (
+        found.kind.parse_hf(checkpoint)
+        if found.is_target
+        else found.kind.parse_hf(checkpoint, pair.config)
+    )
     check_heads(config.layers)
     said = getattr(found.kind, "notes", None)
     return config, found.source.tensors, None, said(checkpoint) if said else [], []
 
 
-def quantize(source: Path, out: Path, type: str, *, allow_requantize: bool = False,
-             tensor_types: Sequence[str] = (), importance: Imatrix | None = None,
-             split_max_size: int | None = None, dry_run: bool = False,
-             progress: Progress | None = None) -> Result:  # fmt: skip
+def quantize(
+    source: Path,
+    out: Path,
+    type: str,
+    *,
+    allow_requantize: bool = False,
+    tensor_types: Sequence[str] = (),
+    importance: Imatrix | None = None,
+    split_max_size: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Result:
     """Write a GGUF again with matrices in another type, all metadata kept.
 
     A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
@@ -197,13 +222,16 @@ def _check_output(to: Output, inputs: list[Path]) -> None:
     out = to.path
     for path in inputs:
         if to.max_size and parts.whole(path.absolute()) == out.absolute():
-            raise UsageError(f"the output may have parts named as the input {path.name}",
-                             fix="choose another name")  # fmt: skip
+            raise UsageError(
+                f"the output may have parts named as the input {path.name}",
+                fix="choose another name",
+            )
         if out.exists() and path.exists() and out.samefile(path):
             raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
     if out.is_file() and out.stat().st_size and not gguf.is_gguf(out):
-        raise UsageError(f"{out} exists and is no GGUF file",
-                         fix="choose another name, or remove it")  # fmt: skip
+        raise UsageError(
+            f"{out} exists and is no GGUF file", fix="choose another name, or remove it"
+        )
 
 
 def _made(
@@ -226,8 +254,13 @@ def _made(
     return out
 
 
-def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
-          pool: ThreadPoolExecutor, weights: Floats | None = None) -> TensorData:  # fmt: skip
+def _data(
+    row: Row,
+    tensors: Mapping[str, Stored],
+    made: Mapping[str, Any],
+    pool: ThreadPoolExecutor,
+    weights: Floats | None = None,
+) -> TensorData:
     form = quant.get(row.type)
     assert row.name is not None
     if row.action == "make":
@@ -240,8 +273,16 @@ def _data(row: Row, tensors: Mapping[str, Stored], made: Mapping[str, Any],
     return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool, weights))
 
 
-def _metadata(found: Found, config: Any, asked: Mix, pair: Target, made: Mapping[str, Any],
-              plan: Plan, out: Path, target: Path | None) -> KV:  # fmt: skip
+def _metadata(
+    found: Found,
+    config: Any,
+    asked: Mix,
+    pair: Target,
+    made: Mapping[str, Any],
+    plan: Plan,
+    out: Path,
+    target: Path | None,
+) -> KV:
     """All keys of the file: general, the kind's own, tokenizer, provenance."""
     model = described(found.kind, config, pair.tokenizer)
     kv: KV = {
@@ -287,8 +328,14 @@ def _file_type(plan: Plan, asked: Mix) -> KV:
     return {} if number is None else {"general.file_type": u32(number)}
 
 
-def _requantize(file: GGUF, to: Output, asked: Mix, allow: bool, notes: list[str],
-                importance: Imatrix | None = None) -> Result:  # fmt: skip
+def _requantize(
+    file: GGUF,
+    to: Output,
+    asked: Mix,
+    allow: bool,
+    notes: list[str],
+    importance: Imatrix | None = None,
+) -> Result:
     start = time.perf_counter()
     _check_output(to, [part.path for part in file.parts])
     choice = Policy(asked, file.shapes(), importance is not None)
@@ -323,15 +370,20 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
         elif name not in policy.TABLES:  # which llama-imatrix never has
             without.append(name)
     if without and not out:
-        raise InputError(f"{importance.name}: nothing about any matrix of {file.path.name}",
-                         expected=without[0], found=next(iter(importance.entries)),
-                         fix="use an imatrix of this model")  # fmt: skip
+        raise InputError(
+            f"{importance.name}: nothing about any matrix of {file.path.name}",
+            expected=without[0],
+            found=next(iter(importance.entries)),
+            fix="use an imatrix of this model",
+        )
     if not without and not out:
         notes.append(f"{importance.name} changes nothing: no matrix gets a type that uses weights")
     if without:
-        notes.append(f"{importance.name} has nothing about {', '.join(without[:4])}"
-                     f"{f' and {len(without) - 4} more' if len(without) > 4 else ''}: quantized "
-                     "without weights")  # fmt: skip
+        notes.append(
+            f"{importance.name} has nothing about {', '.join(without[:4])}"
+            f"{f' and {len(without) - 4} more' if len(without) > 4 else ''}: quantized "
+            "without weights"
+        )
     return out
 
 
@@ -350,8 +402,9 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> Row:
             if form.decode is None:
                 form.dequantize(file.raw(name))  # says that there is no code for it
         form = to
-    return Row("copy", name, name, info.shape, form.name.upper(), note,
-               form.nbytes(info.shape, name))  # fmt: skip
+    return Row(
+        "copy", name, name, info.shape, form.name.upper(), note, form.nbytes(info.shape, name)
+    )
 
 
 def tensors_of(found: Found) -> Iterator[Stored]:

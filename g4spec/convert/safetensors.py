@@ -25,11 +25,22 @@ MAX_HEADER = 100 << 20
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {
-    "F64": ("f64", 8), "F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2),
-    "I64": ("i64", 8), "I32": ("i32", 4), "I16": ("i16", 2), "I8": ("i8", 1),
-    "U64": (None, 8), "U32": (None, 4), "U16": (None, 2), "U8": (None, 1), "BOOL": (None, 1),
-    "F8_E4M3": (None, 1), "F8_E5M2": (None, 1),
-}  # fmt: skip
+    "F64": ("f64", 8),
+    "F32": ("f32", 4),
+    "F16": ("f16", 2),
+    "BF16": ("bf16", 2),
+    "I64": ("i64", 8),
+    "I32": ("i32", 4),
+    "I16": ("i16", 2),
+    "I8": ("i8", 1),
+    "U64": (None, 8),
+    "U32": (None, 4),
+    "U16": (None, 2),
+    "U8": (None, 1),
+    "BOOL": (None, 1),
+    "F8_E4M3": (None, 1),
+    "F8_E5M2": (None, 1),
+}
 """safetensors type -> (quant type that reads it, bytes of one value)."""
 
 
@@ -85,9 +96,12 @@ def files(folder: Path) -> list[Path]:
     names = sorted(set(weight_map(indexes[0]).values()))
     missing = [n for n in names if not (folder / n).is_file()]
     if missing:
-        raise InputError(f"{folder}: shards named in the index are missing",
-                         expected=f"{len(names)} shards", found=f"{missing[:8]} missing",
-                         fix="download them again")  # fmt: skip
+        raise InputError(
+            f"{folder}: shards named in the index are missing",
+            expected=f"{len(names)} shards",
+            found=f"{missing[:8]} missing",
+            fix="download them again",
+        )
     extra = [p.name for p in found if p.name not in names]
     if extra:
         raise InputError(
@@ -103,9 +117,12 @@ def refuse_pickles(where: str, names: Iterable[str]) -> None:
     """Raise if weights are there, but only in files that can run code when they are loaded."""
     pickled = sorted(n for n in names if n.endswith(PICKLES))
     if pickled:
-        raise Unsupported(f"{where}: its weights are pickles, which can run any code when they are "
-                          "loaded, so they are never opened", found=", ".join(pickled[:4]),
-                          fix="ask for, or make, a safetensors version")  # fmt: skip
+        raise Unsupported(
+            f"{where}: its weights are pickles, which can run any code when they are "
+            "loaded, so they are never opened",
+            found=", ".join(pickled[:4]),
+            fix="ask for, or make, a safetensors version",
+        )
 
 
 def weight_map(index: Path) -> dict[str, str]:
@@ -136,10 +153,12 @@ def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
         wrong = [n for n in promised.keys() | place.keys() if promised.get(n) != place.get(n)]
         if wrong:
             n = min(wrong)
-            raise InputError(f"{indexes[0]}: weight_map disagrees with the files about "
-                             f"{len(wrong)} tensors, first {n}",
-                             expected=promised.get(n, "not there"),
-                             found=place.get(n, "not there"))  # fmt: skip
+            raise InputError(
+                f"{indexes[0]}: weight_map disagrees with the files about "
+                f"{len(wrong)} tensors, first {n}",
+                expected=promised.get(n, "not there"),
+                found=place.get(n, "not there"),
+            )
     return out
 
 
@@ -180,10 +199,14 @@ def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored
         raise InputError(f"{where}: malformed entry", found=f"{entry!r:.120}")
     format_name, item = DTYPES.get(dtype, (None, None))
     if end > data.size or start > end:
-        raise InputError(f"{where} reaches beyond the end of the file; it is truncated",
-                         expected=f"{data.size} bytes of data", found=end)  # fmt: skip
+        raise InputError(
+            f"{where} reaches beyond the end of the file; it is truncated",
+            expected=f"{data.size} bytes of data",
+            found=end,
+        )
     if item is not None and end - start != prod(shape) * item:
-        raise InputError(f"{where}: size of {dtype} {shape}", expected=prod(shape) * item,
-                         found=end - start)  # fmt: skip
+        raise InputError(
+            f"{where}: size of {dtype} {shape}", expected=prod(shape) * item, found=end - start
+        )
     form = quant.get(format_name) if format_name else None
     return Stored(name, tuple(shape), dtype, form, data[start:end], (path, offset + start))

@@ -103,8 +103,11 @@ def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Foun
             notes.append(f"{path} holds a checkpoint and GGUF files; took the checkpoint")
             return _detect_folder(_open_folder(path, weights=weights), notes)
         if len(ggufs) > 1:
-            raise InputError(f"{path}: several GGUF files", found=[p.name for p in ggufs][:8],
-                             fix="name the one to use")  # fmt: skip
+            raise InputError(
+                f"{path}: several GGUF files",
+                found=[p.name for p in ggufs][:8],
+                fix="name the one to use",
+            )
         if not ggufs:
             return _detect_folder(_open_folder(path, weights=weights))
         if any(path.glob("*.safetensors")):
@@ -126,9 +129,13 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
     if not files and weights:
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
     tensors = packed.unpack(config, safetensors.read_all(files))
-    return Folder(folder, files, config,
-                  safetensors.load_json(generation) if generation.exists() else {},
-                  tensors)  # fmt: skip
+    return Folder(
+        folder,
+        files,
+        config,
+        safetensors.load_json(generation) if generation.exists() else {},
+        tensors,
+    )
 
 
 def _detect_folder(folder: Folder, notes: Sequence[str] = ()) -> Found:
@@ -170,8 +177,10 @@ def _seen(folder: Folder) -> str:
 def _unknown(where: str, labels: list[str], seen: str) -> InputError:
     for label in labels:
         if label.lower() in UNSUPPORTED:
-            return Unsupported(f"{where} is {UNSUPPORTED[label.lower()]} ({label}); "
-                               "this version has no code for it")  # fmt: skip
+            return Unsupported(
+                f"{where} is {UNSUPPORTED[label.lower()]} ({label}); "
+                "this version has no code for it"
+            )
     known = ", ".join(m.TITLE for m in models.kinds().values())
     return InputError(f"{where}: not a kind known here", expected=f"one of {known}", found=seen)
 

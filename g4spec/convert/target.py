@@ -78,8 +78,12 @@ def of(found: Found) -> Target:
 
 def _sampling(generation: Mapping[str, Any]) -> KV:
     kv: KV = {}
-    for key, name, kind in (("top_k", "top_k", T.I32), ("top_p", "top_p", T.F32),
-                            ("min_p", "min_p", T.F32), ("temperature", "temp", T.F32)):  # fmt: skip
+    for key, name, kind in (
+        ("top_k", "top_k", T.I32),
+        ("top_p", "top_p", T.F32),
+        ("min_p", "min_p", T.F32),
+        ("temperature", "temp", T.F32),
+    ):
         value = generation.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):
             kv[f"general.sampling.{name}"] = Value(kind, value)

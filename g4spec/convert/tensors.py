@@ -72,8 +72,10 @@ class Stored:
         except OSError as e:
             raise InputError(f"{path}: {e.strerror}") from e
         if done < out.size:
-            raise InputError(f"{path}: became shorter while it was read",
-                             fix="run the command again when it is whole")  # fmt: skip
+            raise InputError(
+                f"{path}: became shorter while it was read",
+                fix="run the command again when it is whole",
+            )
         return out
 
     def rows(self, first: int, last: int) -> Bytes:
@@ -84,8 +86,9 @@ class Stored:
     def first_rows(self, n: int) -> Stored:
         """The tensor without the rows from `n` on."""
         size = self.raw.size // self.shape[0] * n
-        return Stored(self.name, (n, *self.shape[1:]), self.dtype, self.format, self.raw[:size],
-                      self.place)  # fmt: skip
+        return Stored(
+            self.name, (n, *self.shape[1:]), self.dtype, self.format, self.raw[:size], self.place
+        )
 
     def array(self) -> NDArray[Any]:
         """All values, in memory: float32, or integers as stored."""
@@ -106,10 +109,26 @@ class Packed(Stored):
     _read: Rows
     _size: int
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: str, format: Format, read: Rows,
-                 note: str, size: int) -> None:  # fmt: skip
-        fields = {"name": name, "shape": shape, "dtype": dtype, "format": format, "place": None,
-                  "_read": read, "_note": note, "_size": size}  # fmt: skip
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        format: Format,
+        read: Rows,
+        note: str,
+        size: int,
+    ) -> None:
+        fields = {
+            "name": name,
+            "shape": shape,
+            "dtype": dtype,
+            "format": format,
+            "place": None,
+            "_read": read,
+            "_note": note,
+            "_size": size,
+        }
         for key, value in fields.items():
             object.__setattr__(self, key, value)
 
@@ -132,8 +151,15 @@ class Packed(Stored):
 
     def first_rows(self, n: int) -> Stored:
         assert self.format is not None
-        return Packed(self.name, (n, *self.shape[1:]), self.dtype, self.format, self._read,
-                      self.note, self._size)  # fmt: skip
+        return Packed(
+            self.name,
+            (n, *self.shape[1:]),
+            self.dtype,
+            self.format,
+            self._read,
+            self.note,
+            self._size,
+        )
 
 
 def workers() -> ThreadPoolExecutor:
@@ -143,8 +169,9 @@ def workers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=min(mine or 1, 8))
 
 
-def recode(tensor: Stored, to: Format, pool: ThreadPoolExecutor,
-           weights: Floats | None = None) -> Iterator[Bytes]:  # fmt: skip
+def recode(
+    tensor: Stored, to: Format, pool: ThreadPoolExecutor, weights: Floats | None = None
+) -> Iterator[Bytes]:
     """The tensor's bytes in format `to`, in order. InputError for values it cannot hold.
 
     Args:

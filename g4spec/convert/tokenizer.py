@@ -22,8 +22,15 @@ SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}  # upstream's spelling
 DEFAULTS = {f"{name}_token": f"<{name}>" for name in ("bos", "eos", "unk", "pad", "mask")}
 """Roles that Gemma's tokenizer class fills where the configuration does not name them."""
-VISIBLE = {"<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>",
-           "<tool_response|>", '<|"|>'}  # fmt: skip
+VISIBLE = {
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    '<|"|>',
+}
 """Control tokens that must appear in text, so that chat parsers can read them."""
 NORMAL, CONTROL, USER_DEFINED, BYTE = 1, 3, 4, 6
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -33,8 +40,10 @@ def from_gguf(gguf: GGUF) -> KV:
     """The tokenizer keys of a converted target."""
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
         if gguf.entries(key) is not T.STRING:
-            raise InputError(f"{gguf.path}: has no tokenizer, which a draft takes from its target",
-                             expected=f"{key}, a list of texts")  # fmt: skip
+            raise InputError(
+                f"{gguf.path}: has no tokenizer, which a draft takes from its target",
+                expected=f"{key}, a list of texts",
+            )
     kept = [k for k in gguf if k.startswith("tokenizer.") or k == STOP_IDS]
     return {key: gguf.value(key) for key in kept}
 
@@ -131,8 +140,9 @@ def _merges(merges: Any, folder: Path) -> list[str]:
             for m in merges
         ]
     except (TypeError, AttributeError) as e:
-        raise InputError(f"{folder}/tokenizer.json: model.merges",
-                         expected="pairs of strings") from e  # fmt: skip
+        raise InputError(
+            f"{folder}/tokenizer.json: model.merges", expected="pairs of strings"
+        ) from e
 
 
 def _special_ids(
@@ -175,9 +185,11 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 def _ids(found: Any, n_tokens: int, folder: Path) -> list[int]:
     """`suppress_tokens`: ids that the model must never be let choose."""
     if not isinstance(found, list) or not all(type(i) is int and 0 <= i < n_tokens for i in found):
-        raise InputError(f"{folder}/generation_config.json: suppress_tokens",
-                         expected=f"a list of token ids below {n_tokens}",
-                         found=f"{found!r:.80}")  # fmt: skip
+        raise InputError(
+            f"{folder}/generation_config.json: suppress_tokens",
+            expected=f"a list of token ids below {n_tokens}",
+            found=f"{found!r:.80}",
+        )
     return found
 
 

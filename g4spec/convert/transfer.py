@@ -26,10 +26,19 @@ SLACK = 1 << 20
 """Bytes of bodies beside the file: pages of redirects and errors."""
 
 KEPT = {
-    "accept-ranges", "content-length", "content-range", "content-type", "etag", "location",
-    "transfer-encoding", "x-error-code", "x-error-message", "x-linked-etag", "x-linked-size",
+    "accept-ranges",
+    "content-length",
+    "content-range",
+    "content-type",
+    "etag",
+    "location",
+    "transfer-encoding",
+    "x-error-code",
+    "x-error-message",
+    "x-linked-etag",
+    "x-linked-size",
     "x-repo-commit",
-}  # fmt: skip
+}
 XET = {"link", "x-xet-hash", "x-xet-refresh-route"}
 """Headers that move a download to the Xet client, which has bounds of its own."""
 
@@ -54,8 +63,15 @@ class Guard:
     EnvironmentProblem for one that takes too long or more room than the disk has.
     """
 
-    def __init__(self, what: str, limit: int, *, disk: bool = False, commit: str | None = None,
-                 xet: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        what: str,
+        limit: int,
+        *,
+        disk: bool = False,
+        commit: str | None = None,
+        xet: bool = False,
+    ) -> None:
         self.what, self.limit, self.disk, self.commit = what, limit, disk, commit
         self._kept = KEPT | XET if xet else KEPT
         self.digest: str | None = None
@@ -92,8 +108,10 @@ class Guard:
     def _client(self) -> Any:
         client = self._before()
         hooks = client.event_hooks
-        client.event_hooks = {"request": [*hooks["request"], self._request],
-                              "response": [self._response, *hooks["response"]]}  # fmt: skip
+        client.event_hooks = {
+            "request": [*hooks["request"], self._request],
+            "response": [self._response, *hooks["response"]],
+        }
         return client
 
     # ---- before a request
@@ -168,9 +186,12 @@ class Guard:
         if int(said) <= self.limit:
             return int(said)
         if self.disk:
-            raise EnvironmentProblem(f"{self.what}: no space left in the hub's cache",
-                                     expected=f"{int(said):,} bytes", found=f"{self.limit:,} bytes",
-                                     fix="free some, or set HF_HUB_CACHE")  # fmt: skip
+            raise EnvironmentProblem(
+                f"{self.what}: no space left in the hub's cache",
+                expected=f"{int(said):,} bytes",
+                found=f"{self.limit:,} bytes",
+                fix="free some, or set HF_HUB_CACHE",
+            )
         raise self._bad("size", f"at most {self.limit:,} bytes", f"{int(said):,}")
 
     def _count(self, n: int) -> None:
@@ -179,8 +200,9 @@ class Guard:
             raise self._bad("more bytes than it said", f"{self.limit:,} at most")
 
     def _bad(self, what: str, expected: object = None, found: object = None) -> InputError:
-        return InputError(f"{self.what}: the hub's answer makes no sense: {what}",
-                          expected=expected, found=found)  # fmt: skip
+        return InputError(
+            f"{self.what}: the hub's answer makes no sense: {what}", expected=expected, found=found
+        )
 
 
 def _counted(stream: Any, count: Callable[[int], None]) -> Any:

@@ -40,5 +40,7 @@ class Unchanged:
             after = stamps(source)
             changed = [p for p, stamp in before.items() if after.get(p) != stamp]
             if changed:
-                raise InputError(f"{min(changed)} changed while it was read",
-                                 fix="run the command again when nothing writes to it")  # fmt: skip
+                raise InputError(
+                    f"{min(changed)} changed while it was read",
+                    fix="run the command again when nothing writes to it",
+                )

@@ -28,17 +28,32 @@ def _turbo(first: int, *names: str) -> dict[int, tuple[str, int, int]]:
 
 FORKS: dict[str, dict[int, tuple[str, int, int]]] = {
     "lucebox": {41: _Q1, 42: ("TQ3_0", 32, 14)},
-    "beellama": {**_turbo(42, "TURBO3_0", "TURBO4_0", "TURBO2_0"),
-                 45: ("TURBO3_TCQ", 128, 52), 46: ("TURBO2_TCQ", 128, 36)},
-    "TheTom's first": {**_turbo(41, "TURBO3_0", "TURBO4_0", "TURBO2_0"),
-                       44: _TQ3, 45: _TQ4, 46: _Q1},
-    "TheTom's second": {41: _Q1, **_turbo(42, "TURBO2_0", "TURBO3_0", "TURBO4_0"),
-                        45: _TQ3, 46: _TQ4},
-    "TheTom's third": {**_turbo(43, "TURBO2_0", "TURBO3_0"), 45: _TQ3, 46: _TQ4,
-                       **_turbo(47, "TURBO4_0")},
+    "beellama": {
+        **_turbo(42, "TURBO3_0", "TURBO4_0", "TURBO2_0"),
+        45: ("TURBO3_TCQ", 128, 52),
+        46: ("TURBO2_TCQ", 128, 36),
+    },
+    "TheTom's first": {
+        **_turbo(41, "TURBO3_0", "TURBO4_0", "TURBO2_0"),
+        44: _TQ3,
+        45: _TQ4,
+        46: _Q1,
+    },
+    "TheTom's second": {
+        41: _Q1,
+        **_turbo(42, "TURBO2_0", "TURBO3_0", "TURBO4_0"),
+        45: _TQ3,
+        46: _TQ4,
+    },
+    "TheTom's third": {
+        **_turbo(43, "TURBO2_0", "TURBO3_0"),
+        45: _TQ3,
+        46: _TQ4,
+        **_turbo(47, "TURBO4_0"),
+    },
     "turbo-tan's": {41: ("TQ3_0", 32, 14), 44: _TQ3, 46: ("TQ3_4S", 32, 16)},
     "ik_llama.cpp": {41: ("Q1_0_G128", 128, 18)},
-}  # fmt: skip
+}
 """Fork -> type number -> name, values in a block, bytes of a block."""
 
 Place = tuple[str, Sequence[int], int, int]
@@ -60,9 +75,10 @@ def sizes(places: Sequence[Place], room: int, alignment: int, where: str) -> dic
         return {}
     upstream = _upstream(gaps)
     fitting = {
-        fork: first for fork, table in {UPSTREAM: upstream, **FORKS}.items()
+        fork: first
+        for fork, table in {UPSTREAM: upstream, **FORKS}.items()
         if (first := _fits(table, gaps, alignment))
-    }  # fmt: skip
+    }
     # Types of the same name and size are the same type, wherever they come from.
     meanings = {name: fork for fork, name in reversed(fitting.items())}
     (name, _, number, _), _ = gaps[0]
@@ -86,8 +102,9 @@ def _upstream(gaps: Sequence[tuple[Place, int]]) -> Mapping[int, tuple[str, int,
     return table
 
 
-def _fits(table: Mapping[int, tuple[str, int, int]], gaps: Sequence[tuple[Place, int]],
-          alignment: int) -> str:  # fmt: skip
+def _fits(
+    table: Mapping[int, tuple[str, int, int]], gaps: Sequence[tuple[Place, int]], alignment: int
+) -> str:
     """Name of the first tensor's type, if every tensor has the size that this table gives it."""
     for (_, shape, number, _), gap in gaps:
         if number not in table or (shape[-1] if shape else 1) % table[number][1]:

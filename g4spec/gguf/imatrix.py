@@ -68,9 +68,12 @@ class Imatrix:
             return None
         experts = shape[0] if len(shape) > 2 else 1
         if entry.sums.shape[1] != shape[-1] or len(entry.counts) not in (1, experts):
-            raise InputError(f"{self.name}: {name}{SUMS}: shape",
-                             expected=[experts, shape[-1]], found=list(entry.sums.shape),
-                             fix="use an imatrix of this model")  # fmt: skip
+            raise InputError(
+                f"{self.name}: {name}{SUMS}: shape",
+                expected=[experts, shape[-1]],
+                found=list(entry.sums.shape),
+                fix="use an imatrix of this model",
+            )
         mean = entry.sums / np.maximum(entry.counts, 1)[:, None].astype(np.float32)
         mean[entry.counts == 0] = 1
         level = mean.mean(axis=1, keepdims=True, dtype=np.float64)
@@ -82,15 +85,18 @@ class Imatrix:
 def read(path: Path) -> Imatrix:
     """Open an imatrix file. InputError if it is none, or holds what cannot be."""
     if path.is_file() and not is_gguf(path):
-        raise InputError(f"{path}: not a GGUF file; an older llama-imatrix writes another format",
-                         fix=f"turn that into GGUF: `llama-imatrix --in-file {path.name} "
-                         "-o imatrix.gguf`")  # fmt: skip
+        raise InputError(
+            f"{path}: not a GGUF file; an older llama-imatrix writes another format",
+            fix=f"turn that into GGUF: `llama-imatrix --in-file {path.name} -o imatrix.gguf`",
+        )
     with GGUF(path) as file:
         names = [n.removesuffix(SUMS) for n in file.tensors if n.endswith(SUMS)]
         if file.get("general.type") != "imatrix" or not names:
-            raise InputError(f"{path}: not an importance matrix",
-                             expected=f"general.type imatrix, and tensors NAME{SUMS}",
-                             fix="make one with `g4spec imatrix`")  # fmt: skip
+            raise InputError(
+                f"{path}: not an importance matrix",
+                expected=f"general.type imatrix, and tensors NAME{SUMS}",
+                fix="make one with `g4spec imatrix`",
+            )
         entries = {name: _entry(file, name) for name in names}
         chunks, size, datasets = (file.get(k) for k in (CHUNKS, CHUNK_SIZE, DATASETS))
         if not isinstance(chunks, int) or not isinstance(size, int):
@@ -104,18 +110,23 @@ def _entry(file: GGUF, name: str) -> Entry:
     for suffix in (SUMS, COUNTS):
         info = file.tensors.get(name + suffix)
         if info is None or info.format.name != "f32" or not 1 <= len(info.shape) <= 3:
-            raise InputError(f"{file.path}: {name}{suffix}", expected="an F32 tensor",
-                             found=info.format.name.upper() if info else "none")  # fmt: skip
+            raise InputError(
+                f"{file.path}: {name}{suffix}",
+                expected="an F32 tensor",
+                found=info.format.name.upper() if info else "none",
+            )
         found.append(file.array(name + suffix))
     sums, counts = found
     if not counts.size or sums.size % counts.size or not sums.size:
-        raise InputError(f"{file.path}: {name}: sums of {sums.size} values do not divide by "
-                         f"{counts.size} counts")  # fmt: skip
+        raise InputError(
+            f"{file.path}: {name}: sums of {sums.size} values do not divide by {counts.size} counts"
+        )
     for values in found:
         if not (np.isfinite(values) & (values >= 0)).all():
             raise InputError(f"{file.path}: {name}: a sum or count is below 0 or not finite")
-    return Entry(np.array(sums.reshape(counts.size, -1)),
-                 np.rint(counts.reshape(-1)).astype(np.int64))  # fmt: skip
+    return Entry(
+        np.array(sums.reshape(counts.size, -1)), np.rint(counts.reshape(-1)).astype(np.int64)
+    )
 
 
 def save(path: Path, found: Imatrix) -> int:
@@ -131,8 +142,9 @@ def save(path: Path, found: Imatrix) -> int:
     for name, entry in sorted(found.entries.items()):
         counts = entry.counts.astype(np.float32)
         for suffix, values in ((SUMS, entry.sums), (COUNTS, counts[:, None])):
-            tensors.append(TensorData(name + suffix, values.shape, f32,
-                                      [np.ascontiguousarray(values)]))  # fmt: skip
+            tensors.append(
+                TensorData(name + suffix, values.shape, f32, [np.ascontiguousarray(values)])
+            )
     return write(path, kv, tensors)
 
 

@@ -67,19 +67,27 @@ def paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
         raise InputError(f"{path}: {COUNT}", expected=f"1 to {MAX_PARTS}", found=count)
     found = _NAME.fullmatch(path.name)
     if not found or (int(found[2]), int(found[3])) != (no + 1, count):
-        raise InputError(f"{path}: the name of part {no + 1} of {count} of a split model",
-                         expected=name("NAME", no, count), found=path.name,
-                         fix="give the parts the names they were published with")  # fmt: skip
+        raise InputError(
+            f"{path}: the name of part {no + 1} of {count} of a split model",
+            expected=name("NAME", no, count),
+            found=path.name,
+            fix="give the parts the names they were published with",
+        )
     out = [path.with_name(name(found[1], i, count)) for i in range(count)]
     missing = [p.name for p in out if not p.exists()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise InputError(f"{path}: part {missing[0]}{more} of this split model is missing",
-                         expected=f"{count} parts in one folder", found=count - len(missing),
-                         fix="download all parts")  # fmt: skip
+        raise InputError(
+            f"{path}: part {missing[0]}{more} of this split model is missing",
+            expected=f"{count} parts in one folder",
+            found=count - len(missing),
+            fix="download all parts",
+        )
     if no:
-        raise InputError(f"{path}: part {no + 1} of {count} of a split model",
-                         fix=f"name the first part, {out[0]}")  # fmt: skip
+        raise InputError(
+            f"{path}: part {no + 1} of {count} of a split model",
+            fix=f"name the first part, {out[0]}",
+        )
     return out
 
 
@@ -94,16 +102,24 @@ def join(first: Any) -> None:
         first.parts.append(part)
         for key, expected in ((NO, no), (COUNT, first[COUNT])):
             if _number(path, part, key) != expected:
-                raise InputError(f"{path}: {key}", expected=expected, found=part[key],
-                                 fix="download the part again")  # fmt: skip
+                raise InputError(
+                    f"{path}: {key}",
+                    expected=expected,
+                    found=part[key],
+                    fix="download the part again",
+                )
         for tensor, info in part.tensors.items():
             if tensor in first.tensors:
                 raise InputError(f"{path}: tensor {tensor!r} is in an earlier part too")
             first.tensors[tensor] = replace(info, part=no)
     expected = _number(first.path, first, TENSORS)
     if len(first.tensors) != expected:
-        raise InputError(f"{first.path}: tensors of all parts", expected=expected,
-                         found=len(first.tensors), fix="download all parts again")  # fmt: skip
+        raise InputError(
+            f"{first.path}: tensors of all parts",
+            expected=expected,
+            found=len(first.tensors),
+            fix="download all parts again",
+        )
 
 
 def _number(path: Path, keys: Mapping[str, Any], key: str) -> int:

@@ -31,11 +31,18 @@ MAX_NAME = 63
 MAX_COUNT = 1 << 30
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
 NUMBERS: dict[T, np.dtype[Any]] = {
-    T.U8: np.dtype("<u1"), T.I8: np.dtype("<i1"), T.U16: np.dtype("<u2"), T.I16: np.dtype("<i2"),
-    T.U32: np.dtype("<u4"), T.I32: np.dtype("<i4"), T.F32: np.dtype("<f4"),
-    T.BOOL: np.dtype("<u1"), T.U64: np.dtype("<u8"), T.I64: np.dtype("<i8"),
+    T.U8: np.dtype("<u1"),
+    T.I8: np.dtype("<i1"),
+    T.U16: np.dtype("<u2"),
+    T.I16: np.dtype("<i2"),
+    T.U32: np.dtype("<u4"),
+    T.I32: np.dtype("<i4"),
+    T.F32: np.dtype("<f4"),
+    T.BOOL: np.dtype("<u1"),
+    T.U64: np.dtype("<u8"),
+    T.I64: np.dtype("<i8"),
     T.F64: np.dtype("<f8"),
-}  # fmt: skip
+}
 _U64 = struct.Struct("<Q")
 
 
@@ -258,8 +265,12 @@ class GGUF(Mapping[str, Any]):
     def __enter__(self) -> GGUF:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:  # fmt: skip
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _bad(self, what: str, expected: object = None, found: object = None) -> InputError:
@@ -275,8 +286,9 @@ class GGUF(Mapping[str, Any]):
     def _string(self, at: int, what: str) -> tuple[str, int]:
         length, at = self._take("Q", at, what)
         if length > self.size - at:
-            raise self._bad(f"the file ends inside {what}, at byte {at}", f"{length} bytes more",
-                            self.size - at)  # fmt: skip
+            raise self._bad(
+                f"the file ends inside {what}, at byte {at}", f"{length} bytes more", self.size - at
+            )
         try:
             return str(self._view[at : at + length], "utf-8"), at + length
         except UnicodeDecodeError as e:
@@ -288,8 +300,9 @@ class GGUF(Mapping[str, Any]):
             raise self._bad("not a GGUF file", "magic GGUF", bytes(self._view[:4]))
         self.version, at = self._take("I", 4, "the version")
         if self.version & 0xFFFF == 0 and self.version:
-            raise Unsupported(f"{self.path}: a big-endian GGUF file",
-                              fix="convert it on a little-endian machine")  # fmt: skip
+            raise Unsupported(
+                f"{self.path}: a big-endian GGUF file", fix="convert it on a little-endian machine"
+            )
         if self.version not in (2, 3):
             raise Unsupported(f"{self.path}: GGUF version", expected="2 or 3", found=self.version)
         n_tensors, at = self._take("q", at, "the tensor count")
@@ -391,10 +404,14 @@ class GGUF(Mapping[str, Any]):
         room, end, before = self.size - self.data_start, 0, ""
         for name, info in sorted(self.tensors.items(), key=lambda item: item[1].offset):
             if info.offset + info.nbytes > room:
-                raise self._bad(f"tensor {name!r} reaches beyond the end of the file; it is "
-                                "truncated or damaged", f"{max(room, 0)} bytes of data at most",
-                                info.offset + info.nbytes)  # fmt: skip
+                raise self._bad(
+                    f"tensor {name!r} reaches beyond the end of the file; it is "
+                    "truncated or damaged",
+                    f"{max(room, 0)} bytes of data at most",
+                    info.offset + info.nbytes,
+                )
             if info.offset < end and info.nbytes:
-                raise self._bad(f"tensor {name!r} lies on {before!r}",
-                                f"offset {end} or more", info.offset)  # fmt: skip
+                raise self._bad(
+                    f"tensor {name!r} lies on {before!r}", f"offset {end} or more", info.offset
+                )
             end, before = max(end, info.offset + info.nbytes), name

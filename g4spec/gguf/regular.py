@@ -31,8 +31,9 @@ def is_pointer(begin: bytes) -> bool:
 def refuse_pointer(path: Path, begin: bytes) -> None:
     """InputError for a file that begins as a Git LFS pointer does."""
     if is_pointer(begin):
-        raise InputError(f"{path}: a Git LFS pointer", expected="the file it points to",
-                         fix=LFS_FIX)  # fmt: skip
+        raise InputError(
+            f"{path}: a Git LFS pointer", expected="the file it points to", fix=LFS_FIX
+        )
 
 
 def opened(path: Path) -> BinaryIO:
@@ -49,8 +50,9 @@ def read(path: Path, limit: int = MAX_WHOLE) -> bytes:
     with opened(path) as f:
         size = os.fstat(f.fileno()).st_size
         if size > limit:
-            raise InputError(f"{path}: too large", expected=f"at most {limit:,} bytes",
-                             found=f"{size:,} bytes")  # fmt: skip
+            raise InputError(
+                f"{path}: too large", expected=f"at most {limit:,} bytes", found=f"{size:,} bytes"
+            )
         return f.read(size)
 
 
@@ -60,6 +62,8 @@ def stays(path: Path) -> Path:
     published."""
     real = Path(os.path.realpath(path))  # unlike `resolve`, also of links that lead in a circle
     if path.parent.resolve() not in real.parents and not _BLOB.fullmatch(real.as_posix()):
-        raise InputError(f"{path}: a link that leads out of its folder",
-                         fix="put the file itself there, if it belongs there")  # fmt: skip
+        raise InputError(
+            f"{path}: a link that leads out of its folder",
+            fix="put the file itself there, if it belongs there",
+        )
     return path

@@ -34,8 +34,9 @@ def check_place(path: Path) -> None:
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is a device or pipe", expected="the name of a file to write")
     if path.exists() and not path.stat().st_mode & 0o222:
-        raise EnvironmentProblem(f"cannot write {path}: it is read-only",
-                                 fix="choose another name, or make it writable")  # fmt: skip
+        raise EnvironmentProblem(
+            f"cannot write {path}: it is read-only", fix="choose another name, or make it writable"
+        )
     if not path.parent.is_dir():
         raise InputError(f"{path.parent}: no such folder", fix="create it first")
 
@@ -53,8 +54,11 @@ def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
     clear(path)
     free = shutil.disk_usage(path.parent).free
     if free < size:
-        raise EnvironmentProblem(f"not enough room on the disk of {path.parent}",
-                                 expected=f"{size:,} bytes", found=f"{free:,} bytes")  # fmt: skip
+        raise EnvironmentProblem(
+            f"not enough room on the disk of {path.parent}",
+            expected=f"{size:,} bytes",
+            found=f"{free:,} bytes",
+        )
     temporary = _name(path)
     try:
         with ExitStack() as stack:
@@ -74,8 +78,14 @@ def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
         _sync(path.parent)
     except OSError as e:
         temporary.unlink(missing_ok=True)
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO,
-                       errno.EFBIG):
+        if e.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EACCES,
+            errno.EROFS,
+            errno.EIO,
+            errno.EFBIG,
+        ):
             raise EnvironmentProblem(f"cannot write {path}: {e.strerror}") from e
         raise
     except BaseException:

@@ -22,8 +22,19 @@ VERSION = 3
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
-_CODES = {T.U8: "B", T.I8: "b", T.U16: "H", T.I16: "h", T.U32: "I", T.I32: "i", T.F32: "f",
-          T.BOOL: "?", T.U64: "Q", T.I64: "q", T.F64: "d"}  # fmt: skip
+_CODES = {
+    T.U8: "B",
+    T.I8: "b",
+    T.U16: "H",
+    T.I16: "h",
+    T.U32: "I",
+    T.I32: "i",
+    T.F32: "f",
+    T.BOOL: "?",
+    T.U64: "Q",
+    T.I64: "q",
+    T.F64: "d",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +56,13 @@ class TensorData:
         return quant.by_type(self.type, self.name).nbytes(self.shape, self.name)
 
 
-def write(path: str | Path, kv: KV, tensors: Iterable[TensorData],
-          progress: Progress | None = None,
-          check: Callable[[], None] | None = None) -> int:  # fmt: skip
+def write(
+    path: str | Path,
+    kv: KV,
+    tensors: Iterable[TensorData],
+    progress: Progress | None = None,
+    check: Callable[[], None] | None = None,
+) -> int:
     """Write a file; returns its size in bytes. An existing file is replaced at the end, unless
     `check` raises: it is called when all is written.
 
@@ -58,9 +73,14 @@ def write(path: str | Path, kv: KV, tensors: Iterable[TensorData],
     return _write([(Path(path), kv, list(tensors))], progress, check)
 
 
-def write_split(path: str | Path, kv: KV, tensors: Iterable[TensorData], max_size: int,
-                progress: Progress | None = None,
-                check: Callable[[], None] | None = None) -> tuple[list[Path], int]:  # fmt: skip
+def write_split(
+    path: str | Path,
+    kv: KV,
+    tensors: Iterable[TensorData],
+    max_size: int,
+    progress: Progress | None = None,
+    check: Callable[[], None] | None = None,
+) -> tuple[list[Path], int]:
     """Write a model in parts of at most `max_size` bytes, beside `path` and named after it; or the
     file `path` if one part holds it all. Returns their paths, and their size in all.
 
@@ -74,12 +94,19 @@ def write_split(path: str | Path, kv: KV, tensors: Iterable[TensorData], max_siz
     groups = _groups(kv, tensors, max_size)
     count = len(groups)
     if count > parts.MAX_PARTS:
-        raise InputError(f"{path}: too many parts", expected=f"at most {parts.MAX_PARTS}",
-                         found=count, fix="allow larger parts")  # fmt: skip
-    named = [path.with_name(parts.name(path.name.removesuffix(".gguf"), no, count))
-             for no in range(count)]  # fmt: skip
-    files = [(named[no], _part(kv, no, count, len(tensors)), group)
-             for no, group in enumerate(groups)]  # fmt: skip
+        raise InputError(
+            f"{path}: too many parts",
+            expected=f"at most {parts.MAX_PARTS}",
+            found=count,
+            fix="allow larger parts",
+        )
+    named = [
+        path.with_name(parts.name(path.name.removesuffix(".gguf"), no, count))
+        for no in range(count)
+    ]
+    files = [
+        (named[no], _part(kv, no, count, len(tensors)), group) for no, group in enumerate(groups)
+    ]
     return named, _write(files, progress, check)
 
 
@@ -90,17 +117,22 @@ def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[Tenso
     empty = len(header({}, [], 1))
     used, later = (len(header(_part(kv, no, 0, 0), [], 1)) + align for no in (0, 1))
     if used > max_size:
-        raise InputError(f"the metadata do not fit into a part of {max_size:,} bytes",
-                         found=f"{used:,} bytes", fix="allow larger parts")  # fmt: skip
+        raise InputError(
+            f"the metadata do not fit into a part of {max_size:,} bytes",
+            found=f"{used:,} bytes",
+            fix="allow larger parts",
+        )
     for tensor in tensors:
         size = len(header({}, [tensor], 1)) - empty + pad(tensor.nbytes, align)
         if used + size > max_size and used != later:
             groups.append([])
             used = later
         if used + size > max_size:
-            raise InputError(f"tensor {tensor.name} does not fit into a part of {max_size:,} bytes",
-                             found=f"{used + size:,} bytes with its header",
-                             fix="allow larger parts")  # fmt: skip
+            raise InputError(
+                f"tensor {tensor.name} does not fit into a part of {max_size:,} bytes",
+                found=f"{used + size:,} bytes with its header",
+                fix="allow larger parts",
+            )
         groups[-1].append(tensor)
         used += size
     return groups
@@ -108,8 +140,11 @@ def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[Tenso
 
 def _part(kv: KV, no: int, count: int, tensors: int) -> KV:
     """Metadata of a part: all of it in the first one."""
-    own = {parts.NO: Value(T.U16, no), parts.COUNT: Value(T.U16, count),
-           parts.TENSORS: Value(T.I32, tensors)}  # fmt: skip
+    own = {
+        parts.NO: Value(T.U16, no),
+        parts.COUNT: Value(T.U16, count),
+        parts.TENSORS: Value(T.I32, tensors),
+    }
     kept = {k: v for k, v in kv.items() if k == "general.alignment"}
     return {**(kept if no else kv), **own}
 
@@ -119,12 +154,17 @@ def alignment(kv: KV) -> int:
     return int(kv["general.alignment"].data) if "general.alignment" in kv else DEFAULT_ALIGNMENT
 
 
-def _write(files: list[tuple[Path, KV, list[TensorData]]], progress: Progress | None,
-           check: Callable[[], None] | None) -> int:  # fmt: skip
+def _write(
+    files: list[tuple[Path, KV, list[TensorData]]],
+    progress: Progress | None,
+    check: Callable[[], None] | None,
+) -> int:
     """Write files that appear together, unless `check` raises; returns their size in all."""
     heads = [header(kv, tensors, alignment(kv)) for _, kv, tensors in files]
-    sizes = [len(head) + sum(pad(t.nbytes, alignment(kv)) for t in tensors)
-             for head, (_, kv, tensors) in zip(heads, files, strict=True)]  # fmt: skip
+    sizes = [
+        len(head) + sum(pad(t.nbytes, alignment(kv)) for t in tensors)
+        for head, (_, kv, tensors) in zip(heads, files, strict=True)
+    ]
     total, done = sum(sizes), 0
     with ExitStack() as stack:
         for no, (path, kv, tensors) in enumerate(files):
@@ -138,8 +178,9 @@ def _write(files: list[tuple[Path, KV, list[TensorData]]], progress: Progress | 
     return total
 
 
-def _stream(f: IO[bytes], tensor: TensorData, align: int, done: int, total: int,
-            progress: Progress | None) -> int:  # fmt: skip
+def _stream(
+    f: IO[bytes], tensor: TensorData, align: int, done: int, total: int, progress: Progress | None
+) -> int:
     """Write a tensor and what pads it; returns the bytes."""
     size = 0
     for chunk in tensor.chunks:
@@ -161,9 +202,11 @@ def header(kv: KV, tensors: list[TensorData], align: int) -> bytes:
     for t in tensors:
         name = t.name.encode()
         if len(name) > MAX_NAME or len(t.shape) > MAX_DIMS or t.name in seen:
-            raise InputError(f"tensor {t.name!r} of shape {t.shape} cannot be written",
-                             expected=f"a new name of at most {MAX_NAME} bytes and at most "
-                                      f"{MAX_DIMS} dimensions")  # fmt: skip
+            raise InputError(
+                f"tensor {t.name!r} of shape {t.shape} cannot be written",
+                expected=f"a new name of at most {MAX_NAME} bytes and at most "
+                f"{MAX_DIMS} dimensions",
+            )
         seen.add(t.name)
         dims = struct.pack(f"<I{len(t.shape)}q", len(t.shape), *reversed(t.shape))
         out += [_string(t.name), dims, struct.pack("<iQ", t.type, offset)]

@@ -79,8 +79,12 @@ def lengths_of(text: str, most: int | None) -> tuple[Length, ...]:
         elif word.strip().isdecimal() and int(word) <= MAX_DRAFT:
             chosen.append(int(word))
         else:
-            raise UsageError("--draft-max", expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '
-                             "or several with commas between them", found=word)  # fmt: skip
+            raise UsageError(
+                "--draft-max",
+                expected=f'"sweep", "auto" or 0 to {MAX_DRAFT}, '
+                "or several with commas between them",
+                found=word,
+            )
     if most is None:
         return (0,)
     numbers = sorted({min(n, most) for n in chosen if n != "auto"})
@@ -177,8 +181,10 @@ def sweep(
             raise
         result.interrupted = True
         turns = turns[: len(turns) // len(prompts) * len(prompts) or None]  # whole repeats, if any
-        result.notes.append(f"interrupted: {len(turns)} of {protocol.repeats * len(prompts)} "
-                            "measurements of a prompt count")  # fmt: skip
+        result.notes.append(
+            f"interrupted: {len(turns)} of {protocol.repeats * len(prompts)} "
+            "measurements of a prompt count"
+        )
     _sum_up(turns, result, ids_of)
     result.notes += [n for n in engine.notes if n not in result.notes] + _remarks(result)
     result.memory = _memory(engine, idle, peak)
@@ -239,12 +245,17 @@ def encoded(engine: Engine, prompts: Sequence[Prompt], n_predict: int) -> dict[s
     for prompt in prompts:
         ids = prompt.encode(engine.tokenizer)
         if (first := seen.setdefault(tuple(ids), prompt.name)) != prompt.name:
-            raise InputError(f"prompts {first} and {prompt.name} are the same text",
-                             fix="remove one: a prompt may count only once")  # fmt: skip
+            raise InputError(
+                f"prompts {first} and {prompt.name} are the same text",
+                fix="remove one: a prompt may count only once",
+            )
         if len(ids) + n_predict > engine.n_ctx:
-            raise UsageError(f"prompt {prompt.name} and -n {n_predict} do not fit",
-                             expected=f"at most {engine.n_ctx} tokens",
-                             found=len(ids) + n_predict, fix="raise -c or lower -n")  # fmt: skip
+            raise UsageError(
+                f"prompt {prompt.name} and -n {n_predict} do not fit",
+                expected=f"at most {engine.n_ctx} tokens",
+                found=len(ids) + n_predict,
+                fix="raise -c or lower -n",
+            )
         found[prompt.name] = ids
     return found
 

@@ -20,19 +20,32 @@ _NUMBER, LARGEST = (int, float), 1e15
 """A JSON number may be too large for a float; no measured one is."""
 
 _FIELDS: dict[str, type] = {
-    "provenance": dict, "options": dict, "rows": list, "texts": dict, "identical": bool,
-    "recommendation": dict, "memory": dict, "notes": list,
-}  # fmt: skip
+    "provenance": dict,
+    "options": dict,
+    "rows": list,
+    "texts": dict,
+    "identical": bool,
+    "recommendation": dict,
+    "memory": dict,
+    "notes": list,
+}
 
 _ROW: dict[str, type | tuple[type, ...]] = {
-    "category": str, "length": (int, str), "tokens_per_second": _NUMBER, "spread": list,
-    "ratio": _NUMBER, "acceptance": _NUMBER, "committed": _NUMBER,
-}  # fmt: skip
+    "category": str,
+    "length": (int, str),
+    "tokens_per_second": _NUMBER,
+    "spread": list,
+    "ratio": _NUMBER,
+    "acceptance": _NUMBER,
+    "committed": _NUMBER,
+}
 
 _FILE: dict[str, type | tuple[type, ...]] = {
-    "name": (str, type(None)), "sha256": (str, type(None)), "kind": (str, type(None)),
+    "name": (str, type(None)),
+    "sha256": (str, type(None)),
+    "kind": (str, type(None)),
     "types": (dict, type(None)),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +79,23 @@ def read(path: Path) -> dict[str, Any]:
     try:
         data: dict[str, Any] = json.loads(regular.read(path))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON", found=error,
-                         expected="a file written by `g4spec bench -o`") from None  # fmt: skip
+        raise InputError(
+            f"{path}: not JSON", found=error, expected="a file written by `g4spec bench -o`"
+        ) from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != SCHEMA:
-        raise InputError(f"{path}: not a result of `g4spec bench`", expected=f"schema {SCHEMA}",
-                         found=f"{schema!r:.80}")  # fmt: skip
+        raise InputError(
+            f"{path}: not a result of `g4spec bench`",
+            expected=f"schema {SCHEMA}",
+            found=f"{schema!r:.80}",
+        )
     _check(data, _FIELDS, str(path))
     for number, row in enumerate(data["rows"]):
         if not isinstance(row, dict):
             raise InputError(f"{path}: rows[{number}]", expected="an object", found=f"{row!r:.80}")
         _check(row, _ROW, f"{path}: rows[{number}]")
         speeds = [row["tokens_per_second"], *row["spread"]]
-        if len(speeds) != 3 or not all(
-            isinstance(s, _NUMBER) and 0 <= s < LARGEST for s in speeds
-        ):
+        if len(speeds) != 3 or not all(isinstance(s, _NUMBER) and 0 <= s < LARGEST for s in speeds):
             wanted = "tokens_per_second and two numbers of spread, none below 0"
             raise InputError(f"{path}: rows[{number}]", expected=wanted, found=f"{speeds!r:.80}")
         if not 0 <= row["acceptance"] <= 1:
@@ -108,8 +123,11 @@ def _check(data: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> No
     for name, kind in fields.items():
         if not isinstance(data.get(name), kind):
             wanted = kind if isinstance(kind, tuple) else (kind,)
-            raise InputError(f"{where}: {name}", expected=" or ".join(k.__name__ for k in wanted),
-                             found=type(data.get(name)).__name__)  # fmt: skip
+            raise InputError(
+                f"{where}: {name}",
+                expected=" or ".join(k.__name__ for k in wanted),
+                found=type(data.get(name)).__name__,
+            )
 
 
 def tolerance(text: str) -> float:
@@ -136,16 +154,19 @@ def compare(
     """
     unlike, retyped = _unlike(old, new), _retyped(old, new)
     if unlike and not force:
-        raise InputError("the two results cannot be compared: " + "; ".join(unlike),
-                         fix="measure both in the same way, or pass --force")  # fmt: skip
+        raise InputError(
+            "the two results cannot be compared: " + "; ".join(unlike),
+            fix="measure both in the same way, or pass --force",
+        )
     ours = {(r["category"], r["length"]): r for r in old["rows"]}
     theirs = {(r["category"], r["length"]): r for r in new["rows"]}
     both = [(ours[key], theirs[key]) for key in ours if key in theirs]
     timed = [pair for pair in both if all(row["tokens_per_second"] for row in pair)]
     changes = [_change(*pair, allowed) for pair in timed]
     if not changes:
-        raise InputError("the two results have no kind of prompt and draft length in common that "
-                         "took any time")  # fmt: skip
+        raise InputError(
+            "the two results have no kind of prompt and draft length in common that took any time"
+        )
     if untimed := len(both) - len(timed):
         unlike.append(f"{untimed} settings took no time: their texts are one token")
     regressions = [f"{c.category}, length {c.length}: {c.worse}" for c in changes if c.worse]
@@ -210,6 +231,7 @@ def _retyped(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     types = [side.get("types") or {} for side in (one, two)]
     if one.get("kind") != two.get("kind") or set(types[0]) == set(types[1]) or not all(types):
         return []
-    shown = [max((t for t in side if t != "f32"), key=lambda t: side[t], default="f32")
-             for side in types]  # fmt: skip
+    shown = [
+        max((t for t in side if t != "f32"), key=lambda t: side[t], default="f32") for side in types
+    ]
     return [f"the draft is stored as {shown[0]}, then as {shown[1]}"]

@@ -32,17 +32,21 @@ def page(data: Mapping[str, Any]) -> str:
     drafted = any(r["length"] != 0 for r in rows)
     whole = [r for r in rows if r["category"] == categories[-1]]
     return template.render(
-        data=data, rows=rows, drafted=drafted, whole=whole,
+        data=data,
+        rows=rows,
+        drafted=drafted,
+        whole=whole,
         best=_best(data, rows),
         speed=[_speed(c, rows, data["recommendation"]["lengths"]) for c in single],
         positions=[c for c in (_positions(name, rows) for name in single) if c],
-        committed=[c for c in (_committed(n, rows, data["recommendation"]["lengths"])
-                               for n in single) if c],
+        committed=[
+            c for c in (_committed(n, rows, data["recommendation"]["lengths"]) for n in single) if c
+        ],
         times=charts.split(
             [(str(r["length"]), r["draft_ms"], r["step_ms"]) for r in whole],
             "milliseconds of a cycle by draft length",
         ),
-    )  # fmt: skip
+    )
 
 
 def _best(data: Mapping[str, Any], rows: Rows) -> Rows:
@@ -58,10 +62,13 @@ def _speed(category: str, rows: Rows, chosen: Mapping[str, int | str]) -> tuple[
     def point(row: Mapping[str, Any]) -> charts.Point:
         speed = row["tokens_per_second"]
         return charts.Point(
-            str(row["length"]), speed, row["spread"][0], row["spread"][1],
+            str(row["length"]),
+            speed,
+            row["spread"][0],
+            row["spread"][1],
             f"length {row['length']}: {speed:.1f} tokens/s, {row['ratio']:.2f} x plain",
             chosen.get(category) == row["length"],
-        )  # fmt: skip
+        )
 
     fixed = [point(r) for r in mine if r["length"] != "auto"]
     auto = next((point(r) for r in mine if r["length"] == "auto"), None)

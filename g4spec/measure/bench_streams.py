@@ -147,8 +147,10 @@ def sweep(
         result.interrupted = True
         whole = min(map(len, rounds.values())) or 1
         rounds = {length: made[:whole] for length, made in rounds.items() if made}
-        result.notes.append(f"interrupted: {whole} of {protocol.repeats} repeats count, of "
-                            f"{len(rounds)} of {len(protocol.lengths)} settings")  # fmt: skip
+        result.notes.append(
+            f"interrupted: {whole} of {protocol.repeats} repeats count, of "
+            f"{len(rounds)} of {len(protocol.lengths)} settings"
+        )
     for repeat in range(len(rounds[0])):
         for name in ids_of:
             texts = {length: made[repeat].answers[name].ids for length, made in rounds.items()}
@@ -166,9 +168,7 @@ def _warm_up(engine: Engine, protocol: Protocol, streams: int) -> None:
         answer(engine, {str(i): warm for i in range(streams)}, few, streams)
 
 
-def answer(
-    engine: Engine, prompts: dict[str, list[int]], options: Options, streams: int
-) -> Round:
+def answer(engine: Engine, prompts: dict[str, list[int]], options: Options, streams: int) -> Round:
     """Answer each prompt once, `streams` at a time."""
     made, waiting, live = Round(), deque(prompts.items()), list[Stream]()
     began = time.perf_counter()
@@ -237,14 +237,23 @@ def _remarks(
     result: Result, rounds: dict[Length, list[Round]], engine: Engine, streams: int
 ) -> list[str]:
     """What a reader must know to judge the numbers."""
-    notes = [note for made in rounds.values() for r in made
-             for request in r.answers.values() for note in request.notes]  # fmt: skip
+    notes = [
+        note
+        for made in rounds.values()
+        for r in made
+        for request in r.answers.values()
+        for note in request.notes
+    ]
     if any(row.preempted for row in result.rows):
-        notes.append("texts were preempted: all together have the cache of one context, "
-                     f"{engine.n_ctx} tokens; raise -c")  # fmt: skip
+        notes.append(
+            "texts were preempted: all together have the cache of one context, "
+            f"{engine.n_ctx} tokens; raise -c"
+        )
     if result.rows[0].requests < 2 * streams:
-        notes.append(f"{result.rows[0].requests} prompts for {streams} streams: most of the time "
-                     "fewer were busy")  # fmt: skip
+        notes.append(
+            f"{result.rows[0].requests} prompts for {streams} streams: most of the time "
+            "fewer were busy"
+        )
     if result.protocol.repeats == 1:
         notes.append("one repeat: how much the timing scatters is not known")
     return [note for note in dict.fromkeys(notes) if note not in result.notes]

@@ -56,8 +56,10 @@ def lines(
     for x, p in zip(xs, marks, strict=True):
         y = _y(p.value, scale)
         out.append(f"<g><title>{escape(p.title)}</title>")
-        out.append(f'<line class="whisker" x1="{x:.1f}" x2="{x:.1f}" y1="{_y(p.low, scale)}" '
-                   f'y2="{_y(p.high, scale)}"/>')  # fmt: skip
+        out.append(
+            f'<line class="whisker" x1="{x:.1f}" x2="{x:.1f}" y1="{_y(p.low, scale)}" '
+            f'y2="{_y(p.high, scale)}"/>'
+        )
         if p is apart:
             out.append(f'<path class="apart" d="M{x:.1f} {y - 6}l6 6l-6 6l-6-6z"/>')
         else:

@@ -27,12 +27,17 @@ def cut(
     Raises InputError for a text of less than two chunks.
     """
     if size < 4 or (most is not None and most < 1):
-        raise UsageError("chunks", expected="at least 1, of at least 4 tokens",
-                         found=f"{most} of {size}")  # fmt: skip
+        raise UsageError(
+            "chunks", expected="at least 1, of at least 4 tokens", found=f"{most} of {size}"
+        )
     ids = tokenizer.encode(text)
     if len(ids) < FEWEST * size:
-        raise InputError("the text is too short", expected=f"at least {FEWEST * size} tokens",
-                         found=len(ids), fix="take a longer one, or a smaller -c")  # fmt: skip
+        raise InputError(
+            "the text is too short",
+            expected=f"at least {FEWEST * size} tokens",
+            found=len(ids),
+            fix="take a longer one, or a smaller -c",
+        )
     starts = range(0, len(ids) - size + 1, size)[:most]
     return [[tokenizer.bos, *ids[at + 1 : at + size]] for at in starts]
 

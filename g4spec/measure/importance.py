@@ -32,8 +32,11 @@ class InputSums(Ops):
 
     def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._names = {w.untyped_storage().data_ptr(): name for name, w in weights.items()
-                       if name.startswith(PREFIX) and w.ndim > 1}  # fmt: skip
+        self._names = {
+            w.untyped_storage().data_ptr(): name
+            for name, w in weights.items()
+            if name.startswith(PREFIX) and w.ndim > 1
+        }
         self._experts = {name: w.shape[0] if w.ndim > 2 else 1 for name, w in weights.items()}
         self._size = {name: w.numel() // self._experts[name] for name, w in weights.items()}
         self.sums: dict[str, torch.Tensor] = {}
@@ -57,12 +60,18 @@ class InputSums(Ops):
 
     def entries(self) -> dict[str, Entry]:
         """What was counted, by matrix."""
-        return {name: Entry(np.asarray(sums, np.float32), np.asarray(self.counts[name]))
-                for name, sums in self.sums.items()}  # fmt: skip
+        return {
+            name: Entry(np.asarray(sums, np.float32), np.asarray(self.counts[name]))
+            for name, sums in self.sums.items()
+        }
 
 
-def collect(engine: Engine, parts: Sequence[list[int]], dataset: str,
-            progress: Progress = lambda done, total: None) -> Imatrix:  # fmt: skip
+def collect(
+    engine: Engine,
+    parts: Sequence[list[int]],
+    dataset: str,
+    progress: Progress = lambda done, total: None,
+) -> Imatrix:
     """Read the chunks of `chunks.cut`, all of one size, and return what the matrices were given.
 
     Args:

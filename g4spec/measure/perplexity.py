@@ -81,9 +81,13 @@ class Quality:
         return asdict(self)
 
 
-def measure(engine: Engine, parts: Sequence[list[int]], base: Engine | None = None,
-            progress: Progress = lambda done, total: None, read: Read = chunks.read,
-            ) -> Quality:  # fmt: skip
+def measure(
+    engine: Engine,
+    parts: Sequence[list[int]],
+    base: Engine | None = None,
+    progress: Progress = lambda done, total: None,
+    read: Read = chunks.read,
+) -> Quality:
     """Predict the second halves of the chunks of `chunks.cut`, all of one size.
 
     Args:
@@ -93,8 +97,11 @@ def measure(engine: Engine, parts: Sequence[list[int]], base: Engine | None = No
     Raises InputError if the vocabularies differ, or logits are not finite.
     """
     if base is not None and base.config.n_vocab != engine.config.n_vocab:
-        raise InputError("the two models have different vocabularies",
-                         expected=base.config.n_vocab, found=engine.config.n_vocab)  # fmt: skip
+        raise InputError(
+            "the two models have different vocabularies",
+            expected=base.config.n_vocab,
+            found=engine.config.n_vocab,
+        )
     rows = []
     for i, ids in enumerate(parts):
         rows.append(_chunk(engine, base, ids, read))
@@ -131,8 +138,9 @@ def _log_probs(engine: Engine, ids: list[int], read: Read) -> Iterator[torch.Ten
         last = min(at + MAX_STEP_ROWS, len(ids) - 1)
         logits = engine.target.logits(hidden[at:last])
         if not bool(torch.isfinite(logits).all()):
-            raise InputError("the target's logits are not finite",
-                             fix="run `g4spec validate` on the file")  # fmt: skip
+            raise InputError(
+                "the target's logits are not finite", fix="run `g4spec validate` on the file"
+            )
         yield torch.log_softmax(logits.double(), 1).cpu()
 
 

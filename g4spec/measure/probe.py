@@ -69,14 +69,21 @@ class Probe:
     @property
     def better(self) -> list[str]:
         """Settings with which the draft commits clearly more."""
-        return [name for name, run in self.others.items()
-                if run.per_step >= BETTER * self.run.per_step]  # fmt: skip
+        return [
+            name for name, run in self.others.items() if run.per_step >= BETTER * self.run.per_step
+        ]
 
     def json(self) -> dict[str, Any]:
         others = {name: run.per_step for name, run in self.others.items()}
-        return {"kind": self.kind, "ok": self.ok, "tokens_per_step": self.run.per_step,
-                "reached": self.reached, "by_position": self.run.shares(), "others": others,
-                "better": self.better}  # fmt: skip
+        return {
+            "kind": self.kind,
+            "ok": self.ok,
+            "tokens_per_step": self.run.per_step,
+            "reached": self.reached,
+            "by_position": self.run.shares(),
+            "others": others,
+            "better": self.better,
+        }
 
 
 def probe(
@@ -115,8 +122,10 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
         for step in (1, -1):
             moved = [i + step for i in ids]
             if min(moved) >= 1:
-                yield f"{a}target_layers = {moved}", {
-                    f"{a}target_layers": Value(T.ARRAY, moved, T.I32)}  # fmt: skip
+                yield (
+                    f"{a}target_layers = {moved}",
+                    {f"{a}target_layers": Value(T.ARRAY, moved, T.I32)},
+                )
     base = file.get(f"{a}rope.freq_base")
     for other in (1e4, 1e6):
         if isinstance(base, float) and base != other:
@@ -126,8 +135,10 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
         for value in (True, False):
             if causal != [value] * len(causal):
                 key = "g4spec.dflash.layer_causal"
-                yield f"{key} = all {str(value).lower()}", {
-                    key: Value(T.ARRAY, [value] * len(causal), T.BOOL)}  # fmt: skip
+                yield (
+                    f"{key} = all {str(value).lower()}",
+                    {key: Value(T.ARRAY, [value] * len(causal), T.BOOL)},
+                )
     scale, width = file.get(f"{a}embedding_scale", 1.0), file.get(f"{a}embedding_length")
     if a.startswith("dflash") and isinstance(width, int):
         other = 1.0 if scale != 1.0 else width**0.5
@@ -166,7 +177,9 @@ def _kind(draft: Path) -> str:
 
 def _written(file: GGUF, changes: KV, path: Path) -> Path:
     kv = {key: file.value(key) for key in file} | changes
-    data = [TensorData(name, t.shape, t.format.type, [file.raw(name)])
-            for name, t in file.tensors.items()]  # fmt: skip
+    data = [
+        TensorData(name, t.shape, t.format.type, [file.raw(name)])
+        for name, t in file.tensors.items()
+    ]
     gguf.write(path, kv, data)
     return path

@@ -69,14 +69,23 @@ def recommend(rows: Sequence[Row], longest: int | None = None) -> Recommendation
                 auto[category] = row.ratio / best.ratio
                 if row.ratio_spread[0] > best.ratio * (1 + NOISE):
                     lengths[category] = "auto"
-    return Recommendation(lengths, auto, _words(lengths) + _unmeasured_words(unmeasured),
-                          _auto_words(auto), unmeasured)  # fmt: skip
+    return Recommendation(
+        lengths,
+        auto,
+        _words(lengths) + _unmeasured_words(unmeasured),
+        _auto_words(auto),
+        unmeasured,
+    )
 
 
 def _unfixed(by_category: dict[str, list[Row]]) -> str:
     """Without a fixed length there is none to recommend."""
-    autos = {name: row.ratio for name, rows in by_category.items()
-             for row in rows if row.length == "auto"}  # fmt: skip
+    autos = {
+        name: row.ratio
+        for name, rows in by_category.items()
+        for row in rows
+        if row.length == "auto"
+    }
     if not autos:
         return "Only plain decoding was measured."
     mean, lowest = sum(autos.values()) / len(autos), min(autos, key=lambda name: autos[name])
@@ -108,8 +117,10 @@ def _unmeasured_words(unmeasured: dict[str, int]) -> str:
     if not unmeasured:
         return ""
     names = [TITLES.get(name, name) for name in unmeasured]
-    return (f" Longer drafts than {max(unmeasured.values())} were not measured and may be faster "
-            f"for {_listed(names)}: --draft-max sweep.")  # fmt: skip
+    return (
+        f" Longer drafts than {max(unmeasured.values())} were not measured and may be faster "
+        f"for {_listed(names)}: --draft-max sweep."
+    )
 
 
 def _auto_words(auto: dict[str, float]) -> str:

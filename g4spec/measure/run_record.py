@@ -87,11 +87,12 @@ def machine() -> dict[str, Any]:
     """Processor, threads and operating system; no host or user name."""
     return {
         "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "os": f"{platform.system()} {platform.release()}",
-    }  # fmt: skip
+    }
 
 
 def driver() -> str | None:

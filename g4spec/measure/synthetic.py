@@ -28,38 +28,67 @@ VOCAB = 262144
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def _text(hidden: int, layers: int, heads: int, kv: tuple[int, int], ff: int, period: int = 6,
-          **more: Any) -> dict[str, Any]:  # fmt: skip
+def _text(
+    hidden: int, layers: int, heads: int, kv: tuple[int, int], ff: int, period: int = 6, **more: Any
+) -> dict[str, Any]:
     return {
-        "vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv[0],
-        "num_global_key_value_heads": kv[1], "head_dim": 256, "global_head_dim": 512,
-        "intermediate_size": ff, "sliding_window": 1024, "attention_k_eq_v": True,
-        "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0,
+        "vocab_size": VOCAB,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv[0],
+        "num_global_key_value_heads": kv[1],
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "intermediate_size": ff,
+        "sliding_window": 1024,
+        "attention_k_eq_v": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "final_logit_softcapping": 30.0,
         "max_position_embeddings": 262144,
         "layer_types": [FULL if (i + 1) % period == 0 else SLIDING for i in range(layers)],
         **more,
-    }  # fmt: skip
+    }
 
 
-_SMALL = {"attention_k_eq_v": False, "sliding_window": 512, "hidden_size_per_layer_input": 256,
-          "vocab_size_per_layer_input": VOCAB, "max_position_embeddings": 131072}  # fmt: skip
+_SMALL = {
+    "attention_k_eq_v": False,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": VOCAB,
+    "max_position_embeddings": 131072,
+}
 TARGETS = {
     "31b": _text(5376, 60, 32, (16, 4), 21504),
-    "26b-a4b": _text(2816, 30, 16, (8, 2), 2112, enable_moe_block=True, num_experts=128,
-                     top_k_experts=8, moe_intermediate_size=704),
+    "26b-a4b": _text(
+        2816,
+        30,
+        16,
+        (8, 2),
+        2112,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     "12b": _text(3840, 48, 16, (8, 1), 15360),
     "e4b": _text(2560, 42, 8, (2, 2), 10240, num_kv_shared_layers=18, **_SMALL),
-    "e2b": _text(1536, 35, 8, (1, 1), 6144, 5, num_kv_shared_layers=20, use_double_wide_mlp=True,
-                 **_SMALL),
-}  # fmt: skip
+    "e2b": _text(
+        1536, 35, 8, (1, 1), 6144, 5, num_kv_shared_layers=20, use_double_wide_mlp=True, **_SMALL
+    ),
+}
 """`text_config` of each size."""
 
 DRAFTS = {"31b": (64, 10752), "26b-a4b": (32, 5632), "12b": (32, 7680)}
 """Heads and feed-forward width of z-lab's DFlash for a size."""
 
-ASSISTANTS = {"31b": (1024, 32, 8192), "26b-a4b": (1024, 16, 8192), "12b": (1024, 16, 8192),
-              "e4b": (256, 4, 2048), "e2b": (256, 4, 2048)}  # fmt: skip
+ASSISTANTS = {
+    "31b": (1024, 32, 8192),
+    "26b-a4b": (1024, 16, 8192),
+    "12b": (1024, 16, 8192),
+    "e4b": (256, 4, 2048),
+    "e2b": (256, 4, 2048),
+}
 """Hidden size, heads and feed-forward width of Google's assistant for a size."""
 
 CENTROIDS = 2048
@@ -108,11 +137,21 @@ def _assistant(name: str, type: str, on: Target) -> assistant.Drafter:
     (hidden, heads, ff), its = ASSISTANTS[name], TARGETS[name]
     kv = its["num_key_value_heads"], its["num_global_key_value_heads"]
     same = {key: its[key] for key in ("sliding_window", "attention_k_eq_v")}
-    config = assistant.parse_hf(Checkpoint({
-        "architectures": ["Gemma4AssistantForCausalLM"], "backbone_hidden_size": on.config.n_embd,
-        "use_ordered_embeddings": name not in DRAFTS, "num_centroids": CENTROIDS,
-        "text_config": _text(hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None, **same),
-    }, {}), on.config)  # fmt: skip
+    config = assistant.parse_hf(
+        Checkpoint(
+            {
+                "architectures": ["Gemma4AssistantForCausalLM"],
+                "backbone_hidden_size": on.config.n_embd,
+                "use_ordered_embeddings": name not in DRAFTS,
+                "num_centroids": CENTROIDS,
+                "text_config": _text(
+                    hidden, 4, heads, kv, ff, 4, final_logit_softcapping=None, **same
+                ),
+            },
+            {},
+        ),
+        on.config,
+    )
     weights: Any = _turning(assistant.tensors(config), type, on.backend.ops)
     head: Any = _Head(config)
     return assistant.Drafter(config, weights, on.ops, on, head, [], on.n_states)
@@ -122,15 +161,32 @@ def _dflash(name: str, type: str, on: Target) -> dflash.Drafter:
     heads, ff = DRAFTS[name]
     n = len(on.config.layers)
     taps = [round(1 + k * (n - 4) / 5) for k in range(6)]
-    config = dflash.parse_hf(Checkpoint({
-        "architectures": ["DFlashDraftModel"], "vocab_size": VOCAB,
-        "hidden_size": on.config.n_embd, "intermediate_size": ff, "num_hidden_layers": 5,
-        "num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128,
-        "hidden_act": "silu", "max_position_embeddings": 262144, "rope_theta": 1e6,
-        "layer_types": [SLIDING] * 4 + [FULL], "use_sliding_window": True, "sliding_window": 2048,
-        "block_size": 16, "dflash_config": {"mask_token_id": 4, "target_layer_ids": taps},
-        "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
-    }, {}), on.config)  # fmt: skip
+    config = dflash.parse_hf(
+        Checkpoint(
+            {
+                "architectures": ["DFlashDraftModel"],
+                "vocab_size": VOCAB,
+                "hidden_size": on.config.n_embd,
+                "intermediate_size": ff,
+                "num_hidden_layers": 5,
+                "num_attention_heads": heads,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "max_position_embeddings": 262144,
+                "rope_theta": 1e6,
+                "layer_types": [SLIDING] * 4 + [FULL],
+                "use_sliding_window": True,
+                "sliding_window": 2048,
+                "block_size": 16,
+                "dflash_config": {"mask_token_id": 4, "target_layer_ids": taps},
+                "final_logit_softcapping": 30.0,
+                "tie_word_embeddings": True,
+            },
+            {},
+        ),
+        on.config,
+    )
     slack = on.backend.slack(on.chunk)
     kv = [on.backend.cache(s, on.space, slack) for s in dflash.caches(config, None)]
     weights: Any = _weights(dflash.tensors(config), type, on.backend.ops)
@@ -149,8 +205,7 @@ def _turning(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, 
 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
     """What `CudaBackend.load` returns for a file of these tensors."""
-    choice = policy.Policy(policy.asked(type),
-                           {s.name: s.shape for s in specs if not s.optional})  # fmt: skip
+    choice = policy.Policy(policy.asked(type), {s.name: s.shape for s in specs if not s.optional})
     out: dict[str, Any] = {}
     for spec in specs:
         if spec.optional or spec.make:
@@ -172,8 +227,9 @@ def _numbers(spec: TensorSpec, ops: CudaOps) -> torch.Tensor:
 def _matrix(form: Format, shape: tuple[int, ...], ops: CudaOps) -> Matrix:
     """Random codes; scales such that a product keeps the size of its input."""
     columns, rows = shape[-1], math.prod(shape[:-1])
-    raw = torch.randint(0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8,
-                        device=ops.device)  # fmt: skip
+    raw = torch.randint(
+        0, 256, (rows, form.row_bytes(columns)), dtype=torch.uint8, device=ops.device
+    )
     blocks = raw.view(rows, columns // form.block, form.block_bytes)
     for at, value in _FACTORS.get(form.name, ()):
         bits = torch.tensor([value * columns**-0.5], dtype=torch.float16).view(torch.uint8)

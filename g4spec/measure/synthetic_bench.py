@@ -73,8 +73,11 @@ class Protocol:
 
     def __post_init__(self) -> None:
         if not 1 <= self.accept_length <= MAX_DRAFT + 1:
-            raise UsageError("--accept-length", expected=f"1 to {MAX_DRAFT + 1}, the target's own "
-                             "token included", found=self.accept_length)  # fmt: skip
+            raise UsageError(
+                "--accept-length",
+                expected=f"1 to {MAX_DRAFT + 1}, the target's own token included",
+                found=self.accept_length,
+            )
 
 
 Watch = Callable[[int, int, Callable[[], Any]], Any]
@@ -127,25 +130,33 @@ def measure(
     step = held - _idle_bytes(target.model.w, target.config.layers[0])
     plain = rows[0].steps[1]
     return {
-        "schema": SCHEMA, "label": LABEL, "model": name,
-        "type": protocol.type, "draft": kind, "draft_type": protocol.draft_type,
-        "cache_type": backend.cache_type, "accept_length": protocol.accept_length,
-        "machine": provenance.machine(), "device": backend.title, "driver": provenance.driver(),
+        "schema": SCHEMA,
+        "label": LABEL,
+        "model": name,
+        "type": protocol.type,
+        "draft": kind,
+        "draft_type": protocol.draft_type,
+        "cache_type": backend.cache_type,
+        "accept_length": protocol.accept_length,
+        "machine": provenance.machine(),
+        "device": backend.title,
+        "driver": provenance.driver(),
         "commit": provenance.commit(),
-        "torch": torch.__version__, "overridden_ops": provenance.overridden(ops),
+        "torch": torch.__version__,
+        "overridden_ops": provenance.overridden(ops),
         "ops_without_kernel": sorted(ops.without_kernel),
-        "read_bytes_per_second": read, "weight_bytes": held, "step_bytes": step,
+        "read_bytes_per_second": read,
+        "weight_bytes": held,
+        "step_bytes": step,
         "fraction_of_bandwidth": step / (plain * 1e-3) / read,
         "rows": [_json(row) for row in rows],
-    }  # fmt: skip
+    }
 
 
 class Step:
     """A recorded step of the target: `count` rows of each sequence from position `start` on."""
 
-    def __init__(
-        self, target: Target, sequences: Seq[Sequence], count: int, start: int
-    ) -> None:
+    def __init__(self, target: Target, sequences: Seq[Sequence], count: int, start: int) -> None:
         parts = [(s.slot, start, random_tokens(target, count)) for s in sequences]
         self.batch = batch_of(target.ops, parts)
 
@@ -170,8 +181,9 @@ def check(name: str, protocol: Protocol) -> str:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
     kinds = synthetic.drafts(name)
     if protocol.draft not in (None, *kinds):
-        raise UsageError(f"-md with --synthetic {name}", expected=" or ".join(kinds),
-                         found=protocol.draft)  # fmt: skip
+        raise UsageError(
+            f"-md with --synthetic {name}", expected=" or ".join(kinds), found=protocol.draft
+        )
     return protocol.draft or kinds[0]
 
 
@@ -304,9 +316,12 @@ class Cycles:
 
 def _json(row: Row) -> dict[str, Any]:
     return {
-        "context": row.context, "prefill_tokens_per_second": row.prefill_tokens_per_second,
+        "context": row.context,
+        "prefill_tokens_per_second": row.prefill_tokens_per_second,
         **{f"step_{rows}_ms": ms for rows, ms in row.steps.items()},
         **{f"streams_{count}_ms": ms for count, ms in row.streams.items()},
-        "draft_ms": row.draft, "cycle_ms": row.cycle, "sustained_ms": row.sustained,
+        "draft_ms": row.draft,
+        "cycle_ms": row.cycle,
+        "sustained_ms": row.sustained,
         "tokens_per_second": row.tokens_per_second,
-    }  # fmt: skip
+    }

@@ -199,7 +199,7 @@ def verify(
 
 def _compare(
     engine: Engine, todo: Sequence[Case], n_predict: int, verdict: Verdict, progress: Progress
-) -> None:  # fmt: skip
+) -> None:
     """Compare, and count in `verdict`, until the first difference."""
     parallel = verdict.parallel
     for start in range(0, len(todo), parallel):
@@ -222,9 +222,7 @@ Text = tuple[list[int], list[float]]
 """Tokens and their logits."""
 
 
-def _submit(
-    engine: Engine, case: Case, length: int | Literal["auto"], n_predict: int
-) -> Request:
+def _submit(engine: Engine, case: Case, length: int | Literal["auto"], n_predict: int) -> Request:
     # Stop tokens are ignored: a text that ends early would compare little.
     options = Options(n_predict, case.sampler, length, ignore_eos=True)
     return engine.submit(case.prompt.encode(engine.tokenizer), options)

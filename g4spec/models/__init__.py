@@ -67,9 +67,12 @@ def require_confidence(path: object, kind: ModuleType, tensors: Iterable[str]) -
     (no CONFIDENCE), or one without that head, as the names of its tensors show."""
     heads = getattr(kind, "CONFIDENCE", ())
     if not any(name.endswith(heads) for name in tensors if heads):
-        raise UsageError(f"--draft-p-min: {path} has no confidence head", found=kind.TITLE,
-                         expected="a DSpark draft with one",
-                         fix="leave it out; --draft-max bounds how much is drafted")  # fmt: skip
+        raise UsageError(
+            f"--draft-p-min: {path} has no confidence head",
+            found=kind.TITLE,
+            expected="a DSpark draft with one",
+            fix="leave it out; --draft-max bounds how much is drafted",
+        )
 
 
 def _archs(module: ModuleType) -> tuple[str, ...]:

@@ -35,9 +35,13 @@ ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalL
 DROPS = gemma4.DROPS
 
 LIMITS = (
-    Limit("differs", "a centroid head", "scores the whole vocabulary instead",
-          lambda c: c.n_centroids > 0),
-)  # fmt: skip
+    Limit(
+        "differs",
+        "a centroid head",
+        "scores the whole vocabulary instead",
+        lambda c: c.n_centroids > 0,
+    ),
+)
 
 CENTROIDS = "g4spec.assistant.centroids"
 ORDERING = "g4spec.assistant.token_ordering"
@@ -90,8 +94,9 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
     # Published files say 0 or nothing here; all layers share, whatever the number.
     text["num_kv_shared_layers"] = 0
     body = gemma4.parse_hf(replace(checkpoint, config=text))
-    body = replace(body, arch=ARCH, softcap=0.0,
-                   layers=tuple(replace(s, v_from_k=False) for s in body.layers))  # fmt: skip
+    body = replace(
+        body, arch=ARCH, softcap=0.0, layers=tuple(replace(s, v_from_k=False) for s in body.layers)
+    )
     f = Fields(raw, "config.json")
     ordered = f.get(bool, "use_ordered_embeddings", False)
     config = Config(
@@ -107,19 +112,28 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
 def check_pair(config: Config, target: Any) -> None:
     """Raise unless the assistant's shapes fit this target's cache and hidden size."""
     if config.backbone != target.n_embd:
-        raise InputError("the assistant's backbone width must equal its target's hidden size",
-                         expected=target.n_embd, found=config.backbone,
-                         fix="pass the target this assistant was made for")  # fmt: skip
+        raise InputError(
+            "the assistant's backbone width must equal its target's hidden size",
+            expected=target.n_embd,
+            found=config.backbone,
+            fix="pass the target this assistant was made for",
+        )
     if config.n_vocab != target.n_vocab:
-        raise InputError("the assistant's vocabulary must equal its target's",
-                         expected=target.n_vocab, found=config.n_vocab)  # fmt: skip
+        raise InputError(
+            "the assistant's vocabulary must equal its target's",
+            expected=target.n_vocab,
+            found=config.n_vocab,
+        )
     for spec in config.layers:
         donor = target.layers[target.donor(spec.window is not None)]
         mine, its = (spec.n_kv, spec.head_dim), (donor.n_kv, donor.head_dim)
         if mine != its:
-            raise InputError(f"assistant layer {spec.index} must match KV heads and head size of "
-                             f"target layer {donor.index}, whose cache it reads",
-                             expected=its, found=mine)  # fmt: skip
+            raise InputError(
+                f"assistant layer {spec.index} must match KV heads and head size of "
+                f"target layer {donor.index}, whose cache it reads",
+                expected=its,
+                found=mine,
+            )
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
@@ -129,14 +143,22 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     centres, ordering = f.list(float, CENTROIDS, []), f.list(int, ORDERING, [])
     n_centroids = len(centres) // body.n_embd
     if len(centres) % body.n_embd:
-        raise InputError(f"GGUF metadata: {CENTROIDS}: rows of {body.n_embd} values",
-                         expected=n_centroids * body.n_embd, found=len(centres))  # fmt: skip
+        raise InputError(
+            f"GGUF metadata: {CENTROIDS}: rows of {body.n_embd} values",
+            expected=n_centroids * body.n_embd,
+            found=len(centres),
+        )
     if not all(map(math.isfinite, centres)):
-        raise InputError(f"GGUF metadata: {CENTROIDS} holds values that are not finite",
-                         fix="convert the assistant again")  # fmt: skip
+        raise InputError(
+            f"GGUF metadata: {CENTROIDS} holds values that are not finite",
+            fix="convert the assistant again",
+        )
     if n_centroids and (len(ordering) != body.n_vocab or body.n_vocab % n_centroids):
-        raise InputError("the centroid head's token ordering must cover the vocabulary in equal "
-                         "clusters", expected=body.n_vocab, found=len(ordering))  # fmt: skip
+        raise InputError(
+            "the centroid head's token ordering must cover the vocabulary in equal clusters",
+            expected=body.n_vocab,
+            found=len(ordering),
+        )
     return Config(
         body=body,
         backbone=f.positive(f"{ARCH}.embedding_length_out"),
@@ -229,9 +251,7 @@ class Drafter(WeightedDrafter):
             batch = batch.holding(token)
         return self.ops.columns(out)
 
-    def _forward(
-        self, batch: Batch, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, batch: Batch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens [S] at the anchors' positions beside hidden rows [S, B] -> logits [S, V], and the
         next hidden rows."""
         ops, w, eps, layers = self.ops, self.w, self.config.body.eps, self.config.layers
@@ -247,8 +267,11 @@ class Drafter(WeightedDrafter):
             cache = self.target.kv(self.target.config.donor(spec.window is not None))
             q = ops.qkv(h, gemma4.attention(w, spec, eps, freqs, own_kv=False), batch, cache)
             first, _ = spans[Reach.causal(spec.window)]
-            h = ops.linear(ops.attend(q, cache, batch, first, before, 1.0),
-                           w[b + "attn_output.weight"], parts=True)  # fmt: skip
+            h = ops.linear(
+                ops.attend(q, cache, batch, first, before, 1.0),
+                w[b + "attn_output.weight"],
+                parts=True,
+            )
             x, h = gemma4.sandwich(ops, w, b, x, h, eps, following, numbers=spec is layers[-1])
         return self.logits(h), ops.linear(h, w["nextn.post_projection.weight"])
 

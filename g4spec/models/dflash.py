@@ -33,25 +33,52 @@ from g4spec.models.fields import Fields
 from g4spec.models.spec import Checkpoint, LayerSpec
 from g4spec.models.upstream import Limit, architecture
 
-__all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", "check_pair",
-           "metadata", "parse_gguf", "tensors", "token_ids"]  # fmt: skip
+__all__ = [
+    "ARCH",
+    "ARCHS",
+    "DROPS",
+    "PREFIXES",
+    "Config",
+    "Drafter",
+    "caches",
+    "check_pair",
+    "metadata",
+    "parse_gguf",
+    "tensors",
+    "token_ids",
+]
 
 TITLE = "DFlash draft"
 
 SCALE = "input_embedding_scale"
-SETTINGS = ("target_layer_ids", "mask_token_id", "mask_token", "block_size", "num_target_layers",
-            "target_hidden_size", "is_causal", "causal", "causal_head", "use_swa",
-            "swa_window_size", "final_logit_softcapping", SCALE)  # fmt: skip
+SETTINGS = (
+    "target_layer_ids",
+    "mask_token_id",
+    "mask_token",
+    "block_size",
+    "num_target_layers",
+    "target_hidden_size",
+    "is_causal",
+    "causal",
+    "causal_head",
+    "use_swa",
+    "swa_window_size",
+    "final_logit_softcapping",
+    SCALE,
+)
 """Keys of `dflash_config` that are read, or say what is known anyway."""
-HEADS = (("LiLiCorr", "lilicorr_enabled", (None, False)),
-         ("Domino", "projector_type", (None, "none")))  # fmt: skip
+HEADS = (
+    ("LiLiCorr", "lilicorr_enabled", (None, False)),
+    ("Domino", "projector_type", (None, "none")),
+)
 """Heads that have no code here: name, the key that asks for one, its values that do not."""
 
 READS_ROW_ONE = Limit(
-    "refused", "drafts read from the anchor's row on",
+    "refused",
+    "drafts read from the anchor's row on",
     "reads them from the next row on, so that every draft is off by one",
     lambda c: c.from_anchor,
-)  # fmt: skip
+)
 LIMITS = (*backbone.LIMITS, READS_ROW_ONE)
 
 
@@ -86,8 +113,9 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *own: str) -> Config:
         n_embd=f.positive("hidden_size"),
         n_ctx=f.positive("max_position_embeddings"),
         eps=f.get(float, "rms_norm_eps", 1e-6),
-        softcap=inner.get(float, "final_logit_softcapping",
-                          f.get(float, "final_logit_softcapping", 0.0)),
+        softcap=inner.get(
+            float, "final_logit_softcapping", f.get(float, "final_logit_softcapping", 0.0)
+        ),
         layers=_layers(f, window, causality(f, inner), everywhere),
         target_layers=tuple(i + 1 for i in ids),
         block_size=inner.get(int, "block_size", f.get(int, "block_size", 16)),
@@ -97,7 +125,7 @@ def parse_zlab(checkpoint: Checkpoint, target: Any, *own: str) -> Config:
         own_head="lm_head.weight" in names,
         n_draft=None,
         window_from_anchor=False,
-    )  # fmt: skip
+    )
 
 
 def settings(f: Fields, target: Any, *own: str) -> Fields:
@@ -106,26 +134,38 @@ def settings(f: Fields, target: Any, *own: str) -> Fields:
     inner = f.sub("dflash_config")
     for name, key, off in HEADS:
         if inner.raw.get(key) not in off:
-            raise Unsupported(f"config.json: a draft with a {name} head (dflash_config.{key})",
-                              fix="use a draft without it")  # fmt: skip
+            raise Unsupported(
+                f"config.json: a draft with a {name} head (dflash_config.{key})",
+                fix="use a draft without it",
+            )
     inner.require("target_hidden_size", (None, target.n_embd), None)  # else an adapter comes first
     inner.require("num_target_layers", (None, len(target.layers)), None)
-    inner.known(*SETTINGS, *own, *(key for _, key, _ in HEADS),
-                fix="the draft would be computed otherwise than it was trained; see docs/kinds.md")
+    inner.known(
+        *SETTINGS,
+        *own,
+        *(key for _, key, _ in HEADS),
+        fix="the draft would be computed otherwise than it was trained; see docs/kinds.md",
+    )
     return inner
 
 
 def causality(f: Fields, inner: Fields) -> bool | None:
     """One causality for all layers, if the configuration says so: `is_causal` before `causal`, as
     upstream reads them. JetSpec's `causal_head` makes all layers causal."""
-    said = (f.get(bool, "is_causal", None), inner.get(bool, "is_causal", None),
-            inner.get(bool, "causal", None))  # fmt: skip
+    said = (
+        f.get(bool, "is_causal", None),
+        inner.get(bool, "is_causal", None),
+        inner.get(bool, "causal", None),
+    )
     first = next((x for x in said if x is not None), None)
     if not inner.get(bool, "causal_head", False):
         return first
     if first is False:
-        raise InputError("config.json: dflash_config.causal_head contradicts is_causal",
-                         expected="both true, or one of them", found="true and false")  # fmt: skip
+        raise InputError(
+            "config.json: dflash_config.causal_head contradicts is_causal",
+            expected="both true, or one of them",
+            found="true and false",
+        )
     return True
 
 

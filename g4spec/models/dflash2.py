@@ -59,10 +59,13 @@ class Config(backbone.Config):
 LIMITS = (
     *backbone.LIMITS,
     dflash.READS_ROW_ONE,
-    Limit("refused", "more candidates than its table of scores holds",
-          "wants top_k (top_k + 1) <= hidden size",
-          lambda c: c.n_embd < c.top_k * (c.top_k + 1)),
-)  # fmt: skip
+    Limit(
+        "refused",
+        "more candidates than its table of scores holds",
+        "wants top_k (top_k + 1) <= hidden size",
+        lambda c: c.n_embd < c.top_k * (c.top_k + 1),
+    ),
+)
 
 
 def claims(checkpoint: Checkpoint) -> bool:
@@ -86,8 +89,9 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
     kernel, group, rank, top_k = (
         where.positive(key, default) for key, default in zip(KEYS, (2, 16, 256, 16), strict=True)
     )
-    config = backbone.extended(Config, base, kernel=kernel, group=group, rank=rank, top_k=top_k,
-                               logit_scale=scale)  # fmt: skip
+    config = backbone.extended(
+        Config, base, kernel=kernel, group=group, rank=rank, top_k=top_k, logit_scale=scale
+    )
     check_pair(config, target)
     return replace(config, arch=architecture(ARCH, LIMITS, config))
 
@@ -98,10 +102,15 @@ def check_pair(config: Config, target: Any) -> None:
     if config.n_draft is not None:
         raise Unsupported("a DFlash2 draft with a reduced vocabulary: its tables have no such rows")
     if config.n_embd % config.group:
-        raise InputError("the hidden size must be a multiple of conv_group_size",
-                         expected=f"a multiple of {config.group}", found=config.n_embd)  # fmt: skip
-    for what, mine, most in (("conv_kernel_size", config.kernel, config.block_size),
-                             ("selector_top_k", config.top_k, config.n_vocab)):  # fmt: skip
+        raise InputError(
+            "the hidden size must be a multiple of conv_group_size",
+            expected=f"a multiple of {config.group}",
+            found=config.n_embd,
+        )
+    for what, mine, most in (
+        ("conv_kernel_size", config.kernel, config.block_size),
+        ("selector_top_k", config.top_k, config.n_vocab),
+    ):
         if mine > most:
             raise InputError(what, expected=f"at most {most}", found=mine)
 
@@ -111,8 +120,15 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     base = backbone.parse_gguf(kv, tensors)
     f = Fields(kv, "GGUF metadata", f"{base.arch}.")
     kernel, group, rank, top_k = (f.positive(key) for key in KEYS)
-    return backbone.extended(Config, base, kernel=kernel, group=group, rank=rank, top_k=top_k,
-                             logit_scale=f.get(float, "logit_scale", 1.0))  # fmt: skip
+    return backbone.extended(
+        Config,
+        base,
+        kernel=kernel,
+        group=group,
+        rank=rank,
+        top_k=top_k,
+        logit_scale=f.get(float, "logit_scale", 1.0),
+    )
 
 
 def metadata(config: Config) -> KV:
@@ -139,10 +155,14 @@ def tensors(config: Config) -> list[TensorSpec]:
     for spec in config.layers:
         for name, conv in CONVS:
             b, source = f"blk.{spec.index}.{name}_conv", f"layers.{spec.index}.{conv}"
-            out += [TensorSpec(f"{b}_base", (SIDES, config.kernel, e), "vector",
-                               f"{source}.base_kernel"),
-                    TensorSpec(f"{b}_proj.weight", (dynamic, e), "matrix",
-                               f"{source}.kernel_projection.weight")]  # fmt: skip
+            out += [
+                TensorSpec(
+                    f"{b}_base", (SIDES, config.kernel, e), "vector", f"{source}.base_kernel"
+                ),
+                TensorSpec(
+                    f"{b}_proj.weight", (dynamic, e), "matrix", f"{source}.kernel_projection.weight"
+                ),
+            ]
     return out
 
 

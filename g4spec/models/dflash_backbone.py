@@ -92,12 +92,19 @@ def shared_causality(layers: Sequence[bool]) -> bool:
 
 
 LIMITS = (
-    Limit("differs", "layers of both causalities",
-          "gives all layers the causality of most of them",
-          lambda c: len({s.causal for s in c.layers}) > 1),
-    Limit("differs", "a window counted from the anchor", "counts it from each row of the block",
-          lambda c: c.window_from_anchor and any(s.window for s in c.layers)),
-)  # fmt: skip
+    Limit(
+        "differs",
+        "layers of both causalities",
+        "gives all layers the causality of most of them",
+        lambda c: len({s.causal for s in c.layers}) > 1,
+    ),
+    Limit(
+        "differs",
+        "a window counted from the anchor",
+        "counts it from each row of the block",
+        lambda c: c.window_from_anchor and any(s.window for s in c.layers),
+    ),
+)
 """Of every draft with this backbone."""
 
 
@@ -114,19 +121,23 @@ def check_pair(config: Config, target: Any) -> None:
         ("vocabulary", config.n_vocab, target.n_vocab),
     ):
         if mine != its:
-            raise InputError(f"the draft's {what} must equal its target's",
-                             expected=its, found=mine, fix=fix)  # fmt: skip
+            raise InputError(
+                f"the draft's {what} must equal its target's", expected=its, found=mine, fix=fix
+            )
     check_taps(config.target_layers, target)
     if config.block_size > MAX_STEP_ROWS:
-        raise Unsupported(f"a block of {config.block_size} rows: a step has at most "
-                          f"{MAX_DRAFT} drafted tokens")  # fmt: skip
+        raise Unsupported(
+            f"a block of {config.block_size} rows: a step has at most {MAX_DRAFT} drafted tokens"
+        )
 
 
 def require_head(tensors: Container[str]) -> None:
     """Raise for a file that maps the rows of a head (d2t) and does not hold it."""
     if "d2t" in tensors and "output.weight" not in tensors:
-        raise InputError("tensor output.weight is missing: d2t says which tokens its rows are",
-                         fix="convert the draft again")  # fmt: skip
+        raise InputError(
+            "tensor output.weight is missing: d2t says which tokens its rows are",
+            fix="convert the draft again",
+        )
 
 
 def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
@@ -138,9 +149,12 @@ def check_taps(ids: tuple[int, ...], target: Any) -> None:
     """Raise unless `ids` are layer inputs of this target."""
     n_layer = len(target.layers)
     if not all(1 <= i <= n_layer for i in ids):
-        raise InputError("the draft reads target layers that do not exist",
-                         expected=f"layer inputs 1..{n_layer}", found=list(ids),
-                         fix="pass the target this draft was trained for")  # fmt: skip
+        raise InputError(
+            "the draft reads target layers that do not exist",
+            expected=f"layer inputs 1..{n_layer}",
+            found=list(ids),
+            fix="pass the target this draft was trained for",
+        )
 
 
 def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Config:
@@ -180,8 +194,11 @@ def _layers(
     every = f.get(bool, "attention.causal", False)
     causal = own.list(bool, "layer_causal", [every] * n_layer)
     if len(sliding) != n_layer or len(causal) != n_layer:
-        raise InputError("GGUF metadata: per-layer arrays must have one entry a layer",
-                         expected=n_layer, found=(len(sliding), len(causal)))  # fmt: skip
+        raise InputError(
+            "GGUF metadata: per-layer arrays must have one entry a layer",
+            expected=n_layer,
+            found=(len(sliding), len(causal)),
+        )
     gemma, partial = GEMMA_MARK in tensors, 1.0
     if "rope_freqs.weight" in tensors:
         partial = Fields(f.raw, f.where).get(float, ROPE_PARTIAL, 0.25)
@@ -257,8 +274,9 @@ def tensors(config: Config) -> list[TensorSpec]:
     ]
     layer = config.layers[0]
     if layer.rope_partial != 1.0:
-        out.append(TensorSpec("rope_freqs.weight", (layer.head_dim // 2,), "vector", None,
-                              "rope_freqs"))  # fmt: skip
+        out.append(
+            TensorSpec("rope_freqs.weight", (layer.head_dim // 2,), "vector", None, "rope_freqs")
+        )
     for spec in config.layers:
         out += gemma4.layer_tensors(spec, e) if config.gemma else _layer_tensors(spec, e)
     return out
@@ -270,11 +288,13 @@ def tables(
     """A draft's own token table, head and map of a reduced vocabulary, as far as it has them."""
     out = []
     if own_embed:
-        out.append(TensorSpec("token_embd.weight", (n_vocab, n_embd), "embed",
-                              "embed_tokens.weight"))  # fmt: skip
+        out.append(
+            TensorSpec("token_embd.weight", (n_vocab, n_embd), "embed", "embed_tokens.weight")
+        )
     if own_head:
-        out.append(TensorSpec("output.weight", (n_draft or n_vocab, n_embd), "output",
-                              "lm_head.weight"))  # fmt: skip
+        out.append(
+            TensorSpec("output.weight", (n_draft or n_vocab, n_embd), "output", "lm_head.weight")
+        )
     if n_draft:
         out.append(TensorSpec("d2t", (n_draft,), "index", "d2t", "absolute_d2t"))
     return out
@@ -297,10 +317,14 @@ def _layer_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
         ("ffn_down", (e, spec.n_ff), "mlp.down_proj"),
     )
     return [
-        TensorSpec(f"blk.{i}.{name}.weight", shape, "vector" if len(shape) == 1 else "matrix",
-                   f"layers.{i}.{source}.weight")
+        TensorSpec(
+            f"blk.{i}.{name}.weight",
+            shape,
+            "vector" if len(shape) == 1 else "matrix",
+            f"layers.{i}.{source}.weight",
+        )
         for name, shape, source in rows
-    ]  # fmt: skip
+    ]
 
 
 def caches(config: Config, window: int | None) -> list[CacheShape]:

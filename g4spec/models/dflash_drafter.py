@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from g4spec.models.dflash_backbone import Config
 
 
-
 class Drafter(WeightedDrafter):
     """Proposes a block of tokens in one pass.
 
@@ -38,18 +37,24 @@ class Drafter(WeightedDrafter):
         c, ops = self.config, self.ops
         self.max_tokens = c.n_drafted
         layer = c.layers[0]
-        self._freqs = ops.rope_freqs(layer.rope_base, layer.head_dim,
-                                     self.w.get("rope_freqs.weight"))  # fmt: skip
+        self._freqs = ops.rope_freqs(
+            layer.rope_base, layer.head_dim, self.w.get("rope_freqs.weight")
+        )
         self.mask = c.mask_token
         self.rows = max(c.block_size, MAX_STEP_ROWS)
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
         """Append the context keys and values of all rows."""
         ops, w, layers = self.ops, self.w, self.config.layers
-        context = ops.norm_rows(ops.linear(rows.taps, w["fc.weight"]), w["enc.output_norm.weight"],
-                                self.config.eps)  # fmt: skip
-        ops.keys_values(context, [self._attention(s) for s in layers], rows.batch,
-                        [self.caches[s.index] for s in layers])  # fmt: skip
+        context = ops.norm_rows(
+            ops.linear(rows.taps, w["fc.weight"]), w["enc.output_norm.weight"], self.config.eps
+        )
+        ops.keys_values(
+            context,
+            [self._attention(s) for s in layers],
+            rows.batch,
+            [self.caches[s.index] for s in layers],
+        )
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
         """See `g4spec.core.Draft`."""
@@ -145,14 +150,18 @@ class Drafter(WeightedDrafter):
         h, kept = self.before(b + "attn", h, batch)
         q = ops.qkv(h, self._attention(spec), batch, self.caches[spec.index])
         scale = 1.0 if c.gemma else spec.head_dim**-0.5
-        h = ops.linear(ops.attend(q, self.caches[spec.index], batch, *span, scale),
-                       w[b + "attn_output.weight"], parts=not self.numbers)  # fmt: skip
+        h = ops.linear(
+            ops.attend(q, self.caches[spec.index], batch, *span, scale),
+            w[b + "attn_output.weight"],
+            parts=not self.numbers,
+        )
         h = self.after(b + "attn", h, kept)
         numbers = self.numbers or spec is c.layers[-1]
         if c.gemma:
             return gemma4.sandwich(ops, w, b, x, h, c.eps, following, numbers=numbers)
-        x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"],
-                                      numbers=self.numbers)  # fmt: skip
+        x, h = ops.norm_residual_norm(
+            h, x, None, c.eps, w[b + "ffn_norm.weight"], numbers=self.numbers
+        )
         h, kept = self.before(b + "ffn", h, batch)
         h = self.after(b + "ffn", self.gated(b, h, parts=not self.numbers), kept)
         return ops.norm_residual_norm(h, x, None, c.eps, following, numbers=numbers)

@@ -55,8 +55,14 @@ class WeightedDrafter:
         """Compute the feed-forward of a Llama- or Qwen-style layer `b` ("blk.0.") of rows `h` ->
         [T, H]. `parts`: as of `linear`."""
         w = self.w
-        return self.ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
-                              w[b + "ffn_down.weight"], self.ops.silu, parts=parts)  # fmt: skip
+        return self.ops.gated(
+            h,
+            w[b + "ffn_gate.weight"],
+            w[b + "ffn_up.weight"],
+            w[b + "ffn_down.weight"],
+            self.ops.silu,
+            parts=parts,
+        )
 
 
 def first_rows(batch: Batch, x: torch.Tensor) -> torch.Tensor:
@@ -69,6 +75,9 @@ def accepted_rows(batch: Batch, x: torch.Tensor, accepted: torch.Tensor) -> torc
     if len(batch.sizes) == 1:
         return x[accepted]
     if n := batch.uniform:
-        return x.view(len(batch.sizes), n, *x.shape[1:]).take_along_dim(
-            accepted.view(-1, *[1] * x.dim()), 1).squeeze(1)  # fmt: skip
+        return (
+            x.view(len(batch.sizes), n, *x.shape[1:])
+            .take_along_dim(accepted.view(-1, *[1] * x.dim()), 1)
+            .squeeze(1)
+        )
     return x[accepted + accepted.new_tensor(batch.starts)]

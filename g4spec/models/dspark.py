@@ -42,16 +42,29 @@ from g4spec.models.upstream import Limit, architecture
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ARCH", "ARCHS", "DROPS", "PREFIXES", "Config", "Drafter", "caches", "check_pair",
-           "token_ids"]  # fmt: skip
+__all__ = [
+    "ARCH",
+    "ARCHS",
+    "DROPS",
+    "PREFIXES",
+    "Config",
+    "Drafter",
+    "caches",
+    "check_pair",
+    "token_ids",
+]
 
 NAME = "dspark"
 TITLE = "DSpark draft"
 MARKS = ("markov_w1.weight", "conf_proj.weight")
 ALIASES = {"confidence_proj.": "confidence_head.proj."}
 ARCHITECTURES = ("Gemma4DSparkModel",)
-HEAD_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head",
-             "confidence_head_with_markov")  # fmt: skip
+HEAD_KEYS = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+)
 CUT = "g4spec.dspark.confidence_cut"
 CONFIDENCE = ("conf_proj.weight", "confidence_head.proj.weight", "confidence_proj.weight")
 """How the confidence head is called, in a file and in checkpoints (behind a prefix)."""
@@ -83,20 +96,37 @@ class Config(backbone.Config):
 
 LIMITS = (
     *backbone.LIMITS,
-    Limit("differs", "logits capped before the Markov bias", "adds the bias to uncapped logits",
-          lambda c: c.softcap > 0 and c.head != "none"),
-    Limit("refused", "Gemma 4 layers with values that are not their keys",
-          "does not norm such values",
-          lambda c: c.gemma and any(not s.v_from_k for s in c.layers)),
-    Limit("refused", "a gated or recurrent Markov head", "knows the plain table only",
-          lambda c: c.head in GATES),
-    Limit("refused", "confidence from the hidden row alone, or without a Markov head",
-          "wants the table's row too",
-          lambda c: c.confidence == "hidden"),
-    Limit("refused", "drafts read from the anchor's row on, without a Markov head",
-          "takes it for a DFlash draft and reads from the next row on",
-          lambda c: c.from_anchor and c.head == "none"),
-)  # fmt: skip
+    Limit(
+        "differs",
+        "logits capped before the Markov bias",
+        "adds the bias to uncapped logits",
+        lambda c: c.softcap > 0 and c.head != "none",
+    ),
+    Limit(
+        "refused",
+        "Gemma 4 layers with values that are not their keys",
+        "does not norm such values",
+        lambda c: c.gemma and any(not s.v_from_k for s in c.layers),
+    ),
+    Limit(
+        "refused",
+        "a gated or recurrent Markov head",
+        "knows the plain table only",
+        lambda c: c.head in GATES,
+    ),
+    Limit(
+        "refused",
+        "confidence from the hidden row alone, or without a Markov head",
+        "wants the table's row too",
+        lambda c: c.confidence == "hidden",
+    ),
+    Limit(
+        "refused",
+        "drafts read from the anchor's row on, without a Markov head",
+        "takes it for a DFlash draft and reads from the next row on",
+        lambda c: c.from_anchor and c.head == "none",
+    ),
+)
 
 
 def claims(checkpoint: Checkpoint) -> bool:
@@ -119,15 +149,17 @@ def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
     names = {n.replace(*a) for n in dflash.stripped(checkpoint) for a in ALIASES.items()}
     both = f.get(bool, "confidence_head_with_markov", True)
     if both and rank <= 0 and f.get(bool, "enable_confidence_head", True):
-        raise InputError("config.json: confidence_head_with_markov needs markov_rank > 0",
-                         found=rank)  # fmt: skip
+        raise InputError(
+            "config.json: confidence_head_with_markov needs markov_rank > 0", found=rank
+        )
     confident = f.get(bool, "enable_confidence_head", "confidence_head.proj.weight" in names)
     config = backbone.extended(
-        Config, base,
+        Config,
+        base,
         head=f.get(str, "markov_head_type", "vanilla") if rank > 0 else "none",
         rank=max(rank, 0),
         confidence="none" if not confident else "both" if both else "hidden",
-    )  # fmt: skip
+    )
     check_pair(config, target)
     return replace(config, arch=architecture(ARCH, LIMITS, config))
 
@@ -146,8 +178,10 @@ def _parse_deepspec(checkpoint: Checkpoint, target: Any) -> backbone.Config:
     f.require("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     f.require("draft_vocab_size", (None, f.positive("vocab_size")), None)
     if any(s.window is not None for s in layers):
-        raise Unsupported("config.json: a DeepSpec draft with sliding layers: what they see of a "
-                          "block is not documented")  # fmt: skip
+        raise Unsupported(
+            "config.json: a DeepSpec draft with sliding layers: what they see of a "
+            "block is not documented"
+        )
     if len({s.v_from_k for s in layers}) > 1:
         raise Unsupported("config.json: a DeepSpec draft whose values are its keys in some layers")
     return backbone.Config(
@@ -178,13 +212,14 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     wide = tensors.get("conf_proj.weight", (0,))[-1]
     f = Fields(kv, "GGUF metadata", f"{base.arch}.")
     return backbone.extended(
-        Config, base,
+        Config,
+        base,
         from_anchor=f.get(bool, backbone.FROM_ANCHOR, True),
         head=heads[0] if heads else "vanilla" if table[0] else "none",
         rank=table[-1],
         confidence="none" if not wide else "hidden" if wide == base.n_embd else "both",
         cut=Fields(kv, "GGUF metadata").get(float, CUT, 0.0),
-    )  # fmt: skip
+    )
 
 
 def metadata(config: Config) -> KV:
@@ -204,20 +239,25 @@ def tensors(config: Config) -> list[TensorSpec]:
     if r:
         rows = config.n_draft or config.n_vocab
         out += [
-            TensorSpec("markov_w1.weight", (config.n_vocab, r), "embed",
-                       "markov_head.markov_w1.weight"),
+            TensorSpec(
+                "markov_w1.weight", (config.n_vocab, r), "embed", "markov_head.markov_w1.weight"
+            ),
             TensorSpec("markov_w2.weight", (rows, r), "output", "markov_head.markov_w2.weight"),
-        ]  # fmt: skip
+        ]
     if config.head in GATES:
         name, source = GATES[config.head]
         shape = (r, e + r) if config.head == "gated" else (3 * r, 2 * r + e)
-        out += [TensorSpec(f"{name}.weight", shape, "matrix", f"{source}.weight"),
-                TensorSpec(f"{name}.bias", shape[:1], "vector", f"{source}.bias")]  # fmt: skip
+        out += [
+            TensorSpec(f"{name}.weight", shape, "matrix", f"{source}.weight"),
+            TensorSpec(f"{name}.bias", shape[:1], "vector", f"{source}.bias"),
+        ]
     if config.confidence != "none":
         wide = e + (r if config.confidence == "both" else 0)
         source = "confidence_head.proj"
-        out += [TensorSpec("conf_proj.weight", (1, wide), "vector", f"{source}.weight"),
-                TensorSpec("conf_proj.bias", (1,), "vector", f"{source}.bias")]  # fmt: skip
+        out += [
+            TensorSpec("conf_proj.weight", (1, wide), "vector", f"{source}.weight"),
+            TensorSpec("conf_proj.bias", (1,), "vector", f"{source}.bias"),
+        ]
     return out
 
 

@@ -43,18 +43,34 @@ DEPTHS = "g4spec.eagle3.depths"
 
 
 LIMITS = (
-    Limit("differs", "a sliding window", "lets the draft see everything",
-          lambda c: any(s.window for s in c.layers)),
-    Limit("refused", "features of other than three layers", "wants exactly three",
-          lambda c: len(c.target_layers) != 3),
+    Limit(
+        "differs",
+        "a sliding window",
+        "lets the draft see everything",
+        lambda c: any(s.window for s in c.layers),
+    ),
+    Limit(
+        "refused",
+        "features of other than three layers",
+        "wants exactly three",
+        lambda c: len(c.target_layers) != 3,
+    ),
     Limit("refused", "several layers", "runs one", lambda c: len(c.layers) != 1),
     Limit("refused", "a norm for each feature (fc_norm)", "has none", lambda c: c.fc_norm),
     Limit("refused", "queries and keys normed by head", "does not norm them", lambda c: c.qk_norm),
-    Limit("refused", "feedback after the final norm (norm_output)", "feeds back before it",
-          lambda c: c.norm_output),
-    Limit("refused", "a block drafted at once (P-EAGLE)", "drafts one token after the other",
-          lambda c: c.depths > 0),
-)  # fmt: skip
+    Limit(
+        "refused",
+        "feedback after the final norm (norm_output)",
+        "feeds back before it",
+        lambda c: c.norm_output,
+    ),
+    Limit(
+        "refused",
+        "a block drafted at once (P-EAGLE)",
+        "drafts one token after the other",
+        lambda c: c.depths > 0,
+    ),
+)
 
 
 def claims(checkpoint: Checkpoint) -> bool:
@@ -69,8 +85,10 @@ def notes(checkpoint: Checkpoint) -> list[str]:
     """What the user should know about a checkpoint's configuration."""
     if "norm_before_residual" in checkpoint.config:
         return []
-    return ["config.json does not say norm_before_residual: taken as false, as speculators and "
-            "llama.cpp do; vLLM takes true"]  # fmt: skip
+    return [
+        "config.json does not say norm_before_residual: taken as false, as speculators and "
+        "llama.cpp do; vLLM takes true"
+    ]
 
 
 def parse_hf(checkpoint: Checkpoint, target: Any) -> Config:
@@ -131,10 +149,11 @@ def _layers(f: Fields) -> tuple[LayerSpec, ...]:
         raise InputError(f"{f.where}: layer_types", expected=n_layer, found=len(types))
     like = dflash.qwen_layer(f)
     return tuple(
-        replace(like, index=i,
-                window=f.positive("sliding_window") if t == "sliding_attention" else None)
+        replace(
+            like, index=i, window=f.positive("sliding_window") if t == "sliding_attention" else None
+        )
         for i, t in enumerate(types)
-    )  # fmt: skip
+    )
 
 
 def check_pair(config: Config, target: Any) -> None:
@@ -144,9 +163,12 @@ def check_pair(config: Config, target: Any) -> None:
         ("vocabulary", config.n_vocab, target.n_vocab),
     ):
         if mine != its:
-            raise InputError(f"the draft's {what} must equal its target's",
-                             expected=its, found=mine,
-                             fix="pass the target this draft was trained for")  # fmt: skip
+            raise InputError(
+                f"the draft's {what} must equal its target's",
+                expected=its,
+                found=mine,
+                fix="pass the target this draft was trained for",
+            )
     check_taps(config.target_layers, target)
     if config.n_embd != target.n_embd and not (config.own_embed and config.own_head):
         raise Unsupported("a draft of another width than its target, without tables of its own")
@@ -165,13 +187,18 @@ def parse_gguf(kv: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) ->
     window = f.get(int, "attention.sliding_window", 0)
     sliding = f.list(bool, "attention.sliding_window_pattern", [bool(window)] * n_layer)
     if len(sliding) != n_layer:
-        raise InputError("GGUF metadata: per-layer arrays must have one entry a layer",
-                         expected=n_layer, found=len(sliding))  # fmt: skip
+        raise InputError(
+            "GGUF metadata: per-layer arrays must have one entry a layer",
+            expected=n_layer,
+            found=len(sliding),
+        )
     d2t = tensors.get("d2t")
     require_head(tensors)
     if DEPTHS in kv and MASK not in tensors:
-        raise InputError(f"tensor {MASK} is missing: the file says that it is a P-EAGLE draft",
-                         fix="convert the draft again")  # fmt: skip
+        raise InputError(
+            f"tensor {MASK} is missing: the file says that it is a P-EAGLE draft",
+            fix="convert the draft again",
+        )
     depths = own.get(int, DEPTHS, 1) if MASK in tensors else 0
     return Config(
         n_vocab=f.vocabulary(),
@@ -250,8 +277,10 @@ def tensors(config: Config) -> list[TensorSpec]:
     if config.norm_before_fc:
         out.append(TensorSpec("enc.output_norm.weight", (wide,), "vector", "input_norm.weight"))
     if config.fc_norm:
-        out += [TensorSpec(f"fc_norm.{i}.weight", (config.n_target,), "vector",
-                           f"fc_norm.{i}.weight") for i in range(n)]  # fmt: skip
+        out += [
+            TensorSpec(f"fc_norm.{i}.weight", (config.n_target,), "vector", f"fc_norm.{i}.weight")
+            for i in range(n)
+        ]
     if config.depths:
         out.append(TensorSpec(MASK, (1, 1, wide), "vector", "mask_hidden"))
     out.append(TensorSpec("output_norm.weight", (e,), "vector", "norm.weight"))
@@ -279,11 +308,17 @@ def _layer_tensors(spec: LayerSpec, e: int, qk_norm: bool) -> list[TensorSpec]:
     if i == 0:
         rows.append(("attn_norm_2", (e,), "hidden_norm"))
     if qk_norm:
-        rows += [("attn_q_norm", (hd,), "self_attn.q_norm"),
-                 ("attn_k_norm", (hd,), "self_attn.k_norm")]  # fmt: skip
+        rows += [
+            ("attn_q_norm", (hd,), "self_attn.q_norm"),
+            ("attn_k_norm", (hd,), "self_attn.k_norm"),
+        ]
     return [
-        TensorSpec(f"blk.{i}.{name}.weight", shape, "vector" if len(shape) == 1 else "matrix",
-                   f"layers.{i}.{source}.weight",
-                   pairs=hd if name.startswith(("attn_q", "attn_k")) else 0)
+        TensorSpec(
+            f"blk.{i}.{name}.weight",
+            shape,
+            "vector" if len(shape) == 1 else "matrix",
+            f"layers.{i}.{source}.weight",
+            pairs=hd if name.startswith(("attn_q", "attn_k")) else 0,
+        )
         for name, shape, source in rows
-    ]  # fmt: skip
+    ]

@@ -60,9 +60,7 @@ class Drafter(WeightedDrafter):
             rows = rows.holding(token)
         return self.ops.columns(out)
 
-    def _block(
-        self, batch: Batch, feature: torch.Tensor, count: int, pick: Pick
-    ) -> torch.Tensor:
+    def _block(self, batch: Batch, feature: torch.Tensor, count: int, pick: Pick) -> torch.Tensor:
         """P-EAGLE's block of `count` rows: `feature` [S, E] stands beside the anchors."""
         n = len(batch.sizes)
         features = self._unknown.expand(n, count, -1).clone()
@@ -101,8 +99,12 @@ class Drafter(WeightedDrafter):
             taps = ops.rms_norm(taps, self.w["enc.output_norm.weight"], c.eps)
         if c.fc_norm:
             parts = taps.chunk(len(c.target_layers), dim=-1)
-            taps = ops.concat([ops.rms_norm(part, self.w[f"fc_norm.{i}.weight"], c.eps)
-                               for i, part in enumerate(parts)])  # fmt: skip
+            taps = ops.concat(
+                [
+                    ops.rms_norm(part, self.w[f"fc_norm.{i}.weight"], c.eps)
+                    for i, part in enumerate(parts)
+                ]
+            )
         return ops.linear(taps, self.w["fc.weight"])
 
     def _read_and_head(
@@ -128,8 +130,11 @@ class Drafter(WeightedDrafter):
             keys_only: stop when the last layer has its keys and values.
         """
         c, ops, w = self.config, self.ops, self.w
-        e = (ops.embed(w["token_embd.weight"], batch.ids, 1.0) if c.own_embed
-             else self.target.embed(batch.ids, 1.0))  # fmt: skip
+        e = (
+            ops.embed(w["token_embd.weight"], batch.ids, 1.0)
+            if c.own_embed
+            else self.target.embed(batch.ids, 1.0)
+        )
         x, last = features, len(c.layers) - 1
         reaches = [Reach.causal(s.window or self.window) for s in c.layers]
         spans = ops.spans(batch.at(seen_from), set(reaches))
@@ -145,8 +150,7 @@ class Drafter(WeightedDrafter):
             if done:
                 break
             first = spans[reaches[spec.index]][0].clamp(min=1).minimum(own)  # row 0 sees itself
-            h = ops.attend(q, self.caches[spec.index], batch, first, own,
-                           spec.head_dim**-0.5)  # fmt: skip
+            h = ops.attend(q, self.caches[spec.index], batch, first, own, spec.head_dim**-0.5)
             h = ops.linear(h, w[b + "attn_output.weight"], parts=True)
             x, h = ops.norm_residual_norm(h, x, None, c.eps, w[b + "ffn_norm.weight"])
             following = w[f"blk.{spec.index + 1}.attn_norm.weight"] if spec.index < last else None

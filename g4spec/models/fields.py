@@ -79,9 +79,11 @@ class Fields:
         """A positive int of at most `most`."""
         value = self.get(int, key) if default is None else self.get(int, key, default)
         if not 0 < value <= most:
-            raise InputError(f"{self.where}: {self.prefix + key}",
-                             expected="> 0" if value <= 0 else f"at most {most}",
-                             found=value)  # fmt: skip
+            raise InputError(
+                f"{self.where}: {self.prefix + key}",
+                expected="> 0" if value <= 0 else f"at most {most}",
+                found=value,
+            )
         return value
 
     def layers(self, key: str) -> int:
@@ -102,9 +104,12 @@ class Fields:
         silence. Keys that are null say nothing."""
         unknown = sorted(str(k) for k, v in self.raw.items() if v is not None and k not in keys)
         if unknown:
-            raise Unsupported(f"{self.where}: key {unknown[0]!r} is not understood",
-                              expected=", ".join(keys), found=f"{self.raw[unknown[0]]!r:.80}",
-                              fix=fix)  # fmt: skip
+            raise Unsupported(
+                f"{self.where}: key {unknown[0]!r} is not understood",
+                expected=", ".join(keys),
+                found=f"{self.raw[unknown[0]]!r:.80}",
+                fix=fix,
+            )
 
     def require(self, key: str, allowed: tuple[Any, ...], default: Any) -> None:
         """Refuse values that this code does not implement."""

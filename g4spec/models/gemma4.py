@@ -25,9 +25,26 @@ from g4spec.models.gemma4_config import (
 from g4spec.models.gemma4_model import Model, attention, sandwich
 from g4spec.models.spec import QUANTIZED_ACTIVATIONS, Checkpoint, Drop, LayerSpec, TensorSpec
 
-__all__ = ["ARCH", "ARCHITECTURES", "DROPS", "PREFIXES", "TITLE", "Config", "Model", "attention",
-           "caches", "claims", "layer_tensors", "layers_hf", "metadata", "parse_gguf", "parse_hf",
-           "rope_tensor", "sandwich", "tensors"]  # fmt: skip
+__all__ = [
+    "ARCH",
+    "ARCHITECTURES",
+    "DROPS",
+    "PREFIXES",
+    "TITLE",
+    "Config",
+    "Model",
+    "attention",
+    "caches",
+    "claims",
+    "layer_tensors",
+    "layers_hf",
+    "metadata",
+    "parse_gguf",
+    "parse_hf",
+    "rope_tensor",
+    "sandwich",
+    "tensors",
+]
 
 ARCH = GEMMA4
 TITLE = "Gemma 4 target"
@@ -40,11 +57,13 @@ ARCHITECTURES = (
 )
 
 DROPS = (
-    Drop(r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
-         "vision and audio are not part of a text GGUF"),
+    Drop(
+        r"(.*\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\..*",
+        "vision and audio are not part of a text GGUF",
+    ),
     QUANTIZED_ACTIVATIONS,
     Drop(r"(model\.)?lm_head\.weight", "tied to the token table", "embed_tokens.weight"),
-)  # fmt: skip
+)
 
 
 def claims(checkpoint: Checkpoint) -> bool:
@@ -58,10 +77,16 @@ def layer_tensors(spec: LayerSpec, n_embd: int, own_kv: bool = True) -> list[Ten
     q, k = spec.n_head * hd, spec.n_kv * hd
     shared = spec.kv_from is not None  # published files hold K and V all the same, unused
 
-    def t(name: str, shape: tuple[int, ...], source: str, vector: bool = False,
-          optional: bool = False) -> TensorSpec:  # fmt: skip
-        return TensorSpec(f"blk.{i}.{name}.weight", shape, "vector" if vector else "matrix",
-                          f"layers.{i}.{source}", optional=optional)  # fmt: skip
+    def t(
+        name: str, shape: tuple[int, ...], source: str, vector: bool = False, optional: bool = False
+    ) -> TensorSpec:
+        return TensorSpec(
+            f"blk.{i}.{name}.weight",
+            shape,
+            "vector" if vector else "matrix",
+            f"layers.{i}.{source}",
+            optional=optional,
+        )
 
     out = [
         t("attn_norm", (e,), "input_layernorm.weight", True),
@@ -96,24 +121,32 @@ def _expert_tensors(spec: LayerSpec, e: int) -> list[TensorSpec]:
     b, hf, n, ff = f"blk.{spec.index}.", f"layers.{spec.index}.", spec.n_expert, spec.n_ff_expert
     if not n:
         return []
-    gate_up = [TensorSpec(b + "ffn_gate_up_exps.weight", (n, 2 * ff, e), "matrix",
-                          hf + "experts.gate_up_proj")]  # fmt: skip
+    gate_up = [
+        TensorSpec(
+            b + "ffn_gate_up_exps.weight", (n, 2 * ff, e), "matrix", hf + "experts.gate_up_proj"
+        )
+    ]
     if spec.split_experts:  # only in files that others converted
-        gate_up = [TensorSpec(b + f"ffn_{x}_exps.weight", (n, ff, e), "matrix",
-                              hf + f"experts.{x}_proj") for x in ("gate", "up")]  # fmt: skip
+        gate_up = [
+            TensorSpec(b + f"ffn_{x}_exps.weight", (n, ff, e), "matrix", hf + f"experts.{x}_proj")
+            for x in ("gate", "up")
+        ]
     return [
         TensorSpec(b + "ffn_gate_inp.weight", (n, e), "matrix", hf + "router.proj.weight"),
         TensorSpec(b + "ffn_gate_inp.scale", (e,), "vector", hf + "router.scale"),
         *gate_up,
         TensorSpec(b + "ffn_down_exps.weight", (n, e, ff), "matrix", hf + "experts.down_proj"),
         TensorSpec(b + "ffn_down_exps.scale", (n,), "vector", hf + "router.per_expert_scale"),
-        TensorSpec(b + "pre_ffw_norm_2.weight", (e,), "vector",
-                   hf + "pre_feedforward_layernorm_2.weight"),
-        TensorSpec(b + "post_ffw_norm_1.weight", (e,), "vector",
-                   hf + "post_feedforward_layernorm_1.weight"),
-        TensorSpec(b + "post_ffw_norm_2.weight", (e,), "vector",
-                   hf + "post_feedforward_layernorm_2.weight"),
-    ]  # fmt: skip
+        TensorSpec(
+            b + "pre_ffw_norm_2.weight", (e,), "vector", hf + "pre_feedforward_layernorm_2.weight"
+        ),
+        TensorSpec(
+            b + "post_ffw_norm_1.weight", (e,), "vector", hf + "post_feedforward_layernorm_1.weight"
+        ),
+        TensorSpec(
+            b + "post_ffw_norm_2.weight", (e,), "vector", hf + "post_feedforward_layernorm_2.weight"
+        ),
+    ]
 
 
 def rope_tensor(config: Config) -> TensorSpec:
@@ -131,13 +164,25 @@ def tensors(config: Config) -> list[TensorSpec]:
     ]
     if width:
         out += [
-            TensorSpec("per_layer_token_embd.weight", (config.n_vocab, width), "embed",
-                       "embed_tokens_per_layer.weight"),
-            TensorSpec("per_layer_model_proj.weight", (width, h), "matrix",
-                       "per_layer_model_projection.weight"),
-            TensorSpec("per_layer_proj_norm.weight", (config.n_ple,), "vector",
-                       "per_layer_projection_norm.weight"),
-        ]  # fmt: skip
+            TensorSpec(
+                "per_layer_token_embd.weight",
+                (config.n_vocab, width),
+                "embed",
+                "embed_tokens_per_layer.weight",
+            ),
+            TensorSpec(
+                "per_layer_model_proj.weight",
+                (width, h),
+                "matrix",
+                "per_layer_model_projection.weight",
+            ),
+            TensorSpec(
+                "per_layer_proj_norm.weight",
+                (config.n_ple,),
+                "vector",
+                "per_layer_projection_norm.weight",
+            ),
+        ]
     for spec in config.layers:
         out += layer_tensors(spec, h)
     out.append(TensorSpec("output_norm.weight", (h,), "vector", "norm.weight"))
@@ -149,5 +194,8 @@ def tensors(config: Config) -> list[TensorSpec]:
 def caches(config: Config) -> list[CacheShape]:
     """What the layers keep that have keys and values of their own. They come first, so that a
     cache has its layer's index."""
-    return [CacheShape(s.n_kv, s.head_dim, s.window, s.rotary_pairs if s.v_from_k else 0)
-            for s in config.layers if s.kv_from is None]  # fmt: skip
+    return [
+        CacheShape(s.n_kv, s.head_dim, s.window, s.rotary_pairs if s.v_from_k else 0)
+        for s in config.layers
+        if s.kv_from is None
+    ]

@@ -63,8 +63,11 @@ class Config:
     def donor(self, sliding: bool) -> int:
         """Index of the last layer of a kind that has keys and values of its own: whose cache an
         assistant reads, and layers that share."""
-        return max(spec.index for spec in self.layers
-                   if spec.kv_from is None and (spec.window is not None) == sliding)  # fmt: skip
+        return max(
+            spec.index
+            for spec in self.layers
+            if spec.kv_from is None and (spec.window is not None) == sliding
+        )
 
 
 def parse_hf(checkpoint: Checkpoint) -> Config:
@@ -104,8 +107,9 @@ def layers_hf(text: Fields) -> tuple[LayerSpec, ...]:
     given = text.sub("per_layer_config")
     overrides = {int(k): given.sub(k) for k in given.raw if k.isdecimal()}
     none = Fields({}, given.where)
-    return tuple(_layer_hf(text, i, kind, overrides.get(i, none), sources[i])
-                 for i, kind in enumerate(types))  # fmt: skip
+    return tuple(
+        _layer_hf(text, i, kind, overrides.get(i, none), sources[i]) for i, kind in enumerate(types)
+    )
 
 
 def _default_types(n_layer: int) -> list[str]:
@@ -116,8 +120,9 @@ def _layer_hf(
     text: Fields, index: int, kind: str, override: Fields, kv_from: int | None
 ) -> LayerSpec:
     if kind not in (SLIDING, FULL):
-        raise InputError(f"config.json: layer_types[{index}]", found=kind,
-                         expected=f"{SLIDING} or {FULL}")  # fmt: skip
+        raise InputError(
+            f"config.json: layer_types[{index}]", found=kind, expected=f"{SLIDING} or {FULL}"
+        )
     full, shared = kind == FULL, kv_from is not None
     k_eq_v = full and text.get(bool, "attention_k_eq_v", False)
     head_dim = text.positive("head_dim", 256)
@@ -153,9 +158,11 @@ def shared_kv(sliding: Sequence[bool], n_shared: int) -> list[int | None]:
     n_own = len(sliding) - n_shared
     own = list(sliding[: max(n_own, 0)])
     if n_shared and set(own) != set(sliding):
-        raise InputError("shared KV layers need an earlier layer of each kind to read from",
-                         expected=f"fewer than {n_shared} of {len(sliding)} layers",
-                         found=n_shared)  # fmt: skip
+        raise InputError(
+            "shared KV layers need an earlier layer of each kind to read from",
+            expected=f"fewer than {n_shared} of {len(sliding)} layers",
+            found=n_shared,
+        )
     last = {kind: n_own - 1 - own[::-1].index(kind) for kind in set(own)}
     return [None if i < n_own else last[kind] for i, kind in enumerate(sliding)]
 
@@ -196,8 +203,11 @@ def parse_gguf(
     n_layer = f.layers("block_count")
     sliding = f.list(bool, "attention.sliding_window_pattern")
     if len(sliding) != n_layer:
-        raise InputError(f"GGUF metadata: {arch}.attention.sliding_window_pattern",
-                         expected=f"{n_layer} entries", found=len(sliding))  # fmt: skip
+        raise InputError(
+            f"GGUF metadata: {arch}.attention.sliding_window_pattern",
+            expected=f"{n_layer} entries",
+            found=len(sliding),
+        )
     if any(".attn_qkv." in name for name in tensors):
         raise Unsupported("queries, keys and values in one tensor (attn_qkv)")
     # An assistant's layers all share: with its target, and not with each other.
@@ -214,8 +224,10 @@ def parse_gguf(
         n_ctx=f.positive("context_length"),
         eps=f.get(float, "attention.layer_norm_rms_epsilon"),
         softcap=f.get(float, "final_logit_softcapping", 0.0),
-        layers=tuple(_layer_gguf(f, tensors, i, s, sources[i], k_eq_v and not s)
-                     for i, s in enumerate(sliding)),
+        layers=tuple(
+            _layer_gguf(f, tensors, i, s, sources[i], k_eq_v and not s)
+            for i, s in enumerate(sliding)
+        ),
         arch=arch,
         own_head=arch == GEMMA4 and "output.weight" in tensors,
     )
@@ -233,11 +245,12 @@ def _layer_gguf(
         n_kv=_per_layer(f, "attention.head_count_kv", i),
         head_dim=f.positive(f"attention.key_length{swa}"),
         n_ff=_per_layer(f, "feed_forward_length", i),
-        rope_base=f.get(float, "rope.freq_base_swa", 1e4) if sliding
+        rope_base=f.get(float, "rope.freq_base_swa", 1e4)
+        if sliding
         else f.get(float, "rope.freq_base"),
-        rope_partial=1.0 if sliding else Fields(f.raw, f.where, "g4spec.").get(
-            float, "rope_partial", 0.25
-        ),
+        rope_partial=1.0
+        if sliding
+        else Fields(f.raw, f.where, "g4spec.").get(float, "rope_partial", 0.25),
         v_from_k=k_eq_v and kv_from is None,
         kv_from=kv_from,
         n_ple=_count(f, "embedding_length_per_layer_input"),
@@ -253,8 +266,9 @@ def _per_layer(f: Fields, key: str, index: int) -> int:
     if isinstance(value, list):
         n_layer = f.positive("block_count")
         if len(value) != n_layer:
-            raise InputError(f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries",
-                             found=len(value))  # fmt: skip
+            raise InputError(
+                f"{f.where}: {f.prefix + key}", expected=f"{n_layer} entries", found=len(value)
+            )
         return int(value[index])
     return f.positive(key)
 
@@ -277,7 +291,8 @@ def metadata(config: Config) -> KV:
         f"{a}context_length": u32(config.n_ctx),
         f"{a}embedding_length": u32(config.n_embd),
         f"{a}block_count": u32(len(layers)),
-        f"{a}feed_forward_length": array(GT.I32, widths) if len(set(widths)) > 1
+        f"{a}feed_forward_length": array(GT.I32, widths)
+        if len(set(widths)) > 1
         else u32(widths[0]),
         f"{a}attention.head_count": u32(layers[0].n_head),
         f"{a}attention.head_count_kv": array(GT.I32, [s.n_kv for s in layers]),
@@ -296,7 +311,7 @@ def metadata(config: Config) -> KV:
         f"{a}rope.freq_base_swa": f32(swa.rope_base),
         f"{a}rope.dimension_count": u32(full.head_dim),
         f"{a}rope.dimension_count_swa": u32(swa.head_dim),
-    }  # fmt: skip
+    }
     if layers[0].n_expert:
         kv[f"{a}expert_count"] = u32(layers[0].n_expert)
         kv[f"{a}expert_used_count"] = u32(layers[0].n_expert_used)

@@ -65,8 +65,18 @@ class Model:
                 tapped[spec.index] = ops.keep(x)
             h = self._attention(spec, h, batch, spans[Reach.causal(spec.window)], kv)
             ple = per_layer[:, spec.index] if per_layer is not None else None
-            x, h = sandwich(ops, w, f"blk.{spec.index}.", x, h, eps, following, spec, ple,
-                            numbers=spec is layers[-1])  # fmt: skip
+            x, h = sandwich(
+                ops,
+                w,
+                f"blk.{spec.index}.",
+                x,
+                h,
+                eps,
+                following,
+                spec,
+                ple,
+                numbers=spec is layers[-1],
+            )
         if len(layers) in taps:
             tapped[len(layers)] = x
         return h, tapped
@@ -101,8 +111,7 @@ class Model:
         ops, w, b = self.ops, self.w, f"blk.{spec.index}."
         own = spec.kv_from is None
         kv = caches[spec.index if spec.kv_from is None else spec.kv_from]
-        q = ops.qkv(h, attention(w, spec, self.config.eps, self.freqs[spec.index], own),
-                    batch, kv)  # fmt: skip
+        q = ops.qkv(h, attention(w, spec, self.config.eps, self.freqs[spec.index], own), batch, kv)
         out = w[b + "attn_output.weight"]
         return ops.linear(ops.attend(q, kv, batch, *span, 1.0), out, parts=True)
 
@@ -157,16 +166,24 @@ def sandwich(
             return x, ops.rms_norm(x, following, eps) if numbers else rows
         x, _ = ops.expert_layer(h, x, e, None, None)
     else:
-        x, h = ops.norm_residual_norm(h, x, w[b + "post_attention_norm.weight"], eps,
-                                      w[b + "ffn_norm.weight"])  # fmt: skip
-        h = ops.gated(h, w[b + "ffn_gate.weight"], w[b + "ffn_up.weight"],
-                      w[b + "ffn_down.weight"], ops.gelu_tanh, parts=True)  # fmt: skip
+        x, h = ops.norm_residual_norm(
+            h, x, w[b + "post_attention_norm.weight"], eps, w[b + "ffn_norm.weight"]
+        )
+        h = ops.gated(
+            h,
+            w[b + "ffn_gate.weight"],
+            w[b + "ffn_up.weight"],
+            w[b + "ffn_down.weight"],
+            ops.gelu_tanh,
+            parts=True,
+        )
         if ple is None:
             return ops.norm_residual_norm(h, x, last, eps, following, scale, numbers=numbers)
         x, _ = ops.norm_residual_norm(h, x, last, eps, None)
     h = ops.modulated(x, w[b + "inp_gate.weight"], ple, w[b + "proj.weight"], ops.gelu_tanh)
-    return ops.norm_residual_norm(h, x, w[b + "post_norm.weight"], eps, following, scale,
-                                  numbers=numbers)  # fmt: skip
+    return ops.norm_residual_norm(
+        h, x, w[b + "post_norm.weight"], eps, following, scale, numbers=numbers
+    )
 
 
 def _experts(w: Mapping[str, Any], b: str, eps: float, spec: LayerSpec) -> ExpertLayer:

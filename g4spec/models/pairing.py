@@ -16,17 +16,26 @@ FIX = "use the target this draft was made for, or convert the draft again with t
 def check(target: GGUF, config: Any, draft: GGUF) -> None:
     """InputError where the draft was converted beside a target of another depth, width or with
     other tokens: its proposals are then other words than it meant. `config`: the target's."""
-    for key, what, its in ((TARGET_LAYERS, "layers", len(config.layers)),
-                           (TARGET_HIDDEN, "hidden size", config.n_embd)):  # fmt: skip
+    for key, what, its in (
+        (TARGET_LAYERS, "layers", len(config.layers)),
+        (TARGET_HIDDEN, "hidden size", config.n_embd),
+    ):
         said = draft.get(key)
         if isinstance(said, int) and said != its:
-            raise InputError(f"{draft.path}: converted beside a target of another {what}",
-                             expected=said, found=its, fix=FIX)  # fmt: skip
+            raise InputError(
+                f"{draft.path}: converted beside a target of another {what}",
+                expected=said,
+                found=its,
+                fix=FIX,
+            )
     if draft.entries(TOKENS) is not T.STRING or target.entries(TOKENS) is not T.STRING:
         return
     mine, its = draft.kv[TOKENS], target.kv[TOKENS]
     if len(mine) == len(its) and mine != its:
         at = next(i for i, (a, b) in enumerate(zip(mine, its, strict=True)) if a != b)
-        raise InputError(f"{draft.path}: its tokens are not the target's",
-                         expected=f"{its[at]!r:.40} as token {at}", found=f"{mine[at]!r:.40}",
-                         fix=FIX)  # fmt: skip
+        raise InputError(
+            f"{draft.path}: its tokens are not the target's",
+            expected=f"{its[at]!r:.40} as token {at}",
+            found=f"{mine[at]!r:.40}",
+            fix=FIX,
+        )

@@ -61,8 +61,10 @@ class Drop:
     same_as: str | None = None  # stripped name of the tensor that it must repeat, byte for byte
 
 
-QUANTIZED_ACTIVATIONS = Drop(r".*\.(input|output|[qkv])_(scale|zero_point|global_scale)",
-                             "activations are computed in full precision here")  # fmt: skip
+QUANTIZED_ACTIVATIONS = Drop(
+    r".*\.(input|output|[qkv])_(scale|zero_point|global_scale)",
+    "activations are computed in full precision here",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +105,21 @@ class LayerSpec:
     def __post_init__(self) -> None:
         where, base = f"layer {self.index}", self.rope_base
         if self.head_dim < 2 or self.head_dim % 2:
-            raise InputError(f"{where}: size of a head", expected="an even number",
-                             found=self.head_dim)  # fmt: skip
+            raise InputError(
+                f"{where}: size of a head", expected="an even number", found=self.head_dim
+            )
         if not 0 < base < math.inf or not 0 <= self.rope_partial <= 1:
-            raise InputError(f"{where}: rotation", expected="a base above 0, a share of 0 to 1",
-                             found=f"base {base}, share {self.rope_partial}")  # fmt: skip
+            raise InputError(
+                f"{where}: rotation",
+                expected="a base above 0, a share of 0 to 1",
+                found=f"base {base}, share {self.rope_partial}",
+            )
         if not 0 <= self.n_expert_used <= self.n_expert:
-            raise InputError(f"{where}: experts of a token", expected=f"at most {self.n_expert}",
-                             found=self.n_expert_used)  # fmt: skip
+            raise InputError(
+                f"{where}: experts of a token",
+                expected=f"at most {self.n_expert}",
+                found=self.n_expert_used,
+            )
 
     @property
     def rotary_pairs(self) -> int:
@@ -122,9 +131,11 @@ def check_heads(layers: Iterable[LayerSpec]) -> None:
     """Raise InputError unless the query heads of each layer divide among those of its keys."""
     for spec in layers:
         if spec.n_kv < 1 or spec.n_head < 1 or spec.n_head % spec.n_kv:
-            raise InputError(f"layer {spec.index}: heads of queries",
-                             expected=f"a multiple of those of keys, {spec.n_kv}",
-                             found=spec.n_head)  # fmt: skip
+            raise InputError(
+                f"layer {spec.index}: heads of queries",
+                expected=f"a multiple of those of keys, {spec.n_kv}",
+                found=spec.n_head,
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +159,14 @@ class Checkpoint:
         if names is not None and not (
             isinstance(names, list) and all(isinstance(n, str) for n in names)
         ):
-            raise InputError("config.json: architectures", expected="a list of names",
-                             found=f"{names!r:.80}")  # fmt: skip
+            raise InputError(
+                "config.json: architectures", expected="a list of names", found=f"{names!r:.80}"
+            )
         text = self.config.get("text_config")
         if text is not None and not isinstance(text, dict):
-            raise InputError("config.json: text_config", expected="an object",
-                             found=f"{text!r:.80}")  # fmt: skip
+            raise InputError(
+                "config.json: text_config", expected="an object", found=f"{text!r:.80}"
+            )
 
 
 def stop_ids(*sources: Iterable[int]) -> frozenset[int]:

@@ -46,8 +46,12 @@ class Verdict:
     reasons: tuple[Limit, ...] = ()
 
 
-UNKNOWN = Limit("refused", "an architecture of our own", "has no code for it",
-                lambda c: c.arch.removesuffix(OWN) not in ARCHITECTURES)  # fmt: skip
+UNKNOWN = Limit(
+    "refused",
+    "an architecture of our own",
+    "has no code for it",
+    lambda c: c.arch.removesuffix(OWN) not in ARCHITECTURES,
+)
 
 
 def judge(limits: Iterable[Limit], config: Any) -> Verdict:

@@ -86,8 +86,9 @@ def edited(logits: torch.Tensor, sampler: Sampler, history: History | None = Non
     if sampler.logit_bias:
         ids, values = zip(*sampler.logit_bias, strict=True)
         if max(ids) >= len(row):
-            raise UsageError("--logit-bias", expected=f"token ids 0 to {len(row) - 1}",
-                             found=max(ids))  # fmt: skip
+            raise UsageError(
+                "--logit-bias", expected=f"token ids 0 to {len(row) - 1}", found=max(ids)
+            )
         row[list(ids)] += torch.tensor(values, dtype=torch.float32, device=row.device)
     if not sampler.uses_history:
         return row

@@ -141,8 +141,9 @@ class Ops(SimpleOps):
         dense = self.gated(rows, e.gate, e.up, e.down, self.gelu_tanh)
         ids, weights = self.route(x, e.router_norm, e.router, e.gains, e.n_used, e.eps)
         rows = self.norm_rows(x, e.expert_norm, e.eps)
-        routed = self.experts(rows, ids, weights, e.gate_exps, e.up_exps, e.down_exps,
-                              self.gelu_tanh)  # fmt: skip
+        routed = self.experts(
+            rows, ids, weights, e.gate_exps, e.up_exps, e.down_exps, self.gelu_tanh
+        )
         dense = self.rms_norm(dense, e.post_dense, e.eps)
         both, _ = self.norm_residual_norm(routed, dense, e.post_experts, e.eps, None)
         return self.norm_residual_norm(both, x, e.post, e.eps, following, scale)
@@ -193,10 +194,11 @@ class Ops(SimpleOps):
         rows, real = tile_rows(batch.sizes, self.device)  # [N, TILE] and its rows in order
         lo, hi = first[rows].amin(1), last[rows].amax(1)
         out = [
-            self._attend_tiles(q, kv, batch.slots[rows[n, 0]], (first, last, lo[n], hi[n]), rows[n],
-                               scale)
+            self._attend_tiles(
+                q, kv, batch.slots[rows[n, 0]], (first, last, lo[n], hi[n]), rows[n], scale
+            )
             for n in similar_tiles(lo, hi)
-        ]  # fmt: skip
+        ]
         return torch.cat(out).flatten(0, 1)[real]
 
     def _attend_tiles(
@@ -329,9 +331,7 @@ class Ops(SimpleOps):
         return in_order(out * weights[..., None])
 
 
-def tile_rows(
-    sizes: Sequence[int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tile_rows(sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut the rows of each sequence into tiles of TILE, the last row of a sequence repeated.
 
     Returns:

@@ -109,19 +109,35 @@ class Sampler:
 
     def __post_init__(self) -> None:
         for flag, value, ok, want in (
-            ("temp", self.temperature, math.isfinite(self.temperature) and self.temperature >= 0,
-             ">= 0"),
+            (
+                "temp",
+                self.temperature,
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                ">= 0",
+            ),
             ("top-k", self.top_k, self.top_k >= 0, ">= 0 (0 keeps all)"),
             ("top-p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]"),
             ("min-p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]"),
             ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
-            ("repeat-penalty", self.repetition_penalty, 0.01 <= self.repetition_penalty <= 100,
-             "in [0.01, 100] (1 is off)"),
-            ("presence-penalty", self.presence_penalty, -2 <= self.presence_penalty <= 2,
-             "in [-2, 2]"),
-            ("frequency-penalty", self.frequency_penalty, -2 <= self.frequency_penalty <= 2,
-             "in [-2, 2]"),
-        ):  # fmt: skip
+            (
+                "repeat-penalty",
+                self.repetition_penalty,
+                0.01 <= self.repetition_penalty <= 100,
+                "in [0.01, 100] (1 is off)",
+            ),
+            (
+                "presence-penalty",
+                self.presence_penalty,
+                -2 <= self.presence_penalty <= 2,
+                "in [-2, 2]",
+            ),
+            (
+                "frequency-penalty",
+                self.frequency_penalty,
+                -2 <= self.frequency_penalty <= 2,
+                "in [-2, 2]",
+            ),
+        ):
             if not ok:
                 raise UsageError(f"--{flag}", expected=want, found=value)
         self._check_bias()
@@ -134,8 +150,9 @@ class Sampler:
             if token in seen:
                 raise UsageError("--logit-bias", expected="each token id once", found=token)
             if not (-100 <= value <= 100 or value == -math.inf):
-                raise UsageError(f"--logit-bias of token {token}",
-                                 expected="-100 to 100, or -inf", found=value)  # fmt: skip
+                raise UsageError(
+                    f"--logit-bias of token {token}", expected="-100 to 100, or -inf", found=value
+                )
             seen.add(token)
 
     @property
@@ -161,8 +178,9 @@ class Sampler:
         """Raise Unsupported, naming the options, unless the sampler is `plain`."""
         given = [EDITS[name] for name in self._edits()]
         if given:
-            raise Unsupported(f"{', '.join(given)}: not applied where raw logits are sampled",
-                              fix="leave it out")  # fmt: skip
+            raise Unsupported(
+                f"{', '.join(given)}: not applied where raw logits are sampled", fix="leave it out"
+            )
 
     def choose(self, logits: torch.Tensor, position: int) -> int:
         """The token at absolute `position`, from its logits [V] float32.
@@ -175,8 +193,9 @@ class Sampler:
             logits[list(self.suppress)] = -math.inf
         best = logits.max()
         if not torch.isfinite(best):
-            raise NotFinite("logits are not finite", found=float(best),
-                            fix="run `g4spec validate` on the file")  # fmt: skip
+            raise NotFinite(
+                "logits are not finite", found=float(best), fix="run `g4spec validate` on the file"
+            )
         if self.temperature == 0:
             return int(logits.argmax())
         noise = gumbel(self.seed, position, len(logits)).to(logits.device)

@@ -11,14 +11,26 @@ from g4spec.quant import formats
 from g4spec.quant.format import Factors, Format, Unrepresentable, possible
 from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS
 
-__all__ = ["FIRST_CLASHING_TYPE", "Factors", "Format", "Unrepresentable", "by_type", "get", "known",
-           "names", "possible", "readable"]  # fmt: skip
+__all__ = [
+    "FIRST_CLASHING_TYPE",
+    "Factors",
+    "Format",
+    "Unrepresentable",
+    "by_type",
+    "get",
+    "known",
+    "names",
+    "possible",
+    "readable",
+]
 
 
 @cache
 def _codecs() -> dict[str, Format]:
-    found = [importlib.import_module(f"{formats.__name__}.{info.name}").FORMAT
-             for info in pkgutil.iter_modules(formats.__path__)]  # fmt: skip
+    found = [
+        importlib.import_module(f"{formats.__name__}.{info.name}").FORMAT
+        for info in pkgutil.iter_modules(formats.__path__)
+    ]
     return {f.name: f for f in sorted(found, key=lambda f: f.type)}
 
 
@@ -61,7 +73,9 @@ def by_type(number: int, name: str = "a tensor") -> Format:
     if found is None:
         fix = None
         if number >= FIRST_CLASHING_TYPE:
-            fix = ("numbers from 41 on mean different types in different forks of llama.cpp; "
-                   "convert with upstream's tools instead")  # fmt: skip
+            fix = (
+                "numbers from 41 on mean different types in different forks of llama.cpp; "
+                "convert with upstream's tools instead"
+            )
         raise Unsupported(f"{name}: unknown ggml type number {number}", fix=fix)
     return found

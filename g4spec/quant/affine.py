@@ -178,8 +178,9 @@ class _Search:
         scale = np.where(better, scale2, scale)
         return np.where(flat, F(0), scale), np.where(flat, least, np.where(better, second, first))
 
-    def _best(self, least: Floats, total: Floats, inverses: list[Floats],
-              clip: list[bool]) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+    def _best(
+        self, least: Floats, total: Floats, inverses: list[Floats], clip: list[bool]
+    ) -> tuple[Floats, Floats, Floats]:
         """The best fit to codes made with one of `inverses`: scale, minimum, and by how much its
         error is below that of all zeros."""
         sums = np.empty((3, len(inverses), len(total)), F)
@@ -195,7 +196,8 @@ class _Search:
             most, rest = least[above[1]], product[above] - least[above[1]] * code[above]
             scale[above], low[above] = rest / square[above], most
             gain[above] = rest * rest / square[above] + most * (
-                2 * total[above[1]] - most * self.weight[above[1]])  # fmt: skip
+                2 * total[above[1]] - most * self.weight[above[1]]
+            )
         # Nearly one code for all weight: what is left is rounding, or too small to be squared.
         bad = np.nonzero(~((determinant > F(1e-4) * self.weight * square) & (scale > 0)))
         if len(bad[0]):
@@ -203,13 +205,15 @@ class _Search:
             at = np.minimum((total[bad[1]] - s * code[bad]) / self.weight[bad[1]], least[bad[1]])
             scale[bad], low[bad] = s, at
             gain[bad] = s * (2 * product[bad] - s * square[bad] - 2 * at * code[bad]) + at * (
-                2 * total[bad[1]] - at * self.weight[bad[1]])  # fmt: skip
+                2 * total[bad[1]] - at * self.weight[bad[1]]
+            )
         gain[~np.isfinite(gain)] = -np.inf
         best = gain.argmax(axis=0), np.arange(len(total))
         return scale[best], least - low[best], gain[best]
 
-    def neighbours(self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats,
-                   least: Floats) -> tuple[Floats, Floats]:  # fmt: skip
+    def neighbours(
+        self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
+    ) -> tuple[Floats, Floats]:
         """The whole scales and minima that fit best, near the given ones."""
         wide, low = d.astype(F), dmin.astype(F)
         inverse = np.where(low > 0, 1 / low, F(0))
@@ -229,19 +233,24 @@ class _Search:
             error += move * (move * self.weight + 2 * total)
             better = error < best[0]
             better8 = better.reshape(scale.shape)
-            best = (np.where(better, error, best[0]), np.where(better8, tried, best[1]),
-                    np.where(better8, minimum, best[2]))  # fmt: skip
+            best = (
+                np.where(better, error, best[0]),
+                np.where(better8, tried, best[1]),
+                np.where(better8, minimum, best[2]),
+            )
         return best[1], best[2]
 
-    def codes(self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats,
-              least: Floats) -> Floats:  # fmt: skip
+    def codes(
+        self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
+    ) -> Floats:
         """Codes for given scales and minima: the nearest."""
         s = (d.astype(F) * scale).reshape(-1)
         self.shift((dmin.astype(F) * least).reshape(-1))
         return self.round(np.where(s > 0, 1 / s, F(0)))
 
-    def factors(self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats,
-                least: Floats) -> tuple[NDArray[np.float16], NDArray[np.float16]]:  # fmt: skip
+    def factors(
+        self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
+    ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
         """Factors that fit codes, scales and minima best, as changes of the given ones."""
         code = self.codes(d, dmin, scale, least)
         part = np.multiply(code, self.weights, out=self.part)
@@ -249,22 +258,27 @@ class _Search:
         code *= (d.astype(F) * scale).reshape(-1)
         off = np.subtract(code, self.y, out=code)
         errors = np.einsum("ij,ij->j", part, off), np.einsum("ij,ij->j", self.weights, off)
-        one, two, a, b, w = (v.reshape(scale.shape).astype(float)
-                             for v in (*sums, *errors, self.weight))  # fmt: skip
-        aa, ab, bb = ((v).sum(axis=0) for v in (scale * scale * two, scale * least * one,
-                                                least * least * w))  # fmt: skip
+        one, two, a, b, w = (
+            v.reshape(scale.shape).astype(float) for v in (*sums, *errors, self.weight)
+        )
+        aa, ab, bb = (
+            (v).sum(axis=0) for v in (scale * scale * two, scale * least * one, least * least * w)
+        )
         ra, rb = (scale * a).sum(axis=0), (least * b).sum(axis=0)
         determinant = aa * bb - ab * ab
-        new = ((d + (ab * rb - ra * bb) / determinant).astype(np.float16),
-               (dmin + (aa * rb - ab * ra) / determinant).astype(np.float16))  # fmt: skip
+        new = (
+            (d + (ab * rb - ra * bb) / determinant).astype(np.float16),
+            (dmin + (aa * rb - ab * ra) / determinant).astype(np.float16),
+        )
         x, y = new[0].astype(float) - d, new[1].astype(float) - dmin
         change = x * (x * aa + 2 * (ra - y * ab)) + y * (y * bb - 2 * rb)
         better = (change < 0) & (new[0] > 0) & (new[1] >= 0)
         return np.where(better, new[0], d), np.where(better, new[1], dmin)
 
 
-def blocks(x: Floats, dtype: np.dtype[np.void], layout: Layout,
-           weights: Floats | None = None) -> tuple[NDArray[np.void], Bytes]:  # fmt: skip
+def blocks(
+    x: Floats, dtype: np.dtype[np.void], layout: Layout, weights: Floats | None = None
+) -> tuple[NDArray[np.void], Bytes]:
     """The blocks of Q4_K or Q5_K that `fit` makes of x [256 * n], records [n] of `dtype` with the
     lower four bits of each code in place, and all bits of the codes [32, 8, n]."""
     found = fit(x, layout, weights)
@@ -301,8 +315,9 @@ def unpack_scales(packed: Bytes) -> tuple[Bytes, Bytes]:
     return scale, np.concatenate((b & 63, c >> 4 | b >> 6 << 4), axis=1)
 
 
-def values(d: NDArray[np.float16], dmin: NDArray[np.float16], packed: Bytes,
-           codes: Bytes) -> Floats:  # fmt: skip
+def values(
+    d: NDArray[np.float16], dmin: NDArray[np.float16], packed: Bytes, codes: Bytes
+) -> Floats:
     """Blocks back: d, dmin [n], scales [n, 12], codes [n, 8, 32] -> [n * 256], in the order of
     operations of ggml's `dequantize_row_q4_K`."""
     scale, least = unpack_scales(packed)

@@ -25,8 +25,9 @@ GRIDS: dict[str, tuple[int, int, tuple[int, ...]]] = {
 }
 """Name -> entries, values of an entry, and the values there are."""
 FILE = Path(__file__).with_name("grids.bin")
-LINEAR_4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
-                    np.float32)  # fmt: skip
+LINEAR_4 = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
+)
 """Values of the 4-bit codes of IQ4_NL and IQ4_XS. Source: ggml `kvalues_iq4nl`."""
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 """Twice the values of the 4-bit floats of MXFP4 and NVFP4. Source: ggml `kvalues_mxfp4`."""

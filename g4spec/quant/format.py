@@ -189,8 +189,11 @@ class Format:
 def possible(shape: Sequence[int]) -> bool:
     """Whether there can be an array of this shape, of up to 8 bytes a value; of an empty one the
     other dimensions count too."""
-    return (len(shape) <= MAX_DIMS and min(shape, default=0) >= 0
-            and prod(n or 1 for n in shape) < 1 << 60)  # fmt: skip
+    return (
+        len(shape) <= MAX_DIMS
+        and min(shape, default=0) >= 0
+        and prod(n or 1 for n in shape) < 1 << 60
+    )
 
 
 def first_bad(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
@@ -199,8 +202,9 @@ def first_bad(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
     return Unrepresentable(index, float(x.reshape(-1)[index]))
 
 
-def in_batches(x: Floats, size: int, encode: Callable[..., Bytes],
-               weights: Floats | None = None) -> Bytes:  # fmt: skip
+def in_batches(
+    x: Floats, size: int, encode: Callable[..., Bytes], weights: Floats | None = None
+) -> Bytes:
     """`encode` on `size` values at a time, whose temporaries then stay in a core's cache."""
     parts = []
     for at in range(0, max(len(x), 1), size):

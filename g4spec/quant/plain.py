@@ -28,8 +28,25 @@ TINY = F(2.0**-25)
 """Its absolute error below the normal range."""
 STEPS = np.arange(-10, 11, 2) / 10
 """With weights: where the largest value may lie, counted from the last code on its side."""
-SPANS = (-3.0, -2.5, -2.0, -1.7, -1.4, -1.1, -0.9, -0.6, -0.4, -0.2, 0.0, 0.2, 0.35, 0.5, 0.7, 0.9,
-         1.3)  # fmt: skip
+SPANS = (
+    -3.0,
+    -2.5,
+    -2.0,
+    -1.7,
+    -1.4,
+    -1.1,
+    -0.9,
+    -0.6,
+    -0.4,
+    -0.2,
+    0.0,
+    0.2,
+    0.35,
+    0.5,
+    0.7,
+    0.9,
+    1.3,
+)
 """With weights and a minimum: `affine.Layout.steps`."""
 
 

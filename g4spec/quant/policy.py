@@ -31,8 +31,10 @@ TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 
 @cache
 def _mixes() -> dict[str, Mix]:
-    found = [importlib.import_module(f"{mixes.__name__}.{info.name}").MIX
-             for info in pkgutil.iter_modules(mixes.__path__)]  # fmt: skip
+    found = [
+        importlib.import_module(f"{mixes.__name__}.{info.name}").MIX
+        for info in pkgutil.iter_modules(mixes.__path__)
+    ]
     plain = [Mix(f.name, f, f.file_type) for f in map(quant.get, quant.names())]
     return {m.name: m for m in (*plain, *found)}
 
@@ -61,8 +63,11 @@ def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
     if not (pattern and name):
         raise UsageError("--tensor-type", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
     if name.lower() not in quant.names():
-        raise UsageError(f"--tensor-type {text}: unknown type",
-                         expected=f"one of {', '.join(quant.names())}", found=name)  # fmt: skip
+        raise UsageError(
+            f"--tensor-type {text}: unknown type",
+            expected=f"one of {', '.join(quant.names())}",
+            found=name,
+        )
     try:
         return re.compile(pattern), quant.get(name)
     except re.error as e:
@@ -106,8 +111,10 @@ class Policy:
         self.gqa = q[0] // k[0] if q and k and k[0] else 1
         for pattern, _ in asked.named:
             if not any(map(pattern.search, shapes)):
-                raise UsageError(f"--tensor-type {pattern.pattern}: no tensor has such a name",
-                                 fix="`g4spec inspect FILE` lists them")  # fmt: skip
+                raise UsageError(
+                    f"--tensor-type {pattern.pattern}: no tensor has such a name",
+                    fix="`g4spec inspect FILE` lists them",
+                )
 
     def choose(self, name: str, shape: Sequence[int], role: Role) -> tuple[Format, str]:
         """The type of a tensor, and why it is that one: empty when it is simply what was asked.

@@ -113,8 +113,9 @@ class Search:
         gain = product * product / square
         gain[~(square > 0)] = -1
         best = gain.argmax(axis=0), np.arange(len(largest))
-        scale = np.where(square[best] > 0, product[best] / square[best],
-                         largest / F(self.codes.end))  # fmt: skip
+        scale = np.where(
+            square[best] > 0, product[best] / square[best], largest / F(self.codes.end)
+        )
         scale[flat] = 0
         out: Floats = scale.reshape(self.codes.groups, -1)
         return out
@@ -152,8 +153,9 @@ def columns(x: Floats, codes: Codes) -> Floats:
     return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(codes.size, -1)
 
 
-def fit(x: Floats, codes: Codes,
-        weights: Floats | None = None) -> tuple[NDArray[np.float16], Floats, Floats]:  # fmt: skip
+def fit(
+    x: Floats, codes: Codes, weights: Floats | None = None
+) -> tuple[NDArray[np.float16], Floats, Floats]:
     """Quantize whole blocks [groups * size * n] -> d [n], whole scales [groups, n], and values of
     codes [size, groups, n]. Raises Unrepresentable."""
     n = len(x) // (codes.groups * codes.size)
@@ -172,8 +174,9 @@ def fit(x: Floats, codes: Codes,
     return d, scale, code.reshape(codes.size, codes.groups, n)
 
 
-def fit_alone(x: Floats, codes: Codes,
-              weights: Floats | None = None) -> tuple[NDArray[np.float16], Floats]:  # fmt: skip
+def fit_alone(
+    x: Floats, codes: Codes, weights: Floats | None = None
+) -> tuple[NDArray[np.float16], Floats]:
     """`fit` for blocks of one group, whose scale is d itself: d [n], values of codes [size, n]."""
     search = Search(x, codes, weights)
     with np.errstate(all="ignore"):

@@ -37,8 +37,9 @@ class HostBudget:
 
     def slot(self, shapes: Sequence[CacheShape], n_ctx: int, slack: int) -> int:
         """The rings of one slot."""
-        return sum(_row_bytes(s) * capacity(n_ctx, s.window, slack)
-                   for s in shapes if s.window is not None)  # fmt: skip
+        return sum(
+            _row_bytes(s) * capacity(n_ctx, s.window, slack) for s in shapes if s.window is not None
+        )
 
     def slots(self, sequences: int) -> int:
         """One for each sequence."""

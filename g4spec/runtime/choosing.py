@@ -31,9 +31,7 @@ class RequestChooser:
     @property
     def on_host(self) -> bool:
         """Whether choices need more than logits, sampler and position."""
-        return (
-            not self.sampler.plain or self._mask is not None or self._n_logprobs is not None
-        )
+        return not self.sampler.plain or self._mask is not None or self._n_logprobs is not None
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
         """Choose a drafted token with the same noise, bias and penalties; a mask may still refuse
@@ -45,8 +43,9 @@ class RequestChooser:
 
     def choose(self, logits: torch.Tensor, drafted: Sequence[int], position: int) -> Cycle:
         """Choose the target's tokens over a step's rows; see `g4spec.core.Chooser`."""
-        tokens = choose_rows(logits, drafted, position, self.sampler, self._history, self._mask,
-                             chooser=self._rows)  # fmt: skip
+        tokens = choose_rows(
+            logits, drafted, position, self.sampler, self._history, self._mask, chooser=self._rows
+        )
         values = logits[range(len(tokens)), tokens].tolist()
         cycle = Cycle(tokens, values, list(drafted), len(tokens) - 1)
         if self._n_logprobs is not None:

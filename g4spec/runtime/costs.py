@@ -70,8 +70,10 @@ class Costs:
         else:
             self._plain = self._factors[0] * change
             self._drafted_then = self._drafted * min(1.0, self._plain / self._plain_then)
-        self._factors = (self._plain * min(1.0, self._drafted / self._drafted_then),
-                         self._drafted * min(1.0, self._plain / self._plain_then))  # fmt: skip
+        self._factors = (
+            self._plain * min(1.0, self._drafted / self._drafted_then),
+            self._drafted * min(1.0, self._plain / self._plain_then),
+        )
 
     def _measured(self, texts: int, count: float) -> float:
         """Return the seconds for `count` drafted tokens each, as measured first."""

@@ -50,8 +50,9 @@ def check(device: str, cache_type: str | None = None) -> tuple[int, bool] | None
     if (missing := _missing()) is not None:
         raise missing
     if index >= torch.cuda.device_count():
-        raise UsageError("--device", expected=f"at most cuda:{torch.cuda.device_count() - 1}",
-                         found=device)  # fmt: skip
+        raise UsageError(
+            "--device", expected=f"at most cuda:{torch.cuda.device_count() - 1}", found=device
+        )
     return index, portable
 
 
@@ -59,8 +60,9 @@ def _gpu(device: str) -> tuple[int, bool]:
     """Number of the GPU, and whether with portable kernels only."""
     found = re.fullmatch(r"cuda(?::(\d+))?(:portable)?", device)
     if found is None:
-        raise UsageError("--device", expected="cpu, cuda, cuda:1, cuda:portable or auto",
-                         found=device)  # fmt: skip
+        raise UsageError(
+            "--device", expected="cpu, cuda, cuda:1, cuda:portable or auto", found=device
+        )
     return int(found[1] or 0), found[2] is not None
 
 
@@ -73,8 +75,10 @@ def unused() -> str | None:
 def _missing() -> EnvironmentProblem | None:
     """Why no GPU can be used, or None."""
     if not torch.cuda.is_available():
-        return EnvironmentProblem("--device cuda: torch finds no CUDA device here",
-                                  fix="use --device cpu, or see `g4spec doctor`")  # fmt: skip
+        return EnvironmentProblem(
+            "--device cuda: torch finds no CUDA device here",
+            fix="use --device cpu, or see `g4spec doctor`",
+        )
     found = importlib.util.find_spec("cuda")
     if found is None or importlib.util.find_spec("cuda.core") is None:
         return EnvironmentProblem("--device cuda: the package cuda-core is missing", fix=EXTRA)

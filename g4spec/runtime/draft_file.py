@@ -26,8 +26,10 @@ def check_options(p_min: float | None, window: int | None, has_file: bool) -> No
     if p_min is not None and not 0 <= p_min <= 1:
         raise UsageError("--draft-p-min", expected="0 to 1", found=p_min)
     if p_min and not has_file:
-        raise UsageError("--draft-p-min needs a draft that has a confidence head",
-                         fix="pass a DSpark draft with -md")  # fmt: skip
+        raise UsageError(
+            "--draft-p-min needs a draft that has a confidence head",
+            fix="pass a DSpark draft with -md",
+        )
 
 
 class DraftFile:
@@ -53,16 +55,21 @@ class DraftFile:
         if self.kind is not None and arch in models.TARGETS:
             raise models.misplaced(file.path, self.kind)
         if self.kind is None:
-            raise InputError(f"{file.path}: not a draft this version knows",
-                             expected=" or ".join(models.drafts()),
-                             found=f"architecture {arch!r}",
-                             fix="convert it with `g4spec convert`")  # fmt: skip
+            raise InputError(
+                f"{file.path}: not a draft this version knows",
+                expected=" or ".join(models.drafts()),
+                found=f"architecture {arch!r}",
+                fix="convert it with `g4spec convert`",
+            )
         self.config: Any = self.kind.parse_gguf(file.kv, file.shapes())
         check_heads(self.config.layers)
         caches, window = self.kind.caches, self.window
         if window is not None and caches(self.config, window) == caches(self.config, None):
-            raise UsageError("--draft-window does nothing with this draft: it has no cache of all "
-                             "of the context", fix="leave it out")  # fmt: skip
+            raise UsageError(
+                "--draft-window does nothing with this draft: it has no cache of all "
+                "of the context",
+                fix="leave it out",
+            )
         if p_min:
             models.require_confidence(file.path, self.kind, file.tensors)
         if p_min is not None and hasattr(self.config, "cut"):
@@ -89,7 +96,13 @@ class DraftFile:
             loading.check_ids(self.file, name, ids, n_vocab)
         weights = loading.draft_weights(self.file, self.kind.tensors(self.config), backend, n_vocab)
         draft: Draft = self.kind.Drafter(
-            self.config, weights, backend.ops, target, self.file, caches,
-            target.n_states, self.window,
-        )  # fmt: skip
+            self.config,
+            weights,
+            backend.ops,
+            target,
+            self.file,
+            caches,
+            target.n_states,
+            self.window,
+        )
         return draft

@@ -162,14 +162,14 @@ class Engine:
             if self._closed:
                 raise UsageError("the engine is closed")
             if self.failed is not None:
-                raise EnvironmentProblem("the engine has stopped", found=self.failed,
-                                         fix="start it again")  # fmt: skip
+                raise EnvironmentProblem(
+                    "the engine has stopped", found=self.failed, fix="start it again"
+                )
             if self.scheduler.idle:
                 self.stepped = time.monotonic()
             for i in range(options.n):
                 seed = (options.sampler.seed + i) % 2**64
-                sampler = replace(options.sampler, seed=seed,
-                                  suppress=self.tokenizer.suppress_ids)  # fmt: skip
+                sampler = replace(options.sampler, seed=seed, suppress=self.tokenizer.suppress_ids)
                 requests.append(self._queued(prompt, replace(options, sampler=sampler)))
             self._changed.notify_all()
         for request in requests:
@@ -190,9 +190,10 @@ class Engine:
         text = self.lengths.text(asked)
         self._submitted += 1
         self.scheduler.submit(
-            Task(self._submitted, request, list(prompt), chooser, text, drafting,
-                 time.perf_counter())
-        )  # fmt: skip
+            Task(
+                self._submitted, request, list(prompt), chooser, text, drafting, time.perf_counter()
+            )
+        )
         return request
 
     # ---- what others may know
@@ -313,16 +314,23 @@ def check_request(prompt: Sequence[int], options: Options, config: Any, n_ctx: i
     if not prompt:
         raise InputError("the prompt is empty", expected="at least one token")
     if bad := [t for t in prompt if not 0 <= t < config.n_vocab]:
-        raise InputError("a prompt token is outside the vocabulary",
-                         expected=f"0..{config.n_vocab - 1}", found=bad[0])  # fmt: skip
+        raise InputError(
+            "a prompt token is outside the vocabulary",
+            expected=f"0..{config.n_vocab - 1}",
+            found=bad[0],
+        )
     if len(prompt) > n_ctx:
         needed, trained = len(prompt) + options.n_predict, config.n_ctx
-        fix = f"use -c {needed}" if needed <= trained else (
-            f"use a shorter one: the model was trained on {trained} tokens")  # fmt: skip
+        fix = (
+            f"use -c {needed}"
+            if needed <= trained
+            else (f"use a shorter one: the model was trained on {trained} tokens")
+        )
         raise PromptTooLong(len(prompt), n_ctx, len(prompt), fix)
     if bad := [t for t, _ in options.sampler.logit_bias if t >= config.n_vocab]:
-        raise UsageError("--logit-bias", expected=f"token ids 0 to {config.n_vocab - 1}",
-                         found=bad[0])  # fmt: skip
+        raise UsageError(
+            "--logit-bias", expected=f"token ids 0 to {config.n_vocab - 1}", found=bad[0]
+        )
 
 
 def read_tokenizer(target: Path) -> Tokenizer:
@@ -343,8 +351,9 @@ def _context(asked: int | None, trained: int) -> int:
     if asked == 0:
         return trained
     if not 1 <= asked <= trained:
-        raise UsageError("-c", expected=f"1 to {trained}, what the model was trained on",
-                         found=asked)  # fmt: skip
+        raise UsageError(
+            "-c", expected=f"1 to {trained}, what the model was trained on", found=asked
+        )
     return asked
 
 
@@ -353,8 +362,11 @@ def _target_config(file: GGUF) -> Any:
     if arch not in models.TARGETS:
         if (kind := models.of_gguf(arch, file.tensors)) is not None:
             raise models.misplaced(file.path, kind)
-        raise InputError(f"{file.path}: not a target", expected=" or ".join(models.TARGETS),
-                         found=f"architecture {arch!r}")  # fmt: skip
+        raise InputError(
+            f"{file.path}: not a target",
+            expected=" or ".join(models.TARGETS),
+            found=f"architecture {arch!r}",
+        )
     config = gemma4.parse_gguf(file.kv, file.shapes())
     check_heads(config.layers)
     return config
@@ -364,9 +376,12 @@ def _tokenizer(file: GGUF, config: Any) -> Tokenizer:
     """The file's tokenizer; refused if the target has no row for some token."""
     tokenizer = Tokenizer.from_gguf(file)
     if tokenizer.n_vocab > config.n_vocab:
-        raise InputError(f"{file.path}: the token table has fewer rows than there are tokens",
-                         expected=f"at least {tokenizer.n_vocab}", found=config.n_vocab,
-                         fix="convert the target again")  # fmt: skip
+        raise InputError(
+            f"{file.path}: the token table has fewer rows than there are tokens",
+            expected=f"at least {tokenizer.n_vocab}",
+            found=config.n_vocab,
+            fix="convert the target again",
+        )
     return tokenizer
 
 
@@ -381,8 +396,16 @@ def _plan(
         drafted = list(draft.file.tensors.values())
 
     def plan(size: memory.Size) -> memory.MemoryPlan:
-        return memory.plan(backend, size, chunk, config, file.tensors.values(),
-                           gemma4.caches(config), drafted, draft.shapes())  # fmt: skip
+        return memory.plan(
+            backend,
+            size,
+            chunk,
+            config,
+            file.tensors.values(),
+            gemma4.caches(config),
+            drafted,
+            draft.shapes(),
+        )
 
     asked = plan(size)
     shorter = {n: plan(size.smaller(n)) for n in range(256, size.n_ctx, 256)}

@@ -58,8 +58,17 @@ def figures(scheduler: Scheduler, pool: Pool, stepped: float) -> Figures:
     for task in live:
         if (sequence := task.sequence) is not None:
             stats = task.request.stats
-            slots.append(SlotFigures(sequence.slot, task.number, stats.prompt_tokens,
-                                     stats.cached_tokens, stats.tokens, task.left, stats.drafted,
-                                     stats.accepted))  # fmt: skip
+            slots.append(
+                SlotFigures(
+                    sequence.slot,
+                    task.number,
+                    stats.prompt_tokens,
+                    stats.cached_tokens,
+                    stats.tokens,
+                    task.left,
+                    stats.drafted,
+                    stats.accepted,
+                )
+            )
     waiting = len(scheduler.waiting)
     return Figures(len(live), waiting, pool.n_pages, pool.free, tuple(slots), stepped)

@@ -75,4 +75,3 @@ def spelled(encoder: tokenizers.Tokenizer, text: str, read: Iterable[str], guard
     finally:
         encoder.encode_special_tokens = False
     return ids
-

@@ -280,8 +280,9 @@ class Lengths:
     def _choose(self, texts: Sequence[TextState], most: Sequence[int], lost: float) -> list[int]:
         """Return the counts of the best plan that can be afforded, if every account held `lost`
         seconds less."""
-        fixed = [0 if t.asked == "auto" else min(t.asked, m)
-                 for t, m in zip(texts, most, strict=True)]  # fmt: skip
+        fixed = [
+            0 if t.asked == "auto" else min(t.asked, m) for t, m in zip(texts, most, strict=True)
+        ]
         self._why = "unmeasured"
         if self.costs is None or not any(t.auto and m for t, m in zip(texts, most, strict=True)):
             return fixed
@@ -363,15 +364,19 @@ class Choice:
     def _losers(self, plan: Plan) -> list[int]:
         """Return the texts that are expected to take more than 1 + `MARGIN` times the base."""
         steps = plan.seconds / ((1 + MARGIN) * self._base)
-        return [i for i, tokens in enumerate(self._tokens)
-                if tokens[plan.counts[i]] < steps * tokens[self._fixed[i]]]  # fmt: skip
+        return [
+            i
+            for i, tokens in enumerate(self._tokens)
+            if tokens[plan.counts[i]] < steps * tokens[self._fixed[i]]
+        ]
 
     def _equal(self) -> Iterator[Plan]:
         """Yield plans in which all draft as many. Where all pay for the longest, nothing is saved
         by drafting less than it."""
         for count in range(1, max(self._room[i] for i in self._auto) + 1):
-            yield self.plan([min(count, m) if i in self._auto else m
-                             for i, m in enumerate(self._room)])  # fmt: skip
+            yield self.plan(
+                [min(count, m) if i in self._auto else m for i, m in enumerate(self._room)]
+            )
 
     def _ranked(self, help_losers: bool) -> Iterator[Plan]:
         """Yield plans that draft one token more each. The one most likely to be accepted goes

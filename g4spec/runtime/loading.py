@@ -48,13 +48,18 @@ def _usable(file: GGUF, spec: TensorSpec) -> bool:
     if info is None:
         if spec.optional:
             return False
-        raise InputError(f"{file.path}: tensor {spec.name} is missing",
-                         expected=f"shape {list(spec.shape)}",
-                         fix="convert it again with `g4spec convert`")  # fmt: skip
+        raise InputError(
+            f"{file.path}: tensor {spec.name} is missing",
+            expected=f"shape {list(spec.shape)}",
+            fix="convert it again with `g4spec convert`",
+        )
     if info.shape != spec.shape:
-        raise InputError(f"{file.path}: tensor {spec.name}: shape",
-                         expected=list(spec.shape), found=list(info.shape),
-                         fix="convert it again with `g4spec convert`")  # fmt: skip
+        raise InputError(
+            f"{file.path}: tensor {spec.name}: shape",
+            expected=list(spec.shape),
+            found=list(info.shape),
+            fix="convert it again with `g4spec convert`",
+        )
     _check_type(file, spec)
     return True
 
@@ -65,11 +70,14 @@ def _check_type(file: GGUF, spec: TensorSpec) -> None:
     info = file.tensors[spec.name]
     if info.format.integer != (spec.role == "index"):
         kind = "integers" if spec.role == "index" else "real numbers"
-        raise InputError(f"{file.path}: tensor {spec.name}: type", expected=kind,
-                         found=info.format.name)  # fmt: skip
+        raise InputError(
+            f"{file.path}: tensor {spec.name}: type", expected=kind, found=info.format.name
+        )
     if spec.role == "vector" and not bool(np.isfinite(file.array(spec.name)).all()):
-        raise InputError(f"{file.path}: tensor {spec.name} holds values that are not finite",
-                         fix="run `g4spec validate` on the file")  # fmt: skip
+        raise InputError(
+            f"{file.path}: tensor {spec.name} holds values that are not finite",
+            fix="run `g4spec validate` on the file",
+        )
 
 
 def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
@@ -77,8 +85,11 @@ def check_ids(file: GGUF, name: str, values: Any, n_vocab: int) -> None:
     ids = np.asarray(values)
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= n_vocab):
         bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise InputError(f"{file.path}: {name} names a token outside the vocabulary",
-                         expected=f"0..{n_vocab - 1}", found=bad)  # fmt: skip
+        raise InputError(
+            f"{file.path}: {name} names a token outside the vocabulary",
+            expected=f"0..{n_vocab - 1}",
+            found=bad,
+        )
 
 
 def draft_weights(
@@ -92,9 +103,12 @@ def draft_weights(
     specs = list(specs)
     known = {spec.name for spec in specs}
     if unknown := [name for name in file.tensors if name not in known]:
-        raise InputError(f"{file.path}: tensor {unknown[0]} is not part of such a draft",
-                         expected=f"{len(known)} tensors", found=f"{len(file.tensors)}",
-                         fix="convert it again with `g4spec convert`")  # fmt: skip
+        raise InputError(
+            f"{file.path}: tensor {unknown[0]} is not part of such a draft",
+            expected=f"{len(known)} tensors",
+            found=f"{len(file.tensors)}",
+            fix="convert it again with `g4spec convert`",
+        )
     for spec in specs:
         if spec.role == "index" and spec.name in file.tensors:
             check_ids(file, spec.name, file.array(spec.name), n_vocab)

@@ -145,8 +145,11 @@ def require(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:
     if plan.total <= free:
         return
     fitting = [n for n, p in at.items() if p.total <= free]
-    fix = (f"use -c {max(fitting)}, the largest context that fits" if fitting
-           else "no context fits: the weights alone are too large for this machine")  # fmt: skip
+    fix = (
+        f"use -c {max(fitting)}, the largest context that fits"
+        if fitting
+        else "no context fits: the weights alone are too large for this machine"
+    )
     raise EnvironmentProblem(
         f"not enough memory for a context of {plan.n_ctx} tokens",
         expected=f"{_size(plan.total)} free (weights {_size(plan.weights)}, cache "

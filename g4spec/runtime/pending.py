@@ -50,9 +50,7 @@ def joined(steps: Seq[StepRows]) -> StepRows:
         torch.cat([b.slots for b in batches]),
         tuple(size for b in batches for size in b.sizes),
     )
-    return StepRows(
-        batch, torch.cat([s.hidden for s in steps]), torch.cat([s.taps for s in steps])
-    )
+    return StepRows(batch, torch.cat([s.hidden for s in steps]), torch.cat([s.taps for s in steps]))
 
 
 def count(sequence: Sequence) -> int:

@@ -65,8 +65,9 @@ class Options:
         if self.n_predict < 1:
             raise UsageError("-n", expected=">= 1", found=self.n_predict)
         if self.draft_max != "auto" and not 0 <= self.draft_max <= MAX_DRAFT:
-            raise UsageError("--draft-max", expected=f"0 to {MAX_DRAFT}, or auto",
-                             found=self.draft_max)  # fmt: skip
+            raise UsageError(
+                "--draft-max", expected=f"0 to {MAX_DRAFT}, or auto", found=self.draft_max
+            )
         if "" in self.stop:
             raise UsageError("--stop: an empty text would stop everything")
         if self.logprobs is not None and self.logprobs < 0:

@@ -36,10 +36,13 @@ class EagerRunner:
         proposals = self._propose(work)
         proposed = time.perf_counter()
         ops = self._target.ops
-        batch = batch_of(ops, [
-            (w.sequence.slot, w.sequence.position, [w.sequence.anchor, *p.tokens])
-            for w, p in zip(work, proposals, strict=True)
-        ])  # fmt: skip
+        batch = batch_of(
+            ops,
+            [
+                (w.sequence.slot, w.sequence.position, [w.sequence.anchor, *p.tokens])
+                for w, p in zip(work, proposals, strict=True)
+            ],
+        )
         rows, logits = self._target.run(batch)
         self._done = []
         for w, p, first in zip(work, proposals, batch.starts, strict=True):
@@ -66,15 +69,21 @@ class EagerRunner:
         draft, ops = self._draft, self._target.ops
         assert draft is not None
         flush(draft, [p.work.sequence for p in asked])
-        batch = batch_of(ops, [
-            (s.slot, s.position, [s.anchor, *[draft.mask] * (draft.rows - 1)])
-            for s in (p.work.sequence for p in asked)
-        ])  # fmt: skip
+        batch = batch_of(
+            ops,
+            [
+                (s.slot, s.position, [s.anchor, *[draft.mask] * (draft.rows - 1)])
+                for s in (p.work.sequence for p in asked)
+            ],
+        )
 
         def pick(logits: torch.Tensor, at: int) -> torch.Tensor:
             each = logits.view(len(asked), -1, logits.shape[-1])
-            ids = [p.pick(row, at + i) for p, rows in zip(asked, each, strict=True)
-                   for i, row in enumerate(rows)]  # fmt: skip
+            ids = [
+                p.pick(row, at + i)
+                for p, rows in zip(asked, each, strict=True)
+                for i, row in enumerate(rows)
+            ]
             return ops.ids(ids)
 
         drafted = draft.propose(batch, max(p.work.count for p in asked), pick)

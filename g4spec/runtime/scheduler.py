@@ -285,8 +285,9 @@ class Scheduler:
     def _plan(self, running: list[Task]) -> list[int]:
         """Tokens to draft for each text."""
         context = sum(self.target.context_bytes(t.live.position) for t in running)
-        counts = self.length.plan([t.text for t in running], [self._room(t) for t in running],
-                                  context)  # fmt: skip
+        counts = self.length.plan(
+            [t.text for t in running], [self._room(t) for t in running], context
+        )
         for task, count in zip(running, counts, strict=True):
             if not count and pending.count(task.live) > MOST_PENDING:
                 self._stop_drafting(task, "a proposal takes more time than may be risked")
@@ -309,16 +310,19 @@ class Scheduler:
         runner = runner or next(r for r in self.runners if r.takes(work))
         runner.start(work)
         self._steps += 1
-        shares = self.length.shares(self._steps, [t.text for t in tasks], counts,
-                                    [self._room(t) for t in tasks])  # fmt: skip
+        shares = self.length.shares(
+            self._steps, [t.text for t in tasks], counts, [self._room(t) for t in tasks]
+        )
         self._started.append(Started(runner, tasks, counts, shares, began))
 
     def _again(self, now: Started) -> bool:
         """Whether the next cycle is certain to be of the same texts and counts, whatever this one
         finds, and has pages, so that it may be started already."""
         tasks = now.tasks
-        if self.waiting or tasks != [t for t in self.live if not t.reading] or len(tasks) < len(
-            self.live
+        if (
+            self.waiting
+            or tasks != [t for t in self.live if not t.reading]
+            or len(tasks) < len(self.live)
         ):
             return False
         most = [self._room(t, ahead=1 + n) for t, n in zip(tasks, now.counts, strict=True)]
@@ -327,7 +331,8 @@ class Scheduler:
             if task.left <= 1 + count or position >= self.target.n_ctx or room < count:
                 return False
         return all(map(self._grow, tasks)) and self.length.again(
-            [t.text for t in tasks], now.counts, most)  # fmt: skip
+            [t.text for t in tasks], now.counts, most
+        )
 
     def _collect(self) -> None:
         """Wait for the oldest cycle and hand out what it found."""
@@ -389,6 +394,7 @@ class Scheduler:
 
 def _no_memory(error: torch.OutOfMemoryError) -> EnvironmentProblem:
     return EnvironmentProblem(
-        "out of GPU memory while a prompt was read", found=str(error)[:200],
+        "out of GPU memory while a prompt was read",
+        found=str(error)[:200],
         fix="use a shorter -c, a smaller --pool or less --parallel",
-    )  # fmt: skip
+    )

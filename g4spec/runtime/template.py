@@ -53,15 +53,27 @@ def render(
     Raises InputError when the template is wrong or refuses the messages.
     """
     if len(template) > LONGEST_TEMPLATE:
-        raise InputError("chat template too long", expected=f"at most {LONGEST_TEMPLATE}",
-                         found=len(template))  # fmt: skip
-    job = {"path": sys.path, "template": template, "messages": [dict(m) for m in messages],
-           "bos": bos, "eos": eos, **more}  # fmt: skip
+        raise InputError(
+            "chat template too long", expected=f"at most {LONGEST_TEMPLATE}", found=len(template)
+        )
+    job = {
+        "path": sys.path,
+        "template": template,
+        "messages": [dict(m) for m in messages],
+        "bos": bos,
+        "eos": eos,
+        **more,
+    }
     try:
-        done = subprocess.run([sys.executable, "-I", "-c", _WORKER], input=json.dumps(job),
-                              capture_output=True, encoding="utf-8", timeout=SECONDS, check=False,
-                              env={k: os.environ[k] for k in ENVIRONMENT if k in os.environ},
-                              )  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _WORKER],
+            input=json.dumps(job),
+            capture_output=True,
+            encoding="utf-8",
+            timeout=SECONDS,
+            check=False,
+            env={k: os.environ[k] for k in ENVIRONMENT if k in os.environ},
+        )
     except subprocess.TimeoutExpired:
         raise _failed(f"no end after {SECONDS} s") from None
     if done.returncode:
@@ -96,9 +108,14 @@ def expand(
         more: other variables, as `tools`.
     """
     variables = {
-        "messages": list(messages), "add_generation_prompt": True, "bos_token": bos,
-        "eos_token": eos, "enable_thinking": False, "tools": None, **more,
-    }  # fmt: skip
+        "messages": list(messages),
+        "add_generation_prompt": True,
+        "bos_token": bos,
+        "eos_token": eos,
+        "enable_thinking": False,
+        "tools": None,
+        **more,
+    }
     parts: list[str] = []
     given = json.dumps([variables["messages"], variables["tools"]], ensure_ascii=False)
     size, limit = 0, SPARE_TEXT + 2 * len(given)
@@ -109,8 +126,17 @@ def expand(
                 _refuse(f"more than {limit} characters of output")
             parts.append(part)
         "".join(parts).encode()  # half a surrogate pair is no text
-    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError,
-            AttributeError, AssertionError, RecursionError, SyntaxError) as error:  # fmt: skip
+    except (
+        jinja2.TemplateError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        AssertionError,
+        RecursionError,
+        SyntaxError,
+    ) as error:
         raise _failed(str(error) or type(error).__name__) from error
     return "".join(parts)
 
@@ -127,9 +153,12 @@ def syntax_error(template: str) -> str:
 
 
 def _failed(why: str) -> InputError:
-    return InputError("the chat template failed", found=why[:500],
-                      fix="repair tokenizer.chat_template, or give generate the whole prompt as "
-                      "text, without --chat")  # fmt: skip
+    return InputError(
+        "the chat template failed",
+        found=why[:500],
+        fix="repair tokenizer.chat_template, or give generate the whole prompt as "
+        "text, without --chat",
+    )
 
 
 @functools.lru_cache(maxsize=2)
@@ -156,7 +185,8 @@ class Generation(Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", Generation],
     )
     environment.globals["raise_exception"] = _refuse

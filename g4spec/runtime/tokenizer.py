@@ -149,8 +149,11 @@ class Tokenizer:
 
     @property
     def _marks(self) -> frozenset[int]:
-        shaped = (i for i in self._special if self._tokens[i].startswith("<")
-                  and self._tokens[i].endswith(">"))  # fmt: skip
+        shaped = (
+            i
+            for i in self._special
+            if self._tokens[i].startswith("<") and self._tokens[i].endswith(">")
+        )
         return self._hidden | frozenset(shaped)
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
@@ -165,8 +168,9 @@ class Tokenizer:
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """UTF-8 bytes that one token stands for; not always whole characters."""
         if not 0 <= token < len(self._tokens):
-            raise InputError("token outside the vocabulary",
-                             expected=f"0..{len(self._tokens) - 1}", found=token)  # fmt: skip
+            raise InputError(
+                "token outside the vocabulary", expected=f"0..{len(self._tokens) - 1}", found=token
+            )
         text = self._tokens[token]
         if token in self._special:
             return text.encode() if special or token not in self._hidden else b""
@@ -200,16 +204,24 @@ class Tokenizer:
         from g4spec.runtime import template
 
         if not self.template:
-            raise InputError(f"{self.source}: no chat template (tokenizer.chat_template)",
-                             fix="give the whole prompt as text, without --chat")  # fmt: skip
+            raise InputError(
+                f"{self.source}: no chat template (tokenizer.chat_template)",
+                fix="give the whole prompt as text, without --chat",
+            )
         first = [{"role": "system", "content": system}] if system else []
         eos = self._tokens[min(self.stop_ids)] if self.stop_ids else ""
         guard, said = "", [dict(m) for m in (*first, *messages)]
         offered = [dict(tool) for tool in tools or ()]
         if not special:
             guard, said, offered = guarding.guarded(said, offered, self.marks, self.template)
-        text = template.render(self.template, said, bos=self._tokens[self.bos], eos=eos,
-                               tools=offered or None, enable_thinking=thinking)  # fmt: skip
+        text = template.render(
+            self.template,
+            said,
+            bos=self._tokens[self.bos],
+            eos=eos,
+            tools=offered or None,
+            enable_thinking=thinking,
+        )
         return self.encode(text, n_ctx=n_ctx, guard=guard)
 
 
@@ -239,8 +251,10 @@ def _no_panic(source: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            raise InputError(f"{source}: the tokenizers library cannot hold this vocabulary",
-                             found=str(error)[:200]) from None  # fmt: skip
+            raise InputError(
+                f"{source}: the tokenizers library cannot hold this vocabulary",
+                found=str(error)[:200],
+            ) from None
         raise
 
 
@@ -268,18 +282,24 @@ def _read(file: GGUF) -> Tokenizer:
     kv, source = file.kv, str(file.path)
     model = kv.get(_KEY + "model")
     if model != "gemma4":
-        raise Unsupported(f"{source}: {_KEY}model", expected="gemma4", found=model or "nothing",
-                          fix="pass a Gemma 4 target")  # fmt: skip
+        raise Unsupported(
+            f"{source}: {_KEY}model",
+            expected="gemma4",
+            found=model or "nothing",
+            fix="pass a Gemma 4 target",
+        )
     for name, kind in (("tokens", str), ("merges", str), ("token_type", int)):
         _check_list(file, name, kind)
     tokens, types = kv[_KEY + "tokens"], file.numbers(_KEY + "token_type")
     if len(types) != len(tokens):
-        raise InputError(f"{source}: {_KEY}token_type", expected=f"{len(tokens)} entries",
-                         found=len(types))  # fmt: skip
+        raise InputError(
+            f"{source}: {_KEY}token_type", expected=f"{len(tokens)} entries", found=len(types)
+        )
     for i in sorted(_where(types, BYTE)):
         if not _BYTE.fullmatch(tokens[i]):
-            raise InputError(f"{source}: byte token {i}", expected="<0x00> to <0xFF>",
-                             found=repr(tokens[i]))  # fmt: skip
+            raise InputError(
+                f"{source}: byte token {i}", expected="<0x00> to <0xFF>", found=repr(tokens[i])
+            )
     ids = {name: _id(kv, name, len(tokens), source) for name in ("bos", "eos", "eot", "eom")}
     bos = ids.pop("bos")
     if bos is None:
@@ -288,8 +308,16 @@ def _read(file: GGUF) -> Tokenizer:
     stops = [*own, *(i for i in ids.values() if i is not None)]
     template = kv.get("tokenizer.chat_template")
     template = template if isinstance(template, str) else None
-    return Tokenizer(tokens, types, _Merges(file), bos=bos, stops=stops, suppress=suppress,
-                     template=template, source=source)  # fmt: skip
+    return Tokenizer(
+        tokens,
+        types,
+        _Merges(file),
+        bos=bos,
+        stops=stops,
+        suppress=suppress,
+        template=template,
+        source=source,
+    )
 
 
 def _ids(kv: Mapping[str, Any], key: str, n_vocab: int, source: str) -> list[int]:
@@ -314,9 +342,12 @@ def _check_list(file: GGUF, name: str, kind: type[str] | type[int]) -> None:
     if item in ([T.STRING] if kind is str else integers) and file.length(_KEY + name):
         return
     value = file.get(_KEY + name)
-    raise InputError(f"{file.path}: {_KEY}{name}", expected=f"a list of {kind.__name__}",
-                     found=type(value).__name__ if value else "nothing",
-                     fix="convert the target again")  # fmt: skip
+    raise InputError(
+        f"{file.path}: {_KEY}{name}",
+        expected=f"a list of {kind.__name__}",
+        found=type(value).__name__ if value else "nothing",
+        fix="convert the target again",
+    )
 
 
 def _encoder(tokens: Sequence[str], merges: Sequence[str], source: str) -> tokenizers.Tokenizer:

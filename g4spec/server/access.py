@@ -153,11 +153,20 @@ class Log:
             await self._app(scope, receive, numbered)
         finally:
             seconds = time.perf_counter() - began
-            log.info("request", extra={"facts": {
-                "id": number, "method": scope["method"], "path": scope["path"][:200],
-                "status": status, "seconds": round(seconds, 4), "key": state.get("key"),
-                **state["facts"],
-            }})  # fmt: skip
+            log.info(
+                "request",
+                extra={
+                    "facts": {
+                        "id": number,
+                        "method": scope["method"],
+                        "path": scope["path"][:200],
+                        "status": status,
+                        "seconds": round(seconds, 4),
+                        "key": state.get("key"),
+                        **state["facts"],
+                    }
+                },
+            )
 
 
 class JsonLines(logging.Formatter):
@@ -167,9 +176,10 @@ class JsonLines(logging.Formatter):
         """See `logging.Formatter`."""
         line: dict[str, Any] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(), "event": record.getMessage(),
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
             **getattr(record, "facts", {}),
-        }  # fmt: skip
+        }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return dumps(line, default=str)

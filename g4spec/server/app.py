@@ -8,14 +8,12 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from g4spec.errors import G4Error
 from g4spec.server import (
     chat,
     completions,
@@ -27,14 +25,15 @@ from g4spec.server import (
     response_fields,
     responses,
 )
-from g4spec.server.access import BodyLimit, Keys, Log, Panics, refusal
+from g4spec.server.access import BodyLimit, Keys, Log, Panics
+from g4spec.server.handlers import HANDLERS
 from g4spec.server.json_text import JSONAnswer
 from g4spec.server.openapi import described, document, takes
 from g4spec.server.refusals import Refused
 from g4spec.server.replay import Replays
 from g4spec.server.response_store import Record, ResponseStore
 from g4spec.server.service import Generation, Job, Service
-from g4spec.server.streams import PING, Events, EventStream, Gone, event, unless_gone
+from g4spec.server.streams import PING, Events, EventStream, event, unless_gone
 
 log = logging.getLogger("g4spec.server")
 
@@ -70,52 +69,31 @@ def app(
         await service.close()
 
     middleware = [] if inner else around(keys, origins, body_limit)
-    handlers: dict[Any, Any] = {Refused: _refused, G4Error: _error, HTTPException: _http,
-                                Gone: _gone, 500: _unexpected}  # fmt: skip
-    made = Starlette(routes=routes(Endpoints(service, store, replays)), middleware=middleware,
-                     lifespan=lifespan, exception_handlers=handlers)  # fmt: skip
+    made = Starlette(
+        routes=routes(Endpoints(service, store, replays)),
+        middleware=middleware,
+        lifespan=lifespan,
+        exception_handlers=HANDLERS,
+    )
     made.state.service = service
     return made
 
 
 def around(
     keys: Sequence[str] = (), origins: Sequence[str] = (), body_limit: int = BODY_LIMIT
-) -> list[Middleware]:  # fmt: skip
+) -> list[Middleware]:
     """List what is around the paths of an application; see `app`."""
     out = [Middleware(Log), Middleware(BodyLimit, limit=body_limit)]
     if origins:
-        out.append(Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"],
-                              allow_headers=["*"]))  # fmt: skip
+        out.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(origins),
+                allow_methods=["*"],
+                allow_headers=["*"],
+            )
+        )
     return [*out, Middleware(Keys, keys=keys), Middleware(Panics)]
-
-
-async def _refused(request: Request, refused: Exception) -> Response:
-    assert isinstance(refused, Refused)
-    request.app.state.service.metrics.refuse(refused.status)
-    return refusal(refused, request.scope)
-
-
-async def _error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, G4Error)
-    return await _refused(request, Refused.of(error))
-
-
-async def _http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = {404: f"there is nothing at {request.url.path}",
-            405: f"{request.method} is not possible here"}  # fmt: skip
-    return await _refused(request, Refused(error.status_code,
-                                           what.get(error.status_code, error.detail)))  # fmt: skip
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
-    log.error("a mistake of ours", exc_info=error)
-    refused = Refused(500, "an error inside the server, which its log describes")
-    return refusal(refused, request.scope)
 
 
 class Endpoints:
@@ -130,35 +108,48 @@ class Endpoints:
     async def chat(self, request: Request, body: fields.ChatRequest) -> Response:
         """Answer POST /v1/chat/completions."""
         return await self._run(
-            request, lambda: chat.job_of(self._service, body), bool(body.stream),
-            lambda g: chat.answer(g, body), lambda g: chat.chunks(g, body),
-        )  # fmt: skip
+            request,
+            lambda: chat.job_of(self._service, body),
+            bool(body.stream),
+            lambda g: chat.answer(g, body),
+            lambda g: chat.chunks(g, body),
+        )
 
     @takes(fields.CompletionRequest)
     async def completions(self, request: Request, body: fields.CompletionRequest) -> Response:
         """Answer POST /v1/completions."""
         return await self._run(
-            request, lambda: completions.job_of(self._service, body), bool(body.stream),
-            lambda g: completions.answer(g, body), lambda g: completions.chunks(g, body),
-        )  # fmt: skip
+            request,
+            lambda: completions.job_of(self._service, body),
+            bool(body.stream),
+            lambda g: completions.answer(g, body),
+            lambda g: completions.chunks(g, body),
+        )
 
     @takes(llamacpp.CompletionBody, llamacpp.read)
     async def completion(self, request: Request, body: llamacpp.CompletionBody) -> Response:
         """Answer POST /completion, of llama.cpp; samplers that are not here may be off."""
         return await self._run(
-            request, lambda: llamacpp.job_of(self._service, body), bool(body.stream),
-            lambda g: llamacpp.answer(g, body), lambda g: llamacpp.chunks(g, body),
-        )  # fmt: skip
+            request,
+            lambda: llamacpp.job_of(self._service, body),
+            bool(body.stream),
+            lambda g: llamacpp.answer(g, body),
+            lambda g: llamacpp.chunks(g, body),
+        )
 
     @takes(message_fields.MessagesRequest)
     async def messages(self, request: Request, body: message_fields.MessagesRequest) -> Response:
         """Answer POST /v1/messages, of Anthropic."""
         messages.check_version(request)
         return await self._run(
-            request, lambda: messages.job_of(self._service, body), bool(body.stream),
-            lambda g: messages.answer(g, body), lambda g: messages.chunks(g, body),
-            lambda refused: event(refused.anthropic(), "error"), messages.PING,
-        )  # fmt: skip
+            request,
+            lambda: messages.job_of(self._service, body),
+            bool(body.stream),
+            lambda g: messages.answer(g, body),
+            lambda g: messages.chunks(g, body),
+            lambda refused: event(refused.anthropic(), "error"),
+            messages.PING,
+        )
 
     @takes(message_fields.CountRequest)
     async def count_tokens(self, request: Request, body: message_fields.CountRequest) -> Response:
@@ -173,15 +164,14 @@ class Endpoints:
         if body.background:
             record = await writer.start()
             return self._follow(record, -1) if body.stream else JSONAnswer(record.response)
-        return await self._run(request, writer.job, bool(body.stream), writer.answer,
-                               writer.chunks, writer.failed)  # fmt: skip
+        return await self._run(
+            request, writer.job, bool(body.stream), writer.answer, writer.chunks, writer.failed
+        )
 
     @takes(response_fields.InputRequest)
     async def input_tokens(self, request: Request, body: response_fields.InputRequest) -> Response:
         """Answer POST /v1/responses/input_tokens."""
-        return JSONAnswer(
-            await responses.count(self._service, self._store, body, _owner(request))
-        )
+        return JSONAnswer(await responses.count(self._service, self._store, body, _owner(request)))
 
     @described(stream="true: as events", starting_after="the last event's sequence_number")
     async def response(self, request: Request) -> Response:
@@ -194,8 +184,12 @@ class Endpoints:
         return JSONAnswer(record.response) if after is None else self._follow(record, after)
 
     def _follow(self, record: Record, after: int) -> Response:
-        return EventStream(record, record.follow(after), lambda refused: event(refused.json()),
-                           self._service.settings)  # fmt: skip
+        return EventStream(
+            record,
+            record.follow(after),
+            lambda refused: event(refused.json()),
+            self._service.settings,
+        )
 
     async def cancel(self, request: Request) -> Response:
         """Answer POST /v1/responses/{id}/cancel."""
@@ -238,8 +232,11 @@ class Endpoints:
 
         return JSONAnswer(await unless_gone(request, whole()))
 
-    @described("text/event-stream", conv_id="X-Conversation-Id of the stream",
-               **{"from": "id of the last event"})  # type: ignore[arg-type]  # fmt: skip
+    @described(
+        "text/event-stream",
+        conv_id="X-Conversation-Id of the stream",
+        **{"from": "id of the last event"},  # type: ignore[arg-type]
+    )
     async def stream(self, request: Request) -> Response:
         """Answer GET and DELETE /v1/stream: go on with a dropped stream, or end it."""
         replay, at = self._replays.asked(request, _owner(request))
@@ -307,8 +304,9 @@ class Endpoints:
                 async for name, told in found:
                     yield event(told, name)
 
-        return EventStream(watcher, events(), lambda refused: event(refused.json()),
-                           service.settings)  # fmt: skip
+        return EventStream(
+            watcher, events(), lambda refused: event(refused.json()), service.settings
+        )
 
     async def models(self, request: Request) -> Response:
         """Answer GET /v1/models."""
@@ -322,11 +320,20 @@ class Endpoints:
     def _model(self) -> dict[str, Any]:
         service = self._service
         config = service.engine.config
-        return {"id": service.settings.model, "object": "model", "created": service.started,
-                "owned_by": "g4spec", "tags": [],
-                "aliases": [service.settings.model, *service.settings.aliases],
-                "meta": {"n_ctx": service.engine.n_ctx, "n_ctx_train": config.n_ctx,
-                         "n_vocab": config.n_vocab, "n_embd": config.n_embd}}  # fmt: skip
+        return {
+            "id": service.settings.model,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "g4spec",
+            "tags": [],
+            "aliases": [service.settings.model, *service.settings.aliases],
+            "meta": {
+                "n_ctx": service.engine.n_ctx,
+                "n_ctx_train": config.n_ctx,
+                "n_vocab": config.n_vocab,
+                "n_embd": config.n_embd,
+            },
+        }
 
     async def health(self, request: Request) -> Response:
         """Answer GET /health: 200 while steps make progress."""
@@ -360,26 +367,43 @@ class Endpoints:
 def routes(at: Endpoints | type[Endpoints]) -> list[Route]:
     """List the paths with their handlers; of the class, to describe them."""
     posts = {
-        "/v1/chat/completions": at.chat, "/chat/completions": at.chat,
-        "/v1/completions": at.completions, "/completion": at.completion,
-        "/completions": at.completion, "/tokenize": at.tokenize, "/detokenize": at.detokenize,
+        "/v1/chat/completions": at.chat,
+        "/chat/completions": at.chat,
+        "/v1/completions": at.completions,
+        "/completion": at.completion,
+        "/completions": at.completion,
+        "/tokenize": at.tokenize,
+        "/detokenize": at.detokenize,
         "/v1/chat/completions/input_tokens": at.chat_tokens,
         "/chat/completions/input_tokens": at.chat_tokens,
-        "/apply-template": at.apply_template, "/v1/messages": at.messages,
-        "/v1/messages/count_tokens": at.count_tokens, "/v1/responses": at.responses,
-        "/responses": at.responses, "/v1/responses/input_tokens": at.input_tokens,
+        "/apply-template": at.apply_template,
+        "/v1/messages": at.messages,
+        "/v1/messages/count_tokens": at.count_tokens,
+        "/v1/responses": at.responses,
+        "/responses": at.responses,
+        "/v1/responses/input_tokens": at.input_tokens,
         "/v1/responses/{id}/cancel": at.cancel,
-    }  # fmt: skip
+    }
     gets = {
-        "/": at.page, "/openapi.json": at.openapi, "/v1/live": at.live,
-        "/v1/models": at.models, "/models": at.models, "/v1/models/{id:path}": at.model,
-        "/health": at.health, "/v1/health": at.health, "/metrics": at.metrics,
-        "/props": at.props, "/slots": at.slots, "/v1/responses/{id}/input_items": at.input_items,
-    }  # fmt: skip
-    return [*(Route(path, run, methods=["POST"]) for path, run in posts.items()),
-            *(Route(path, run, methods=["GET"]) for path, run in gets.items()),
-            Route("/v1/stream", at.stream, methods=["GET", "DELETE"]),
-            Route("/v1/responses/{id}", at.response, methods=["GET", "DELETE"])]  # fmt: skip
+        "/": at.page,
+        "/openapi.json": at.openapi,
+        "/v1/live": at.live,
+        "/v1/models": at.models,
+        "/models": at.models,
+        "/v1/models/{id:path}": at.model,
+        "/health": at.health,
+        "/v1/health": at.health,
+        "/metrics": at.metrics,
+        "/props": at.props,
+        "/slots": at.slots,
+        "/v1/responses/{id}/input_items": at.input_items,
+    }
+    return [
+        *(Route(path, run, methods=["POST"]) for path, run in posts.items()),
+        *(Route(path, run, methods=["GET"]) for path, run in gets.items()),
+        Route("/v1/stream", at.stream, methods=["GET", "DELETE"]),
+        Route("/v1/responses/{id}", at.response, methods=["GET", "DELETE"]),
+    ]
 
 
 def _owner(request: Request) -> str | None:

@@ -16,8 +16,15 @@ from enum import Enum, auto
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NEARLY = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
-_WORDS = {"true": "true", "false": "false", "null": "null", "": "null",
-          "True": "true", "False": "false", "None": "null"}  # fmt: skip
+_WORDS = {
+    "true": "true",
+    "false": "false",
+    "null": "null",
+    "": "null",
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}
 
 
 class _At(Enum):

@@ -74,8 +74,11 @@ def calls(functions: Sequence[Function], call_end: int, delimiter: int) -> str:
     names = []
     for function in functions:
         if not _NAME.fullmatch(function.name):
-            raise InputError("the name of a function", found=repr(function.name),
-                             expected="1 to 128 letters, digits, or any of _.-")  # fmt: skip
+            raise InputError(
+                "the name of a function",
+                found=repr(function.name),
+                expected="1 to 128 letters, digits, or any of _.-",
+            )
         arguments = rules.arguments(function)
         names.append(rules.add(f"{_quoted('call:' + function.name)} {arguments}"))
     call = f"call: ({' | '.join(names)}) <[{call_end}]>"
@@ -100,8 +103,11 @@ class _Rules:
         self._resolver = Resolver(schema, strict=function.strict, where=function.name)
         self._shared = {}
         if "object" not in types_of(self._resolver.plain(schema)):
-            raise InputError(f"function {function.name}: parameters", expected='"type": "object"',
-                             found=repr(schema.get("type")))  # fmt: skip
+            raise InputError(
+                f"function {function.name}: parameters",
+                expected='"type": "object"',
+                found=repr(schema.get("type")),
+            )
         return self._value({**schema, "type": "object"})
 
     def add(self, body: str, kind: str = "v") -> str:
@@ -148,18 +154,23 @@ class _Rules:
         """Add the rules of a plain schema, one a type or value."""
         types = types_of(schema)
         if "enum" in schema:
-            values = [v for v in schema["enum"]
-                      if patterns.fits(v, types) and patterns.within(v, schema)]  # fmt: skip
+            values = [
+                v for v in schema["enum"] if patterns.fits(v, types) and patterns.within(v, schema)
+            ]
             for kind in {type(v) for v in values} & set(patterns.DEEP):
                 self._resolver.refuse(schema, *patterns.DEEP[kind])
             return [self._literal(value) for value in values]
         if len(types) > 6:  # all of them, and nothing said of any
             return ["any"]
         make: dict[str, Callable[[Schema], str]] = {
-            "string": self._text, "object": self._object, "array": self._array,
-            "integer": self._number, "number": self._number, "boolean": self._boolean,
+            "string": self._text,
+            "object": self._object,
+            "array": self._array,
+            "integer": self._number,
+            "number": self._number,
+            "boolean": self._boolean,
             "null": lambda schema: '"null"',
-        }  # fmt: skip
+        }
         return [self.add(make[t]({**schema, "type": t})) for t in types]
 
     def _boolean(self, schema: Schema) -> str:
@@ -194,8 +205,9 @@ class _Rules:
         return self.marked(self.add(terminal, "S"))
 
     def _array(self, schema: Schema) -> str:
-        self._resolver.refuse(schema, "uniqueItems", "contains", "minContains", "maxContains",
-                              "unevaluatedItems")  # fmt: skip
+        self._resolver.refuse(
+            schema, "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"
+        )
         first, rest = self._resolver.items(schema)
         least, most = self._resolver.counts(schema, "Items")
         if rest is False:
@@ -220,8 +232,14 @@ class _Rules:
     # ---- objects
 
     def _object(self, schema: Schema) -> str:
-        self._resolver.refuse(schema, "propertyNames", "dependentRequired", "dependentSchemas",
-                              "dependencies", "unevaluatedProperties")  # fmt: skip
+        self._resolver.refuse(
+            schema,
+            "propertyNames",
+            "dependentRequired",
+            "dependentSchemas",
+            "dependencies",
+            "unevaluatedProperties",
+        )
         keys, required, others = self._resolver.members(schema)
         keys = {k: v for k, v in keys.items() if v is not False or k in required}
         extra = self._extra(others, list(keys))

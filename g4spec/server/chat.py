@@ -29,10 +29,14 @@ async def prompt_of(service: Service, request: ChatRequest) -> Prompt:
         tool["function"].setdefault("description", "")
     continued, opened = bool(request.continue_final_message), request.add_generation_prompt
     if continued and opened:
-        raise Refused(400, "continue_final_message and add_generation_prompt exclude each other",
-                      param="add_generation_prompt")  # fmt: skip
-    return await service.prompter.chat(messages, tools, thinking=thinks(request),
-                                       continued=continued, opened=opened is not False)  # fmt: skip
+        raise Refused(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="add_generation_prompt",
+        )
+    return await service.prompter.chat(
+        messages, tools, thinking=thinks(request), continued=continued, opened=opened is not False
+    )
 
 
 def thinks(request: ChatRequest) -> bool:
@@ -40,8 +44,11 @@ def thinks(request: ChatRequest) -> bool:
     asked = request.chat_template_kwargs and request.chat_template_kwargs.enable_thinking
     effort = request.reasoning_effort
     if asked is not None and effort is not None and asked != (effort != "none"):
-        raise Refused(400, "reasoning_effort and enable_thinking contradict each other",
-                      param="reasoning_effort")  # fmt: skip
+        raise Refused(
+            400,
+            "reasoning_effort and enable_thinking contradict each other",
+            param="reasoning_effort",
+        )
     return bool(asked) if effort is None else effort != "none"
 
 
@@ -62,16 +69,32 @@ async def job_of(service: Service, request: ChatRequest) -> Job:
         banned = (service.prompter.marks.call,)
     limits = [n for n in (request.max_tokens, request.max_completion_tokens) if n is not None]
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    made = options.options(service, request, min(limits or [options.room(service, prompt.ids)]),
-                           logprobs=logprobs, banned=banned)  # fmt: skip
+    made = options.options(
+        service,
+        request,
+        min(limits or [options.room(service, prompt.ids)]),
+        logprobs=logprobs,
+        banned=banned,
+    )
     made = replace(made, progress=bool(request.stream and request.return_progress))
     budget = request.thinking_budget_tokens
     if budget is not None and prompt.thinking == "no":
-        raise Refused(400, "thinking_budget_tokens needs thinking, which is off",
-                      param="thinking_budget_tokens")  # fmt: skip
-    return Job(prompt.ids, made, n, wanted, chat=True, calls=choice != "none",
-               open_thought=prompt.thinking == "open", thinking_budget=budget,
-               live=request.live)  # fmt: skip
+        raise Refused(
+            400,
+            "thinking_budget_tokens needs thinking, which is off",
+            param="thinking_budget_tokens",
+        )
+    return Job(
+        prompt.ids,
+        made,
+        n,
+        wanted,
+        chat=True,
+        calls=choice != "none",
+        open_thought=prompt.thinking == "open",
+        thinking_budget=budget,
+        live=request.live,
+    )
 
 
 def _choice(request: ChatRequest) -> str | NamedTool:
@@ -79,11 +102,13 @@ def _choice(request: ChatRequest) -> str | NamedTool:
     choice = request.tool_choice or ("auto" if request.tools else "none")
     names = [tool.function.name for tool in request.tools or []]
     if choice not in ("auto", "none") and not names:
-        raise Refused(400, "tool_choice asks for a call, but there are no tools",
-                      param="tool_choice")  # fmt: skip
+        raise Refused(
+            400, "tool_choice asks for a call, but there are no tools", param="tool_choice"
+        )
     if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise Refused(400, f"tool_choice: there is no tool {choice.function.name!r}",
-                      param="tool_choice")  # fmt: skip
+        raise Refused(
+            400, f"tool_choice: there is no tool {choice.function.name!r}", param="tool_choice"
+        )
     if len(set(names)) < len(names):
         raise Refused(400, "tools: two functions have the same name", param="tools")
     return choice
@@ -108,8 +133,9 @@ def _grammar(
     if choice == "required":
         return grammar.whole(marks, calls=calls, most=most, thinking=thinking)
     if answer is not None or user is not None:
-        return grammar.whole(marks, answer=answer, user=user, calls=calls, most=most,
-                             thinking=thinking)  # fmt: skip
+        return grammar.whole(
+            marks, answer=answer, user=user, calls=calls, most=most, thinking=thinking
+        )
     if calls:
         assert marks is not None
         return grammar.in_calls(marks, calls, parallel=most is None)
@@ -121,8 +147,9 @@ def _answer(request: ChatRequest) -> tuple[str | None, str | None]:
     form = request.response_format
     if request.json_schema is not None:
         if request.grammar is not None or form is not None:
-            raise Refused(400, "json_schema excludes grammar and response_format",
-                          param="json_schema")  # fmt: skip
+            raise Refused(
+                400, "json_schema excludes grammar and response_format", param="json_schema"
+            )
         return grammar.json_answer(request.json_schema, strict=False), None
     if form is None or form.type == "text":
         return None, grammar.written(request.grammar) if request.grammar is not None else None
@@ -177,9 +204,13 @@ def _called(name: str) -> dict[str, Any]:
 
 
 def _head(generation: Generation, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{generation.id}", "object": kind, "created": generation.created,
-            "model": generation.service.settings.model,
-            "system_fingerprint": shapes.FINGERPRINT}  # fmt: skip
+    return {
+        "id": f"chatcmpl-{generation.id}",
+        "object": kind,
+        "created": generation.created,
+        "model": generation.service.settings.model,
+        "system_fingerprint": shapes.FINGERPRINT,
+    }
 
 
 def _verbose(generation: Generation, request: ChatRequest) -> dict[str, Any]:
@@ -202,10 +233,20 @@ async def answer(generation: Generation, request: ChatRequest) -> dict[str, Any]
         if generation.job.options.logprobs is not None:
             found = shapes.tokens(generation.service.tokenizer, message.tokens)
             told = {"content": found, "refusal": None}
-        choices.append({"index": text.index, "message": message.json(), "logprobs": told,
-                        "finish_reason": text.finish})  # fmt: skip
-    out = {**_head(generation, "chat.completion"), "choices": choices,
-           "usage": shapes.usage(generation), **_verbose(generation, request)}  # fmt: skip
+        choices.append(
+            {
+                "index": text.index,
+                "message": message.json(),
+                "logprobs": told,
+                "finish_reason": text.finish,
+            }
+        )
+    out = {
+        **_head(generation, "chat.completion"),
+        "choices": choices,
+        "usage": shapes.usage(generation),
+        **_verbose(generation, request),
+    }
     return out | ({"timings": shapes.timings(generation.texts[0])} if len(choices) == 1 else {})
 
 
@@ -219,8 +260,11 @@ async def chunks(generation: Generation, request: ChatRequest) -> Events:
             for piece in writer.pieces(text, delta):
                 yield piece
     if writer.usage:
-        last = {**_head(generation, "chat.completion.chunk"), "choices": [],
-                "usage": shapes.usage(generation)}  # fmt: skip
+        last = {
+            **_head(generation, "chat.completion.chunk"),
+            "choices": [],
+            "usage": shapes.usage(generation),
+        }
         if len(generation.texts) == 1:
             last["timings"] = shapes.timings(generation.texts[0])
         yield event(last)
@@ -254,9 +298,13 @@ class _Chunks:
         return out
 
     def chunk(
-        self, text: Text, delta: dict[str, Any], tokens: Sequence[Token] = (),
-        finish: str | None = None, more: dict[str, Any] | None = None,
-    ) -> str:  # fmt: skip
+        self,
+        text: Text,
+        delta: dict[str, Any],
+        tokens: Sequence[Token] = (),
+        finish: str | None = None,
+        more: dict[str, Any] | None = None,
+    ) -> str:
         """Write one chunk, as an event.
 
         Args:
@@ -267,8 +315,9 @@ class _Chunks:
             found = shapes.tokens(self._generation.service.tokenizer, tokens)
             told = {"content": found, "refusal": None}
         out = _head(self._generation, "chat.completion.chunk")
-        out["choices"] = [{"index": text.index, "delta": delta, "logprobs": told,
-                           "finish_reason": finish}]  # fmt: skip
+        out["choices"] = [
+            {"index": text.index, "delta": delta, "logprobs": told, "finish_reason": finish}
+        ]
         if self.usage:
             out["usage"] = None
         single, asked = len(self._generation.texts) == 1, self._request.timings_per_token

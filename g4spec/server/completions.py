@@ -25,8 +25,9 @@ async def job_of(service: Service, request: CompletionRequest) -> Job:
     if request.best_of not in (None, n):
         raise Refused(400, "best_of: only the same as n; nothing is chosen from", param="best_of")
     if request.echo and request.logprobs is not None:
-        raise Refused(400, "echo with logprobs: prompts have no log-probabilities here",
-                      param="echo")  # fmt: skip
+        raise Refused(
+            400, "echo with logprobs: prompts have no log-probabilities here", param="echo"
+        )
     wanted = None
     if request.grammar is not None:
         if request.ignore_eos:
@@ -37,9 +38,14 @@ async def job_of(service: Service, request: CompletionRequest) -> Job:
     made = replace(made, progress=bool(request.stream and request.return_progress))
     first, *others = prompts(request.prompt)
     options.check_texts(service, n * (1 + len(others)), "prompt")
-    return Job(await prompt_ids(service, first), made, n, wanted,
-               live=request.live,
-               others=tuple([await prompt_ids(service, each) for each in others]))  # fmt: skip
+    return Job(
+        await prompt_ids(service, first),
+        made,
+        n,
+        wanted,
+        live=request.live,
+        others=tuple([await prompt_ids(service, each) for each in others]),
+    )
 
 
 def prompts(prompt: Any) -> list[Any]:
@@ -59,9 +65,13 @@ async def prompt_ids(service: Service, prompt: str | list[int]) -> list[int]:
 
 
 def _head(generation: Generation) -> dict[str, Any]:
-    return {"id": f"cmpl-{generation.id}", "object": "text_completion",
-            "created": generation.created, "model": generation.service.settings.model,
-            "system_fingerprint": shapes.FINGERPRINT}  # fmt: skip
+    return {
+        "id": f"cmpl-{generation.id}",
+        "object": "text_completion",
+        "created": generation.created,
+        "model": generation.service.settings.model,
+        "system_fingerprint": shapes.FINGERPRINT,
+    }
 
 
 def _words(delta: Delta) -> str:
@@ -88,8 +98,14 @@ async def answer(generation: Generation, request: CompletionRequest) -> dict[str
         told = None
         if request.logprobs is not None:
             told = shapes.legacy(generation.service.tokenizer, tokens[text.index], 0)
-        choices.append({"index": text.index, "text": texts[text.index], "logprobs": told,
-                        "finish_reason": text.finish})  # fmt: skip
+        choices.append(
+            {
+                "index": text.index,
+                "text": texts[text.index],
+                "logprobs": told,
+                "finish_reason": text.finish,
+            }
+        )
     out = {**_head(generation), "choices": choices, "usage": shapes.usage(generation)}
     return out | ({"timings": shapes.timings(generation.texts[0])} if len(choices) == 1 else {})
 
@@ -101,16 +117,20 @@ async def chunks(generation: Generation, request: CompletionRequest) -> Events:
     offsets = [0] * len(generation.texts)
 
     def chunk(
-        text: Text, words: str, tokens: list[Token], finish: str | None = None,
+        text: Text,
+        words: str,
+        tokens: list[Token],
+        finish: str | None = None,
         progress: int | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         told = None
         if tokens:
             told = shapes.legacy(tokenizer, tokens, offsets[text.index])
             offsets[text.index] += sum(map(len, told["tokens"]))
         out = _head(generation)
-        out["choices"] = [{"index": text.index, "text": words, "logprobs": told,
-                           "finish_reason": finish}]  # fmt: skip
+        out["choices"] = [
+            {"index": text.index, "text": words, "logprobs": told, "finish_reason": finish}
+        ]
         if include_usage:
             out["usage"] = None
         if len(offsets) == 1 and (finish or request.timings_per_token):

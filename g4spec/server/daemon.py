@@ -69,14 +69,20 @@ def serve(
 def _answer(engine: Engine, line: str, stream: Stream, sampler: Sampler) -> None:
     found = _LINE.fullmatch(line)
     if found is None:
-        raise UsageError("a line that asks for nothing known here", expected="PROMPT_BIN N_GEN "
-                         "[samp=...]", found=repr(line[:200]))  # fmt: skip
+        raise UsageError(
+            "a line that asks for nothing known here",
+            expected="PROMPT_BIN N_GEN [samp=...]",
+            found=repr(line[:200]),
+        )
     count = int(found["count"])
     prompt = _prompt(Path(found["path"]), engine.n_ctx)
     if count < 1 or len(prompt) + count > engine.n_ctx:
-        raise InputError("N_GEN", found=count,
-                         expected=f"1 to {engine.n_ctx - len(prompt)}, what the context has left "
-                         f"behind {len(prompt)} tokens")  # fmt: skip
+        raise InputError(
+            "N_GEN",
+            found=count,
+            expected=f"1 to {engine.n_ctx - len(prompt)}, what the context has left "
+            f"behind {len(prompt)} tokens",
+        )
     if found["samp"] is not None:
         sampler = _sampler(found["samp"])
     sampler = sampler if sampler.seed else replace(sampler, seed=secrets.randbits(63))
@@ -89,8 +95,11 @@ def _prompt(path: Path, n_ctx: int) -> list[int]:
     with opened(path) as file:
         data = file.read(4 * (n_ctx + 1))
     if not data or len(data) % 4:
-        raise InputError(f"{path}: no list of tokens", expected="int32 numbers, at least one",
-                         found=f"{len(data)} bytes")  # fmt: skip
+        raise InputError(
+            f"{path}: no list of tokens",
+            expected="int32 numbers, at least one",
+            found=f"{len(data)} bytes",
+        )
     return [token for (token,) in struct.iter_unpack("<i", data)]
 
 
@@ -98,8 +107,13 @@ def _sampler(text: str) -> Sampler:
     parts = text.split(",")
     try:
         temperature, top_p, top_k, penalty, *seed = parts
-        return Sampler(float(temperature), int(top_k), float(top_p),
-                       seed=int(*seed) % 2**64, repetition_penalty=float(penalty))  # fmt: skip
+        return Sampler(
+            float(temperature),
+            int(top_k),
+            float(top_p),
+            seed=int(*seed) % 2**64,
+            repetition_penalty=float(penalty),
+        )
     except (ValueError, TypeError):
         raise UsageError("samp", expected=_SAMP, found=repr(text[:80])) from None
 

@@ -80,7 +80,7 @@ class RemoteRequest(Request):
 
     def end(
         self, stats: Stats, notes: list[str], error: Exception | None, length: int, text: str
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Take in the end; see `add`."""
         self.stats, self.notes, self.text = stats, notes, self.text[:length] + text
         self.error, self.done = error, True
@@ -126,11 +126,15 @@ class EngineClient:
     """
 
     def __init__(
-        self, target: Path, draft: Path | str | None = None, *,
+        self,
+        target: Path,
+        draft: Path | str | None = None,
+        *,
         make: Callable[..., Engine] = Engine.load,
-        progress: Callable[[int, int], None] | None = None, hang_limit: float | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        hang_limit: float | None = None,
         **options: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._progress = progress
         self._make, self._arguments = make, {"target": target, "draft": draft, **options}
         self._lock = threading.Lock()
@@ -175,8 +179,9 @@ class EngineClient:
             if self._closing.is_set():
                 raise UsageError("the engine is closed")
             if self.failed is not None:
-                raise EnvironmentProblem("the engine has stopped", found=self.failed,
-                                         fix="start it again")  # fmt: skip
+                raise EnvironmentProblem(
+                    "the engine has stopped", found=self.failed, fix="start it again"
+                )
             number = next(self._numbers)
             if not self._texts:
                 self._arrived = time.monotonic()
@@ -277,8 +282,9 @@ class EngineClient:
             reason = self._run_one()
             failures = 1 if self._finished else failures + 1
             if not self._loaded.is_set():
-                self._told(EnvironmentProblem("the engine's process ended while it loaded",
-                                              found=reason))  # fmt: skip
+                self._told(
+                    EnvironmentProblem("the engine's process ended while it loaded", found=reason)
+                )
             if self._closing.is_set() or isinstance(self._first[0], BaseException):
                 break
             last = failures >= MOST_FAILURES
@@ -305,13 +311,22 @@ class EngineClient:
         """Run one process to its end; returns why it ended."""
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            command = [sys.executable, "-I", "-c", _PROGRAM, json.dumps(sys.path),
-                       str(theirs.fileno()), str(os.getpid())]  # fmt: skip
+            command = [
+                sys.executable,
+                "-I",
+                "-c",
+                _PROGRAM,
+                json.dumps(sys.path),
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
             try:
                 process = self._process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
                     stdout=sys.__stderr__,
-                )  # fmt: skip
+                )
             except OSError as error:
                 return str(error)
             channel = Channel(Connection(ours.detach()))
@@ -378,15 +393,21 @@ class EngineClient:
     def _lost(self, reason: str, last: bool) -> None:
         """Tell the texts that were being written; all, and that there is no other process, if it
         was the last."""
-        log.error("the engine's process ended", extra={"facts": {
-            "why": reason, "texts": len(self._texts), "again": not last}})  # fmt: skip
+        log.error(
+            "the engine's process ended",
+            extra={"facts": {"why": reason, "texts": len(self._texts), "again": not last}},
+        )
         self._figures = NOTHING
         with self._lock:
             if last:
                 self.failed = EnvironmentProblem(
-                    f"the engine failed {MOST_FAILURES} times in a row", found=reason)
-            gone = {n: t for n, t in self._texts.items()
-                    if last or t.begun or t.tries >= MOST_TRIES or t.request.cancelled}  # fmt: skip
+                    f"the engine failed {MOST_FAILURES} times in a row", found=reason
+                )
+            gone = {
+                n: t
+                for n, t in self._texts.items()
+                if last or t.begun or t.tries >= MOST_TRIES or t.request.cancelled
+            }
             for number in gone:
                 del self._texts[number]
         for text in gone.values():

@@ -48,14 +48,24 @@ class Facts:
 
 def facts(engine: Engine) -> Facts:
     """Describe an engine."""
-    return Facts(engine.config, engine.n_ctx, engine.n_slots, engine.draft_name, engine.notes,
-                 engine.backend.title, engine.on_cpu)  # fmt: skip
+    return Facts(
+        engine.config,
+        engine.n_ctx,
+        engine.n_slots,
+        engine.draft_name,
+        engine.notes,
+        engine.backend.title,
+        engine.on_cpu,
+    )
 
 
 def copied(stats: Stats) -> Stats:
     """Copy counts that go on."""
-    return replace(stats, drafted_by_position=list(stats.drafted_by_position),
-                   accepted_by_position=list(stats.accepted_by_position))  # fmt: skip
+    return replace(
+        stats,
+        drafted_by_position=list(stats.drafted_by_position),
+        accepted_by_position=list(stats.accepted_by_position),
+    )
 
 
 def told(error: BaseException | None) -> str:
@@ -97,8 +107,7 @@ class Relay:
             error = request.error
             if error is not None and not isinstance(error, G4Error):
                 error = RuntimeError(told(error))  # others need not survive the way
-            send("done", self._number, copied(request.stats), request.notes, error,
-                 *self._more())  # fmt: skip
+            send("done", self._number, copied(request.stats), request.notes, error, *self._more())
             self._worker.requests.pop(self._number, None)
 
     def _more(self) -> tuple[int, str]:
@@ -126,8 +135,11 @@ class Worker:
             engine: Engine = make(**arguments, progress=partial(self.channel.send, "loading"))
             list(engine.generate([engine.tokenizer.bos], Options(n_predict=2)))  # measures costs
         except (G4Error, MemoryError, RuntimeError) as error:  # the last two: of torch
-            known = error if isinstance(error, G4Error) else EnvironmentProblem(
-                "the engine cannot be loaded", found=told(error))  # fmt: skip
+            known = (
+                error
+                if isinstance(error, G4Error)
+                else EnvironmentProblem("the engine cannot be loaded", found=told(error))
+            )
             self.channel.send("refused", known)
             self.channel.finish()
             return known.exit_code

@@ -19,9 +19,11 @@ def _blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-Content = Annotated[list[Any], BeforeValidator(_blocks),
-                    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {
-                        "type": "object"}}]})]  # fmt: skip
+Content = Annotated[
+    list[Any],
+    BeforeValidator(_blocks),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
 """Blocks of content, each for `variant`; a text is one block."""
 
 
@@ -51,8 +53,11 @@ def variant(models: Mapping[str, type[Body]], value: Any, where: str, default: s
     kind = value.get("type") or default
     model = models.get(kind) if isinstance(kind, str) else None
     if model is None:
-        raise Refused(400, f"{where}.type: {kind!r:.60} is not supported here, only "
-                      f"{', '.join(models)}", param=f"{where}.type")  # fmt: skip
+        raise Refused(
+            400,
+            f"{where}.type: {kind!r:.60} is not supported here, only {', '.join(models)}",
+            param=f"{where}.type",
+        )
     return check(model, value, where)
 
 

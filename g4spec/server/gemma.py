@@ -74,8 +74,16 @@ class Marks:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Marks | None:
         """Find those of a vocabulary; None if it lacks one."""
-        names = ("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>",
-                 "<|tool_response>", '<|"|>')  # fmt: skip
+        names = (
+            "<|turn>",
+            "<turn|>",
+            "<|channel>",
+            "<channel|>",
+            "<|tool_call>",
+            "<tool_call|>",
+            "<|tool_response>",
+            '<|"|>',
+        )
         ids = [tokenizer.encode(name, bos=False) for name in names]
         return cls(*(i[0] for i in ids)) if all(len(i) == 1 for i in ids) else None
 

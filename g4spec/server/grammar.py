@@ -79,8 +79,9 @@ class Vocabulary:
             raise InputError("the grammar or schema cannot be used", found=_first(messages[0]))
         matcher = llguidance.LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
-            raise InputError("the grammar or schema cannot be used",
-                             found=_first(matcher.get_error()))  # fmt: skip
+            raise InputError(
+                "the grammar or schema cannot be used", found=_first(matcher.get_error())
+            )
         with self._lock:
             self._kept[text] = matcher
             while len(self._kept) > KEPT:
@@ -198,8 +199,10 @@ class Mask:
         if not matcher.is_accepting():
             allowed[stops] = False
             if not allowed.any():
-                raise InputError("no text matches the grammar or schema from here on",
-                                 found=f"{len(self._ids)} tokens")  # fmt: skip
+                raise InputError(
+                    "no text matches the grammar or schema from here on",
+                    found=f"{len(self._ids)} tokens",
+                )
         return torch.from_numpy(allowed)
 
     def _only(self, ids: Iterable[int]) -> torch.Tensor:
@@ -221,9 +224,14 @@ class ThinkingBudget:
     """
 
     def __init__(
-        self, budget: int, marks: Marks, n_vocab: int, *, open_thought: bool = False,
+        self,
+        budget: int,
+        marks: Marks,
+        n_vocab: int,
+        *,
+        open_thought: bool = False,
         inner: logits.Mask | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._budget, self._marks, self._n_vocab, self._inner = budget, marks, n_vocab, inner
         self._ids: list[int] = []
         self._states = [(open_thought, 0)]  # before each token: inside a thought, tokens spent

@@ -19,8 +19,9 @@ _UNSHOWN = re.compile("[\x7f-\x9f]")
 def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     """Write compact JSON. ValueError for numbers that JSON has not; `default` makes something of
     what it does not know."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"),
-                      default=default)  # fmt: skip
+    text = json.dumps(
+        value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=default
+    )
     return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

@@ -53,8 +53,9 @@ class Colours:
             kind = "accepted"
             if i >= cycle.accepted:
                 kind = "corrected" if cycle.accepted < len(cycle.drafted) else "own"
-            out.append({"id": token, "text": self._stream.push([token]), "kind": kind,
-                        "part": part})  # fmt: skip
+            out.append(
+                {"id": token, "text": self._stream.push([token]), "kind": kind, "part": part}
+            )
         return out
 
     def rejected(self, cycle: Cycle) -> list[str]:
@@ -82,8 +83,12 @@ class Followed:
     def head(self) -> dict[str, Any]:
         """Describe the text before it runs."""
         options = self.request.options
-        return {"text": self.number, "prompt_tokens": self.request.stats.prompt_tokens,
-                "draft_max": options.draft_max, "most_tokens": options.n_predict}  # fmt: skip
+        return {
+            "text": self.number,
+            "prompt_tokens": self.request.stats.prompt_tokens,
+            "draft_max": options.draft_max,
+            "most_tokens": options.n_predict,
+        }
 
     def add(self, share: Share) -> None:
         """Count a step."""
@@ -96,8 +101,10 @@ class Followed:
     def speed(self) -> dict[str, Any]:
         """Compare with plain decoding, which takes a step a token."""
         plain, stats = self.plain_seconds, self.request.stats
-        return {"tokens_per_second": stats.tokens_per_second,
-                "plain_tokens_per_second": self.cycles / plain if plain else None}  # fmt: skip
+        return {
+            "tokens_per_second": stats.tokens_per_second,
+            "plain_tokens_per_second": self.cycles / plain if plain else None,
+        }
 
 
 class Live:
@@ -141,21 +148,34 @@ class Live:
         told = {"text": text.number, **told, "tokens": len(cycle.tokens), **text.speed()}
         words = {}
         if text.word is not None:
-            words = {"pieces": text.colours.pieces(cycle, parts),
-                     "rejected": text.colours.rejected(cycle)}  # fmt: skip
+            words = {
+                "pieces": text.colours.pieces(cycle, parts),
+                "rejected": text.colours.rejected(cycle),
+            }
         self._tell(text, "first" if share is None else "cycle", told, words)
 
     def ended(self, text: Followed, finish: str) -> None:
         """Tell that a text has ended; once."""
         if self._texts.pop(text.number, None) is not None:
             stats = text.request.stats
-            self._tell(text, "end", {
-                "text": text.number, "finish": finish, **text.speed(), "tokens": stats.tokens,
-                "cycles": stats.cycles, "drafted": stats.drafted, "accepted": stats.accepted,
-                "seconds": stats.seconds, "draft_seconds": stats.draft_seconds,
-                "prompt_tokens": stats.prompt_tokens, "cached_tokens": stats.cached_tokens,
-                "notes": text.request.notes,
-            })  # fmt: skip
+            self._tell(
+                text,
+                "end",
+                {
+                    "text": text.number,
+                    "finish": finish,
+                    **text.speed(),
+                    "tokens": stats.tokens,
+                    "cycles": stats.cycles,
+                    "drafted": stats.drafted,
+                    "accepted": stats.accepted,
+                    "seconds": stats.seconds,
+                    "draft_seconds": stats.draft_seconds,
+                    "prompt_tokens": stats.prompt_tokens,
+                    "cached_tokens": stats.cached_tokens,
+                    "notes": text.request.notes,
+                },
+            )
 
     def _tell(
         self, text: Followed, name: str, told: dict[str, Any], words: dict[str, Any] | None = None
@@ -188,19 +208,26 @@ class Live:
         """Describe the server and the texts that it has."""
         engine = self._engine
         return "hello", {
-            "model": self._model, "draft": engine.draft_name,
-            "slots": engine.n_slots, "n_ctx": engine.n_ctx, "why": WHY,
+            "model": self._model,
+            "draft": engine.draft_name,
+            "slots": engine.n_slots,
+            "n_ctx": engine.n_ctx,
+            "why": WHY,
             "texts": [text.head() for text in self._texts.values()],
-        }  # fmt: skip
+        }
 
     def load(self, lost: int) -> News:
         """Count what is in work. Prompt tokens are those of the texts that have begun so far."""
         figures = self._engine.figures()
         return "load", {
-            "running": figures.running, "waiting": figures.waiting,
-            "pages": figures.pages, "pages_free": figures.pages_free,
-            "prompt_tokens": self._queries, "cached_tokens": self._hits, "lost": lost,
-        }  # fmt: skip
+            "running": figures.running,
+            "waiting": figures.waiting,
+            "pages": figures.pages,
+            "pages_free": figures.pages_free,
+            "prompt_tokens": self._queries,
+            "cached_tokens": self._hits,
+            "lost": lost,
+        }
 
 
 def _read(stats: Stats) -> dict[str, Any]:
@@ -212,10 +239,14 @@ def _told(share: Share, cycle: Cycle) -> dict[str, Any]:
     told = asdict(share)
     return {
         **{k: told[k] for k in ("step", "length", "why", "expected", "texts", "plain_seconds")},
-        "rows": 1 + len(cycle.drafted), "step_rows": share.rows, "planned_seconds": share.seconds,
-        "drafted": len(cycle.drafted), "accepted": cycle.accepted,
-        "seconds": cycle.draft_seconds + cycle.step_seconds, "draft_seconds": cycle.draft_seconds,
-    }  # fmt: skip
+        "rows": 1 + len(cycle.drafted),
+        "step_rows": share.rows,
+        "planned_seconds": share.seconds,
+        "drafted": len(cycle.drafted),
+        "accepted": cycle.accepted,
+        "seconds": cycle.draft_seconds + cycle.step_seconds,
+        "draft_seconds": cycle.draft_seconds,
+    }
 
 
 class Watcher:

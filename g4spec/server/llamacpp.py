@@ -23,15 +23,34 @@ from g4spec.server.service import Generation, Job, Service, Text
 from g4spec.server.streams import Events, event
 
 NEUTRAL: dict[str, tuple[float, ...]] = {
-    "typical_p": (1,), "mirostat": (0,), "dynatemp_range": (0,), "xtc_probability": (0,),
-    "dry_multiplier": (0,), "top_n_sigma": (-1,), "n_keep": (0, -1), "n_indent": (0,),
-    "t_max_predict_ms": (0, -1), "min_keep": (0, 1), "adaptive_target": (-1,),
-}  # fmt: skip
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "dynatemp_range": (0,),
+    "xtc_probability": (0,),
+    "dry_multiplier": (0,),
+    "top_n_sigma": (-1,),
+    "n_keep": (0, -1),
+    "n_indent": (0,),
+    "t_max_predict_ms": (0, -1),
+    "min_keep": (0, 1),
+    "adaptive_target": (-1,),
+}
 """Fields with the values that ask for nothing."""
 
-IDLE = ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base",
-        "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "n_cache_reuse",
-        "adaptive_decay", "speculative.n_min", "speculative.p_min")  # fmt: skip
+IDLE = (
+    "mirostat_tau",
+    "mirostat_eta",
+    "dynatemp_exponent",
+    "xtc_threshold",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "n_cache_reuse",
+    "adaptive_decay",
+    "speculative.n_min",
+    "speculative.p_min",
+)
 """Fields that mean something only beside others, which are off, or are hints."""
 
 
@@ -101,8 +120,11 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
     service.check_model(body.model)
     penalty, last = body.repeat_penalty, body.repeat_last_n
     if penalty not in (None, 1) and last not in (0, -1):
-        raise Refused(400, "repeat_penalty counts the whole context here: set repeat_last_n to -1",
-                      param="repeat_last_n")  # fmt: skip
+        raise Refused(
+            400,
+            "repeat_penalty counts the whole context here: set repeat_last_n to -1",
+            param="repeat_last_n",
+        )
     if body.grammar and body.json_schema is not None:
         raise Refused(400, "grammar and json_schema exclude each other", param="grammar")
     wanted = None
@@ -122,18 +144,25 @@ async def job_of(service: Service, body: CompletionBody) -> Job:
     bias, banned = _bias(service, body.logit_bias or {})
     if body.ignore_eos:  # here it means that no text ends by itself
         banned += sorted(service.engine.stop_ids)
-    changed = {"seed": None if body.seed == -1 else body.seed, "logit_bias": bias,
-               "repetition_penalty": None if last == 0 else penalty}  # fmt: skip
-    made = options.options(service, body.model_copy(update=changed),
-                           room if asked in (None, -1) else asked,
-                           logprobs=body.n_probs or None, banned=tuple(banned))  # fmt: skip
+    changed = {
+        "seed": None if body.seed == -1 else body.seed,
+        "logit_bias": bias,
+        "repetition_penalty": None if last == 0 else penalty,
+    }
+    made = options.options(
+        service,
+        body.model_copy(update=changed),
+        room if asked in (None, -1) else asked,
+        logprobs=body.n_probs or None,
+        banned=tuple(banned),
+    )
     made = replace(made, progress=bool(body.stream and body.return_progress))
     return Job(first, made, 1, wanted, live=body.live, others=tuple(others))
 
 
 def _bias(
     service: Service, given: dict[str, Any] | list[list[Any]]
-) -> tuple[dict[str, float], list[int]]:  # fmt: skip
+) -> tuple[dict[str, float], list[int]]:
     """Return the biases of token ids, and the ids that are never chosen.
 
     Args:
@@ -152,8 +181,9 @@ def _bias(
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             number = float(value)
         if not (value is False or -100 <= number <= 100):
-            raise Refused(400, "logit_bias: expected numbers from -100 to 100, or false",
-                          param="logit_bias")  # fmt: skip
+            raise Refused(
+                400, "logit_bias: expected numbers from -100 to 100, or false", param="logit_bias"
+            )
         if bad := [i for i in ids if not 0 <= i < service.engine.config.n_vocab]:
             raise Refused(400, f"logit_bias: {bad[0]} is no token id", param="logit_bias")
         if value is False:
@@ -170,8 +200,9 @@ async def _prompt(service: Service, prompt: str | TextPrompt | list[Any]) -> lis
     if isinstance(prompt, str) or all(isinstance(part, int) for part in prompt):
         return await completions.prompt_ids(service, prompt)
     if not all(isinstance(part, (int, str)) for part in prompt):
-        raise Refused(400, "prompt: texts and tokens in turns, or a list of prompts",
-                      param="prompt")  # fmt: skip
+        raise Refused(
+            400, "prompt: texts and tokens in turns, or a list of prompts", param="prompt"
+        )
     ids: list[int] = []
     for part in prompt:
         if isinstance(part, int):
@@ -194,25 +225,43 @@ def _settings(text: Text, stream: bool) -> dict[str, Any]:
     """Return `generation_settings`: what the text was sampled with."""
     given = text.request.options
     sampler = given.sampler
-    bias = [{"token": i, "bias": value if math.isfinite(value) else None}
-            for i, value in sampler.logit_bias]  # fmt: skip
+    bias = [
+        {"token": i, "bias": value if math.isfinite(value) else None}
+        for i, value in sampler.logit_bias
+    ]
     return {
-        **{name: values[0] for name, values in NEUTRAL.items()}, "adaptive_decay": 0.0,
-        "n_predict": given.n_predict, "max_tokens": given.n_predict, "seed": sampler.seed,
-        "temperature": sampler.temperature, "top_k": sampler.top_k, "top_p": sampler.top_p,
-        "min_p": sampler.min_p, "repeat_last_n": -1, "repeat_penalty": sampler.repetition_penalty,
+        **{name: values[0] for name, values in NEUTRAL.items()},
+        "adaptive_decay": 0.0,
+        "n_predict": given.n_predict,
+        "max_tokens": given.n_predict,
+        "seed": sampler.seed,
+        "temperature": sampler.temperature,
+        "top_k": sampler.top_k,
+        "top_p": sampler.top_p,
+        "min_p": sampler.min_p,
+        "repeat_last_n": -1,
+        "repeat_penalty": sampler.repetition_penalty,
         "presence_penalty": sampler.presence_penalty,
-        "frequency_penalty": sampler.frequency_penalty, "stop": list(given.stop),
-        "ignore_eos": given.ignore_eos, "n_probs": given.logprobs or 0, "logit_bias": bias,
-        "stream": stream, "speculative.n_max": given.draft_max,
-    }  # fmt: skip
+        "frequency_penalty": sampler.frequency_penalty,
+        "stop": list(given.stop),
+        "ignore_eos": given.ignore_eos,
+        "n_probs": given.logprobs or 0,
+        "logit_bias": bias,
+        "stream": stream,
+        "speculative.n_max": given.draft_max,
+    }
 
 
 def _piece(
     generation: Generation, text: Text, words: str, tokens: list[Token], ids: list[int]
-) -> dict[str, Any]:  # fmt: skip
-    out: dict[str, Any] = {"index": text.index, "content": words, "tokens": ids, "stop": False,
-                           "id_slot": -1}  # fmt: skip
+) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "index": text.index,
+        "content": words,
+        "tokens": ids,
+        "stop": False,
+        "id_slot": -1,
+    }
     if tokens:
         out["completion_probabilities"] = _probabilities(generation.service, tokens)
     return out
@@ -292,8 +341,11 @@ async def chunks(generation: Generation, body: CompletionBody) -> Events:
 def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """Answer /tokenize."""
     if not body.parse_special:
-        raise Refused(400, "parse_special: marks in a text are always read as tokens here",
-                      param="parse_special")  # fmt: skip
+        raise Refused(
+            400,
+            "parse_special: marks in a text are always read as tokens here",
+            param="parse_special",
+        )
     ids = service.tokenizer.encode(body.content, bos=body.add_special)
     if not body.with_pieces:
         return {"tokens": ids}
@@ -327,8 +379,11 @@ def props(service: Service) -> dict[str, Any]:
         "default_generation_settings": {
             "n_ctx": engine.n_ctx,
             "params": {
-                "temperature": sampler.temperature, "top_k": sampler.top_k,
-                "top_p": sampler.top_p, "min_p": sampler.min_p, "n_predict": -1,
+                "temperature": sampler.temperature,
+                "top_k": sampler.top_k,
+                "top_p": sampler.top_p,
+                "min_p": sampler.min_p,
+                "n_predict": -1,
                 "seed": -1 if service.settings.seed is None else service.settings.seed,
             },
         },
@@ -342,7 +397,7 @@ def props(service: Service) -> dict[str, Any]:
         "build_info": shapes.FINGERPRINT,
         "is_sleeping": False,
         "speculative": engine.draft_name,
-    }  # fmt: skip
+    }
 
 
 def slots(service: Service) -> list[dict[str, Any]]:
@@ -351,14 +406,21 @@ def slots(service: Service) -> list[dict[str, Any]]:
     live = {slot.slot: slot for slot in engine.figures().slots}
     out = []
     for i in range(engine.n_slots):
-        slot: dict[str, Any] = {"id": i, "n_ctx": engine.n_ctx, "is_processing": i in live,
-                                "speculative": engine.draft_name is not None}  # fmt: skip
+        slot: dict[str, Any] = {
+            "id": i,
+            "n_ctx": engine.n_ctx,
+            "is_processing": i in live,
+            "speculative": engine.draft_name is not None,
+        }
         if (text := live.get(i)) is not None:
             slot |= {
-                "id_task": text.number, "n_prompt_tokens": text.prompt_tokens,
-                "n_prompt_tokens_cache": text.cached_tokens, "n_decoded": text.tokens,
-                "n_remain": text.left, "draft_n": text.drafted,
+                "id_task": text.number,
+                "n_prompt_tokens": text.prompt_tokens,
+                "n_prompt_tokens_cache": text.cached_tokens,
+                "n_decoded": text.tokens,
+                "n_remain": text.left,
+                "draft_n": text.drafted,
                 "draft_n_accepted": text.accepted,
-            }  # fmt: skip
+            }
         out.append(slot)
     return out

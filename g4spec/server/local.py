@@ -52,8 +52,9 @@ class Local:
         except Refused as refused:
             raise InputError(refused.message) from None
         room = max(1, self._engine.n_ctx - len(prompt.ids))
-        options = Options(self._n_predict or room, replace(self._sampler, seed=seed),
-                          self._draft_max)  # fmt: skip
+        options = Options(
+            self._n_predict or room, replace(self._sampler, seed=seed), self._draft_max
+        )
         reader: Reader = Plain(tokenizer)
         special = tokenizer.control_ids
         if marks is not None:
@@ -90,11 +91,19 @@ def _content(events: Sequence[Event]) -> str:
 
 def _plain(events: Sequence[Event]) -> list[Piece]:
     """Turn events into pieces: there are no functions that could be called."""
-    return [Piece(e.text, "text" if isinstance(e, Text) else "thought")
-            for e in events if isinstance(e, Text | Thought)]  # fmt: skip
+    return [
+        Piece(e.text, "text" if isinstance(e, Text) else "thought")
+        for e in events
+        if isinstance(e, Text | Thought)
+    ]
 
 
 def _timings(stats: Stats) -> dict[str, Any]:
-    return {"prompt_n": stats.prompt_tokens - stats.cached_tokens, "cache_n": stats.cached_tokens,
-            "predicted_n": stats.tokens, "predicted_per_second": stats.tokens_per_second,
-            "draft_n": stats.drafted, "draft_n_accepted": stats.accepted}  # fmt: skip
+    return {
+        "prompt_n": stats.prompt_tokens - stats.cached_tokens,
+        "cache_n": stats.cached_tokens,
+        "predicted_n": stats.tokens,
+        "predicted_per_second": stats.tokens_per_second,
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+    }

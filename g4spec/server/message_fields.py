@@ -73,9 +73,12 @@ class ToolResultBlock(Body):
 
 TEXT: dict[str, type[Body]] = {"text": TextBlock}
 USER: dict[str, type[Body]] = {**TEXT, "tool_result": ToolResultBlock}
-ASSISTANT: dict[str, type[Body]] = {**TEXT, "thinking": ThinkingBlock,
-                                    "redacted_thinking": RedactedBlock,
-                                    "tool_use": ToolUseBlock}  # fmt: skip
+ASSISTANT: dict[str, type[Body]] = {
+    **TEXT,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedBlock,
+    "tool_use": ToolUseBlock,
+}
 BLOCKS = {"system": TEXT, "user": USER, "assistant": ASSISTANT}
 """Content blocks by the role of their message."""
 
@@ -244,25 +247,38 @@ def _result(block: ToolResultBlock, before: Sequence[Json], where: str) -> Json:
     """Convert a result to a message of its own."""
     last = next((m for m in reversed(before) if m["role"] != "tool"), {})
     if all(call["id"] != block.tool_use_id for call in last.get("tool_calls", [])):
-        raise Refused(400, f"{where}: there is no tool_use {block.tool_use_id!r} in the turn "
-                      "before", param=where)  # fmt: skip
+        raise Refused(
+            400,
+            f"{where}: there is no tool_use {block.tool_use_id!r} in the turn before",
+            param=where,
+        )
     text = "\n".join(_texts(block.content or [], f"{where}.content"))
-    return {"role": "tool", "tool_call_id": block.tool_use_id,
-            "content": f"Error: {text}" if block.is_error else text}  # fmt: skip
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "content": f"Error: {text}" if block.is_error else text,
+    }
 
 
 def _tool(tool: Any, where: str) -> Json:
     found = fields.variant({"custom": ToolParam}, tool, where, "custom")
     assert isinstance(found, ToolParam)
-    function = {"name": found.name, "description": found.description,
-                "parameters": found.input_schema, "strict": found.strict}  # fmt: skip
+    function = {
+        "name": found.name,
+        "description": found.description,
+        "parameters": found.input_schema,
+        "strict": found.strict,
+    }
     return {"type": "function", "function": function}
 
 
 def _choice(choice: ToolChoice) -> Json:
     if (choice.name is not None) != (choice.type == "tool"):
-        raise Refused(400, "tool_choice.name: needed with the type tool, and only there",
-                      param="tool_choice.name")  # fmt: skip
+        raise Refused(
+            400,
+            "tool_choice.name: needed with the type tool, and only there",
+            param="tool_choice.name",
+        )
     out: Json = {"tool_choice": "required" if choice.type == "any" else choice.type}
     if choice.type == "tool":
         out["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
@@ -275,6 +291,9 @@ def _thinking(thinking: Thinking) -> Json:
     if thinking.type == "disabled":
         return {"reasoning_effort": "none"}
     if thinking.budget_tokens is not None and thinking.type != "enabled":
-        raise Refused(400, "thinking.budget_tokens: only with the type enabled",
-                      param="thinking.budget_tokens")  # fmt: skip
+        raise Refused(
+            400,
+            "thinking.budget_tokens: only with the type enabled",
+            param="thinking.budget_tokens",
+        )
     return {"reasoning_effort": "high", "thinking_budget_tokens": thinking.budget_tokens}

@@ -30,8 +30,11 @@ def check_version(request: Request) -> None:
     """Refuse a request that wants another version of the API."""
     wanted = request.headers.get("anthropic-version", VERSIONS[0])
     if wanted not in VERSIONS:
-        raise Refused(400, f"anthropic-version: only {' or '.join(VERSIONS)} is possible here",
-                      param="anthropic-version")  # fmt: skip
+        raise Refused(
+            400,
+            f"anthropic-version: only {' or '.join(VERSIONS)} is possible here",
+            param="anthropic-version",
+        )
 
 
 async def job_of(service: Service, request: MessagesRequest) -> Job:
@@ -76,9 +79,7 @@ async def chunks(generation: Generation, request: MessagesRequest) -> Events:
             yield event(each, each["type"])
 
 
-async def _events(
-    generation: Generation, request: MessagesRequest
-) -> AsyncGenerator[Json, None]:  # fmt: skip
+async def _events(generation: Generation, request: MessagesRequest) -> AsyncGenerator[Json, None]:
     blocks = _Blocks(request)
     text = generation.texts[0]
     started = False
@@ -98,18 +99,28 @@ async def _events(
 def _head(generation: Generation) -> Json:
     usage = {**_usage(generation.texts[0]), "output_tokens": 0}
     usage["output_tokens_details"] = {"thinking_tokens": 0}
-    return {"id": f"msg_{generation.id}", "type": "message", "role": "assistant",
-            "model": generation.service.settings.model, "content": [], "stop_reason": None,
-            "stop_sequence": None, "usage": usage}  # fmt: skip
+    return {
+        "id": f"msg_{generation.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": generation.service.settings.model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": usage,
+    }
 
 
 def _usage(text: Text) -> Json:
     """Write Anthropic's `usage`: its input tokens are those that were not cached."""
     stats = text.request.stats
-    return {"input_tokens": stats.prompt_tokens - stats.cached_tokens,
-            "cache_creation_input_tokens": 0, "cache_read_input_tokens": stats.cached_tokens,
-            "output_tokens": stats.tokens,
-            "output_tokens_details": {"thinking_tokens": text.assembler.thoughts}}  # fmt: skip
+    return {
+        "input_tokens": stats.prompt_tokens - stats.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": stats.cached_tokens,
+        "output_tokens": stats.tokens,
+        "output_tokens_details": {"thinking_tokens": text.assembler.thoughts},
+    }
 
 
 def _stop_reason(text: Text, delta: Delta) -> str:
@@ -135,8 +146,11 @@ class _Blocks:
             if kind is not self._open or isinstance(piece, Call):
                 yield from self._close()
                 self._open, self._index = kind, self._index + 1
-                yield {"type": "content_block_start", "index": self._index,
-                       "content_block": _block(piece)}  # fmt: skip
+                yield {
+                    "type": "content_block_start",
+                    "index": self._index,
+                    "content_block": _block(piece),
+                }
             yield from self._delta(piece)
         if delta.finish:
             yield from self._close()
@@ -168,5 +182,9 @@ def _block(piece: Event) -> Json:
     if isinstance(piece, Thought):
         return {"type": "thinking", "thinking": "", "signature": ""}
     assert isinstance(piece, Call)
-    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": piece.name,
-            "input": {}}  # fmt: skip
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{secrets.token_hex(12)}",
+        "name": piece.name,
+        "input": {},
+    }

@@ -17,10 +17,49 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from g4spec.runtime.request import Stats
 from g4spec.server.engine_client import AnyEngine
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20,
-           40, 80, 160)  # fmt: skip
-GAPS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
-        0.5, 0.75, 1, 2.5)  # fmt: skip
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+GAPS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+)
 
 
 class Metrics:
@@ -44,8 +83,11 @@ class Metrics:
         self.drafts = counter("spec_decode_num_drafts", "Proposals of drafts.")
         self.drafted = counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self.accepted = counter("spec_decode_num_accepted_tokens", "Accepted drafted tokens.")
-        self.accepted_at = counter("spec_decode_num_accepted_tokens_per_pos",
-                                   "Accepted drafted tokens by position.", "position")  # fmt: skip
+        self.accepted_at = counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted drafted tokens by position.",
+            "position",
+        )
         self.prompt = counter("prompt_tokens", "Tokens of prompts.")
         self.generated = counter("generation_tokens", "Generated tokens.")
         self.queries = counter("prefix_cache_queries", "Prompt tokens looked up.")
@@ -59,8 +101,16 @@ class Metrics:
         self.queued = histogram("request_queue_time_seconds", "Waiting for a slot.", SECONDS)
         for i in range(15):
             self.accepted_at.labels(*self._label, str(i))
-        for each in (self.drafts, self.drafted, self.accepted, self.prompt, self.generated,
-                     self.queries, self.hits, self.preempted):  # fmt: skip
+        for each in (
+            self.drafts,
+            self.drafted,
+            self.accepted,
+            self.prompt,
+            self.generated,
+            self.queries,
+            self.hits,
+            self.preempted,
+        ):
             each.labels(*self._label)
         self._gauges(engine, names)
         self.registry.register(_LlamaCpp(self, engine))
@@ -69,9 +119,12 @@ class Metrics:
         for name, text, value in (
             ("num_requests_running", "Texts in work.", lambda: engine.figures().running),
             ("num_requests_waiting", "Texts waiting.", lambda: engine.figures().waiting),
-            ("kv_cache_usage_perc", "Share of the pages in use.",
-             lambda: 1 - engine.figures().pages_free / engine.figures().pages),
-        ):  # fmt: skip
+            (
+                "kv_cache_usage_perc",
+                "Share of the pages in use.",
+                lambda: 1 - engine.figures().pages_free / engine.figures().pages,
+            ),
+        ):
             gauge = Gauge(f"vllm:{name}", text, names, registry=self.registry)
             gauge.labels(*self._label).set_function(value)
 
@@ -87,11 +140,15 @@ class Metrics:
         self.queued.labels(*label).observe(stats.queue_seconds)
         self.ended.labels(*label, reason).inc()
         for counter, count in (
-            (self.drafts, stats.drafted_by_position[0]), (self.drafted, stats.drafted),
-            (self.accepted, stats.accepted), (self.prompt, stats.prompt_tokens),
-            (self.generated, stats.tokens), (self.queries, stats.prompt_tokens),
-            (self.hits, stats.cached_tokens), (self.preempted, stats.preempted),
-        ):  # fmt: skip
+            (self.drafts, stats.drafted_by_position[0]),
+            (self.drafted, stats.drafted),
+            (self.accepted, stats.accepted),
+            (self.prompt, stats.prompt_tokens),
+            (self.generated, stats.tokens),
+            (self.queries, stats.prompt_tokens),
+            (self.hits, stats.cached_tokens),
+            (self.preempted, stats.preempted),
+        ):
             counter.labels(*label).inc(count)
         for i, count in enumerate(stats.accepted_by_position):
             self.accepted_at.labels(*label, str(i)).inc(count)
@@ -108,8 +165,11 @@ class Metrics:
         """Return the value of a counter."""
         wanted = [*self._label, *more]
         samples = [s for metric in counter.collect() for s in metric.samples]
-        return sum(s.value for s in samples
-                   if s.name.endswith("_total") and list(s.labels.values()) == wanted)  # fmt: skip
+        return sum(
+            s.value
+            for s in samples
+            if s.name.endswith("_total") and list(s.labels.values()) == wanted
+        )
 
     def text(self) -> bytes:
         """Write all figures in Prometheus' format."""
@@ -126,13 +186,18 @@ class _LlamaCpp:
         """See `prometheus_client.registry.Collector`."""
         m, figures = self._metrics, self._engine.figures()
         for name, counter in (
-            ("prompt_tokens", m.prompt), ("tokens_predicted", m.generated),
-            ("spec_decode_num_drafts", m.drafts), ("spec_decode_num_draft_tokens", m.drafted),
+            ("prompt_tokens", m.prompt),
+            ("tokens_predicted", m.generated),
+            ("spec_decode_num_drafts", m.drafts),
+            ("spec_decode_num_draft_tokens", m.drafted),
             ("spec_decode_num_accepted_tokens", m.accepted),
-        ):  # fmt: skip
+        ):
             yield CounterMetricFamily(f"llamacpp:{name}", name, m.value(counter))
-        by = CounterMetricFamily("llamacpp:spec_decode_num_accepted_tokens_per_pos",
-                                 "accepted by position", labels=["position"])  # fmt: skip
+        by = CounterMetricFamily(
+            "llamacpp:spec_decode_num_accepted_tokens_per_pos",
+            "accepted by position",
+            labels=["position"],
+        )
         for i in range(15):
             by.add_metric([str(i)], m.value(m.accepted_at, str(i)))
         yield by

@@ -83,15 +83,21 @@ class Model:
         if self.status == "loading" and self.read is not None:
             told = dict(zip(("bytes_read", "bytes"), self.read, strict=True))
         out: dict[str, Any] = {
-            "id": self.name, "object": "model", "created": int(self.target.stat().st_mtime),
-            "owned_by": "g4spec", "draft": draft.name if draft else None,
+            "id": self.name,
+            "object": "model",
+            "created": int(self.target.stat().st_mtime),
+            "owned_by": "g4spec",
+            "draft": draft.name if draft else None,
             "status": {"value": status, **told},
-        }  # fmt: skip
+        }
         if self.service is not None:
             engine = self.service.engine
-            out["meta"] = {"n_ctx": engine.n_ctx, "n_ctx_train": engine.config.n_ctx,
-                           "n_vocab": engine.config.n_vocab,
-                           "n_embd": engine.config.n_embd}  # fmt: skip
+            out["meta"] = {
+                "n_ctx": engine.n_ctx,
+                "n_ctx_train": engine.config.n_ctx,
+                "n_vocab": engine.config.n_vocab,
+                "n_embd": engine.config.n_embd,
+            }
         return out
 
 
@@ -115,8 +121,11 @@ def find(folder: Path | None) -> list[Model]:
             elif models.of_gguf(arch, file.tensors) is not None:
                 drafts.append(path)
     if not targets:
-        raise InputError(f"{folder}: no target in it", expected="at least one GGUF of a Gemma 4",
-                         found=[path.name for path in drafts] or "none")  # fmt: skip
+        raise InputError(
+            f"{folder}: no target in it",
+            expected="at least one GGUF of a Gemma 4",
+            found=[path.name for path in drafts] or "none",
+        )
     pairs = [name for name in validate.all_rules() if name.startswith("G4-PAIR-")]
     names: set[str] = set()
     out = []
@@ -140,7 +149,7 @@ class Models:
 
     def __init__(
         self, found: Sequence[Model], load: Load, most: int, patience: float = 600.0
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.all = {model.name: model for model in found}
         self._opened, self._most, self._patience = load, most, patience
         self._draining = False
@@ -182,8 +191,9 @@ class Models:
                 await page.response()(scope, receive, send)
                 return
             if (scope["method"], scope["path"]) == ("GET", "/models/events"):
-                await StreamingResponse(self.events(), media_type="text/event-stream",
-                                        headers=HEADERS)(scope, receive, send)  # fmt: skip
+                await StreamingResponse(
+                    self.events(), media_type="text/event-stream", headers=HEADERS
+                )(scope, receive, send)
                 return
             model = await self._loaded(self._chosen(name))
             # Who only watches does not keep a model from leaving; its stream ends then.
@@ -238,8 +248,12 @@ class Models:
 
     def _named(self, name: str) -> Model:
         if name not in self.all:
-            raise Refused(404, f"the model {name!r} is not served here, only {', '.join(self.all)}",
-                          param="model", code="model_not_found")  # fmt: skip
+            raise Refused(
+                404,
+                f"the model {name!r} is not served here, only {', '.join(self.all)}",
+                param="model",
+                code="model_not_found",
+            )
         return self.all[name]
 
     def _chosen(self, name: str | None) -> Model:
@@ -295,20 +309,30 @@ class Models:
             model.service, model.app = service, app
         except G4Error as error:
             model.problem = str(error)
-            raise Refused(503, f"{model.name} cannot be loaded: {error}", code="not_loaded",
-                          retry_after=5) from None  # fmt: skip
+            raise Refused(
+                503, f"{model.name} cannot be loaded: {error}", code="not_loaded", retry_after=5
+            ) from None
         finally:
             model.status = "loaded" if model.service is not None else "unloaded"
-            log.info("model " + model.status, extra={"facts": {
-                "model": model.name, "draft": model.draft.name if model.draft else None,
-                "seconds": round(time.perf_counter() - began, 3), "problem": model.problem,
-            }})  # fmt: skip
+            log.info(
+                "model " + model.status,
+                extra={
+                    "facts": {
+                        "model": model.name,
+                        "draft": model.draft.name if model.draft else None,
+                        "seconds": round(time.perf_counter() - began, 3),
+                        "problem": model.problem,
+                    }
+                },
+            )
 
     def _open(self, model: Model) -> Service:
         """Load a target with the first of its drafts that all rules are content with."""
         while model.drafts and not validate.validate(model.drafts[0], model.target).ok:
-            log.warning("a draft does not validate", extra={"facts": {
-                "model": model.name, "draft": model.drafts.pop(0).name}})  # fmt: skip
+            log.warning(
+                "a draft does not validate",
+                extra={"facts": {"model": model.name, "draft": model.drafts.pop(0).name}},
+            )
         model.draft = model.drafts[0] if model.drafts else None
 
         def progress(read: int, whole: int) -> None:
@@ -336,8 +360,11 @@ class Models:
                 try:
                     await asyncio.wait_for(self._changed.wait(), end - time.monotonic())
                 except asyncio.TimeoutError:
-                    raise Refused(503, f"{model.name} is in use, and there is no memory for "
-                                  "another model", retry_after=10) from None  # fmt: skip
+                    raise Refused(
+                        503,
+                        f"{model.name} is in use, and there is no memory for another model",
+                        retry_after=10,
+                    ) from None
             await self._unload(model)
         finally:
             model.leaving = False
@@ -352,9 +379,11 @@ class Models:
         await asyncio.to_thread(service.engine.close)
 
 
-OWN = [Route("/models/events", Models.events, methods=["GET"]),
-       Route("/models/load", Models.load, methods=["POST"]),
-       Route("/models/unload", Models.unload, methods=["POST"])]  # fmt: skip
+OWN = [
+    Route("/models/events", Models.events, methods=["GET"]),
+    Route("/models/load", Models.load, methods=["POST"]),
+    Route("/models/unload", Models.unload, methods=["POST"]),
+]
 """Paths about the models, beside those of each."""
 
 

@@ -23,13 +23,21 @@ Handler = Callable[[Any, Request], Awaitable[Response]]
 
 _SCHEMAS = "#/components/schemas/{model}"
 _ERROR = {
-    "type": "object", "required": ["error"],
-    "properties": {"error": {
-        "type": "object", "required": ["message", "type"],
-        "properties": {"message": {"type": "string"}, "type": {"type": "string"},
-                       "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}},
-    }},
-}  # fmt: skip
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 
 
 def takes(
@@ -81,12 +89,16 @@ def document(routes: Iterable[Route]) -> dict[str, Any]:
                 content = {"application/json": {"schema": names[body, "validation"]}}
                 operation["requestBody"] = {"required": True, "content": content}
             paths.setdefault(path, {})[method.lower()] = operation
-    keys = {"key": {"type": "http", "scheme": "bearer"},
-            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"}}  # fmt: skip
-    return {"openapi": "3.1.0", "info": {"title": "g4spec", "version": __version__},
-            "paths": paths,
-            "components": {"schemas": {**schemas["$defs"], "Error": _ERROR},
-                           "securitySchemes": keys}}  # fmt: skip
+    keys = {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "g4spec", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": {**schemas["$defs"], "Error": _ERROR}, "securitySchemes": keys},
+    }
 
 
 def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
@@ -98,20 +110,34 @@ def _operation(path: str, method: str, route: Route) -> dict[str, Any]:
     content = {kind: {"schema": {} if kind == "application/json" else {"type": "string"}}}
     if body and "stream" in body.model_fields:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-                  for name in re.findall(r"{(\w+)}", path)]  # fmt: skip
-    parameters += [{"name": name, "in": "query", "required": False, "description": what,
-                    "schema": {"type": "string"}} for name, what in query.items()]  # fmt: skip
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    parameters += [
+        {
+            "name": name,
+            "in": "query",
+            "required": False,
+            "description": what,
+            "schema": {"type": "string"},
+        }
+        for name, what in query.items()
+    ]
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
         "summary": summary,
         "responses": {
             "200": {"description": "the answer", "content": content},
-            "default": {"description": "what is wrong, in one sentence", "content": {
-                "application/json": {"schema": {"$ref": _SCHEMAS.format(model="Error")}}}},
+            "default": {
+                "description": "what is wrong, in one sentence",
+                "content": {
+                    "application/json": {"schema": {"$ref": _SCHEMAS.format(model="Error")}}
+                },
+            },
         },
         "security": [] if path in OPEN else [{}, {"key": []}, {"x-api-key": []}],
-    }  # fmt: skip
+    }
     if parameters:
         operation["parameters"] = parameters
     return operation

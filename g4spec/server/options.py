@@ -16,9 +16,7 @@ MOST_STOPS = 16
 """Stop texts of a request."""
 
 
-def sampler(
-    service: Service, fields: Sampling, *, banned: tuple[int, ...] = ()
-) -> Sampler:  # fmt: skip
+def sampler(service: Service, fields: Sampling, *, banned: tuple[int, ...] = ()) -> Sampler:
     """Build the sampler of a request; what it does not name is the server's default.
 
     Args:
@@ -29,8 +27,9 @@ def sampler(
     bias: dict[int, float] = {}
     for key, value in (fields.logit_bias or {}).items():
         if not key.isdecimal() or int(key) >= n_vocab:
-            raise Refused(400, f"logit_bias: {key!r} is no token id, 0 to {n_vocab - 1}",
-                          param="logit_bias")  # fmt: skip
+            raise Refused(
+                400, f"logit_bias: {key!r} is no token id, 0 to {n_vocab - 1}", param="logit_bias"
+            )
         bias[int(key)] = value
     bias |= dict.fromkeys(banned, -math.inf)
     seed = fields.seed if fields.seed is not None else service.settings.seed
@@ -66,8 +65,14 @@ def options(
     if len(stops) > MOST_STOPS:
         raise Refused(400, f"stop: at most {MOST_STOPS} texts", param="stop")
     draft_max = "auto" if fields.draft_max is None else fields.draft_max
-    return Options(n_predict, sampler(service, fields, banned=banned), draft_max, tuple(stops),
-                   bool(fields.ignore_eos), logprobs)  # fmt: skip
+    return Options(
+        n_predict,
+        sampler(service, fields, banned=banned),
+        draft_max,
+        tuple(stops),
+        bool(fields.ignore_eos),
+        logprobs,
+    )
 
 
 def count(service: Service, fields: OpenAI) -> int:

@@ -15,23 +15,27 @@ from starlette.responses import Response
 def _page() -> tuple[bytes, dict[str, str]]:
     """Return the page and its headers."""
     text = resources.files("g4spec.server").joinpath("page.html").read_text(encoding="utf-8")
-    policy = "; ".join([
-        "default-src 'none'",
-        f"script-src {_hash(text, 'script')}",
-        f"style-src {_hash(text, 'style')}",
-        "connect-src 'self'",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",  # a text can never become markup or a script
-        "trusted-types 'none'",
-    ])  # fmt: skip
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash(text, 'script')}",
+            f"style-src {_hash(text, 'style')}",
+            "connect-src 'self'",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+            "require-trusted-types-for 'script'",  # a text can never become markup or a script
+            "trusted-types 'none'",
+        ]
+    )
     return text.encode(), {
-        "content-security-policy": policy, "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer", "cache-control": "no-cache",
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cache-control": "no-cache",
         "cross-origin-opener-policy": "same-origin",
-    }  # fmt: skip
+    }
 
 
 def _hash(text: str, tag: str) -> str:

@@ -40,9 +40,10 @@ def fits(value: Any, types: Sequence[str]) -> bool:
 
 SIZES: dict[type, str] = {str: "Length", list: "Items", dict: "Properties"}
 DEEP: dict[type, tuple[str, ...]] = {
-    str: ("pattern",), list: ("items", "prefixItems", "additionalItems"),
+    str: ("pattern",),
+    list: ("items", "prefixItems", "additionalItems"),
     dict: ("properties", "patternProperties", "additionalProperties", "required"),
-}  # fmt: skip
+}
 """Keywords that are not looked at where a value is given, by its type."""
 
 
@@ -54,9 +55,12 @@ def within(value: Any, schema: Mapping[str, Any]) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
     checks: dict[str, Callable[[Any, Any], bool]] = {
-        "minimum": operator.ge, "maximum": operator.le, "exclusiveMinimum": operator.gt,
-        "exclusiveMaximum": operator.lt, "multipleOf": lambda a, b: a % b == 0,
-    }  # fmt: skip
+        "minimum": operator.ge,
+        "maximum": operator.le,
+        "exclusiveMinimum": operator.gt,
+        "exclusiveMaximum": operator.lt,
+        "multipleOf": lambda a, b: a % b == 0,
+    }
     return all(check(value, schema[k]) for k, check in checks.items() if schema.get(k) is not None)
 
 

@@ -48,8 +48,10 @@ class Prompter:
         self._renderer: Renderer | None = None
         self._abilities: Abilities | None = None
         if tokenizer.template:
-            bos, eos = (tokenizer.piece(i, special=True).decode(errors="replace")
-                        for i in (tokenizer.bos, min(tokenizer.stop_ids)))  # fmt: skip
+            bos, eos = (
+                tokenizer.piece(i, special=True).decode(errors="replace")
+                for i in (tokenizer.bos, min(tokenizer.stop_ids))
+            )
             self._renderer = Renderer(tokenizer.template, bos=bos, eos=eos)
 
     async def close(self) -> None:
@@ -106,8 +108,12 @@ class Prompter:
                 plain, aside = _set_aside(plain)
             if calls and able.results == "field":
                 plain = _embedded(plain)
-        text = await renderer.render(plain, tools=offered or None, enable_thinking=thinking,
-                                     add_generation_prompt=opened or continued)  # fmt: skip
+        text = await renderer.render(
+            plain,
+            tools=offered or None,
+            enable_thinking=thinking,
+            add_generation_prompt=opened or continued,
+        )
         text = _put_back(text, aside) + begun
         ids = await self._encode(text, guard)
         state = "may" if thinking else "no"
@@ -126,11 +132,15 @@ class Prompter:
 def _plain(message: Message, index: int) -> dict[str, Any]:
     """Convert a message to what templates expect: one text, arguments as objects."""
     role = message["role"]
-    plain = {**message, "role": "system" if role == "developer" else role,
-             "content": _text(message.get("content"), f"messages[{index}].content")}  # fmt: skip
+    plain = {
+        **message,
+        "role": "system" if role == "developer" else role,
+        "content": _text(message.get("content"), f"messages[{index}].content"),
+    }
     if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_call(call, f"messages[{index}].tool_calls[{i}]")
-                               for i, call in enumerate(calls)]  # fmt: skip
+        plain["tool_calls"] = [
+            _call(call, f"messages[{index}].tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
     return plain
 
 
@@ -138,8 +148,12 @@ def _begun(messages: list[dict[str, Any]]) -> str:
     """Take the last message, the beginning of the answer, off a conversation."""
     last = messages.pop()
     if last["role"] != "assistant" or last.get("tool_calls") or not messages:
-        raise Refused(400, "an answer can be continued only where the last of several messages is "
-                      "the assistant's and has no calls", param="messages")  # fmt: skip
+        raise Refused(
+            400,
+            "an answer can be continued only where the last of several messages is "
+            "the assistant's and has no calls",
+            param="messages",
+        )
     return str(last["content"])
 
 
@@ -212,9 +226,11 @@ def _embedded(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             result = {"name": name, "response": message["content"]}
             out[-1] = {**last, "tool_responses": [*last.get("tool_responses", []), result]}
         elif (
-            message["role"] == "assistant" and last.get("tool_responses")
-            and not message.get("tool_calls") and not last["content"]
-        ):  # fmt: skip
+            message["role"] == "assistant"
+            and last.get("tool_responses")
+            and not message.get("tool_calls")
+            and not last["content"]
+        ):
             out[-1] = {**last, "content": message["content"]}
         else:
             out.append(message)

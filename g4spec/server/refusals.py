@@ -7,9 +7,16 @@ from typing import Any
 from g4spec.errors import EnvironmentProblem, G4Error, PromptTooLong
 from g4spec.ops.sampling import NotFinite
 
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
-         405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error",
-         429: "rate_limit_error", 503: "overloaded_error"}  # fmt: skip
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 ANTHROPIC = {**TYPES, 413: "request_too_large"}
@@ -47,18 +54,30 @@ class Refused(Exception):
         if isinstance(error, EnvironmentProblem):
             return cls(503, str(error), code="unavailable")
         if isinstance(error, PromptTooLong):  # as OpenAI's and llama.cpp's clients know it
-            said = (f"the prompt does not fit: {error.found} exceeds the available context size of "
-                    f"{error.n_ctx} tokens")  # fmt: skip
-            more = {"type": "exceed_context_size_error", "n_prompt_tokens": error.tokens,
-                    "n_ctx": error.n_ctx}  # fmt: skip
+            said = (
+                f"the prompt does not fit: {error.found} exceeds the available context size of "
+                f"{error.n_ctx} tokens"
+            )
+            more = {
+                "type": "exceed_context_size_error",
+                "n_prompt_tokens": error.tokens,
+                "n_ctx": error.n_ctx,
+            }
             return cls(400, said, code="context_length_exceeded", more=more)
         return cls(400, str(error))
 
     def json(self) -> dict[str, Any]:
         """Return the body as OpenAI's API has it."""
         kind = TYPES.get(self.status, "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param,
-                          "code": self.code, **self.more}}  # fmt: skip
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+                **self.more,
+            }
+        }
 
     def anthropic(self) -> dict[str, Any]:
         """Return the body as Anthropic's API has it."""

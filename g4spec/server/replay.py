@@ -95,9 +95,13 @@ class Replays:
         self._kept: OrderedDict[tuple[str | None, str], Replay] = OrderedDict()
 
     async def begin(
-        self, owner: str | None, name: str, source: Source, events: Events,
+        self,
+        owner: str | None,
+        name: str,
+        source: Source,
+        events: Events,
         failed: Callable[[Refused], str],
-    ) -> Replay:  # fmt: skip
+    ) -> Replay:
         """Take in a stream, see `Replay`; one of the same id before it ends."""
         if (before := self._kept.pop((owner, name), None)) is not None:
             await before.stop()
@@ -109,9 +113,13 @@ class Replays:
         """Return a stream; Refused if it is not kept."""
         self._drop()
         if (found := self._kept.get((owner, name))) is None:
-            raise Refused(404, f"there is no stream {name!r:.80}: it was not asked for with "
-                          "X-Conversation-Id, or has ended a while ago", param="conv_id",
-                          code="stream_not_found")  # fmt: skip
+            raise Refused(
+                404,
+                f"there is no stream {name!r:.80}: it was not asked for with "
+                "X-Conversation-Id, or has ended a while ago",
+                param="conv_id",
+                code="stream_not_found",
+            )
         return found
 
     @staticmethod

@@ -44,8 +44,9 @@ class ThoughtPart(Body):
 
 INPUT: dict[str, type[Body]] = dict.fromkeys(("input_text", "text"), TextPart)
 OUTPUT: dict[str, type[Body]] = {"output_text": TextPart, **INPUT, "refusal": RefusalPart}
-THOUGHT: dict[str, type[Body]] = dict.fromkeys(("reasoning_text", "summary_text", "text"),
-                                               ThoughtPart)  # fmt: skip
+THOUGHT: dict[str, type[Body]] = dict.fromkeys(
+    ("reasoning_text", "summary_text", "text"), ThoughtPart
+)
 
 
 class Item(Body):
@@ -104,9 +105,12 @@ class ReferenceItem(Body):
 
 
 ITEMS: dict[str, type[Body]] = {
-    "message": MessageItem, "function_call": CallItem, "function_call_output": CallOutputItem,
-    "reasoning": ReasoningItem, "item_reference": ReferenceItem,
-}  # fmt: skip
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ReferenceItem,
+}
 
 
 class FunctionTool(Body):
@@ -144,8 +148,11 @@ class SchemaFormat(Body):
     description: str | None = None
 
 
-FORMATS: dict[str, type[Body]] = {"text": PlainFormat, "json_object": PlainFormat,
-                                  "json_schema": SchemaFormat}  # fmt: skip
+FORMATS: dict[str, type[Body]] = {
+    "text": PlainFormat,
+    "json_object": PlainFormat,
+    "json_schema": SchemaFormat,
+}
 
 
 class TextOptions(Body):
@@ -171,9 +178,13 @@ class InputRequest(Body):
     """A body of /v1/responses/input_tokens."""
 
     model: str | None = None
-    input: Annotated[list[Any], BeforeValidator(_items), WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
-    )] = Field(default_factory=list)  # fmt: skip
+    input: Annotated[
+        list[Any],
+        BeforeValidator(_items),
+        WithJsonSchema(
+            {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+        ),
+    ] = Field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[Any] | None = None
@@ -227,8 +238,11 @@ def followed(query: Mapping[str, str], streamed: bool) -> int | None:
             raise Refused(400, "starting_after needs stream=true", param="starting_after")
         return None
     if not streamed:
-        raise Refused(400, "stream: only of a response that was made with background and stream",
-                      param="stream")  # fmt: skip
+        raise Refused(
+            400,
+            "stream: only of a response that was made with background and stream",
+            param="stream",
+        )
     if after is not None and not re.fullmatch("[0-9]{1,9}", after):
         raise Refused(400, "starting_after: expected a sequence_number", param="starting_after")
     return -1 if after is None else int(after)
@@ -239,8 +253,12 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco",
-             "reasoning": "rs"}  # fmt: skip
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
 
 
 def items(request: InputRequest) -> list[Json]:
@@ -273,8 +291,7 @@ def _check_arguments(item: CallItem, where: str) -> None:
     except ValueError:
         whole = False
     if not whole and item.status != "incomplete":
-        raise Refused(400, f"{where}.arguments: expected a JSON object",
-                      param=f"{where}.arguments")  # fmt: skip
+        raise Refused(400, f"{where}.arguments: expected a JSON object", param=f"{where}.arguments")
 
 
 def _parts(item: MessageItem, where: str) -> list[Json]:
@@ -287,8 +304,10 @@ def _parts(item: MessageItem, where: str) -> list[Json]:
 
 def _texts(models: dict[str, type[Body]], parts: Sequence[Any], where: str) -> list[str]:
     found = [fields.variant(models, part, f"{where}[{i}]") for i, part in enumerate(parts)]
-    return [part.refusal if isinstance(part, RefusalPart) else part.text  # type: ignore[attr-defined]
-            for part in found]  # fmt: skip
+    return [
+        part.refusal if isinstance(part, RefusalPart) else part.text  # type: ignore[attr-defined]
+        for part in found
+    ]
 
 
 def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
@@ -302,8 +321,11 @@ def chat_request(request: InputRequest, context: Sequence[Json]) -> ChatRequest:
         raise Refused(400, "input: there is no content", param="input")
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
-    value: Json = {"model": request.model, "messages": messages,
-                   "parallel_tool_calls": request.parallel_tool_calls}  # fmt: skip
+    value: Json = {
+        "model": request.model,
+        "messages": messages,
+        "parallel_tool_calls": request.parallel_tool_calls,
+    }
     if request.tools:
         value["tools"] = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
     choice = request.tool_choice
@@ -332,8 +354,10 @@ def _tool(tool: Any, where: str) -> Json:
 def _format(value: Any) -> Json:
     form = fields.variant(FORMATS, value, "text.format")
     if isinstance(form, SchemaFormat):
-        return {"type": "json_schema",
-                "json_schema": form.model_dump(exclude={"type"}, by_alias=True)}  # fmt: skip
+        return {
+            "type": "json_schema",
+            "json_schema": form.model_dump(exclude={"type"}, by_alias=True),
+        }
     return form.model_dump()
 
 
@@ -345,10 +369,15 @@ def _messages(context: Sequence[Json]) -> list[Json]:
         kind = item["type"]
         if kind == "function_call_output":
             if item["call_id"] not in called:
-                raise Refused(400, "function_call_output: there is no function_call before it with "
-                              f"the call_id {item['call_id']!r}", param="input")  # fmt: skip
-            out.append({"role": "tool", "tool_call_id": item["call_id"],
-                        "content": _plain(item["output"])})  # fmt: skip
+                raise Refused(
+                    400,
+                    "function_call_output: there is no function_call before it with "
+                    f"the call_id {item['call_id']!r}",
+                    param="input",
+                )
+            out.append(
+                {"role": "tool", "tool_call_id": item["call_id"], "content": _plain(item["output"])}
+            )
         elif kind == "message" and item["role"] != "assistant":
             out.append({"role": item["role"], "content": _plain(item["content"])})
         elif kind != "function_call" or item["status"] != "incomplete":

@@ -108,8 +108,12 @@ class ResponseStore:
         """Return a response; Refused if there is none, or it is somebody else's."""
         record = self._records.get(name)
         if record is None or record.owner != owner:
-            raise Refused(404, f"there is no response {name!r}: it was not stored, or deleted, or "
-                          "dropped for newer ones", code="response_not_found")  # fmt: skip
+            raise Refused(
+                404,
+                f"there is no response {name!r}: it was not stored, or deleted, or "
+                "dropped for newer ones",
+                code="response_not_found",
+            )
         self._records.move_to_end(name)
         return record
 
@@ -132,8 +136,11 @@ class ResponseStore:
         """Cancel a response that is worked on in the background; one that has ended stays."""
         record = self.get(name, owner)
         if not record.response["background"]:
-            raise Refused(400, "only a response with background: true can be cancelled; hang up to "
-                          "cancel another one")  # fmt: skip
+            raise Refused(
+                400,
+                "only a response with background: true can be cancelled; hang up to "
+                "cancel another one",
+            )
         if record.generation is not None and record.work is not None:
             record.cancelled = True
             record.generation.close()
@@ -149,8 +156,9 @@ class ResponseStore:
             for item in record.context if record.owner == owner else ():
                 if item["id"] == name:
                     return item
-        raise Refused(400, f"item_reference: there is no item {name!r} in the stored responses",
-                      param="input")  # fmt: skip
+        raise Refused(
+            400, f"item_reference: there is no item {name!r} in the stored responses", param="input"
+        )
 
     def list_items(self, record: Record, query: Any) -> Json:
         """Return a page of the items that a response was made from.
@@ -174,9 +182,13 @@ class ResponseStore:
                 raise Refused(400, f"after: there is no item {after!r}", param="after")
             found = found[at + 1 :]
         page = found[: int(limit)]
-        return {"object": "list", "data": page, "has_more": len(found) > len(page),
-                "first_id": page[0]["id"] if page else "",
-                "last_id": page[-1]["id"] if page else ""}  # fmt: skip
+        return {
+            "object": "list",
+            "data": page,
+            "has_more": len(found) > len(page),
+            "first_id": page[0]["id"] if page else "",
+            "last_id": page[-1]["id"] if page else "",
+        }
 
     async def close(self) -> None:
         """End what is worked on in the background."""

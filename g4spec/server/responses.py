@@ -33,15 +33,18 @@ def context(store: ResponseStore, request: InputRequest, owner: str | None) -> l
     if request.previous_response_id is not None:
         record = store.get(request.previous_response_id, owner)
         if record.generation is not None:
-            raise Refused(400, "previous_response_id: this response has not ended yet",
-                          param="previous_response_id")  # fmt: skip
+            raise Refused(
+                400,
+                "previous_response_id: this response has not ended yet",
+                param="previous_response_id",
+            )
         before = record.context
     return [*before, *store.find(items(request), owner)]
 
 
 async def count(
     service: Service, store: ResponseStore, request: InputRequest, owner: str | None
-) -> Json:  # fmt: skip
+) -> Json:
     """Return the answer of /v1/responses/input_tokens."""
     service.check_model(request.model)
     asked = chat_request(request, context(store, request, owner))
@@ -62,7 +65,7 @@ class Writer:
 
     def __init__(
         self, service: Service, store: ResponseStore, request: ResponsesRequest, owner: str | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         if request.background and request.store is False:
             raise Refused(400, "background: only with store", param="background")
         self._service, self._store, self._request = service, store, request
@@ -184,9 +187,13 @@ class Writer:
         index = len(output) - 1
         yield self._event("response.output_item.added", output_index=index, item=shown)
         if "content" in item:
-            yield self._event("response.content_part.added", item_id=item["id"],
-                              output_index=index, content_index=0,
-                              part=dict(item["content"][0]))  # fmt: skip
+            yield self._event(
+                "response.content_part.added",
+                item_id=item["id"],
+                output_index=index,
+                content_index=0,
+                part=dict(item["content"][0]),
+            )
 
     def _grow(self, piece: Event) -> Iterator[Json]:
         item = self._item
@@ -197,8 +204,9 @@ class Writer:
             yield self._event("response.reasoning_text.delta", **self._at(delta=piece.text))
         elif isinstance(piece, Argument):
             item["arguments"] += piece.json
-            yield self._event("response.function_call_arguments.delta",
-                              **self._at(delta=piece.json))  # fmt: skip
+            yield self._event(
+                "response.function_call_arguments.delta", **self._at(delta=piece.json)
+            )
 
     def _words(self, text: str) -> Json:
         """Add to the text of a message, with the tokens that were told since."""
@@ -248,15 +256,30 @@ def _item(piece: Event) -> Json:
     """Make the item that begins with a piece."""
     if isinstance(piece, Words):
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return {"id": new_id("msg"), "type": "message", "role": "assistant", "content": [part],
-                "status": "in_progress"}  # fmt: skip
+        return {
+            "id": new_id("msg"),
+            "type": "message",
+            "role": "assistant",
+            "content": [part],
+            "status": "in_progress",
+        }
     if isinstance(piece, Thought):
-        return {"id": new_id("rs"), "type": "reasoning", "summary": [],
-                "content": [{"type": "reasoning_text", "text": ""}],
-                "status": "in_progress"}  # fmt: skip
+        return {
+            "id": new_id("rs"),
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": ""}],
+            "status": "in_progress",
+        }
     assert isinstance(piece, Call)
-    return {"id": new_id("fc"), "type": "function_call", "call_id": new_id("call"),
-            "name": piece.name, "arguments": "", "status": "in_progress"}  # fmt: skip
+    return {
+        "id": new_id("fc"),
+        "type": "function_call",
+        "call_id": new_id("call"),
+        "name": piece.name,
+        "arguments": "",
+        "status": "in_progress",
+    }
 
 
 def _head(service: Service, request: ResponsesRequest) -> Json:
@@ -265,20 +288,32 @@ def _head(service: Service, request: ResponsesRequest) -> Json:
     reasoning = request.reasoning
     tools = [{"parameters": None, "strict": None, **tool} for tool in request.tools or []]
     return {
-        "id": new_id("resp"), "object": "response", "created_at": int(time.time()),
-        "status": "in_progress", "background": bool(request.background), "error": None,
-        "incomplete_details": None, "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens, "model": service.settings.model,
-        "output": [], "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": bool(request.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "model": service.settings.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-        "store": request.store is not False, "temperature": request.temperature,
+        "store": request.store is not False,
+        "temperature": request.temperature,
         "text": {"format": {"type": "text"}, **text},
-        "tool_choice": request.tool_choice or ("auto" if tools else "none"), "tools": tools,
-        "top_logprobs": request.top_logprobs or 0, "top_p": request.top_p,
-        "truncation": "disabled", "usage": None, "user": request.user,
+        "tool_choice": request.tool_choice or ("auto" if tools else "none"),
+        "tools": tools,
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": request.user,
         "metadata": request.metadata or {},
-    }  # fmt: skip
+    }
 
 
 def _usage(generation: Generation) -> Json:

@@ -49,9 +49,11 @@ def check_certificate(place: Place) -> None:
         )
     except OSError as error:
         files = " and ".join(map(str, filter(None, (place.certificate, place.key))))
-        raise InputError(f"{files}: no certificate and key for HTTPS", found=error,
-                         expected="PEM files that belong together, without a password",
-                         ) from None  # fmt: skip
+        raise InputError(
+            f"{files}: no certificate and key for HTTPS",
+            found=error,
+            expected="PEM files that belong together, without a password",
+        ) from None
 
 
 class Drains(Protocol):
@@ -117,29 +119,40 @@ def listen(place: Place) -> socket.socket:
     try:
         return socket.create_server((place.host, place.port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise EnvironmentProblem(f"cannot listen on {place.host}:{place.port}", found=error,
-                                 fix="choose another --port or --host") from None  # fmt: skip
+        raise EnvironmentProblem(
+            f"cannot listen on {place.host}:{place.port}",
+            found=error,
+            fix="choose another --port or --host",
+        ) from None
 
 
 def server(
     application: Starlette, service: Drains, place: Place, ready: Callable[[], None]
-) -> Server:  # fmt: skip
+) -> Server:
     """Make the server; run it with a socket.
 
     Args:
         ready: called once requests are taken.
     """
     config = uvicorn.Config(
-        application, log_config=None, access_log=False, ssl_certfile=place.certificate,
-        ssl_keyfile=place.key, server_header=False, h11_max_incomplete_event_size=HEADER_LIMIT,
-        http="h11", ws="none", lifespan="on", timeout_keep_alive=30,
-    )  # fmt: skip
+        application,
+        log_config=None,
+        access_log=False,
+        ssl_certfile=place.certificate,
+        ssl_keyfile=place.key,
+        server_header=False,
+        h11_max_incomplete_event_size=HEADER_LIMIT,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        timeout_keep_alive=30,
+    )
     return Server(config, service, ready)
 
 
 def serve(
     service: Service, place: Place, at: socket.socket, ready: Callable[[], None], **more: Any
-) -> None:  # fmt: skip
+) -> None:
     """Serve until a signal.
 
     Args:
@@ -152,7 +165,7 @@ def serve(
 
 def serve_models(
     found: models.Models, place: Place, at: socket.socket, ready: Callable[[], None], **more: Any
-) -> None:  # fmt: skip
+) -> None:
     """Serve several models until a signal; see `serve`."""
     logs()
     server(models.app(found, **more), found, place, ready).run(sockets=[at])

@@ -22,16 +22,37 @@ DEPTH = 64
 
 _OWN = {  # keywords that say something of values of one type
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "object": ("properties", "required", "additionalProperties", "patternProperties",
-               "minProperties", "maxProperties"),
+    "object": (
+        "properties",
+        "required",
+        "additionalProperties",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+    ),
     "array": ("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-}  # fmt: skip
+}
 _LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
-_NOTES = ("title", "description", "default", "examples", "example", "deprecated", "readOnly",
-          "writeOnly", "nullable", "$schema", "$id", "$comment", "$defs", "definitions",
-          "$anchor", "strict")  # fmt: skip
+_NOTES = (
+    "title",
+    "description",
+    "default",
+    "examples",
+    "example",
+    "deprecated",
+    "readOnly",
+    "writeOnly",
+    "nullable",
+    "$schema",
+    "$id",
+    "$comment",
+    "$defs",
+    "definitions",
+    "$anchor",
+    "strict",
+)
 
 
 def types_of(schema: Schema) -> list[str]:
@@ -66,9 +87,11 @@ class Resolver:
     def unsupported(self, keyword: str, schema: Schema) -> None:
         """Refuse a keyword in a strict schema; otherwise it is a note."""
         if self._strict:
-            raise Unsupported(f"schema of {self.where}: {keyword} cannot be enforced",
-                              found=json.dumps(schema, default=str)[:120],
-                              fix="leave it out, or strict")  # fmt: skip
+            raise Unsupported(
+                f"schema of {self.where}: {keyword} cannot be enforced",
+                found=json.dumps(schema, default=str)[:120],
+                fix="leave it out, or strict",
+            )
 
     def refuse(self, schema: Schema, *keywords: str) -> None:
         """`unsupported` for those of the keywords that the schema has."""
@@ -96,8 +119,9 @@ class Resolver:
     def _pointer(self, schema: Schema) -> str:
         pointer = schema["$ref"]
         if not isinstance(pointer, str) or not pointer.startswith("#"):
-            raise self.error("$ref", expected="one into the schema itself, #/...",
-                             found=repr(pointer))  # fmt: skip
+            raise self.error(
+                "$ref", expected="one into the schema itself, #/...", found=repr(pointer)
+            )
         return pointer
 
     def target(self, pointer: str) -> Schema | bool:
@@ -219,8 +243,9 @@ class Resolver:
         least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}")
         for value in (least, most):
             if value is not None and (not isinstance(value, int) or value < 0):
-                raise self.error(f"min{what}, max{what}", expected="numbers from 0 on",
-                                 found=repr(value))  # fmt: skip
+                raise self.error(
+                    f"min{what}, max{what}", expected="numbers from 0 on", found=repr(value)
+                )
         if most is not None and most < least:
             raise self.error(f"min{what} is larger than max{what}")
         return least, most
@@ -233,8 +258,11 @@ class Resolver:
         keys = schema.get("properties", {})
         required = schema.get("required", [])
         if not isinstance(keys, Mapping) or not isinstance(required, list):
-            raise self.error("properties, required", expected="an object and a list",
-                             found=f"{keys!r:.40} and {required!r:.40}")  # fmt: skip
+            raise self.error(
+                "properties, required",
+                expected="an object and a list",
+                found=f"{keys!r:.40} and {required!r:.40}",
+            )
         listed = "properties" in schema or "patternProperties" in schema
         more = schema.get("additionalProperties", not listed)
         keys = {str(k): v for k, v in keys.items()}

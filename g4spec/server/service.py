@@ -122,8 +122,12 @@ class Service:
         """Refuse a request for another model."""
         known = (self.settings.model, *self.settings.aliases)
         if name is not None and name not in known:
-            raise Refused(404, f"the model {name!r} is not served here, only {', '.join(known)}",
-                          param="model", code="model_not_found")  # fmt: skip
+            raise Refused(
+                404,
+                f"the model {name!r} is not served here, only {', '.join(known)}",
+                param="model",
+                code="model_not_found",
+            )
 
     async def submit(self, job: Job) -> Generation:
         """Queue a job; refuse it when the queue is full."""
@@ -164,8 +168,13 @@ class Service:
         mask: Mask | None = self.vocabulary.mask(job.grammar) if job.grammar else None
         if job.thinking_budget is not None:
             assert self.prompter.marks is not None
-            mask = ThinkingBudget(job.thinking_budget, self.prompter.marks, self.vocabulary.n_vocab,
-                                  open_thought=job.open_thought, inner=mask)  # fmt: skip
+            mask = ThinkingBudget(
+                job.thinking_budget,
+                self.prompter.marks,
+                self.vocabulary.n_vocab,
+                open_thought=job.open_thought,
+                inner=mask,
+            )
         stream = self._answers(job) if options.stop and job.chat else None
         options = replace(options, sampler=sampler, mask=mask, stream=stream)
         request = self.engine.submit(prompt, options)
@@ -314,8 +323,9 @@ class Generation:
             if error is text.request.error:
                 again = isinstance(error, EngineLost) and self.service.engine.failed is None
                 said = "the engine has failed" + ("; it is started again" if again else "")
-                raise Refused(500, said, code="engine_failed", retry_after=5 if again else None
-                              ) from error  # fmt: skip
+                raise Refused(
+                    500, said, code="engine_failed", retry_after=5 if again else None
+                ) from error
             raise
         if self._expired:
             limit = self.service.settings.time_limit

@@ -37,8 +37,10 @@ def timings(text: Text, read: int | None = None) -> dict[str, Any]:
     """
     stats = text.request.stats
     read = (stats.read_tokens if read is None else read) - stats.cached_tokens
-    per = {"prompt": (read, stats.prefill_seconds if read else 0.0),
-           "predicted": (stats.tokens, stats.seconds)}  # fmt: skip
+    per = {
+        "prompt": (read, stats.prefill_seconds if read else 0.0),
+        "predicted": (stats.tokens, stats.seconds),
+    }
     out: dict[str, Any] = {"cache_n": stats.cached_tokens}
     for name, (count, seconds) in per.items():
         timed = count - 1 if name == "predicted" else count  # the first one comes with the prompt
@@ -49,8 +51,11 @@ def timings(text: Text, read: int | None = None) -> dict[str, Any]:
             f"{name}_per_second": timed / seconds if timed > 0 and seconds else 0.0,
         }
     used = max((i + 1 for i, n in enumerate(stats.drafted_by_position) if n), default=0)
-    out |= {"draft_n": stats.drafted, "draft_n_accepted": stats.accepted,
-            "queue_ms": stats.queue_seconds * 1000}  # fmt: skip
+    out |= {
+        "draft_n": stats.drafted,
+        "draft_n_accepted": stats.accepted,
+        "queue_ms": stats.queue_seconds * 1000,
+    }
     if used:
         out["draft_n_accepted_per_pos"] = stats.accepted_by_position[:used]
     return out | ({"notes": text.request.notes} if text.request.notes else {})
@@ -59,8 +64,12 @@ def timings(text: Text, read: int | None = None) -> dict[str, Any]:
 def progress(text: Text, read: int) -> dict[str, Any]:
     """Write llama.cpp's `prompt_progress`, after `read` tokens of the prompt."""
     stats = text.request.stats
-    return {"total": stats.prompt_tokens, "cache": stats.cached_tokens, "processed": read,
-            "time_ms": int(stats.prefill_seconds * 1000)}  # fmt: skip
+    return {
+        "total": stats.prompt_tokens,
+        "cache": stats.cached_tokens,
+        "processed": read,
+        "time_ms": int(stats.prefill_seconds * 1000),
+    }
 
 
 FINGERPRINT = f"build-g4spec-{__version__}"
@@ -70,17 +79,22 @@ FINGERPRINT = f"build-g4spec-{__version__}"
 def token(tokenizer: Tokenizer, id: int, logprob: float) -> dict[str, Any]:
     """Write a token as OpenAI's chat log-probabilities have it."""
     piece = tokenizer.piece(id, special=True)
-    return {"token": piece.decode(errors="replace"), "logprob": finite(logprob),
-            "bytes": list(piece)}  # fmt: skip
+    return {
+        "token": piece.decode(errors="replace"),
+        "logprob": finite(logprob),
+        "bytes": list(piece),
+    }
 
 
 def tokens(tokenizer: Tokenizer, found: Iterable[Token]) -> list[dict[str, Any]]:
     """Write OpenAI's `logprobs.content`."""
     return [
-        {**token(tokenizer, t.id, t.logprob),
-         "top_logprobs": [token(tokenizer, i, value) for i, value in t.top]}
+        {
+            **token(tokenizer, t.id, t.logprob),
+            "top_logprobs": [token(tokenizer, i, value) for i, value in t.top],
+        }
         for t in found
-    ]  # fmt: skip
+    ]
 
 
 def finite(logprob: float) -> float:
@@ -103,5 +117,9 @@ def legacy(tokenizer: Tokenizer, found: Sequence[Token], offset: int) -> dict[st
             name = tokenizer.piece(i, special=True).decode(errors="replace")
             top.setdefault(name, finite(value))
         tops.append(top)
-    return {"tokens": words, "token_logprobs": [finite(t.logprob) for t in found],
-            "top_logprobs": tops, "text_offset": starts}  # fmt: skip
+    return {
+        "tokens": words,
+        "token_logprobs": [finite(t.logprob) for t in found],
+        "top_logprobs": tops,
+        "text_offset": starts,
+    }

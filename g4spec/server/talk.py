@@ -103,8 +103,11 @@ class Remote:
             raise InputError(f"{self.url}/v1/models is no list of models") from None
 
     def _silent(self, error: Exception) -> G4Error:
-        return EnvironmentProblem(f"no answer from {self.url}", found=str(error) or repr(error),
-                                  fix="check the address, and that the server runs")  # fmt: skip
+        return EnvironmentProblem(
+            f"no answer from {self.url}",
+            found=str(error) or repr(error),
+            fix="check the address, and that the server runs",
+        )
 
     async def answer(
         self, messages: Sequence[Message], seed: int, told: Told
@@ -165,8 +168,9 @@ def _understood(read: Callable[..., list[Piece]], data: dict[str, Any], *more: A
     try:
         return read(data, *more)
     except (AttributeError, LookupError, TypeError, ValueError):
-        raise InputError("the server sent an event that is none of a chat",
-                         found=f"{json.dumps(data):.80}") from None  # fmt: skip
+        raise InputError(
+            "the server sent an event that is none of a chat", found=f"{json.dumps(data):.80}"
+        ) from None
 
 
 def _pieces(data: dict[str, Any], told: Told) -> list[Piece]:
@@ -185,8 +189,9 @@ def _pieces(data: dict[str, Any], told: Told) -> list[Piece]:
         thought = delta.get("reasoning_content") or delta.get("reasoning")
         text = delta.get("content")
         told.content += text or ""
-        out = [Piece("" + some, part) for part, some in (("thought", thought), ("text", text))
-               if some]  # fmt: skip
+        out = [
+            Piece("" + some, part) for part, some in (("thought", thought), ("text", text)) if some
+        ]
     return out
 
 
@@ -205,8 +210,9 @@ async def _events(response: httpx.Response) -> AsyncGenerator[tuple[str, dict[st
             try:
                 yield name, dict(json.loads(line[5:]))
             except (ValueError, TypeError, RecursionError):
-                raise InputError("the server sent an event that is no JSON object",
-                                 found=f"{line:.80}") from None  # fmt: skip
+                raise InputError(
+                    "the server sent an event that is no JSON object", found=f"{line:.80}"
+                ) from None
         elif not line:
             name = "message"
 

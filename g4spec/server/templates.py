@@ -89,10 +89,16 @@ class Renderer:
     async def _start(self) -> asyncio.subprocess.Process:
         names = runtime_template.ENVIRONMENT
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-c", _WORKER, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL, limit=1 << 28,
+            sys.executable,
+            "-I",
+            "-c",
+            _WORKER,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            limit=1 << 28,
             env={k: os.environ[k] for k in names if k in os.environ},
-        )  # fmt: skip
+        )
         assert process.stdin is not None
         process.stdin.write(json.dumps(sys.path).encode() + b"\n")
         return process

@@ -68,12 +68,18 @@ def _open_target(path: Path) -> Subject:
     target.configure()
     if target.config is None:
         why = target.refusal or target.config_refusal or target.unsupported
-        raise InputError(f"{path} cannot serve as target", found=why or target.arch,
-                         fix=f"see g4spec validate {path}")  # fmt: skip
+        raise InputError(
+            f"{path} cannot serve as target",
+            found=why or target.arch,
+            fix=f"see g4spec validate {path}",
+        )
     if not hasattr(target.config, "donor"):
-        raise InputError(f"{path} is no target", expected="a Gemma 4 target",
-                         found=f"architecture {target.arch}",
-                         fix="give the draft first and its target after --target")  # fmt: skip
+        raise InputError(
+            f"{path} is no target",
+            expected="a Gemma 4 target",
+            found=f"architecture {target.arch}",
+            fix="give the draft first and its target after --target",
+        )
     return target
 
 
@@ -99,9 +105,11 @@ def _examine(s: Subject, chosen: list[Rule], report: Report) -> None:
 
 def _gate(needs: Needs, *families: str) -> list[Rule]:
     """Rules that must hold before the next step is taken."""
-    return [r for r in all_rules().values()
-            if r.family in families and r.needs is needs and r.severity is ERROR
-            and not r.fallback]  # fmt: skip
+    return [
+        r
+        for r in all_rules().values()
+        if r.family in families and r.needs is needs and r.severity is ERROR and not r.fallback
+    ]
 
 
 def _ask(s: Subject, r: Rule, report: Report) -> None:

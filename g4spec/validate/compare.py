@@ -60,9 +60,15 @@ class Difference:
     found: float = 0.0
 
     def json(self) -> dict[str, Any]:
-        return {"name": self.name, "type": self.type, "source": self.source, "exact": self.exact,
-                "max_abs": self.max_abs, "relative_rms": self.relative_rms,
-                "first": self.first}  # fmt: skip
+        return {
+            "name": self.name,
+            "type": self.type,
+            "source": self.source,
+            "exact": self.exact,
+            "max_abs": self.max_abs,
+            "relative_rms": self.relative_rms,
+            "first": self.first,
+        }
 
 
 @dataclass(slots=True)
@@ -122,8 +128,10 @@ def compare(s: Converted) -> Comparison:
 
 
 def _from_gguf(file: GGUF) -> dict[str, Stored]:
-    return {n: Stored(n, t.shape, t.format.name.upper(), t.format, file.raw(n))
-            for n, t in file.tensors.items()}  # fmt: skip
+    return {
+        n: Stored(n, t.shape, t.format.name.upper(), t.format, file.raw(n))
+        for n, t in file.tensors.items()
+    }
 
 
 class _Compare:
@@ -180,9 +188,7 @@ class _Compare:
             return None
         return _made(name, ids)
 
-    def _arrays(
-        self, left: set[str]
-    ) -> Iterator[tuple[str, Format, NDArray[np.uint8], Stored]]:
+    def _arrays(self, left: set[str]) -> Iterator[tuple[str, Format, NDArray[np.uint8], Stored]]:
         """Source tensors that became metadata."""
         rule = getattr(self.s.kind, "metadata_tensors", None)
         for name, (key, shape) in (rule(self.s.config) if rule else {}).items():
@@ -252,8 +258,16 @@ def difference(name: str, form: Format, raw: NDArray[np.uint8], source: Stored) 
     where = None
     if first is not None:
         where = tuple(int(i) for i in np.unravel_index(first[0], source.shape or (1,)))
-    return Difference(name, form.name.upper(), source.dtype, worst, rms, exact, where,
-                      *(first[1:] if first else ()))  # fmt: skip
+    return Difference(
+        name,
+        form.name.upper(),
+        source.dtype,
+        worst,
+        rms,
+        exact,
+        where,
+        *(first[1:] if first else ()),
+    )
 
 
 def _allowed(form: Format, want: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -24,9 +24,18 @@ MAX_STRINGS = 1 << 24  # of one array: 64 times Gemma's vocabulary
 MAX_NAME = 64  # ggml's limit, terminating zero included
 
 _SCALARS = {
-    T.U8: "<B", T.I8: "<b", T.U16: "<H", T.I16: "<h", T.U32: "<I", T.I32: "<i", T.F32: "<f",
-    T.BOOL: "<?", T.U64: "<Q", T.I64: "<q", T.F64: "<d",
-}  # fmt: skip
+    T.U8: "<B",
+    T.I8: "<b",
+    T.U16: "<H",
+    T.I16: "<h",
+    T.U32: "<I",
+    T.I32: "<i",
+    T.F32: "<f",
+    T.BOOL: "<?",
+    T.U64: "<Q",
+    T.I64: "<q",
+    T.F64: "<d",
+}
 
 
 @dataclass(frozen=True, slots=True)

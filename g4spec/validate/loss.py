@@ -23,9 +23,15 @@ class Loss:
 
     def json(self) -> dict[str, Any]:
         found = self.difference
-        return {"name": found.name, "type": found.type, "source": found.source,
-                "relative_rms": found.relative_rms, "max_abs": found.max_abs,
-                "bits_per_weight": self.bits, "weights": self.count}  # fmt: skip
+        return {
+            "name": found.name,
+            "type": found.type,
+            "source": found.source,
+            "relative_rms": found.relative_rms,
+            "max_abs": found.max_abs,
+            "bits_per_weight": self.bits,
+            "weights": self.count,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +43,16 @@ class Total:
     bits: float
 
     def json(self) -> dict[str, Any]:
-        return {"relative_rms": self.relative_rms, "max_abs": self.max_abs,
-                "bits_per_weight": self.bits}  # fmt: skip
+        return {
+            "relative_rms": self.relative_rms,
+            "max_abs": self.max_abs,
+            "bits_per_weight": self.bits,
+        }
 
 
-def losses(source: Path, out: Path,
-           progress: Callable[[int, int], None] | None = None) -> list[Loss]:  # fmt: skip
+def losses(
+    source: Path, out: Path, progress: Callable[[int, int], None] | None = None
+) -> list[Loss]:
     """Hold each retyped tensor of GGUF `out` against GGUF `source`, which it was made from."""
     with GGUF(source) as old, GGUF(out) as new, workers() as pool:
         changed = [n for n, t in new.tensors.items() if old.tensors[n].format is not t.format]
@@ -67,5 +77,8 @@ def total(found: list[Loss]) -> Total | None:
     if not count:
         return None
     square = sum(loss.count * loss.difference.relative_rms**2 for loss in found)
-    return Total(sqrt(square / count), max(loss.difference.max_abs for loss in found),
-                 sum(loss.count * loss.bits for loss in found) / count)  # fmt: skip
+    return Total(
+        sqrt(square / count),
+        max(loss.difference.max_abs for loss in found),
+        sum(loss.count * loss.bits for loss in found) / count,
+    )

@@ -31,9 +31,16 @@ class Failure:
 
     def json(self) -> dict[str, Any]:
         f, r = self.finding, self.rule
-        return {"id": r.id, "severity": str(r.severity), "title": r.title, "where": f.where,
-                "expected": str(f.expected), "found": str(f.found), "fix": f.fix,
-                "why": " ".join(r.why.split())}  # fmt: skip
+        return {
+            "id": r.id,
+            "severity": str(r.severity),
+            "title": r.title,
+            "where": f.where,
+            "expected": str(f.expected),
+            "found": str(f.found),
+            "fix": f.fix,
+            "why": " ".join(r.why.split()),
+        }
 
 
 @dataclass(slots=True)

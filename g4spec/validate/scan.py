@@ -109,8 +109,10 @@ def _floats(raw: NDArray[np.uint8], form: Float, stats: Stats) -> None:
             stats.first_bad = start + int(np.argmax(magnitude >= form.infinity))
         if stats.constant:
             stats.constant = bool((part == bits[0]).all())
-    pattern = np.array([most << 16 if form.infinity == 0x7F80 else most],
-                       "<u2" if form.infinity == 0x7C00 else "<u4")  # fmt: skip
+    pattern = np.array(
+        [most << 16 if form.infinity == 0x7F80 else most],
+        "<u2" if form.infinity == 0x7C00 else "<u4",
+    )
     stats.largest = float(pattern.view("<f2" if form.infinity == 0x7C00 else "<f4")[0])
 
 

@@ -43,11 +43,15 @@ def of(path: Path) -> Verdict:
         arch = file.get("general.architecture")
         kind = models.of_gguf(arch, file.tensors)
         if kind is None:
-            raise InputError(f"{path}: not a kind known here", found=f"architecture {arch!r}",
-                             expected=", ".join(models.architectures()))  # fmt: skip
+            raise InputError(
+                f"{path}: not a kind known here",
+                found=f"architecture {arch!r}",
+                expected=", ".join(models.architectures()),
+            )
         if arch in models.TARGETS:
-            raise InputError(f"{path}: a target", expected="a draft",
-                             found=f"architecture {arch!r}")  # fmt: skip
+            raise InputError(
+                f"{path}: a target", expected="a draft", found=f"architecture {arch!r}"
+            )
         return judge(getattr(kind, "LIMITS", ()), kind.parse_gguf(file.kv, file.shapes()))
 
 
@@ -59,8 +63,10 @@ def document() -> str:
             rows.append(f"| {kind.TITLE} | {UNKNOWN.what} | {UNKNOWN.case} | {UNKNOWN.does} |")
             continue
         rows.append(f"| {kind.TITLE} | nothing of what follows | same | {CASES['same']} |")
-        rows += [f"| {kind.TITLE} | {limit.what} | {limit.case} | {limit.does} |"
-                 for limit in getattr(kind, "LIMITS", ())]  # fmt: skip
+        rows += [
+            f"| {kind.TITLE} | {limit.what} | {limit.case} | {limit.does} |"
+            for limit in getattr(kind, "LIMITS", ())
+        ]
     return INTRO + "\n".join(rows) + "\n"
 
 

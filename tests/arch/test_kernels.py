@@ -89,6 +89,9 @@ def test_every_kernel_is_registered() -> None:
 def test_units_name_architectures_that_exist() -> None:
     for module, found in REGISTERED.items():
         for unit in found:
-            assert (unit.names or unit.more) and set(unit.archs) <= set(nvrtc.ARCHS), (module, unit.file)
+            assert (unit.names or unit.more) and set(unit.archs) <= set(nvrtc.ARCHS), (
+                module,
+                unit.file,
+            )
             names = (*unit.names, *unit.more)
             assert unit.max_registers <= 255 and len(set(names)) == len(names)

@@ -32,16 +32,24 @@ def resolve(name: str) -> Any:
 @pytest.mark.parametrize("name,arguments", SIGNATURES, ids=[n for n, _ in SIGNATURES])
 def test_signatures_are_those_of_the_code(name: str, arguments: str) -> None:
     shown = inspect.signature(resolve(name))
-    plain = [p.replace(annotation=inspect.Parameter.empty)
-             for p in shown.parameters.values() if p.name not in ("self", "cls")]  # fmt: skip
+    plain = [
+        p.replace(annotation=inspect.Parameter.empty)
+        for p in shown.parameters.values()
+        if p.name not in ("self", "cls")
+    ]
     signature = inspect.Signature(plain)
     assert str(signature) == f"({arguments})", f"{name}{signature}"
 
 
 def test_all_files_named_are_there() -> None:
     names = set(re.findall(r"`((?:[\w]+/)+[\w]+\.(?:py|cu|md)|(?:[\w]+/)+)`", PAGE))
-    places = [ROOT, ROOT / "g4spec", ROOT / "g4spec/runtime", ROOT / "g4spec/runtime/cuda",
-              ROOT / "g4spec/quant"]  # fmt: skip
+    places = [
+        ROOT,
+        ROOT / "g4spec",
+        ROOT / "g4spec/runtime",
+        ROOT / "g4spec/runtime/cuda",
+        ROOT / "g4spec/quant",
+    ]
     missing = [n for n in sorted(names) if not any((place / n).exists() for place in places)]
     assert len(names) > 30 and missing == []
 
@@ -49,8 +57,11 @@ def test_all_files_named_are_there() -> None:
 def test_contributing_names_what_is_there() -> None:
     """Files by the end of their paths, and constants by their names."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    files = [p for folder in ("g4spec", "tests", "benchmarks", "docs", "packaging")
-             for p in (ROOT / folder).rglob("*.*")]  # fmt: skip
+    files = [
+        p
+        for folder in ("g4spec", "tests", "benchmarks", "docs", "packaging")
+        for p in (ROOT / folder).rglob("*.*")
+    ]
     named = set(re.findall(r"`([\w/]+\.(?:py|cuh?|toml|md))\b", page))
     ends = ["/" + str(p.relative_to(ROOT)) for p in files]
     missing = [name for name in sorted(named) if not any(e.endswith(f"/{name}") for e in ends)]

@@ -102,10 +102,15 @@ def in_target(change: Break) -> Break:
 
 def commits(mine: str, its: str) -> Break:
     """Draft and target name the same repository and these commits of it."""
-    name = both(put(provenance.TARGET_SOURCE, T.STRING, "org/model"),
-                in_target(put(provenance.SOURCE, T.STRING, "org/model")))  # fmt: skip
-    return both(name, put(provenance.TARGET_REVISION, T.STRING, mine * 40),
-                in_target(put(provenance.REVISION, T.STRING, its * 40)))  # fmt: skip
+    name = both(
+        put(provenance.TARGET_SOURCE, T.STRING, "org/model"),
+        in_target(put(provenance.SOURCE, T.STRING, "org/model")),
+    )
+    return both(
+        name,
+        put(provenance.TARGET_REVISION, T.STRING, mine * 40),
+        in_target(put(provenance.REVISION, T.STRING, its * 40)),
+    )
 
 
 def ordering(change: Callable[[np.ndarray], np.ndarray]) -> Break:
@@ -137,8 +142,10 @@ def rename(old: str, new: str) -> Break:
     """Another architecture name, keys included."""
 
     def change(f: File, t: File) -> None:
-        f.kv = {k.replace(f"{old}.", f"{new}.", 1) if k.startswith(f"{old}.") else k: v
-                for k, v in f.kv.items()}  # fmt: skip
+        f.kv = {
+            k.replace(f"{old}.", f"{new}.", 1) if k.startswith(f"{old}.") else k: v
+            for k, v in f.kv.items()
+        }
         f.kv["general.architecture"] = string(new)
 
     return change
@@ -237,8 +244,10 @@ KEYS: dict[str, tuple[str, Break]] = {
     "G4-KEY-006": ("zlab", number("dflash.attention.head_count_kv", 3)),
     "G4-KEY-007": ("target", number("gemma4.rope.dimension_count", 8)),
     "G4-KEY-008": ("zlab", number("general.file_type", 32)),
-    "G4-KEY-010": ("target", put("gemma4.attention.sliding_window_pattern", T.ARRAY, [True] * 12,
-                                 T.BOOL)),
+    "G4-KEY-010": (
+        "target",
+        put("gemma4.attention.sliding_window_pattern", T.ARRAY, [True] * 12, T.BOOL),
+    ),
     "G4-KEY-011": ("target", extra("blk.0.attn_qkv.weight")),
     "G4-KEY-012": ("zlab", number("dflash.block_count", 83886082)),
     "G4-KEY-009": ("zlab", put(CAUSAL, T.STRING, "no array")),
@@ -247,11 +256,19 @@ TENSORS: dict[str, tuple[str, Break]] = {
     "G4-TNS-001": ("zlab", no_tensor("blk.1.attn_v.weight")),
     "G4-TNS-002": ("zlab", extra("t2d")),
     "G4-TNS-003": ("zlab", entry("blk.0.attn_q.weight", "shape", (32, 128))),
-    "G4-TNS-004": ("zlab", lambda f, t: f.tensors.update(
-        {"output_norm.weight": Entry((H,), 1, np.ones(H, "<f2").tobytes())})),
+    "G4-TNS-004": (
+        "zlab",
+        lambda f, t: f.tensors.update(
+            {"output_norm.weight": Entry((H,), 1, np.ones(H, "<f2").tobytes())}
+        ),
+    ),
     "G4-TNS-005": ("assistant", entry("nextn.post_projection.weight", "type", 26)),
-    "G4-TNS-007": ("zlab", lambda f, t: f.tensors.update(
-        {"fc.weight": Entry((64, 192), 9, bytes(64 * 192 // 32 * 36))})),
+    "G4-TNS-007": (
+        "zlab",
+        lambda f, t: f.tensors.update(
+            {"fc.weight": Entry((64, 192), 9, bytes(64 * 192 // 32 * 36))}
+        ),
+    ),
     "G4-VAL-001": ("target", cell("token_embd.weight", "<u2", 70, 0x7FC0)),
     "G4-VAL-002": ("zlab", cell("fc.weight", "<u2", 17, 0x7C00)),
     "G4-VAL-003": ("target", fill("blk.3.layer_output_scale.weight", "<f4", 0)),
@@ -263,7 +280,7 @@ TENSORS: dict[str, tuple[str, Break]] = {
     "G4-VAL-010": ("zlab", norms_plus(1)),
     "G4-TNS-006": ("zlab", half_empty),
     "G4-VAL-007": ("target", fill("rope_freqs.weight", "<f4", 1)),
-}  # fmt: skip
+}
 TAPS: dict[str, tuple[str, Break]] = {
     "G4-TAP-001": ("zlab", put("dflash.target_layers", T.ARRAY, [2, 6], T.I32)),
     "G4-TAP-002": ("zlab", taps(2, 6, 6)),
@@ -273,10 +290,12 @@ TAPS: dict[str, tuple[str, Break]] = {
     "G4-TAP-006": ("zlab", both(taps(3, 9, 22, 31, 50, 58), sixty_layers)),
     "G4-TAP-007": ("zlab", both(taps(2, 7, 12, 18, 23, 28), sixty_layers)),
     "G4-TAP-008": ("zlab", both(taps(8, 17, 25, 34, 42, 51), sixty_layers)),
-}  # fmt: skip
+}
 D2T: dict[str, tuple[str, Break]] = {
-    "G4-D2T-001": ("speculators", lambda f, t: f.tensors.update(
-        d2t=Entry((N_DRAFT,), 26, d2t_ids().astype("<i4").tobytes()))),
+    "G4-D2T-001": (
+        "speculators",
+        lambda f, t: f.tensors.update(d2t=Entry((N_DRAFT,), 26, d2t_ids().astype("<i4").tobytes())),
+    ),
     "G4-D2T-002": ("speculators", map_(lambda d: d[:-1])),
     "G4-D2T-003": ("speculators", map_(lambda d: d - np.arange(len(d)))),
     "G4-D2T-004": ("speculators", map_(lambda d: replace(d, -1, V))),
@@ -287,7 +306,7 @@ D2T: dict[str, tuple[str, Break]] = {
     "G4-D2T-009": ("speculators", map_(lambda d: replace(d, -1, d[-1] + 1))),
     "G4-D2T-010": ("speculators", map_(lambda d: np.arange(len(d)) + 107)),
     "G4-D2T-011": ("speculators", map_(lambda d: d + np.arange(len(d)))),
-}  # fmt: skip
+}
 VOCABULARY: dict[str, tuple[str, Break]] = {
     "G4-VOC-001": ("zlab", put("tokenizer.ggml.model", T.STRING, "gpt2")),
     "G4-VOC-002": ("zlab", put("tokenizer.ggml.scores", T.ARRAY, [0.0] * 3, T.F32)),
@@ -300,12 +319,19 @@ VOCABULARY: dict[str, tuple[str, Break]] = {
     "G4-VOC-009": ("zlab", token(TOKENS, 106, "<end_of_turn>")),
     "G4-VOC-010": ("target", number("tokenizer.ggml.eot_token_id", 107)),
     "G4-VOC-011": ("zlab", put("tokenizer.ggml.add_space_prefix", T.BOOL, True)),
-    "G4-VOC-012": ("target", both(put("tokenizer.ggml.add_bos_token", T.BOOL, False),
-                                  put("tokenizer.chat_template", T.STRING, "{{ messages }}"))),
+    "G4-VOC-012": (
+        "target",
+        both(
+            put("tokenizer.ggml.add_bos_token", T.BOOL, False),
+            put("tokenizer.chat_template", T.STRING, "{{ messages }}"),
+        ),
+    ),
     "G4-VOC-013": ("zlab", number("tokenizer.ggml.bos_token_id", 1)),
     "G4-VOC-014": ("zlab", put("tokenizer.ggml.add_eos_token", T.BOOL, True)),
-    "G4-VOC-015": ("target", put("tokenizer.chat_template", T.STRING,
-                                 "{{ bos_token }}<start_of_turn>user")),
+    "G4-VOC-015": (
+        "target",
+        put("tokenizer.chat_template", T.STRING, "{{ bos_token }}<start_of_turn>user"),
+    ),
     "G4-MASK-001": ("zlab", drop("tokenizer.ggml.mask_token_id")),
     "G4-MASK-002": ("zlab", number("tokenizer.ggml.mask_token_id", 248070)),
     "G4-MASK-003": ("zlab", number("tokenizer.ggml.mask_token_id", 5)),
@@ -364,14 +390,19 @@ PAIRING: dict[str, tuple[str, Break]] = {
     "G4-PAIR-009": ("zlab", number("dflash.context_length", 2048)),
     "G4-PAIR-010": ("zlab", put("tokenizer.chat_template", T.STRING, "{{ bos_token }} other")),
     "G4-PAIR-011": ("zlab", in_target(put("tokenizer.ggml.add_bos_token", T.BOOL, False))),
-    "G4-PAIR-012": ("zlab", both(put(STOP_IDS, T.ARRAY, [1], T.I32),
-                                 in_target(put(STOP_IDS, T.ARRAY, [1, 106, 50], T.I32)))),
+    "G4-PAIR-012": (
+        "zlab",
+        both(
+            put(STOP_IDS, T.ARRAY, [1], T.I32),
+            in_target(put(STOP_IDS, T.ARRAY, [1, 106, 50], T.I32)),
+        ),
+    ),
     "G4-PAIR-013": ("eagle3", number(provenance.TARGET_HIDDEN, 2816)),
     "G4-PAIR-014": ("speculators", table(lambda x: x[::-1])),
     "G4-PAIR-015": ("zlab", put(provenance.TARGET_WEIGHTS, T.STRING, "rows-sha256:" + "6" * 64)),
     "G4-PAIR-016": ("zlab", both(drop(provenance.TARGET_WEIGHTS), commits("a", "b"))),
     "G4-LAY-002": ("target", drop("gemma4.final_logit_softcapping")),
-}  # fmt: skip
+}
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
 
 
@@ -384,15 +415,31 @@ def one_layer_dense(f: File, t: File) -> None:
 SIZES: dict[str, tuple[str, Break]] = {
     "G4-MOE-001": ("experts", number("gemma4.expert_used_count", 0)),
     "G4-MOE-002": ("experts", one_layer_dense),
-    "G4-MOE-003": ("experts", lambda f, t: f.tensors.update(
-        {"blk.0.ffn_gate_inp.weight": Entry((8, H), 8, b"\1\0" * 17 * 16)})),
+    "G4-MOE-003": (
+        "experts",
+        lambda f, t: f.tensors.update(
+            {"blk.0.ffn_gate_inp.weight": Entry((8, H), 8, b"\1\0" * 17 * 16)}
+        ),
+    ),
     "G4-PLE-001": ("per-layer", number("gemma4.embedding_length_per_layer_input", 0)),
     "G4-PLE-002": ("per-layer", number("gemma4.attention.shared_kv_layers", 4)),
-    "G4-PLE-003": ("per-layer", lambda f, t: f.tensors.update(
-        {"blk.8.attn_k.weight": f.tensors["blk.4.attn_k.weight"]})),
+    "G4-PLE-003": (
+        "per-layer",
+        lambda f, t: f.tensors.update({"blk.8.attn_k.weight": f.tensors["blk.4.attn_k.weight"]}),
+    ),
     "G4-SUP-001": ("target", put(SUPPRESS, T.ARRAY, [7, V], T.I32)),
-}  # fmt: skip
+}
 
-BREAK = {**GGUF, **KEYS, **TENSORS, **TAPS, **D2T, **VOCABULARY, **BLOCK, **ASSISTANT, **PAIRING,
-         **SIZES}  # fmt: skip
+BREAK = {
+    **GGUF,
+    **KEYS,
+    **TENSORS,
+    **TAPS,
+    **D2T,
+    **VOCABULARY,
+    **BLOCK,
+    **ASSISTANT,
+    **PAIRING,
+    **SIZES,
+}
 """Rule id -> kind of file (see `gguf_fixtures.KINDS`) and what to break."""

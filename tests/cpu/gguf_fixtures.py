@@ -23,8 +23,19 @@ from g4spec.models import assistant, dflash, dspark, eagle3, gemma4, gemma4_conf
 from g4spec.models import dflash_backbone as backbone
 from g4spec.models.spec import LayerSpec
 
-CODES = {T.U8: "B", T.I8: "b", T.U16: "H", T.I16: "h", T.U32: "I", T.I32: "i", T.F32: "f",
-         T.BOOL: "?", T.U64: "Q", T.I64: "q", T.F64: "d"}  # fmt: skip
+CODES = {
+    T.U8: "B",
+    T.I8: "b",
+    T.U16: "H",
+    T.I16: "h",
+    T.U32: "I",
+    T.I32: "i",
+    T.F32: "f",
+    T.BOOL: "?",
+    T.U64: "Q",
+    T.I64: "q",
+    T.F64: "d",
+}
 V, H, N_LAYER, N_DRAFT = 512, 64, 12, 96
 
 
@@ -106,8 +117,17 @@ def _value(v: Value) -> bytes:
 def tokenizer(n: int = V) -> KV:
     """Gemma's special tokens at their ids, then invented words."""
     tokens = [f"w{i}" for i in range(n)]
-    named = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 50: "<|tool_response>",
-             105: "<|turn>", 106: "<turn|>", 107: "\n"}  # fmt: skip
+    named = {
+        0: "<pad>",
+        1: "<eos>",
+        2: "<bos>",
+        3: "<unk>",
+        4: "<mask>",
+        50: "<|tool_response>",
+        105: "<|turn>",
+        106: "<turn|>",
+        107: "\n",
+    }
     for i, text in named.items():
         tokens[i] = text
     return {
@@ -133,10 +153,19 @@ def _layers(
     """Gemma layers: five sliding, one full, and so on; the last one full."""
     full = [i % 6 == 5 or i == n - 1 for i in range(n)]
     return tuple(
-        LayerSpec(i, None if f else 8, 4, n_kv[f], head_dim[f], 96, 1e6 if f else 1e4,
-                  0.25 if f else 1.0, v_from_k and f)
+        LayerSpec(
+            i,
+            None if f else 8,
+            4,
+            n_kv[f],
+            head_dim[f],
+            96,
+            1e6 if f else 1e4,
+            0.25 if f else 1.0,
+            v_from_k and f,
+        )
         for i, f in enumerate(full)
-    )  # fmt: skip
+    )
 
 
 def target_config(n_layer: int = N_LAYER) -> gemma4.Config:
@@ -144,22 +173,45 @@ def target_config(n_layer: int = N_LAYER) -> gemma4.Config:
 
 
 def zlab_config() -> dflash.Config:
-    layers = tuple(LayerSpec(i, w, 4, 2, 16, 96, 1e6, causal=w is not None)
-                   for i, w in enumerate((8, 8, None)))  # fmt: skip
+    layers = tuple(
+        LayerSpec(i, w, 4, 2, 16, 96, 1e6, causal=w is not None) for i, w in enumerate((8, 8, None))
+    )
     return dflash.Config(
-        n_vocab=V, n_embd=H, n_ctx=4096, eps=1e-6, softcap=30.0, layers=layers,
-        target_layers=(2, 6, 10), block_size=4, mask_token=4, embed_scale=8.0, own_embed=False,
-        own_head=False, n_draft=None, window_from_anchor=False,
-    )  # fmt: skip
+        n_vocab=V,
+        n_embd=H,
+        n_ctx=4096,
+        eps=1e-6,
+        softcap=30.0,
+        layers=layers,
+        target_layers=(2, 6, 10),
+        block_size=4,
+        mask_token=4,
+        embed_scale=8.0,
+        own_embed=False,
+        own_head=False,
+        n_draft=None,
+        window_from_anchor=False,
+    )
 
 
 def speculators_config() -> dflash.Config:
     layers = tuple(LayerSpec(i, None, 4, 2, 16, 96, 1e4, causal=False) for i in range(2))
     return dflash.Config(
-        n_vocab=V, n_embd=H, n_ctx=4096, eps=1e-6, softcap=0.0, layers=layers,
-        target_layers=(2, 6, 10), block_size=4, mask_token=4, embed_scale=1.0, own_embed=True,
-        own_head=True, n_draft=N_DRAFT, window_from_anchor=True,
-    )  # fmt: skip
+        n_vocab=V,
+        n_embd=H,
+        n_ctx=4096,
+        eps=1e-6,
+        softcap=0.0,
+        layers=layers,
+        target_layers=(2, 6, 10),
+        block_size=4,
+        mask_token=4,
+        embed_scale=1.0,
+        own_embed=True,
+        own_head=True,
+        n_draft=N_DRAFT,
+        window_from_anchor=True,
+    )
 
 
 def assistant_config() -> assistant.Config:
@@ -228,8 +280,9 @@ def target(n_layer: int = N_LAYER) -> File:
 
 def experts() -> File:
     """A target with experts."""
-    layers = tuple(replace(s, n_expert=8, n_expert_used=2, n_ff_expert=32)
-                   for s in target_config().layers)  # fmt: skip
+    layers = tuple(
+        replace(s, n_expert=8, n_expert_used=2, n_ff_expert=32) for s in target_config().layers
+    )
     return _build(gemma4, replace(target_config(), layers=layers), "bf16")
 
 
@@ -237,8 +290,10 @@ def per_layer() -> File:
     """A target with per-layer embeddings, whose last six layers share keys and values."""
     base = target_config().layers
     sources = gemma4_config.shared_kv([s.window is not None for s in base], 6)
-    layers = tuple(replace(s, n_ple=8, kv_from=source, v_from_k=s.v_from_k and source is None)
-                   for s, source in zip(base, sources, strict=True))  # fmt: skip
+    layers = tuple(
+        replace(s, n_ple=8, kv_from=source, v_from_k=s.v_from_k and source is None)
+        for s, source in zip(base, sources, strict=True)
+    )
     config = replace(target_config(), layers=layers)
     file = _build(gemma4, config, "bf16")
     for spec in gemma4.tensors(config):
@@ -274,10 +329,18 @@ def dspark_file() -> File:
 
 def eagle3_file() -> File:
     config = eagle3.Config(
-        n_vocab=V, n_embd=H, n_ctx=4096, eps=1e-6, layers=(LayerSpec(0, None, 4, 2, 16, 96, 1e4),),
-        target_layers=(2, 6, 10), n_target=H, own_embed=True, own_head=True, n_draft=N_DRAFT,
+        n_vocab=V,
+        n_embd=H,
+        n_ctx=4096,
+        eps=1e-6,
+        layers=(LayerSpec(0, None, 4, 2, 16, 96, 1e4),),
+        target_layers=(2, 6, 10),
+        n_target=H,
+        own_embed=True,
+        own_head=True,
+        n_draft=N_DRAFT,
         norm_before_residual=True,
-    )  # fmt: skip
+    )
     file = _build(eagle3, config, "f16")
     file.kv |= _recorded()
     return file
@@ -306,5 +369,20 @@ KINDS = {
 """Name -> builder of a healthy file."""
 TARGETS = ("target", "experts", "per-layer")
 
-__all__ = ["KINDS", "N_DRAFT", "N_LAYER", "TARGETS", "Entry", "File", "H", "V", "array", "boolean",
-           "d2t_ids", "f32", "string", "tokenizer", "u32"]  # fmt: skip
+__all__ = [
+    "KINDS",
+    "N_DRAFT",
+    "N_LAYER",
+    "TARGETS",
+    "Entry",
+    "File",
+    "H",
+    "V",
+    "array",
+    "boolean",
+    "d2t_ids",
+    "f32",
+    "string",
+    "tokenizer",
+    "u32",
+]

@@ -42,8 +42,10 @@ PLAUSIBLE: dict[str, tuple[str, Break]] = {
     "G4-KEY-015": ("target", number("gemma4.attention.sliding_window", 9)),
     "G4-KEY-016": ("zlab", put("general.type", T.STRING, "adapter")),
     "G4-KEY-017": ("target", put(provenance.WEIGHTS, T.STRING, "rows-sha256:12")),
-    "G4-KEY-018": ("zlab", both(put(provenance.VERSIONS, T.STRING, "g4spec 1"),
-                                drop(provenance.TARGET_LAYERS))),
+    "G4-KEY-018": (
+        "zlab",
+        both(put(provenance.VERSIONS, T.STRING, "g4spec 1"), drop(provenance.TARGET_LAYERS)),
+    ),
     "G4-KEY-019": ("target", put("general.sampling.top_p", T.F32, 1.9)),
     "G4-LAY-003": ("target", put("gemma4.final_logit_softcapping", T.F32, 60.0)),
     "G4-BLK-016": ("zlab", number("dflash.block_size", 15)),
@@ -58,6 +60,8 @@ PLAUSIBLE: dict[str, tuple[str, Break]] = {
     "G4-VOC-017": ("target", put(MERGES, T.ARRAY, ["w 10", "w x"], T.STRING)),
     "G4-VOC-018": ("target", number("tokenizer.ggml.unknown_token_id", 9)),
     "G4-VOC-019": ("target", put(STOP_IDS, T.ARRAY, [1, 49], T.I32)),
-    "G4-VOC-020": ("target", lambda f, t: f.kv.update(
-        {"tokenizer.chat_template": string("{{ bos_token }}{% if %}")})),
-}  # fmt: skip
+    "G4-VOC-020": (
+        "target",
+        lambda f, t: f.kv.update({"tokenizer.chat_template": string("{{ bos_token }}{% if %}")}),
+    ),
+}

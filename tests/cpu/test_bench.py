@@ -187,8 +187,11 @@ def test_recommends_the_fastest_length() -> None:
 
 def test_auto_is_recommended_where_it_was_fastest() -> None:
     """The headline said 7 at 4.2 times plain while auto beside it did 5.4."""
-    maths = [made(0, 1.0, category="maths"), made(7, 4.2, category="maths"),
-             made("auto", 5.4, category="maths")]  # fmt: skip
+    maths = [
+        made(0, 1.0, category="maths"),
+        made(7, 4.2, category="maths"),
+        made("auto", 5.4, category="maths"),
+    ]
     advice = recommend([made(0, 1.0), made(4, 2.0), made("auto", 1.9), *maths], 7)
     assert advice.lengths == {"code": 4, "maths": "auto"}
     assert "4 for code" in advice.words and "auto for maths" in advice.words
@@ -273,8 +276,9 @@ def test_mt_bench_takes_first_turns(tmp_path) -> None:  # type: ignore[no-untype
     )
     found = mt_bench(path)
     assert [(p.name, p.category, p.form, p.text) for p in found] == [
-        ("mt-bench-81", "writing", "chat", "Write."), ("mt-bench-82", "math", "chat", "Add."),
-    ]  # fmt: skip
+        ("mt-bench-81", "writing", "chat", "Write."),
+        ("mt-bench-82", "math", "chat", "Add."),
+    ]
     assert len(mt_bench(path, 1)) == 1
 
 

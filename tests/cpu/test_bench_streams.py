@@ -93,16 +93,18 @@ def test_a_text_that_changes_is_a_failed_benchmark(monkeypatch: pytest.MonkeyPat
         return [*chosen[:-1], (chosen[-1] + 1) % 100 + 20] if drafted else chosen
 
     monkeypatch.setattr(choosing, "choose_rows", careless)
-    result = bench_streams.sweep(bench_engine.engine(parallel=2), bench_engine.prompts(1),
-                                 bench.Protocol((0, 3), 12, 1), 2)  # fmt: skip
+    result = bench_streams.sweep(
+        bench_engine.engine(parallel=2), bench_engine.prompts(1), bench.Protocol((0, 3), 12, 1), 2
+    )
     assert {d.length for d in result.differences} == {3}
     assert result.json({})["identical"] is False
 
 
 def test_remarks() -> None:
     prompts = [Prompt(f"{i}", "code", "raw", f"{i} " + "abc" * 30) for i in range(4)]
-    result = bench_streams.sweep(engine(n_ctx=512, parallel=8), prompts,
-                                 bench.Protocol((0,), 45, 1, ignore_eos=True), 4)  # fmt: skip
+    result = bench_streams.sweep(
+        engine(n_ctx=512, parallel=8), prompts, bench.Protocol((0,), 45, 1, ignore_eos=True), 4
+    )
     said = "\n".join(result.notes)
     assert "preempted" in said and "4 prompts for 4 streams" in said and "one repeat" in said
     assert result.rows[0].preempted
@@ -146,9 +148,15 @@ def test_verify_parallel(files: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "with and without the draft, 3 at once" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("argv", [("verify", "-np", "0"), ("bench", "--parallel", "0"),
-                                  ("bench", "-np", "2", "--report", "x.html"),
-                                  ("bench", "--synthetic", "31b", "-np", "2")])  # fmt: skip
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("verify", "-np", "0"),
+        ("bench", "--parallel", "0"),
+        ("bench", "-np", "2", "--report", "x.html"),
+        ("bench", "--synthetic", "31b", "-np", "2"),
+    ],
+)
 def test_wrong_use(
     files: list[str], argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

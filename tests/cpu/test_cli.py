@@ -107,16 +107,25 @@ def test_failed_check_after_a_result_stays_one_object(
 
 @pytest.mark.parametrize(
     "argv",
-    [["nonsense"], ["generate"], ["generate", "--nope"], ["tokenize", "-m"], ["--nope"],
-     ["generate", "-m", "x", "-p", "a", "-n", "many"], ["generate", "-m", "x", "-p", "a", "extra"],
-     ["generate", "-m", "x"], ["generate", "-m", "x", "-p", "a", "--file", "b"],
-     ["generate", "-m", "x", "-p", "a", "--draft-max", "some"], ["tokenize", "-m", "x"],
-     ["generate", "-m", "x", "-p", "a", "--draft-max", "16"],
-     ["generate", "-m", "x", "-p", "a", "--top-p", "0"],
-     ["generate", "-m", "x", "-p", "a", "-n", "0"],
-     ["generate", "-m", "x", "-p", "a", "--stop", ""],
-     ["generate", "-m", "x", "-p", "a", "--system", "b"]],
-)  # fmt: skip
+    [
+        ["nonsense"],
+        ["generate"],
+        ["generate", "--nope"],
+        ["tokenize", "-m"],
+        ["--nope"],
+        ["generate", "-m", "x", "-p", "a", "-n", "many"],
+        ["generate", "-m", "x", "-p", "a", "extra"],
+        ["generate", "-m", "x"],
+        ["generate", "-m", "x", "-p", "a", "--file", "b"],
+        ["generate", "-m", "x", "-p", "a", "--draft-max", "some"],
+        ["tokenize", "-m", "x"],
+        ["generate", "-m", "x", "-p", "a", "--draft-max", "16"],
+        ["generate", "-m", "x", "-p", "a", "--top-p", "0"],
+        ["generate", "-m", "x", "-p", "a", "-n", "0"],
+        ["generate", "-m", "x", "-p", "a", "--stop", ""],
+        ["generate", "-m", "x", "-p", "a", "--system", "b"],
+    ],
+)
 def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(argv) == 2
     one_error_line(capsys.readouterr().err)
@@ -125,8 +134,18 @@ def test_usage_errors(argv: list[str], capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_no_room_for_the_answer(options: list[str]) -> None:
-    command = [sys.executable, "-m", "g4spec", "recipe", "vllm", "-m", "12b", "--assume",
-               "A100 80GB", *options]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "g4spec",
+        "recipe",
+        "vllm",
+        "-m",
+        "12b",
+        "--assume",
+        "A100 80GB",
+        *options,
+    ]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 4
@@ -202,9 +221,13 @@ def test_tables_do_not_interpret_or_cut_their_cells(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("env", "tty", "wanted"),
-    [({}, True, True), ({}, False, False), ({"NO_COLOR": "1"}, True, False),
-     ({"TERM": "dumb"}, True, False)],
-)  # fmt: skip
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, True, False),
+    ],
+)
 def test_colours(
     env: dict[str, str], tty: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,8 +33,12 @@ def test_the_same_text_with_and_without_a_draft(
     target, draft = files
     plain = g4spec.json("generate", "-m", target, *PROMPT, *sampling)
     assert len(plain["ids"]) == plain["stats"]["tokens"] == 24
-    for more in [("-md", draft, "--draft-max", 3), ("-md", "ngram"), ("-md", draft),
-                 ("--model-draft", draft, "--spec-draft-n-max", 15)]:  # fmt: skip
+    for more in [
+        ("-md", draft, "--draft-max", 3),
+        ("-md", "ngram"),
+        ("-md", draft),
+        ("--model-draft", draft, "--spec-draft-n-max", 15),
+    ]:
         drafted = g4spec.json("generate", "-m", target, *PROMPT, *sampling, *more)
         assert (drafted["ids"], drafted["text"]) == (plain["ids"], plain["text"]), more
 
@@ -122,8 +126,9 @@ def test_show_draft_marks_tokens(files: tuple[str, str], g4spec: Cli) -> None:
         "generate", "-m", files[0], "-md", files[1], "--draft-max", 2, "--show-draft", *PROMPT
     )
     assert "~" in out and "accepted" in err and "rejected" in err
-    more = g4spec("generate", "-m", files[0], "-md", files[1], "--draft-max", 2,
-                  "--show-rejected", *PROMPT)[0]  # fmt: skip
+    more = g4spec(
+        "generate", "-m", files[0], "-md", files[1], "--draft-max", 2, "--show-rejected", *PROMPT
+    )[0]
     assert more.count("~") > out.count("~"), "all rejected tokens, not the first alone"
 
 
@@ -199,9 +204,16 @@ def test_ids_may_stand_in_brackets() -> None:
 
 @pytest.mark.parametrize(
     ("text", "stops", "n"),
-    [("abc", (), 0), ("abc", ("x",), 0), ("abc", ("cd",), 1), ("abc", ("bcd", "cx"), 2),
-     ("aa", ("aab",), 2), ("", ("a",), 0), ("abc", ("abc",), 0)],
-)  # fmt: skip
+    [
+        ("abc", (), 0),
+        ("abc", ("x",), 0),
+        ("abc", ("cd",), 1),
+        ("abc", ("bcd", "cx"), 2),
+        ("aa", ("aab",), 2),
+        ("", ("a",), 0),
+        ("abc", ("abc",), 0),
+    ],
+)
 def test_held_back(text: str, stops: tuple[str, ...], n: int) -> None:
     assert held_back(text, stops) == n
 
@@ -300,9 +312,13 @@ def test_being_asked_twice_is_quiet(first: int, then: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     "option",
-    [("--logit-bias", "5-inf"), ("--repeat-penalty", 1.5), ("--presence-penalty", 2),
-     ("--frequency-penalty", -2)],
-)  # fmt: skip
+    [
+        ("--logit-bias", "5-inf"),
+        ("--repeat-penalty", 1.5),
+        ("--presence-penalty", 2),
+        ("--frequency-penalty", -2),
+    ],
+)
 def test_options_that_edit_logits_do_so_with_a_draft_as_without(
     files: tuple[str, str], g4spec: Cli, option: tuple[str, object]
 ) -> None:

@@ -109,9 +109,7 @@ def test_a_result_does_not_replace_a_model(g4spec: Cli, home: Path) -> None:
     assert (home / "target.gguf").read_bytes() == before
 
 
-def test_a_model_does_not_replace_what_is_none(
-    g4spec: Cli, home: Path, tmp_path: Path
-) -> None:
+def test_a_model_does_not_replace_what_is_none(g4spec: Cli, home: Path, tmp_path: Path) -> None:
     said = g4spec.refused("convert", "target", "-o", "target/config.json")
     assert "target/config.json exists and is no GGUF file" in said
     os.mkfifo(tmp_path / "pipe")
@@ -122,9 +120,13 @@ def test_a_model_does_not_replace_what_is_none(
 
 
 @pytest.mark.parametrize(
-    ("command", "option"), [("generate", ("--draft-max", 4)), ("generate", ("--show-draft",)),
-                            ("bench", ("--draft-max", "sweep"))],
-)  # fmt: skip
+    ("command", "option"),
+    [
+        ("generate", ("--draft-max", 4)),
+        ("generate", ("--show-draft",)),
+        ("bench", ("--draft-max", "sweep")),
+    ],
+)
 def test_what_is_about_a_draft_needs_one(
     g4spec: Cli, command: str, option: tuple[Any, ...]
 ) -> None:
@@ -221,17 +223,25 @@ def test_what_lies_here_is_checked_before_the_hub_is_asked(
 
 @pytest.mark.parametrize("name", ["target", "target-gguf", "no-model"])
 def test_a_folder_where_only_a_file_will_do(g4spec: Cli, name: str) -> None:
-    for argv in (("tokenize", "-m", name, "x"), ("quantize", name, "o.gguf"), ("validate", name),
-                 ("validate", "draft.gguf", "-m", name),
-                 ("validate", "--upstream", name)):  # fmt: skip
+    for argv in (
+        ("tokenize", "-m", name, "x"),
+        ("quantize", name, "o.gguf"),
+        ("validate", name),
+        ("validate", "draft.gguf", "-m", name),
+        ("validate", "--upstream", name),
+    ):
         said = g4spec.refused(*argv)
         assert f"{name}" in said and "a folder" in said
         assert ("target-gguf/m.gguf" if name == "target-gguf" else "onvert") in said
 
 
 def test_hub_ids_work_where_files_do(g4spec: Cli) -> None:
-    for argv in (("tokenize", "-m", "no/hub", "x"), ("validate", "no/hub"),
-                 ("validate", "--upstream", "no/hub"), ("inspect", "no/hub")):  # fmt: skip
+    for argv in (
+        ("tokenize", "-m", "no/hub", "x"),
+        ("validate", "no/hub"),
+        ("validate", "--upstream", "no/hub"),
+        ("inspect", "no/hub"),
+    ):
         assert "HF_HUB_OFFLINE is set" in g4spec.refused(*argv)
 
 

@@ -89,8 +89,9 @@ def test_texts_that_share_pages_draft_as_alone(kind: str) -> None:
     """What a draft writes for one text must not be seen by another that begins alike."""
     rng = random.Random(3)
     shared = [2, *company.tokens(rng, 511)]
-    engine = memory_engine.engine(DRAFTS[kind], n_ctx=768, parallel=2, pool=2000,
-                                  prefix_bytes=company.PREFIX_BYTES)  # fmt: skip
+    engine = memory_engine.engine(
+        DRAFTS[kind], n_ctx=768, parallel=2, pool=2000, prefix_bytes=company.PREFIX_BYTES
+    )
     list(engine.generate([*shared, 5], Options(1)))
     todo, alone = asks([[*shared, 33, 44], [*shared, 77, 12, 9]], n_predict=20), Alone(kind)
     crowd = company.together(engine, todo)
@@ -118,8 +119,9 @@ def test_proposals_at_the_end_of_the_context(kind: str, n_ctx: int) -> None:
         want = roomy(replace(ask, options=replace(ask.options, n_predict=len(got.ids) + 6)))
         assert (got.ids, got.logits) == (want.ids[: len(got.ids)], want.logits[: len(got.ids)])
         place = len(ask.prompt)  # of the anchor
-        for drafted, more, size in zip(got.proposals[1:], want.proposals[1:], got.sizes[1:],
-                                       strict=False):  # fmt: skip
+        for drafted, more, size in zip(
+            got.proposals[1:], want.proposals[1:], got.sizes[1:], strict=False
+        ):
             assert drafted == more[: n_ctx - 1 - place], place
             place += size
         assert place == n_ctx

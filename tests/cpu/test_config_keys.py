@@ -35,9 +35,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"rope_parameters__full_attention__beta_fast": 32}, "beta_fast"),
     "flat": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta"),
     "a kind missing": ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_theta"),
-    "sliding part": ({"rope_parameters__sliding_attention__partial_rotary_factor": 0.5},
-                     "partial_rotary_factor"),
-}  # fmt: skip
+    "sliding part": (
+        {"rope_parameters__sliding_attention__partial_rotary_factor": 0.5},
+        "partial_rotary_factor",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -51,8 +53,11 @@ def test_rope_parameters_of_a_target_that_are_not_read_are_refused(
 
 
 def test_rope_parameters_that_say_nothing_new_are_taken(tmp_path: Path) -> None:
-    folder = edit(tiny.target(tmp_path / "target"), rope_parameters__full_attention__factor=1.0,
-                  rope_parameters__sliding_attention__beta_fast=None)  # fmt: skip
+    folder = edit(
+        tiny.target(tmp_path / "target"),
+        rope_parameters__full_attention__factor=1.0,
+        rope_parameters__sliding_attention__beta_fast=None,
+    )
     convert(folder, tmp_path / "x.gguf", dry_run=True)
 
 
@@ -71,9 +76,14 @@ def test_a_missing_share_of_rotation_is_all_of_it(tmp_path: Path) -> None:
         assert (file.array("rope_freqs.weight") == 1).sum() == 4
 
 
-@pytest.mark.parametrize("values", [{"rope_parameters": {"rope_theta": 1e6, "factor": 4.0}},
-                                    {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-                                    {"partial_rotary_factor": 0.5}])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rope_parameters": {"rope_theta": 1e6, "factor": 4.0}},
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+        {"partial_rotary_factor": 0.5},
+    ],
+)
 def test_rope_parameters_of_a_draft_that_are_not_read_are_refused(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:

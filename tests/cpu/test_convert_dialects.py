@@ -20,13 +20,20 @@ from tests.cpu.test_convert_kinds import content
 from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
 
 TITLES = {
-    "lucebox": "lucebox", "lucebox without ids": "lucebox", "dusterbloom": "dusterbloom's fork",
-    "ik": "ik_llama.cpp, beellama or buun", "beellama": "ik_llama.cpp, beellama or buun",
-    "early upstream": "an early llama.cpp branch", "AtomicChat": "AtomicChat",
-    "ik mtp": "ik_llama.cpp", "ik assistant": "ik_llama.cpp's newer form",
-}  # fmt: skip
-CASES = [*((name, None) for name in DFLASH), *((name, n) for name in ASSISTANT for n in (0, 16)
-                                               if n or name != "early upstream")]  # fmt: skip
+    "lucebox": "lucebox",
+    "lucebox without ids": "lucebox",
+    "dusterbloom": "dusterbloom's fork",
+    "ik": "ik_llama.cpp, beellama or buun",
+    "beellama": "ik_llama.cpp, beellama or buun",
+    "early upstream": "an early llama.cpp branch",
+    "AtomicChat": "AtomicChat",
+    "ik mtp": "ik_llama.cpp",
+    "ik assistant": "ik_llama.cpp's newer form",
+}
+CASES = [
+    *((name, None) for name in DFLASH),
+    *((name, n) for name in ASSISTANT for n in (0, 16) if n or name != "early upstream"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -130,22 +137,33 @@ def test_a_draft_in_a_dialect_is_converted_into_the_cache(family: Path, tmp_path
 
 
 REFUSED: dict[str, tuple[Callable[[Parts], Any], str]] = {
-    "attn_gate": (lambda p: p.tensors.update(
-        {"blk.0.attn_gate.weight": p.tensors["blk.0.attn_q.weight"]}), "gated attention"),
-    "aux norm": (lambda p: p.tensors.update(
-        {"dflash_aux_hidden_norm.0": p.tensors["output_norm.weight"]}), "single target features"),
-    "domino": (lambda p: p.tensors.update(
-        {"dflash.domino.x": p.tensors["output_norm.weight"]}), "Domino"),
-    "dspark": (lambda p: p.tensors.update(
-        {"dflash.dspark.markov.w1": p.tensors["blk.0.attn_q.weight"]}), "DSpark"),
+    "attn_gate": (
+        lambda p: p.tensors.update({"blk.0.attn_gate.weight": p.tensors["blk.0.attn_q.weight"]}),
+        "gated attention",
+    ),
+    "aux norm": (
+        lambda p: p.tensors.update({"dflash_aux_hidden_norm.0": p.tensors["output_norm.weight"]}),
+        "single target features",
+    ),
+    "domino": (
+        lambda p: p.tensors.update({"dflash.domino.x": p.tensors["output_norm.weight"]}),
+        "Domino",
+    ),
+    "dspark": (
+        lambda p: p.tensors.update({"dflash.dspark.markov.w1": p.tensors["blk.0.attn_q.weight"]}),
+        "DSpark",
+    ),
     "laguna": (lambda p: p.kv.update({f"{p.arch}.dflash.laguna": boolean(True)}), "Laguna"),
-    "bias": (lambda p: p.tensors.update(
-        {"blk.0.attn_q.bias": p.tensors["output_norm.weight"]}), "biases"),
-    "sinks": (lambda p: p.tensors.update(
-        {"blk.0.attn_sinks.weight": p.tensors["output_norm.weight"]}), "sinks"),
-    "gelu": (lambda p: p.kv.update(
-        {f"{p.arch}.hidden_activation": string("gelu")}), "activation"),
-}  # fmt: skip
+    "bias": (
+        lambda p: p.tensors.update({"blk.0.attn_q.bias": p.tensors["output_norm.weight"]}),
+        "biases",
+    ),
+    "sinks": (
+        lambda p: p.tensors.update({"blk.0.attn_sinks.weight": p.tensors["output_norm.weight"]}),
+        "sinks",
+    ),
+    "gelu": (lambda p: p.kv.update({f"{p.arch}.hidden_activation": string("gelu")}), "activation"),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -160,20 +178,27 @@ def test_features_without_code_are_named(name: str, family: Path, tmp_path: Path
 
 
 WRONG: dict[str, tuple[Callable[[Parts], Any], str]] = {
-    "unknown tensor": (lambda p: p.tensors.update(
-        surprise=p.tensors["output_norm.weight"]), "surprise.*no rule"),
+    "unknown tensor": (
+        lambda p: p.tensors.update(surprise=p.tensors["output_norm.weight"]),
+        "surprise.*no rule",
+    ),
     "missing tensor": (lambda p: p.tensors.pop("output_norm.weight"), "norm.weight.*missing"),
-    "ids": (lambda p: p.kv.update(
-        {f"{p.arch}.dflash.target_layer_ids": string("1,2")}), "list of integers"),
-    "ids beyond": (lambda p: p.kv.update(
-        {f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5, 12])}), "do not exist"),
-    "count of ids": (lambda p: p.kv.update(
-        {f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5])}), "fc.weight"),
-    "width": (lambda p: p.kv.update(
-        {f"{p.arch}.embedding_length": u32(96)}), "hidden size"),
+    "ids": (
+        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": string("1,2")}),
+        "list of integers",
+    ),
+    "ids beyond": (
+        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5, 12])}),
+        "do not exist",
+    ),
+    "count of ids": (
+        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5])}),
+        "fc.weight",
+    ),
+    "width": (lambda p: p.kv.update({f"{p.arch}.embedding_length": u32(96)}), "hidden size"),
     "tokens": (lambda p: p.kv["tokenizer.ggml.tokens"].data.__setitem__(9, "other"), "tokens are"),
     "layers": (lambda p: p.kv.update({f"{p.arch}.block_count": u32(1 << 30)}), "at most 512"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

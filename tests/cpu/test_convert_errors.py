@@ -50,8 +50,9 @@ def retensor(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     tiny.save(folder / "model.safetensors", kept)
 
 
-def refused(source: Path, out: Path, target: Path | None, error: type[G4Error], says: str,
-            **options: Any) -> str:  # fmt: skip
+def refused(
+    source: Path, out: Path, target: Path | None, error: type[G4Error], says: str, **options: Any
+) -> str:
     with pytest.raises(error, match=says) as e:
         convert(source, out, target=target, **options)
     assert not out.exists() and not list(out.parent.glob("*.tmp")), "something was left"
@@ -74,8 +75,12 @@ def test_all_problems_in_one_error(family: Path, tmp_path: Path) -> None:
 
     retensor(draft, change)
     text = refused(draft, tmp_path / "o.gguf", family / "target", InputError, "do not fit")
-    for part in ("surprise.weight [2, 2]: no rule", "fc.weight: expected [64, 192], found [64, 64]",
-                 "norm.weight [64] is missing", "hidden_norm.weight: type U8"):  # fmt: skip
+    for part in (
+        "surprise.weight [2, 2]: no rule",
+        "fc.weight: expected [64, 192], found [64, 64]",
+        "norm.weight [64] is missing",
+        "hidden_norm.weight: type U8",
+    ):
         assert part in text
 
 
@@ -122,8 +127,14 @@ def test_values_that_are_not_finite_are_named(bad: float, family: Path, tmp_path
 
     retensor(draft, change)
     for type in ("q8_0", "q4_k_m", "bf16", "f16", "f32"):
-        refused(draft, tmp_path / "o.gguf", family / "target", InputError,
-                r"layers\.1\.mlp\.up_proj\.weight.*row 7, column 11", type=type)  # fmt: skip
+        refused(
+            draft,
+            tmp_path / "o.gguf",
+            family / "target",
+            InputError,
+            r"layers\.1\.mlp\.up_proj\.weight.*row 7, column 11",
+            type=type,
+        )
 
 
 def test_an_untied_head_is_not_dropped_in_silence(family: Path, tmp_path: Path) -> None:
@@ -140,9 +151,7 @@ def test_an_untied_head_is_not_dropped_in_silence(family: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("level", ["outer", "text_config"])
-def test_a_target_with_an_output_table_of_its_own(
-    level: str, family: Path, tmp_path: Path
-) -> None:
+def test_a_target_with_an_output_table_of_its_own(level: str, family: Path, tmp_path: Path) -> None:
     target = copy(family, "target", tmp_path)
     embed = "model.language_model.embed_tokens.weight"
     retensor(target, lambda t: t.update({"lm_head.weight": (t[embed][0][::-1].copy(), "BF16")}))
@@ -163,6 +172,7 @@ def test_a_target_with_an_output_table_of_its_own(
     out.unlink()
     retensor(target, lambda t: t.__delitem__("lm_head.weight"))
     refused(target, out, None, InputError, "lm_head.weight.*is missing")
+
 
 def test_drafts_need_their_target(family: Path, tmp_path: Path) -> None:
     text = refused(family / "spec", tmp_path / "o.gguf", None, UsageError, "needs the target")
@@ -306,16 +316,26 @@ SHARDS: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
     "missing": (lambda f, i: (f / "model-00002-of-00003.safetensors").unlink(), "missing"),
     "escaping": (lambda f, i: i["weight_map"].update(x="../x.safetensors"), "outside the folder"),
     "no map": (lambda f, i: i.pop("weight_map"), "weight_map"),
-    "disagrees": (lambda f, i: i["weight_map"].update(
-        {"fc.weight": "model-00002-of-00003.safetensors"}), "disagrees.*fc.weight"),
-    "absent": (lambda f, i: i["weight_map"].update(
-        {"more": "model-00002-of-00003.safetensors"}), "disagrees.*more"),
-    "twice": (lambda f, i: shutil.copy(f / "model-00001-of-00003.safetensors",
-                                       f / "model-00002-of-00003.safetensors"), "is in model-"),
-    "extra": (lambda f, i: shutil.copy(f / "model-00001-of-00003.safetensors",
-                                       f / "other.safetensors"), "does not name"),
+    "disagrees": (
+        lambda f, i: i["weight_map"].update({"fc.weight": "model-00002-of-00003.safetensors"}),
+        "disagrees.*fc.weight",
+    ),
+    "absent": (
+        lambda f, i: i["weight_map"].update({"more": "model-00002-of-00003.safetensors"}),
+        "disagrees.*more",
+    ),
+    "twice": (
+        lambda f, i: shutil.copy(
+            f / "model-00001-of-00003.safetensors", f / "model-00002-of-00003.safetensors"
+        ),
+        "is in model-",
+    ),
+    "extra": (
+        lambda f, i: shutil.copy(f / "model-00001-of-00003.safetensors", f / "other.safetensors"),
+        "does not name",
+    ),
     "no index": (lambda f, i: (f / "model.safetensors.index.json").unlink(), "no index"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -362,8 +382,12 @@ def test_broken_safetensors(name: str, family: Path, tmp_path: Path) -> None:
 
 def test_broken_config(family: Path, tmp_path: Path) -> None:
     draft = copy(family, "zlab", tmp_path)
-    for raw, says in ((b"{", "not valid JSON"), (b"\xff\xfe{", "not valid JSON"),
-                      (b"[]", "JSON object"), (b'{"a": 1, "a": 2}', "twice")):  # fmt: skip
+    for raw, says in (
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe{", "not valid JSON"),
+        (b"[]", "JSON object"),
+        (b'{"a": 1, "a": 2}', "twice"),
+    ):
         (draft / "config.json").write_bytes(raw)
         refused(draft, tmp_path / "o.gguf", family / "target", InputError, says)
     (draft / "config.json").unlink()

@@ -64,11 +64,15 @@ def served(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(hub.time, "sleep", lambda seconds: None)
     extra = {"README.md": b"hello", "training/optimizer.pt": b"pickle", "pytorch_model.bin": b"x"}
     one = {"draft-q8_0.gguf": (family / "draft.gguf").read_bytes()}
-    with Hub({
-        "org/draft": files(family / "draft") | extra, "org/target": files(family / "target"),
-        "org/one": one, "org/two": one | {"sub/target.gguf": (family / "target.gguf").read_bytes()},
-        "org/pickles": {"config.json": b"{}", "pytorch_model.bin": b"\x80\x04K\x01."},
-    }) as server:  # fmt: skip
+    with Hub(
+        {
+            "org/draft": files(family / "draft") | extra,
+            "org/target": files(family / "target"),
+            "org/one": one,
+            "org/two": one | {"sub/target.gguf": (family / "target.gguf").read_bytes()},
+            "org/pickles": {"config.json": b"{}", "pytorch_model.bin": b"\x80\x04K\x01."},
+        }
+    ) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         yield server
 
@@ -87,13 +91,16 @@ def refused(text: str, error: type[G4Error], says: str, want: hub.Want = "any") 
 # ---- what is an id
 
 
-@pytest.mark.parametrize("text,repo,revision,file", [
-    ("org/name", "org/name", None, None),
-    ("org/name@main", "org/name", "main", None),
-    ("z-lab/gemma-4-31B-it-DFlash@refs/pr/1", "z-lab/gemma-4-31B-it-DFlash", "refs/pr/1", None),
-    ("org/name:a b.gguf", "org/name", None, "a b.gguf"),
-    ("org/name@v1:sub/file.gguf", "org/name", "v1", "sub/file.gguf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text,repo,revision,file",
+    [
+        ("org/name", "org/name", None, None),
+        ("org/name@main", "org/name", "main", None),
+        ("z-lab/gemma-4-31B-it-DFlash@refs/pr/1", "z-lab/gemma-4-31B-it-DFlash", "refs/pr/1", None),
+        ("org/name:a b.gguf", "org/name", None, "a b.gguf"),
+        ("org/name@v1:sub/file.gguf", "org/name", "v1", "sub/file.gguf"),
+    ],
+)
 def test_ids(text: str, repo: str, revision: str | None, file: str | None) -> None:
     assert hub.Id.parse(text) == hub.Id(repo, revision, file)
 
@@ -101,17 +108,42 @@ def test_ids(text: str, repo: str, revision: str | None, file: str | None) -> No
 def test_types_as_llama_cpp_names_them() -> None:
     asked = hub.Id.parse("org/name:q4_k_m")
     assert asked == hub.Id("org/name", None, None, "q4_k_m")
-    names = ["a-Q4_K_M.gguf", "Q4_K_M/a-00001-of-00002.gguf", "a-Q4_K_M_L.gguf", "a-IQ4_K_M.gguf",
-             "a.Q4_K_M.txt", "a-Q4_K.gguf"]  # fmt: skip
+    names = [
+        "a-Q4_K_M.gguf",
+        "Q4_K_M/a-00001-of-00002.gguf",
+        "a-Q4_K_M_L.gguf",
+        "a-IQ4_K_M.gguf",
+        "a.Q4_K_M.txt",
+        "a-Q4_K.gguf",
+    ]
     assert asked.of_type(names) == names[:2]
 
 
-@pytest.mark.parametrize("text", [
-    "name", "/org/name", "./org", "../name", "org/name/more", "org/../name", "org/file.gguf",
-    "org/name:../x.gguf", "org/name:/etc/x.gguf", "org/name:x.bin", "org/name:a/./b.gguf", "",
-    "org/name:..\\x.gguf", "org/", "org/name@a/../../b", "org/name@..", "C:/name", "org/name@",
-    "org/.hidden", "dir/model.safetensors",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name",
+        "/org/name",
+        "./org",
+        "../name",
+        "org/name/more",
+        "org/../name",
+        "org/file.gguf",
+        "org/name:../x.gguf",
+        "org/name:/etc/x.gguf",
+        "org/name:x.bin",
+        "org/name:a/./b.gguf",
+        "",
+        "org/name:..\\x.gguf",
+        "org/",
+        "org/name@a/../../b",
+        "org/name@..",
+        "C:/name",
+        "org/name@",
+        "org/.hidden",
+        "dir/model.safetensors",
+    ],
+)
 def test_what_is_no_id_is_a_path(text: str) -> None:
     assert hub.Id.parse(text) is None
     assert hub.resolve(text) == (Path(text), [])
@@ -130,9 +162,11 @@ def test_a_local_path_wins_and_it_is_said(served: Hub) -> None:
 def test_only_what_is_needed_is_fetched(served: Hub) -> None:
     folder = get("org/draft")
     assert set(served.downloads()) == {
-        "config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+        "config.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
-    }  # fmt: skip
+    }
     assert folder.name == SHA
     served.seen.clear()
     assert get("org/draft") == folder and not served.downloads()
@@ -294,9 +328,18 @@ def test_wrong_content_is_found_and_removed(name: str, served: Hub, tmp_path: Pa
     assert get("org/one").read_bytes() == served.repos["org/one"][name]
 
 
-@pytest.mark.parametrize("name", ["../../evil.safetensors", "/tmp/evil.safetensors",
-                                  "a/../../evil.gguf", "..\\evil.gguf", "\x00.gguf",
-                                  ".git/config.gguf", "con\n.gguf"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../evil.safetensors",
+        "/tmp/evil.safetensors",
+        "a/../../evil.gguf",
+        "..\\evil.gguf",
+        "\x00.gguf",
+        ".git/config.gguf",
+        "con\n.gguf",
+    ],
+)
 def test_names_that_lead_outside_are_ignored(name: str, served: Hub, tmp_path: Path) -> None:
     served.repos["org/evil"] = {name: b"x"}
     refused("org/evil", InputError, "neither safetensors nor GGUF")
@@ -319,11 +362,16 @@ def test_a_link_in_the_cache_that_leads_outside_is_refused(served: Hub, tmp_path
 
 
 ANSWERS: dict[str, Any] = {
-    "no JSON": lambda a: b"<html>", "a list": lambda a: [1], "empty": lambda a: b"",
-    "no commit": lambda a: a | {"sha": None}, "a path": lambda a: a | {"sha": "../../x"},
-    "siblings": lambda a: a | {"siblings": [{"x": 1}]}, "text": lambda a: a | {"siblings": "abc"},
-    "numbers": lambda a: a | {"siblings": [{"rfilename": 5}]}, "deep": lambda a: b"[" * 100000,
-}  # fmt: skip
+    "no JSON": lambda a: b"<html>",
+    "a list": lambda a: [1],
+    "empty": lambda a: b"",
+    "no commit": lambda a: a | {"sha": None},
+    "a path": lambda a: a | {"sha": "../../x"},
+    "siblings": lambda a: a | {"siblings": [{"x": 1}]},
+    "text": lambda a: a | {"siblings": "abc"},
+    "numbers": lambda a: a | {"siblings": [{"rfilename": 5}]},
+    "deep": lambda a: b"[" * 100000,
+}
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -366,8 +414,14 @@ def test_an_etag_names_nothing(
     where: str, kind: str, served: Hub, tmp_path: Path, watched: None
 ) -> None:
     """huggingface_hub makes a path of it; and one that is no digest would switch its check off."""
-    tag = {"absolute": str(tmp_path / "pwn"), "up": "../../../../pwn", "empty": "", "short": "abc",
-           "upper case": "A" * 64, "two": f"{'a' * 64}, {'b' * 64}"}[kind]  # fmt: skip
+    tag = {
+        "absolute": str(tmp_path / "pwn"),
+        "up": "../../../../pwn",
+        "empty": "",
+        "short": "abc",
+        "upper case": "A" * 64,
+        "two": f"{'a' * 64}, {'b' * 64}",
+    }[kind]
     bad = altered(**{"X-Linked-ETag" if where[0] == "X" else "ETag": f'"{tag}"'})
     faults = {
         "HEAD": [bad],
@@ -427,8 +481,9 @@ def test_a_file_that_is_read_whole_is_small(served: Hub, monkeypatch: pytest.Mon
     refused("org/draft", InputError, "at most 50 bytes")
 
 
-def test_a_body_without_an_end(served: Hub, monkeypatch: pytest.MonkeyPatch,
-                               tmp_path: Path) -> None:  # fmt: skip
+def test_a_body_without_an_end(
+    served: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """It would fill the disk; of a listing, the memory."""
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1 << 16)
     served.faults["/api/"] = [endless]
@@ -438,10 +493,16 @@ def test_a_body_without_an_end(served: Hub, monkeypatch: pytest.MonkeyPatch,
     assert not list((tmp_path / "cache").rglob("blobs/*"))
 
 
-@pytest.mark.parametrize("what,part", [
-    ("headers", "/api/"), ("headers", f"HEAD {ONE}"), ("headers", f"GET {ONE}"),
-    ("body", "/api/"), ("body", f"GET {ONE}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "what,part",
+    [
+        ("headers", "/api/"),
+        ("headers", f"HEAD {ONE}"),
+        ("headers", f"GET {ONE}"),
+        ("body", "/api/"),
+        ("body", f"GET {ONE}"),
+    ],
+)
 def test_a_drip_has_an_end(
     what: str, part: str, served: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

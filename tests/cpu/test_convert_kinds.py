@@ -47,8 +47,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Metadata but provenance, and tensors, for comparison."""
     with GGUF(path) as g:
-        kv = {k: (g.value(k).type, g.value(k).item, g[k]) for k in g
-              if not k.startswith(PROVENANCE)}  # fmt: skip
+        kv = {
+            k: (g.value(k).type, g.value(k).item, g[k]) for k in g if not k.startswith(PROVENANCE)
+        }
         tensors = {n: (t.shape, t.type, t.offset, g.raw(n).tobytes()) for n, t in g.tensors.items()}
     return kv, tensors
 
@@ -125,9 +126,14 @@ def test_zlab_facts(target: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "layers,told",
-    [([True] * 4 + [False], True), ([True, False], True), ([False] * 2 + [True], False),
-     ([False] * 3, False), ([True] * 3, True)],
-)  # fmt: skip
+    [
+        ([True] * 4 + [False], True),
+        ([True, False], True),
+        ([False] * 2 + [True], False),
+        ([False] * 3, False),
+        ([True] * 3, True),
+    ],
+)
 def test_upstream_is_told_the_causality_of_most_layers(layers: list[bool], told: bool) -> None:
     assert dflash_backbone.shared_causality(layers) is told
 

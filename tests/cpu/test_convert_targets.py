@@ -38,8 +38,7 @@ def test_every_tensor_arrives(tmp_path: Path, name: str) -> None:
     with GGUF(tmp_path / "t.gguf") as g:
         config = gemma4.parse_gguf(g.kv, g.shapes())
         specs = {s.name: s for s in gemma4.tensors(config)}
-        assert set(g.tensors) == {n for n, s in specs.items()
-                                  if not s.optional or name == "spare"}  # fmt: skip
+        assert set(g.tensors) == {n for n, s in specs.items() if not s.optional or name == "spare"}
         for n in g.tensors:
             if made := specs[n].source:
                 assert np.array_equal(g.array(n), source["model.language_model." + made]), n
@@ -97,10 +96,17 @@ def test_the_engine_never_chooses_a_suppressed_token(tmp_path: Path) -> None:
     assert not set(again.ids) & set(loud)
 
 
-@pytest.mark.parametrize("change", [{"hidden_size_per_layer_input": -1}, {"num_experts": 0},
-                                    {"num_kv_shared_layers": 12}, {"num_kv_shared_layers": 99},
-                                    {"vocab_size_per_layer_input": 100},
-                                    {"use_bidirectional_attention": "all"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size_per_layer_input": -1},
+        {"num_experts": 0},
+        {"num_kv_shared_layers": 12},
+        {"num_kv_shared_layers": 99},
+        {"vocab_size_per_layer_input": 100},
+        {"use_bidirectional_attention": "all"},
+    ],
+)
 def test_nonsense_in_the_configuration(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = tiny.target(tmp_path / "t", experts=8, ple=8)
     config = json.loads((folder / "config.json").read_text())
@@ -139,8 +145,7 @@ def check(path: Path, meant: dict[str, np.ndarray], form: str | None) -> None:
     """Every quantized weight stands for the same numbers as before, to the last bit."""
     with GGUF(path) as g:
         config = gemma4.parse_gguf(g.kv, g.shapes())
-        names = {"model.language_model." + (s.source or ""): s.name
-                 for s in gemma4.tensors(config)}  # fmt: skip
+        names = {"model.language_model." + (s.source or ""): s.name for s in gemma4.tensors(config)}
         for name, values in meant.items():
             assert form in (None, g.tensors[names[name]].format.name), name
             assert np.array_equal(g.array(names[name]), values), name
@@ -203,8 +208,9 @@ def test_experts_one_by_one(tmp_path: Path, quantized: bool) -> None:
             gate_up = np.concatenate([meant[p + f"{x}_proj.weight"] for x in ("gate", "up")])
             assert b.tensors["blk.2.ffn_gate_up_exps.weight"].format.name == "q4_0"
             assert np.array_equal(b.array("blk.2.ffn_gate_up_exps.weight")[3], gate_up)
-            assert np.array_equal(b.array("blk.2.ffn_down_exps.weight")[3],
-                                  meant[p + "down_proj.weight"])  # fmt: skip
+            assert np.array_equal(
+                b.array("blk.2.ffn_down_exps.weight")[3], meant[p + "down_proj.weight"]
+            )
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -212,10 +218,14 @@ def test_what_is_refused(tmp_path: Path) -> None:
     Q.compressed(folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    for change in ({"quant_method": "awq"}, {"quant_method": "bitsandbytes"},
-                   {"format": "nvfp4-pack-quantized"}):  # fmt: skip
-        path.write_text(json.dumps(config | {
-            "quantization_config": config["quantization_config"] | change}))  # fmt: skip
+    for change in (
+        {"quant_method": "awq"},
+        {"quant_method": "bitsandbytes"},
+        {"format": "nvfp4-pack-quantized"},
+    ):
+        path.write_text(
+            json.dumps(config | {"quantization_config": config["quantization_config"] | change})
+        )
         with pytest.raises(Unsupported, match="quantization_config"):
             convert(folder, tmp_path / "t.gguf")
     path.write_text(json.dumps(config))

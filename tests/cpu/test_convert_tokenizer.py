@@ -54,9 +54,12 @@ def test_tokens_types_and_ids(folder: Path) -> None:
 def test_control_tokens_equal_transformers(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    edit(folder / "tokenizer_config.json", extra_special_tokens=["<unused61>"],
-         sot_token=None,
-         mask_token={"content": "<unused62>", "__type": "AddedToken"})  # fmt: skip
+    edit(
+        folder / "tokenizer_config.json",
+        extra_special_tokens=["<unused61>"],
+        sot_token=None,
+        mask_token={"content": "<unused62>", "__type": "AddedToken"},
+    )
     theirs = set(AutoTokenizer.from_pretrained(folder).all_special_ids)
     got = kv(folder)
     ours = {i for i, t in enumerate(got["token_type"]) if t == 3}

@@ -129,9 +129,15 @@ def test_keys_that_are_values_where_they_do_not_turn(kind: kv.Kind) -> None:
 
 @pytest.mark.parametrize("kind", kv_size.KINDS)
 @pytest.mark.parametrize(
-    "shape", [CacheShape(4, 512, None, 64), CacheShape(4, 512, None), CacheShape(2, 512, 200, 32),
-              CacheShape(2, 256, None, 64), CacheShape(1, 512, None, 256)]
-)  # fmt: skip
+    "shape",
+    [
+        CacheShape(4, 512, None, 64),
+        CacheShape(4, 512, None),
+        CacheShape(2, 512, 200, 32),
+        CacheShape(2, 256, None, 64),
+        CacheShape(1, 512, None, 256),
+    ],
+)
 def test_estimated_bytes_are_those_of_the_planes(shape: CacheShape, kind: kv.Kind) -> None:
     card, space = memory.Card(torch.device("cpu"), kind), Space(3, 1000, 7)
     got = 8 * card.page([shape]) + 3 * card.slot([shape], 1000, 32)
@@ -157,10 +163,22 @@ def test_chunks_by_the_size_of_a_card() -> None:
     assert {gib: memory.chunk(gib << 30) for gib in sizes} == sizes
 
 
-@pytest.mark.parametrize(("gib", "arch"), [
-    (16, "sm_75"), (32, "sm_70"), (24, "sm_75"), (24, "sm_86"), (32, "sm_120"), (48, "sm_75"),
-    (48, "sm_86"), (80, "sm_80"), (141, "sm_90a"), (180, "sm_100"), (128, "sm_121"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gib", "arch"),
+    [
+        (16, "sm_75"),
+        (32, "sm_70"),
+        (24, "sm_75"),
+        (24, "sm_86"),
+        (32, "sm_120"),
+        (48, "sm_75"),
+        (48, "sm_86"),
+        (80, "sm_80"),
+        (141, "sm_90a"),
+        (180, "sm_100"),
+        (128, "sm_121"),
+    ],
+)
 def test_doctor_counts_what_prompts_take(
     gib: int, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

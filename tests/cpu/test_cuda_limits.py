@@ -27,16 +27,28 @@ from tests.gpu.batches import rows_of, spread
 # ---- heads
 
 BAD_HEADS: list[dict[str, Any]] = [
-    {"head_dim": 15}, {"head_dim": 0}, {"rope_base": 0.0}, {"rope_base": -1.0},
-    {"rope_base": math.nan}, {"rope_base": math.inf}, {"rope_partial": 1.5},
+    {"head_dim": 15},
+    {"head_dim": 0},
+    {"rope_base": 0.0},
+    {"rope_base": -1.0},
+    {"rope_base": math.nan},
+    {"rope_base": math.inf},
+    {"rope_partial": 1.5},
     {"n_expert": 2, "n_expert_used": 3},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("change", BAD_HEADS)
 def test_layers_that_attention_cannot_compute(change: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"index": 0, "window": None, "n_head": 4, "n_kv": 2, "head_dim": 16,
-                            "n_ff": 32, "rope_base": 1e4}  # fmt: skip
+    good: dict[str, Any] = {
+        "index": 0,
+        "window": None,
+        "n_head": 4,
+        "n_kv": 2,
+        "head_dim": 16,
+        "n_ff": 32,
+        "rope_base": 1e4,
+    }
     LayerSpec(**good)
     with pytest.raises(InputError, match="layer 0"):
         LayerSpec(**good | change)
@@ -107,9 +119,15 @@ def test_chunks_of_known_contexts_are_as_they_were() -> None:
             assert attention.Chunks.of(cache, cache.positions).shift == first + many
 
 
-@pytest.mark.parametrize("change,taken", [
-    ({}, True), ({"hidden": 33}, False), ({"inter": 30}, False), ({"global_head_dim": 48}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change,taken",
+    [
+        ({}, True),
+        ({"hidden": 33}, False),
+        ({"inter": 30}, False),
+        ({"global_head_dim": 48}, False),
+    ],
+)
 def test_prompts_of_odd_targets_are_read_in_steps(
     change: dict[str, int], taken: bool, tmp_path: Path
 ) -> None:

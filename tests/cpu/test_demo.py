@@ -78,8 +78,11 @@ def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
         assert (tmp_path / "target.gguf").read_bytes() == content
     for name in ("target", "dflash"):
         (tmp_path / "target.gguf").unlink()
-        convert.convert(family / name, tmp_path / "target.gguf",
-                target=family / "target" if name == "dflash" else None)  # fmt: skip
+        convert.convert(
+            family / name,
+            tmp_path / "target.gguf",
+            target=family / "target" if name == "dflash" else None,
+        )
         if name == "target":
             _family._check_free(tmp_path / "target.gguf", family / "target")
     with pytest.raises(UsageError, match="not made by this demo"):
@@ -146,9 +149,16 @@ def test_mt_bench_preset(
 
 
 @pytest.mark.parametrize(
-    "options", [[], ["--draft-max", "99"], ["--preset", "x"], ["--categories", "poems"],
-                ["--repeats", "0"], ["--preset", "mt-bench", "--temp", "1"]]
-)  # fmt: skip
+    "options",
+    [
+        [],
+        ["--draft-max", "99"],
+        ["--preset", "x"],
+        ["--categories", "poems"],
+        ["--repeats", "0"],
+        ["--preset", "mt-bench", "--temp", "1"],
+    ],
+)
 def test_bench_wrong_use(files: list[str], options: list[str]) -> None:
     assert cli.run(["bench", *(files if options else []), *options]) == 2
 
@@ -193,9 +203,14 @@ BENCH = ["--draft-max", "2", "--categories", "maths", "-n", "4"]
     ids=["in the second prompt", "in the second repeat", "whole repeats count"],
 )
 def test_bench_keeps_what_was_measured(
-    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompts: int, runs: int,
-    left: int, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    files: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompts: int,
+    runs: int,
+    left: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.setattr(Request, "__iter__", pressed(runs))
     a, page = tmp_path / "a.json", tmp_path / "a.html"
     words = ["bench", *files, *SMALL, *BENCH, "--prompts", str(prompts), "--repeats", "2"]
@@ -222,9 +237,12 @@ def test_streams_keep_what_was_measured(
 
 @pytest.mark.parametrize("words", [["bench", *BENCH, "--prompts", "1"], ["verify", "--cases", "2"]])
 def test_nothing_measured_is_nothing_said(
-    files: list[str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    files: list[str],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(Request, "__iter__", pressed(1))
     name, *options = words
     assert cli.run([name, *files, "-c", "512", "--long-tokens", "100", *options]) == 130
@@ -249,9 +267,14 @@ def test_verify_takes_a_prompt_and_settings(
     files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[verify.Case] = []
-    monkeypatch.setattr(verify, "_submit", lambda engine, case, length, n: seen.append(case)
-                        or engine.submit(case.prompt.encode(engine.tokenizer),
-                                         Options(n, case.sampler, length)))  # fmt: skip
+    monkeypatch.setattr(
+        verify,
+        "_submit",
+        lambda engine, case, length, n: (
+            seen.append(case)
+            or engine.submit(case.prompt.encode(engine.tokenizer), Options(n, case.sampler, length))
+        ),
+    )
     words = ["verify", *files, "-c", "128", "-n", "8", "--cases", "3", "-p", "a text of one's own"]
     assert cli.run([*words, "--temp", "0.5", "--draft-max", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["cases"] == 3
@@ -270,10 +293,15 @@ def test_one_temperature_keeps_what_differs_at_it() -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["-p", ""], "empty"), (["-p", "a", "-f", "b"], "exactly one"),
-     (["--draft-max", "0"], "0 drafts"), (["--draft-max", "99"], "--draft-max"),
-     (["--temp", "-1"], "--temp"), (["-p", "a", "--long-tokens", "9"], "shipped")],
-)  # fmt: skip
+    [
+        (["-p", ""], "empty"),
+        (["-p", "a", "-f", "b"], "exactly one"),
+        (["--draft-max", "0"], "0 drafts"),
+        (["--draft-max", "99"], "--draft-max"),
+        (["--temp", "-1"], "--temp"),
+        (["-p", "a", "--long-tokens", "9"], "shipped"),
+    ],
+)
 def test_verify_wrong_use(
     files: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,10 +58,15 @@ def test_use_swa_makes_all_layers_slide(target: Path, tmp_path: Path) -> None:
         assert all(file.get(CAUSAL))
 
 
-@pytest.mark.parametrize(("values", "scale"), [
-    ({}, 8.0), ({"dflash_config__input_embedding_scale": 3.0}, 3.0),
-    ({"input_embedding_scale": 5.0}, 5.0), ({"input_embedding_scale": 1.0}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ({}, 8.0),
+        ({"dflash_config__input_embedding_scale": 3.0}, 3.0),
+        ({"input_embedding_scale": 5.0}, 5.0),
+        ({"input_embedding_scale": 1.0}, None),
+    ],
+)
 def test_the_embedding_scale_is_the_configured_one(
     target: Path, tmp_path: Path, values: dict[str, Any], scale: float | None
 ) -> None:
@@ -98,11 +103,14 @@ def test_a_pickled_mask_row_is_named(target: Path, tmp_path: Path) -> None:
         convert(draft, tmp_path / "x.gguf", target=target, dry_run=True)
 
 
-@pytest.mark.parametrize(("values", "said"), [
-    ({"dflash_config": {"use_swa": True, "swa_window_size": 8}}, "use_swa"),
-    ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers"),
-    ({"dflash_config": {"markov_rank": 4}}, "markov_rank"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 8}}, "use_swa"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding layers"),
+        ({"dflash_config": {"markov_rank": 4}}, "markov_rank"),
+    ],
+)
 def test_deepspec_drafts_of_other_layers_are_refused(
     target: Path, tmp_path: Path, values: dict[str, Any], said: str
 ) -> None:

@@ -27,22 +27,35 @@ FACTS = facts()
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def ask(machine: str, model: str | None = None, draft: str | None = None, *, c: int | None = None,
-        given: tuple[str, ...] = (), engine: str | None = None, kv: str | None = None,
-        backend: str | None = None) -> Diagnosis:  # fmt: skip
+def ask(
+    machine: str,
+    model: str | None = None,
+    draft: str | None = None,
+    *,
+    c: int | None = None,
+    given: tuple[str, ...] = (),
+    engine: str | None = None,
+    kv: str | None = None,
+    backend: str | None = None,
+) -> Diagnosis:
     m = questions.machine(FACTS, machine, given)
     q = questions.build(FACTS, model, draft, c, kv, backend, None)
     return diagnose(FACTS, m, q, engine)
 
 
 def texts(d: Diagnosis, title: str = "") -> str:
-    return "\n".join(f"{line.mark} {line.text} | {line.reason} | {line.fix}"
-                     for s in d.sections if title in s.title for line in s.lines)  # fmt: skip
+    return "\n".join(
+        f"{line.mark} {line.text} | {line.reason} | {line.fix}"
+        for s in d.sections
+        if title in s.title
+        for line in s.lines
+    )
 
 
 def line(d: Diagnosis, title: str, start: str) -> Any:
-    return next(x for s in d.sections if title in s.title for x in s.lines
-                if x.text.startswith(start))  # fmt: skip
+    return next(
+        x for s in d.sections if title in s.title for x in s.lines if x.text.startswith(start)
+    )
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
@@ -233,8 +246,10 @@ def test_what_breaks_has_its_fix(
 
 
 def test_nccl_typo_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine((Gpu("RTX 3090", (8, 6), 24 << 30, card="rtx-3090"),) * 2,
-                      env=frozenset({"NCCL_IP_DISABLE"}))  # fmt: skip
+    machine = Machine(
+        (Gpu("RTX 3090", (8, 6), 24 << 30, card="rtx-3090"),) * 2,
+        env=frozenset({"NCCL_IP_DISABLE"}),
+    )
     d = diagnose(FACTS, machine, None)
     assert "NCCL_IB_DISABLE was probably meant" in texts(d)
 
@@ -257,8 +272,10 @@ def test_unknown_capability() -> None:
     assert "this compute capability is not in the data" in texts(d, "Machine")
 
 
-@pytest.mark.parametrize("text", ["RTX 9999", "", "2x", "0x RTX 3090", "banana", "sm_99 24GB",
-                                  "V100 80GB", "999x RTX 3090"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    ["RTX 9999", "", "2x", "0x RTX 3090", "banana", "sm_99 24GB", "V100 80GB", "999x RTX 3090"],
+)
 def test_wrong_assume(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         assume(FACTS, text)
@@ -352,11 +369,17 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     "argv",
-    [("--with", "vlmm=0.19.2"), ("-m", "12b", "--attention-backend", "FLASH_ATN"), ("--gpus", "2"),
-     ("--gpus", "2", "--assume", "RTX 3090", "-m", "12b"),
-     ("--attention-backend", "FLASH_ATTN"), ("--self-test", "--network"), ("--why", "gtx-1080-ti",
-     "-m", "12b"), ("--log", "-", "--self-test")],
-)  # fmt: skip
+    [
+        ("--with", "vlmm=0.19.2"),
+        ("-m", "12b", "--attention-backend", "FLASH_ATN"),
+        ("--gpus", "2"),
+        ("--gpus", "2", "--assume", "RTX 3090", "-m", "12b"),
+        ("--attention-backend", "FLASH_ATTN"),
+        ("--self-test", "--network"),
+        ("--why", "gtx-1080-ti", "-m", "12b"),
+        ("--log", "-", "--self-test"),
+    ],
+)
 def test_nothing_that_was_typed_is_passed_over(
     argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -367,8 +390,9 @@ def test_nothing_that_was_typed_is_passed_over(
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = doctor(capsys, "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash",
-                       "--json")  # fmt: skip
+    code, out = doctor(
+        capsys, "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash", "--json"
+    )
     got = json.loads(out)
     assert code == 0 and got["works"] is True
     assert got["machine"]["gpus"][0]["bandwidth"] == 936
@@ -393,12 +417,19 @@ def test_five_lines_and_everything(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_card_llamacpp_runs_on_the_cpu() -> None:
     assert questions.machine(FACTS, "cpu64gb", ()).ram == 64 << 30
     d = ask("CPU 64GB")
-    marks = {x.facts[0]: x.mark for s in d.sections if "Gemma 4" in s.title for x in s.lines
-             if x.facts and not x.detail}  # fmt: skip
+    marks = {
+        x.facts[0]: x.mark
+        for s in d.sections
+        if "Gemma 4" in s.title
+        for x in s.lines
+        if x.facts and not x.detail
+    }
     assert marks == dict.fromkeys(("31b", "26b", "12b", "e4b", "e2b"), "good")
     assert d.steps == ['g4spec doctor -m 31b -md mtp --assume "CPU 64GB"']
     assert [x.works for x in (ask("CPU 64GB", "31b", "mtp"), ask("CPU 8GB", "31b", "mtp"))] == [
-        True, False]  # fmt: skip
+        True,
+        False,
+    ]
 
 
 def test_a_16_gb_card_is_told_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -452,16 +483,19 @@ def test_quick_without_a_gpu() -> None:
         times = []
         for _ in range(3):
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            subprocess.run([sys.executable, "-m", "g4spec", *args], cwd=ROOT, capture_output=True,
-                           check=False)  # fmt: skip
+            subprocess.run(
+                [sys.executable, "-m", "g4spec", *args], cwd=ROOT, capture_output=True, check=False
+            )
             after = resource.getrusage(resource.RUSAGE_CHILDREN)
             times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
         assert min(times) < 1.5, (args, times)
 
 
 def test_torch_is_not_imported() -> None:
-    code = ("import sys\nfrom g4spec.cli import run\nrun(['doctor', '-m', '31b', '--assume', "
-            "'RTX 3090'])\nassert 'torch' not in sys.modules")  # fmt: skip
+    code = (
+        "import sys\nfrom g4spec.cli import run\nrun(['doctor', '-m', '31b', '--assume', "
+        "'RTX 3090'])\nassert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 

@@ -92,7 +92,10 @@ def test_every_kind_is_told_from_the_others(
     assert folder.causal == file.causal == (kind == "eagle3")
     assert folder.head == file.head > 0
     assert (folder.kv_token, folder.kv_fixed, folder.block) == (
-        file.kv_token, file.kv_fixed, file.block)  # fmt: skip
+        file.kv_token,
+        file.kv_fixed,
+        file.block,
+    )
 
 
 def test_a_draft_that_only_we_run(family: dict[str, Path], tmp_path: Path) -> None:
@@ -112,8 +115,9 @@ def test_the_runtime_is_asked_what_it_takes(family: dict[str, Path], tmp_path: P
     machine = assume(FACTS, "RTX 3090")
 
     def refusal(target: Path, draft: Path | None = None) -> str:
-        q = questions.build(FACTS, str(target), str(draft) if draft else None, 512, None, None,
-                            None)  # fmt: skip
+        q = questions.build(
+            FACTS, str(target), str(draft) if draft else None, 512, None, None, None
+        )
         assert q is not None
         return judge(FACTS, machine, q, "g4spec").refusal
 
@@ -141,12 +145,16 @@ def test_lengths_are_read_from_the_draft(family: dict[str, Path]) -> None:
     assert redhat.vllm_n == named
     zlab = lookup.draft(FACTS, str(family["zlab"]), target)
     assert (zlab.vllm_n, zlab.sglang_n, zlab.llamacpp_n) == (
-        zlab.block - 1, zlab.block, zlab.block - 1)  # fmt: skip
+        zlab.block - 1,
+        zlab.block,
+        zlab.block - 1,
+    )
 
 
 def test_doctor_on_files(family: dict[str, Path]) -> None:
-    q = questions.build(FACTS, str(family["target.gguf"]), str(family["zlab.gguf"]), 512, None,
-                        None, None)  # fmt: skip
+    q = questions.build(
+        FACTS, str(family["target.gguf"]), str(family["zlab.gguf"]), 512, None, None, None
+    )
     assert q is not None
     d = diagnose(FACTS, assume(FACTS, "RTX 3090"), q)
     assert d.works and d.plans[0].engine == "llama.cpp"
@@ -225,14 +233,18 @@ def gemma_config(size: Size, per_layer: bool) -> dict[str, Any]:
     n, every = size.sliding + size.full, (size.sliding + size.full) // size.full
     types = ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(n)]
     raw: dict[str, Any] = {
-        "hidden_size": size.hidden, "layer_types": types, "head_dim": 256,
-        "num_key_value_heads": size.kv_sliding, "sliding_window": size.window,
+        "hidden_size": size.hidden,
+        "layer_types": types,
+        "head_dim": 256,
+        "num_key_value_heads": size.kv_sliding,
+        "sliding_window": size.window,
         "num_kv_shared_layers": n - size.own_sliding - size.own_full,
-    }  # fmt: skip
+    }
     if per_layer:
         full = {"head_dim": 512, "num_key_value_heads": size.kv_full}
-        raw["per_layer_config"] = {str(i): full for i, t in enumerate(types)
-                                   if t == "full_attention"}  # fmt: skip
+        raw["per_layer_config"] = {
+            str(i): full for i, t in enumerate(types) if t == "full_attention"
+        }
     else:
         raw |= {"global_head_dim": 512, "num_global_key_value_heads": size.kv_full}
     return raw
@@ -246,11 +258,15 @@ def test_real_configurations_give_the_sizes_of_the_facts(size: Size, per_layer: 
 
 
 def test_gguf_metadata_of_shared_layers() -> None:
-    kv = {"gemma4.block_count": 4, "gemma4.attention.head_count_kv": [2, 1, 2, 1],
-          "gemma4.attention.sliding_window_pattern": [True, False, True, False],
-          "gemma4.attention.sliding_window": 512, "gemma4.attention.key_length": 512,
-          "gemma4.attention.key_length_swa": 256,
-          "gemma4.attention.shared_kv_layers": 2}  # fmt: skip
+    kv = {
+        "gemma4.block_count": 4,
+        "gemma4.attention.head_count_kv": [2, 1, 2, 1],
+        "gemma4.attention.sliding_window_pattern": [True, False, True, False],
+        "gemma4.attention.sliding_window": 512,
+        "gemma4.attention.key_length": 512,
+        "gemma4.attention.key_length_swa": 256,
+        "gemma4.attention.shared_kv_layers": 2,
+    }
     expected = (CacheShape(2, 256, 512), CacheShape(1, 512, None))
     assert files.gguf_caches(kv, "gemma4") == expected
     with pytest.raises(InputError):

@@ -17,39 +17,79 @@ from g4spec.cli import run
 FACTS = facts()
 
 LINES = [
-    ("err-head-size", "ValueError: Selected backend AttentionBackendEnum.FLASH_ATTN is not valid "
-     "for this configuration. Reason: ['head_size not supported']"),
-    ("err-non-causal", "ValueError: Selected backend AttentionBackendEnum.FLASHINFER is not valid "
-     "for this configuration. Reason: ['non-causal attention not supported']"),
-    ("err-num-speculative", "  Value error, num_speculative_tokens must be provided with "
-     "speculative model unless the draft model config contains an n_predict parameter. "
-     "[type=value_error]"),
-    ("err-fp8e4nv", "ValueError(\"type fp8e4nv not supported in this architecture. The supported "
-     "fp8 dtypes are ('fp8e4b15', 'fp8e5')\")"),
-    ("err-fp8-kv-sm89", "FP8 KV cache is not supported by the Triton attention backend on sm_86: "
-     "native FP8 (fp8e4nv) requires SM89+. Re-run with --kv-cache-dtype auto"),
-    ("err-smem-114944", "triton.runtime.errors.OutOfResources: out of resource: shared memory, "
-     "Required: 114944, Hardware limit: 101376. Reducing block sizes may help."),
-    ("err-smem-turing", "triton.runtime.errors.OutOfResources: out of resource: shared memory, "
-     "Required: 98304, Hardware limit: 65536. Reducing block sizes may help."),
+    (
+        "err-head-size",
+        "ValueError: Selected backend AttentionBackendEnum.FLASH_ATTN is not valid "
+        "for this configuration. Reason: ['head_size not supported']",
+    ),
+    (
+        "err-non-causal",
+        "ValueError: Selected backend AttentionBackendEnum.FLASHINFER is not valid "
+        "for this configuration. Reason: ['non-causal attention not supported']",
+    ),
+    (
+        "err-num-speculative",
+        "  Value error, num_speculative_tokens must be provided with "
+        "speculative model unless the draft model config contains an n_predict parameter. "
+        "[type=value_error]",
+    ),
+    (
+        "err-fp8e4nv",
+        'ValueError("type fp8e4nv not supported in this architecture. The supported '
+        "fp8 dtypes are ('fp8e4b15', 'fp8e5')\")",
+    ),
+    (
+        "err-fp8-kv-sm89",
+        "FP8 KV cache is not supported by the Triton attention backend on sm_86: "
+        "native FP8 (fp8e4nv) requires SM89+. Re-run with --kv-cache-dtype auto",
+    ),
+    (
+        "err-smem-114944",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, "
+        "Required: 114944, Hardware limit: 101376. Reducing block sizes may help.",
+    ),
+    (
+        "err-smem-turing",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, "
+        "Required: 98304, Hardware limit: 65536. Reducing block sizes may help.",
+    ),
     ("err-head-dim", "AmbiguousGlobalPerLayerAttributeError: 'head_dim' is a per-layer attribute"),
-    ("err-draft-multimodal", "NotImplementedError: Speculative Decoding with draft models does not "
-     "support multimodal models yet"),
-    ("err-reduction-dim", "RuntimeError: a and b must have same reduction dim, but got "
-     "[2048, 3840] X [5632, 1024]."),
+    (
+        "err-draft-multimodal",
+        "NotImplementedError: Speculative Decoding with draft models does not "
+        "support multimodal models yet",
+    ),
+    (
+        "err-reduction-dim",
+        "RuntimeError: a and b must have same reduction dim, but got [2048, 3840] X [5632, 1024].",
+    ),
     ("err-dtype-auto", "ValueError: Unrecognized dtype: auto"),
-    ("err-illegal-access", "torch.AcceleratorError: CUDA error: an illegal memory access was "
-     "encountered"),
-    ("err-page-size", "NotImplementedError: The page size of the layer is not divisible by the "
-     "maximum page size."),
-    ("err-v2-runner", "DFlash drafters with mixed sliding/full attention require the V2 model "
-     "runner; relaunch with VLLM_USE_V2_MODEL_RUNNER=1"),
-    ("err-layer-types", "qwen3_dflash.py\", line 88, in _resolve_layer_attention"),
+    (
+        "err-illegal-access",
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    ),
+    (
+        "err-page-size",
+        "NotImplementedError: The page size of the layer is not divisible by the "
+        "maximum page size.",
+    ),
+    (
+        "err-v2-runner",
+        "DFlash drafters with mixed sliding/full attention require the V2 model "
+        "runner; relaunch with VLLM_USE_V2_MODEL_RUNNER=1",
+    ),
+    ("err-layer-types", 'qwen3_dflash.py", line 88, in _resolve_layer_attention'),
     ("err-aux-features", "ValueError: DFlash drafter expects 6 concatenated aux hidden features"),
-    ("err-no-cache-blocks", "ValueError: No available memory for the cache blocks. Try increasing "
-     "`gpu_memory_utilization`"),
-    ("err-free-memory", "ValueError: Free memory on device (77.1/119.7 GiB) on startup is less "
-     "than desired GPU memory utilization (0.9, 107.7 GiB)."),
+    (
+        "err-no-cache-blocks",
+        "ValueError: No available memory for the cache blocks. Try increasing "
+        "`gpu_memory_utilization`",
+    ),
+    (
+        "err-free-memory",
+        "ValueError: Free memory on device (77.1/119.7 GiB) on startup is less "
+        "than desired GPU memory utilization (0.9, 107.7 GiB).",
+    ),
     ("err-only-sm120", "This kernel only supports sm120"),
     ("err-ptxas-121a", "ptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'"),
     ("err-ray-timeout", "ray.exceptions.RayChannelTimeoutError: System error: Timed out"),
@@ -59,14 +99,17 @@ LINES = [
     ("err-ctx-other", "llama_init_from_model: Gemma4Assistant requires ctx_other"),
     ("err-fattn-abort", "/app/ggml/src/ggml-cuda/fattn.cu:110: fatal error"),
     ("err-fattn-abort", "/app/ggml/src/ggml-cuda/fattn.cu:730: fatal error"),
-    ("err-pre-allocated", "pre-allocated tensor (blk.0.attn) in a buffer (CUDA1) that cannot run "
-     "the operation (NONE)"),
+    (
+        "err-pre-allocated",
+        "pre-allocated tensor (blk.0.attn) in a buffer (CUDA1) that cannot run "
+        "the operation (NONE)",
+    ),
     ("err-mtp-kv-segfault", "Segmentation fault (core dumped)"),
     ("err-garbage", '{"choices":[{"text":"!!!!!!!!!!!!!!"}]}'),
     ("err-nccl-init", "NCCL INFO ncclCommInitRank comm 0x7f rank 1 nranks 2 - Init START"),
     ("err-uuid", "ValueError: invalid literal for int() with base 10: 'GPU-7e1f3a'"),
     ("err-marlin-k", "ValueError: Marlin: size K = 704 is not divisible by 128"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("id", "text"), LINES, ids=[f"{i}-{n}" for n, (i, _) in enumerate(LINES)])
@@ -149,8 +192,9 @@ def test_patterns_are_quick_on_long_lines() -> None:
         assert time.process_time() - started < 2, e.id
 
 
-def test_from_standard_input(monkeypatch: pytest.MonkeyPatch,
-                             capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Stdin:
         buffer = io.BytesIO(b"RuntimeError: RPC call to sample_tokens timed out.\n")
 

@@ -31,8 +31,14 @@ class Nvml:
 
     NVMLError = FakeError
 
-    def __init__(self, cards: list[tuple[str, Any, Any, Any]], *, init: bool = True,
-                 nvlink: bool = False, clock: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        cards: list[tuple[str, Any, Any, Any]],
+        *,
+        init: bool = True,
+        nvlink: bool = False,
+        clock: int = 0,
+    ) -> None:
         self.cards, self.init, self.nvlink, self.clock = cards, init, nvlink, clock
 
     def nvmlInit(self) -> None:
@@ -245,8 +251,9 @@ def lines(m: Machine) -> str:
     """What doctor says of a machine, with marks and fixes."""
     from g4spec.advisor.doctor import diagnose
 
-    return "\n".join(f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections
-                     for x in s.lines)  # fmt: skip
+    return "\n".join(
+        f"{x.mark} {x.text} {x.fix}" for s in diagnose(FACTS, m, None).sections for x in s.lines
+    )
 
 
 def test_torch_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +329,7 @@ def test_network_command_fails_on_rising_errors(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     samples = iter(({"eth0 rx_errors": 1}, {"eth0 rx_errors": 900}))
-    monkeypatch.setattr(network, "watch",
-                        lambda: network.compare(next(samples), next(samples)))  # fmt: skip
+    monkeypatch.setattr(network, "watch", lambda: network.compare(next(samples), next(samples)))
     assert run(["doctor", "--network"]) == 1
     assert "eth0 rx_errors: 1 -> 900" in capsys.readouterr().out
 
@@ -333,9 +339,17 @@ def test_units() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["RTX 3090", "2x RTX 3090 nvlink", "sm_86 24GB", "RTX 4090 + 2x RTX 3090", "4x GB10",
-             "V100 16GB", "2x sm_120 32GB"],
-)  # fmt: skip
+    "text",
+    [
+        "RTX 3090",
+        "2x RTX 3090 nvlink",
+        "sm_86 24GB",
+        "RTX 4090 + 2x RTX 3090",
+        "4x GB10",
+        "V100 16GB",
+        "2x sm_120 32GB",
+    ],
+)
 def test_what_is_printed_assumes_the_same_machine(text: str) -> None:
     asked = assume(FACTS, text)
     printed = shlex.split(assumption(asked))

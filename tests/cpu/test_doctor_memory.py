@@ -126,8 +126,10 @@ def test_cache_tables(row: CacheTable) -> None:
             got = sum(memory.vllm_cache(caches, context, row.kv, row.tp, row.batched))
         else:
             slots = memory.llamacpp_slots(caches, context)
-            got = int(memory.token_bytes(caches, row.kv) * context
-                      + memory.slot_bytes(caches, row.kv) * slots)  # fmt: skip
+            got = int(
+                memory.token_bytes(caches, row.kv) * context
+                + memory.slot_bytes(caches, row.kv) * slots
+            )
         assert got / GIB == pytest.approx(gib, rel=0.01, abs=0.006), context
 
 
@@ -143,8 +145,11 @@ def test_largest_contexts(row: Fit) -> None:
     pair = None
     if row.draft != "none":
         maker = {"mtp": "google", "dflash": "zlab"}[row.draft]
-        found = next(d for d in FACTS.all(Draft)
-                     if (d.model, d.kind, d.maker) == (row.model, row.draft, maker))  # fmt: skip
+        found = next(
+            d
+            for d in FACTS.all(Draft)
+            if (d.model, d.kind, d.maker) == (row.model, row.draft, maker)
+        )
         pair = from_row(found, "")
     option = fit_option(t, row.format)
     for i, gib in enumerate(row.cards):
@@ -197,8 +202,15 @@ def test_steps_add_up_and_name_everything() -> None:
     plan = calc.plan("llama.cpp", target("31b").options[5], "q8_0", 32768)
     assert plan.total == sum(s.nbytes for s in plan.steps)
     names = [s.name for s in plan.steps]
-    assert names == ["weights", "global cache", "sliding cache", "draft", "draft cache",
-                     "working buffers", "CUDA context"]  # fmt: skip
+    assert names == [
+        "weights",
+        "global cache",
+        "sliding cache",
+        "draft",
+        "draft cache",
+        "working buffers",
+        "CUDA context",
+    ]
 
 
 def test_the_largest_context_fits_and_the_next_does_not() -> None:
@@ -218,8 +230,9 @@ def test_one_global_head_is_repeated_on_every_card() -> None:
 # ---- speed
 
 
-@pytest.mark.parametrize("card", [c for c in FACTS.all(Card) if c.ceiling_31b or c.ceiling_26b],
-                         ids=lambda c: c.id)  # fmt: skip
+@pytest.mark.parametrize(
+    "card", [c for c in FACTS.all(Card) if c.ceiling_31b or c.ceiling_26b], ids=lambda c: c.id
+)
 def test_published_ceilings(card: Card) -> None:
     """Bandwidth / bytes of the weights that one token reads, without cache."""
     for size, listed, gb in (("31b", card.ceiling_31b, 18.324), ("26b", card.ceiling_26b, 2.5)):

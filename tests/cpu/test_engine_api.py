@@ -40,8 +40,9 @@ def texts() -> list[str]:
 
 
 def engine(parallel: int = 2, **shape: Any) -> Engine:
-    return memory_engine.engine(lambda target: ngram.Drafter(), parallel=parallel,
-                                **{"pool": 2000, **shape})  # fmt: skip
+    return memory_engine.engine(
+        lambda target: ngram.Drafter(), parallel=parallel, **{"pool": 2000, **shape}
+    )
 
 
 @pytest.fixture
@@ -190,8 +191,9 @@ def test_cancelled_requests_are_gone_within_two_steps(texts: list[str]) -> None:
 
 def test_a_reader_that_is_dropped_cancels(texts: list[str]) -> None:
     on = engine()
-    a, b = (on.generate(PROMPTS[i], Options(24, OPTIONS.sampler, 4, ignore_eos=True))
-            for i in range(2))  # fmt: skip
+    a, b = (
+        on.generate(PROMPTS[i], Options(24, OPTIONS.sampler, 4, ignore_eos=True)) for i in range(2)
+    )
     for cycle in a:
         assert cycle.tokens
         break
@@ -208,8 +210,9 @@ def live_tensors() -> int:
 def test_a_thousand_cancelled_requests_leave_nothing() -> None:
     """At random moments: waiting, reading a prompt, drafting, preempted."""
     rng = random.Random(4)
-    on = memory_engine.engine(mm.dflash_draft, parallel=8, n_ctx=640, pool=700, chunk=64,
-                              prefix_bytes=1 << 18)  # fmt: skip
+    on = memory_engine.engine(
+        mm.dflash_draft, parallel=8, n_ctx=640, pool=700, chunk=64, prefix_bytes=1 << 18
+    )
     shared = [2, *company.tokens(rng, 540)]
     moments = set()
 
@@ -308,8 +311,9 @@ def test_logits_that_are_not_finite_end_their_request_alone(
     def of_prompt(hidden: torch.Tensor) -> torch.Tensor:
         return first(hidden) * (torch.nan if next(turns) == 1 else 1.0)
 
-    monkeypatch.setattr(on.target, *(("logits", of_prompt) if when == "first token"
-                                     else ("run", run)))  # fmt: skip
+    monkeypatch.setattr(
+        on.target, *(("logits", of_prompt) if when == "first token" else ("run", run))
+    )
     while not requests[1].done:
         on.step()
     monkeypatch.undo()
@@ -392,8 +396,9 @@ def test_requests_are_admitted_in_order_of_arrival(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(scheduler.Scheduler, "_begin", noted)
     sizes = (100, 400, 3, 3, 380, 3, 120, 3)
-    requests = [on.submit([2, *company.tokens(rng, n)], Options(40, ignore_eos=True))
-                for n in sizes]  # fmt: skip
+    requests = [
+        on.submit([2, *company.tokens(rng, n)], Options(40, ignore_eos=True)) for n in sizes
+    ]
     while on.step():
         pass
     assert begun == list(range(1, 9)) and all(len(r.ids) == 40 for r in requests)

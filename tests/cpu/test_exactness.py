@@ -44,8 +44,12 @@ def test_linear_row_is_the_same_at_every_count_and_place(k: int, n: int) -> None
 def test_activations_and_norms_do_not_depend_on_place(width: int) -> None:
     ops, g = Ops(), torch.Generator().manual_seed(width)
     x = 3 * torch.randn(TILE, width, generator=g)
-    for op in (ops.gelu_tanh, ops.silu, lambda t: ops.softcap(t, 30.0),
-               lambda t: ops.rms_norm(t, None, 1e-6)):  # fmt: skip
+    for op in (
+        ops.gelu_tanh,
+        ops.silu,
+        lambda t: ops.softcap(t, 30.0),
+        lambda t: ops.rms_norm(t, None, 1e-6),
+    ):
         want = op(x)
         for row in range(TILE):
             assert torch.equal(op(x[row : row + 1])[0], want[row])

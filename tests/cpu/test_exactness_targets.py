@@ -28,16 +28,17 @@ def experts(s: LayerSpec) -> LayerSpec:
 
 def _sharing(layers: tuple[LayerSpec, ...]) -> tuple[LayerSpec, ...]:
     sources = shared_kv([s.window is not None for s in layers], 3)
-    return tuple(replace(s, kv_from=source, n_ple=16, n_ff=96 if source is None else 192)
-                 for s, source in zip(layers, sources, strict=True))  # fmt: skip
+    return tuple(
+        replace(s, kv_from=source, n_ple=16, n_ff=96 if source is None else 192)
+        for s, source in zip(layers, sources, strict=True)
+    )
 
 
 CONFIGS: dict[str, Callable[[tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]] = {
     "experts": lambda layers: tuple(map(experts, layers)),
-    "experts, split": lambda layers: tuple(replace(experts(s), split_experts=True)
-                                           for s in layers),
+    "experts, split": lambda layers: tuple(replace(experts(s), split_experts=True) for s in layers),
     "per-layer, shared": _sharing,
-}  # fmt: skip
+}
 
 
 def config(name: str) -> gemma4.Config:
@@ -136,8 +137,9 @@ def test_only_layers_with_their_own_keys_have_a_cache() -> None:
     held = sum(c._rows.nbytes for c in made.caches)
     assert pages * budget.page(shapes) + slot == held
     rows = [c.capacity if c.window else pages * PAGE for c in made.caches]
-    assert held == sum(2 * 4 * n * c.n_kv * c.head_dim
-                       for n, c in zip(rows, made.caches, strict=True))  # fmt: skip
+    assert held == sum(
+        2 * 4 * n * c.n_kv * c.head_dim for n, c in zip(rows, made.caches, strict=True)
+    )
     assert [s.kv_from for s in made.config.layers] == [None, None, None, 1, 1, 2]
     assert (made.config.donor(True), made.config.donor(False)) == (1, 2)
 

@@ -28,19 +28,51 @@ def process(*argv: object, without: str = "", **env: str) -> subprocess.Complete
     """`g4spec` in a process of its own, from which the package `without` is missing."""
     hide = f"import sys; sys.modules[{without!r}] = None\n" if without else ""
     code = f"{hide}from g4spec.__main__ import main\nmain()"
-    return subprocess.run([sys.executable, "-c", code, *map(str, argv)], capture_output=True,
-                          text=True, check=False, timeout=120,
-                          env={**os.environ, "PYTHONPATH": str(ROOT), **env})  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, argv)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+    )
 
 
 # ---- flags of llama.cpp
 
 
 def test_flags_with_a_meaning_are_taken(files: tuple[str, str], g4spec: Cli) -> None:
-    ours = g4spec.json("generate", "-m", files[0], *SHORT, "--temp", 1, "--seed", 3, "--chat",
-                       "--cache-type", "f16", "--system", "be brief")  # fmt: skip
-    theirs = g4spec.json("generate", "-hf", files[0], *SHORT, "--temp", 1, "-s", 3, "--chat",
-                         "-ctk", "f16", "--cache-type-v=f16", "-sys", "be brief")  # fmt: skip
+    ours = g4spec.json(
+        "generate",
+        "-m",
+        files[0],
+        *SHORT,
+        "--temp",
+        1,
+        "--seed",
+        3,
+        "--chat",
+        "--cache-type",
+        "f16",
+        "--system",
+        "be brief",
+    )
+    theirs = g4spec.json(
+        "generate",
+        "-hf",
+        files[0],
+        *SHORT,
+        "--temp",
+        1,
+        "-s",
+        3,
+        "--chat",
+        "-ctk",
+        "f16",
+        "--cache-type-v=f16",
+        "-sys",
+        "be brief",
+    )
     assert theirs["ids"] == ours["ids"]
 
 
@@ -129,8 +161,13 @@ def test_threads_reach_torch(files: tuple[str, str]) -> None:
 
     def threads(*options: str, **more: str) -> str:
         words = ["generate", "-m", files[0], "-q", *map(str, SHORT), *options]
-        done = subprocess.run([sys.executable, "-c", probe, *words], capture_output=True, text=True,
-                              check=True, env={**env, "PYTHONPATH": str(ROOT), **more})  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", probe, *words],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**env, "PYTHONPATH": str(ROOT), **more},
+        )
         return done.stderr
 
     assert threads() == "1 PASSIVE"
@@ -161,26 +198,46 @@ def test_most_commands_do_without_torch(files: tuple[str, str], tmp_path: Path) 
     folder = tiny.target(tmp_path / "checkpoint")
     made, small = tmp_path / "t.gguf", tmp_path / "s.gguf"
     lines: list[tuple[object, ...]] = [
-        ("convert", folder, "-o", made), ("quantize", made, small, "--allow-requantize"),
-        ("inspect", small), ("validate", small), ("validate", "--list-rules"),
-        ("tokenize", "-m", files[0], "hello"), ("doctor", "--assume", "RTX 3090", "-m", "12b"),
+        ("convert", folder, "-o", made),
+        ("quantize", made, small, "--allow-requantize"),
+        ("inspect", small),
+        ("validate", small),
+        ("validate", "--list-rules"),
+        ("tokenize", "-m", files[0], "hello"),
+        ("doctor", "--assume", "RTX 3090", "-m", "12b"),
         ("recipe", "vllm", "-m", "12b", "--assume", "A100 80GB"),
-    ]  # fmt: skip
-    code = ("import json, sys\nsys.modules['torch'] = None\nfrom g4spec import cli\n"
-            "for line in json.loads(sys.argv[1]):\n"
-            "    assert cli.run([*line, '-q']) == 0, line")  # fmt: skip
+    ]
+    code = (
+        "import json, sys\nsys.modules['torch'] = None\nfrom g4spec import cli\n"
+        "for line in json.loads(sys.argv[1]):\n"
+        "    assert cli.run([*line, '-q']) == 0, line"
+    )
     text = json.dumps([[str(word) for word in line] for line in lines])
-    done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True,
-                          check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code, text],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
-    "words", [("generate", "-p", "a"), ("verify", "-md", "ngram"), ("bench",), ("perplexity", "x"),
-              ("imatrix", "x"), ("serve",), ("chat",)]
-)  # fmt: skip
-def test_the_others_say_what_to_install(words: tuple[str, ...], files: tuple[str, str],
-                                        tmp_path: Path) -> None:  # fmt: skip
+    "words",
+    [
+        ("generate", "-p", "a"),
+        ("verify", "-md", "ngram"),
+        ("bench",),
+        ("perplexity", "x"),
+        ("imatrix", "x"),
+        ("serve",),
+        ("chat",),
+    ],
+)
+def test_the_others_say_what_to_install(
+    words: tuple[str, ...], files: tuple[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "x").write_text("text")
     words = tuple(str(tmp_path / "x") if w == "x" else w for w in words)
     done = process(*words, "-m", files[0], without="torch")

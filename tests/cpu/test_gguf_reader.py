@@ -28,9 +28,15 @@ def text(s: bytes) -> bytes:
 
 
 def file(
-    path: Path, *, version: int = 3, kv: tuple[bytes, ...] = (), tensors: tuple[bytes, ...] = (),
-    data: bytes = b"", n_kv: int | None = None, n_tensors: int | None = None,
-) -> Path:  # fmt: skip
+    path: Path,
+    *,
+    version: int = 3,
+    kv: tuple[bytes, ...] = (),
+    tensors: tuple[bytes, ...] = (),
+    data: bytes = b"",
+    n_kv: int | None = None,
+    n_tensors: int | None = None,
+) -> Path:
     counts = (len(tensors) if n_tensors is None else n_tensors, len(kv) if n_kv is None else n_kv)
     head = struct.pack("<4sIqq", b"GGUF", version, *counts) + b"".join(kv + tensors)
     path.write_bytes(head + bytes(-len(head) % 32) + data)
@@ -48,12 +54,21 @@ def tensor(name: bytes, dims: tuple[int, ...], kind: int = 0, offset: int = 0) -
 def sample(path: Path) -> KV:
     kv: KV = {
         "general.architecture": string("gemma4"),
-        "s": string("ün\x00i"), "u32": u32(2**32 - 1), "f": f32(0.1), "yes": boolean(True),
-        "i8": Value(T.I8, -128), "i64": Value(T.I64, -(2**63)), "u64": Value(T.U64, 2**64 - 1),
-        "f64": Value(T.F64, 0.1), "u16": Value(T.U16, 7),
-        "bools": array(T.BOOL, [True, False]), "words": array(T.STRING, ["a", "", "▁the"]),
-        "ints": array(T.I32, [-1, 2]), "none": array(T.I32, []), "big": array(T.F32, [0.5] * 100),
-    }  # fmt: skip
+        "s": string("ün\x00i"),
+        "u32": u32(2**32 - 1),
+        "f": f32(0.1),
+        "yes": boolean(True),
+        "i8": Value(T.I8, -128),
+        "i64": Value(T.I64, -(2**63)),
+        "u64": Value(T.U64, 2**64 - 1),
+        "f64": Value(T.F64, 0.1),
+        "u16": Value(T.U16, 7),
+        "bools": array(T.BOOL, [True, False]),
+        "words": array(T.STRING, ["a", "", "▁the"]),
+        "ints": array(T.I32, [-1, 2]),
+        "none": array(T.I32, []),
+        "big": array(T.F32, [0.5] * 100),
+    }
     tensors = [
         TensorData("a.weight", (2, 3), 0, [np.arange(6, dtype=np.float32)]),
         TensorData("d2t", (3,), 27, [np.arange(3)]),
@@ -120,8 +135,11 @@ def test_we_read_what_gguf_py_writes(tmp_path: Path) -> None:
 
 
 def test_version_2_and_alignment_64(tmp_path: Path) -> None:
-    write(tmp_path / "a.gguf", {"general.alignment": u32(64)},
-          [TensorData(n, (1,), 0, [np.ones(1, np.float32)]) for n in "ab"])  # fmt: skip
+    write(
+        tmp_path / "a.gguf",
+        {"general.alignment": u32(64)},
+        [TensorData(n, (1,), 0, [np.ones(1, np.float32)]) for n in "ab"],
+    )
     raw = bytearray((tmp_path / "a.gguf").read_bytes())
     raw[4] = 2
     (tmp_path / "a.gguf").write_bytes(raw)
@@ -145,8 +163,10 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "nested array": ({"kv": (pair(b"k", 9, struct.pack("<iQ", 9, 1) + bytes(40)),)}, "arrays"),
     "huge array": ({"kv": (pair(b"k", 9, struct.pack("<iQ", 0, (1 << 30) + 1)),)}, "length"),
     "array beyond": ({"kv": (pair(b"k", 9, struct.pack("<iQ", 4, 1 << 29)),)}, "ends inside"),
-    "strings beyond": ({"kv": (pair(b"k", 9, struct.pack("<iQ", 8, 2) + struct.pack("<Q", 1 << 63)
-                                    + bytes(64)),)}, "ends inside"),
+    "strings beyond": (
+        {"kv": (pair(b"k", 9, struct.pack("<iQ", 8, 2) + struct.pack("<Q", 1 << 63) + bytes(64)),)},
+        "ends inside",
+    ),
     "alignment 0": ({"kv": (pair(ALIGN, 4, struct.pack("<I", 0)),)}, "power of two"),
     "alignment 48": ({"kv": (pair(ALIGN, 4, struct.pack("<I", 48)),)}, "power of two"),
     "alignment text": ({"kv": (pair(ALIGN, 8, text(b"32")),)}, "power of two"),
@@ -163,7 +183,7 @@ BAD: dict[str, tuple[dict[str, object], str]] = {
     "odd offset": ({"tensors": (tensor(b"t", (1,), 0, 4),), "data": bytes(64)}, "multiple of 32"),
     "offset beyond": ({"tensors": (tensor(b"t", (1,), 0, 1 << 62),)}, "beyond the end"),
     "truncated": ({"tensors": (tensor(b"t", (16,)),), "data": bytes(63)}, "truncated"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -206,8 +226,19 @@ def test_strings_that_are_not_text_are_named(tmp_path: Path) -> None:
 
 
 LIKE = b"\x05" + bytes(7) + b"five!"  # a text that looks like a string with its length
-ODD = [b"", b"\0", b"a\0b", bytes(9), LIKE, LIKE[:8], LIKE * 20, b"x" * 255, b"y" * 256,
-       b"z" * 70000, "é▁日🙂".encode()]  # fmt: skip
+ODD = [
+    b"",
+    b"\0",
+    b"a\0b",
+    bytes(9),
+    LIKE,
+    LIKE[:8],
+    LIKE * 20,
+    b"x" * 255,
+    b"y" * 256,
+    b"z" * 70000,
+    "é▁日🙂".encode(),
+]
 SHORT = st.binary(min_size=1, max_size=5) | st.text(min_size=1, max_size=5).map(str.encode)
 WORDS = st.lists(SHORT, min_size=1) | st.lists(SHORT | st.sampled_from(ODD), min_size=1)
 
@@ -224,8 +255,14 @@ def test_strings_split_at_once_are_those_read_in_turn(words: list[bytes]) -> Non
 
 
 @settings(max_examples=300, deadline=None)
-@given(words=WORDS, before=st.binary(max_size=9), after=st.binary(max_size=40),
-       window=st.integers(1, 99), block=st.integers(1, 5), least=st.integers(1, 5))  # fmt: skip
+@given(
+    words=WORDS,
+    before=st.binary(max_size=9),
+    after=st.binary(max_size=40),
+    window=st.integers(1, 99),
+    block=st.integers(1, 5),
+    least=st.integers(1, 5),
+)
 def test_strings_are_found_where_they_are(
     words: list[bytes], before: bytes, after: bytes, window: int, block: int, least: int
 ) -> None:

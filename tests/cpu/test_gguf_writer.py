@@ -95,8 +95,14 @@ def test_a_wrong_number_of_bytes_is_our_mistake(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-MISFITS = [u32(-1), u32(2**32), Value(T.I8, 128), array(T.I32, [2**31]), array(T.U32, [-1]),
-           array(T.I32, np.array([1 << 40]))]  # fmt: skip
+MISFITS = [
+    u32(-1),
+    u32(2**32),
+    Value(T.I8, 128),
+    array(T.I32, [2**31]),
+    array(T.U32, [-1]),
+    array(T.I32, np.array([1 << 40])),
+]
 
 
 @pytest.mark.parametrize("value", MISFITS)

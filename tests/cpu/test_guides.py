@@ -65,8 +65,10 @@ def test_commands(page: Path, line: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_what_the_pages_show(capsys: pytest.CaptureFixture[str]) -> None:
     """Output that a page prints is that of the command above it."""
     text = (ROOT / "docs" / "guides" / "my-gpu.md").read_text(encoding="utf-8")
-    (line,), (shown,) = re.findall(r"^    g4spec (.*)\n\n```text", text, re.M), re.findall(
-        r"```text\n(.*?)```", text, re.DOTALL)  # fmt: skip
+    (line,), (shown,) = (
+        re.findall(r"^    g4spec (.*)\n\n```text", text, re.M),
+        re.findall(r"```text\n(.*?)```", text, re.DOTALL),
+    )
     assert cli.run(shlex.split(line)) == 0
     assert shown in capsys.readouterr().out
 
@@ -110,9 +112,11 @@ def test_the_log_has_an_index() -> None:
     assert not missing, "a line for each section, with what came of it"
 
 
-@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"),
-                                  *(ROOT / "benchmarks").glob("*.md")],
-                         ids=lambda p: str(p.relative_to(ROOT)))  # fmt: skip
+@pytest.mark.parametrize(
+    "page",
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")],
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
 def test_links_lead_somewhere(page: Path) -> None:
     """Files and anchors of the repository."""
     text = re.sub(r"```.*?```|^    .*$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)

@@ -23,10 +23,26 @@ def known() -> Facts:
 
 
 def test_every_row_says_something(known: Facts) -> None:
-    silent = (rows.Card, rows.Capability, rows.Support, rows.Size, rows.Weights,
-              rows.Backend, Flag, Error, CacheTable, Fit, Reading)  # fmt: skip
-    empty = [r.id for r in known if not r.says and not isinstance(r, (*silent, Source))
-             and type(r).__name__ not in ("Length", "Draft")]  # fmt: skip
+    silent = (
+        rows.Card,
+        rows.Capability,
+        rows.Support,
+        rows.Size,
+        rows.Weights,
+        rows.Backend,
+        Flag,
+        Error,
+        CacheTable,
+        Fit,
+        Reading,
+    )
+    empty = [
+        r.id
+        for r in known
+        if not r.says
+        and not isinstance(r, (*silent, Source))
+        and type(r).__name__ not in ("Length", "Draft")
+    ]
     assert empty == []
 
 
@@ -78,8 +94,9 @@ def test_enough_error_texts(known: Facts) -> None:
 def test_each_sample_is_recognised_as_itself(known: Facts) -> None:
     for e in known.all(Error):
         line = f"(EngineCore pid=4711) ERROR 08-10 12:34:56 [core.py:946] {e.sample}"
-        hits = [x.id for x in known.all(Error)
-                if x.key in line.lower() and re.search(x.pattern, line)]  # fmt: skip
+        hits = [
+            x.id for x in known.all(Error) if x.key in line.lower() and re.search(x.pattern, line)
+        ]
         assert hits == [e.id]
         assert e.key == e.key.lower()
 
@@ -88,8 +105,14 @@ def test_each_sample_is_recognised_as_itself(known: Facts) -> None:
 
 
 def row(**more: Any) -> dict[str, Any]:
-    return {"id": "x", "source": ["https://a.example/b"], "date": "2026-11", "topic": "t",
-            "says": "s", **more}  # fmt: skip
+    return {
+        "id": "x",
+        "source": ["https://a.example/b"],
+        "date": "2026-11",
+        "topic": "t",
+        "says": "s",
+        **more,
+    }
 
 
 def without(key: str) -> dict[str, Any]:

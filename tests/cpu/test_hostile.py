@@ -31,8 +31,17 @@ from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz import mutation
 from tests.fuzz import readers as fuzzing
 
-NAMES = ["gguf", "dialect", "safetensors", "config", "target config", "tokenizer.json",
-         "tokenizer_config.json", "index", "template"]  # fmt: skip
+NAMES = [
+    "gguf",
+    "dialect",
+    "safetensors",
+    "config",
+    "target config",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "index",
+    "template",
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +89,28 @@ def test_the_fuzzer_sees_failures(surfaces: dict[str, fuzzing.Surface]) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner,
-                                                                max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
-)  # fmt: skip
-FAST = settings(max_examples=150, deadline=None,
-                suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+)
+FAST = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @FAST
-@given(entry=JSON | st.fixed_dictionaries({
-    "dtype": st.sampled_from(["F32", "BF16", "I64", "BOOL", "F8_E4M3", "X"]) | JSON,
-    "shape": st.lists(st.integers(-1, 1 << 63), max_size=5) | JSON,
-    "data_offsets": st.lists(st.integers(-1, 64), min_size=2, max_size=2) | JSON,
-}), data=st.binary(max_size=64))  # fmt: skip
+@given(
+    entry=JSON
+    | st.fixed_dictionaries(
+        {
+            "dtype": st.sampled_from(["F32", "BF16", "I64", "BOOL", "F8_E4M3", "X"]) | JSON,
+            "shape": st.lists(st.integers(-1, 1 << 63), max_size=5) | JSON,
+            "data_offsets": st.lists(st.integers(-1, 64), min_size=2, max_size=2) | JSON,
+        }
+    ),
+    data=st.binary(max_size=64),
+)
 @example(entry={"dtype": "F32", "shape": [0, 1 << 61], "data_offsets": [0, 0]}, data=b"")
 @example(entry={"dtype": "I8", "shape": [True], "data_offsets": [0, 1]}, data=b"1")
 @example(entry={"dtype": "I8", "shape": [1] * 65, "data_offsets": [0, 1]}, data=b"1")
@@ -117,9 +134,11 @@ def test_any_safetensors_entry(entry: Any, data: bytes, tmp_path: Path) -> None:
 @given(raw=st.binary(max_size=200))
 def test_any_bytes_as_json_gguf_and_safetensors(raw: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
-    for data, read in ((raw, lambda: safetensors.parse_json(raw, "x")),
-                       (raw, lambda: safetensors.read(path)),
-                       (b"GGUF\3\0\0\0" + raw, lambda: GGUF(path).close())):  # fmt: skip
+    for data, read in (
+        (raw, lambda: safetensors.parse_json(raw, "x")),
+        (raw, lambda: safetensors.read(path)),
+        (b"GGUF\3\0\0\0" + raw, lambda: GGUF(path).close()),
+    ):
         path.write_bytes(data)
         with suppress(G4Error):
             read()
@@ -134,9 +153,11 @@ def test_many_small_things_take_no_quadratic_time(tmp_path: Path) -> None:
     for arch, kind, size in (("dflash-draft", 0, 4), ("gemma4_mtp", 0, 4), ("dflash", 41, 18)):
         count = 18000
         names = [f"blk.{i}.post_attention_norm.weight" for i in range(count)]
-        write(path, {"general.architecture": string(arch)},
-              [TensorData(n, (128 if kind else 1,), kind,
-                          [bytes(size)]) for n in names])  # fmt: skip
+        write(
+            path,
+            {"general.architecture": string(arch)},
+            [TensorData(n, (128 if kind else 1,), kind, [bytes(size)]) for n in names],
+        )
         with suppress(G4Error):
             convert(path, tmp_path / "o.gguf", target=target_of(tmp_path))
     assert time.process_time() - start < 20
@@ -197,11 +218,11 @@ def test_dangling_and_circular_links(tmp_path: Path) -> None:
 GREEDY = {
     "one large value": "{{ 'a' * 10 ** 9 }}",
     "doubling": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}"
-                "{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n.x = n.x ~ n.x %}{% endfor %}",
     "padding": "{{ 'x'.ljust(10 ** 10) }}",
     "format": "{{ '%1000000000d' % 1 }}",
     "list": "{{ [1] * 10 ** 9 }}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GREEDY)

@@ -36,9 +36,11 @@ DRAFTS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 TARGETS: dict[str, dict[str, Any]] = {
-    "target": {}, "own-values": {"k_eq_v": False}, "experts": {"experts": 4},
+    "target": {},
+    "own-values": {"k_eq_v": False},
+    "experts": {"experts": 4},
     "per-layer": {"ple": 8, "shared": 2, "k_eq_v": False},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +113,9 @@ def test_an_assistants_ordering_with_ids_that_do_not_exist(
     with GGUF(home / "assistant.gguf") as g:
         ordering = list(g.numbers(ORDERING).tolist())
     ordering[5] = id
-    broken = changed(home / "assistant.gguf", tmp_path / "broken.gguf",
-                     **{ORDERING: array(T.I32, ordering)})  # fmt: skip
+    broken = changed(
+        home / "assistant.gguf", tmp_path / "broken.gguf", **{ORDERING: array(T.I32, ordering)}
+    )
     with pytest.raises(InputError, match=rf"{ORDERING} names a token outside.*found {id}"):
         Engine.load(home / "target.gguf", broken, n_ctx=64)
 
@@ -148,8 +151,9 @@ def test_suppressed_and_stop_ids_that_do_not_exist(
 
 
 def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
-    broken = changed(home / "target.gguf", tmp_path / "broken.gguf",
-                     general__architecture=array(T.I32, [1, 2]))  # fmt: skip
+    broken = changed(
+        home / "target.gguf", tmp_path / "broken.gguf", general__architecture=array(T.I32, [1, 2])
+    )
     for target, draft in ((broken, None), (home / "target.gguf", broken)):
         with pytest.raises(InputError):
             Engine.load(target, draft, n_ctx=64)

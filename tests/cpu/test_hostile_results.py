@@ -44,7 +44,7 @@ ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a spread that no float holds": lambda d: d["rows"][1].update(spread=[HUGE, HUGE]),
     "an acceptance that no float holds": lambda d: d["rows"][1].update(acceptance=HUGE),
     "a length of another type": lambda d: d["rows"][1].update(length=[4]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -108,12 +108,36 @@ def test_a_command_names_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     home.mkdir(parents=True)
     (home / "t.gguf").touch()
     monkeypatch.chdir(home.parent)
-    typed = ["g4spec", "bench", "-m", str(home / "t.gguf"), "-md", "z-lab/a-draft",
-             "--dataset=~/q.jsonl", f"--out={home}/r.json", "--report", "../x/r.html",
-             "somebody/t.gguf", "--draft-max", "1,2"]  # fmt: skip
+    typed = [
+        "g4spec",
+        "bench",
+        "-m",
+        str(home / "t.gguf"),
+        "-md",
+        "z-lab/a-draft",
+        "--dataset=~/q.jsonl",
+        f"--out={home}/r.json",
+        "--report",
+        "../x/r.html",
+        "somebody/t.gguf",
+        "--draft-max",
+        "1,2",
+    ]
     assert without_folders(typed) == [
-        "g4spec", "bench", "-m", "t.gguf", "-md", "z-lab/a-draft", "--dataset=q.jsonl",
-        "--out=r.json", "--report", "r.html", "t.gguf", "--draft-max", "1,2"]  # fmt: skip
+        "g4spec",
+        "bench",
+        "-m",
+        "t.gguf",
+        "-md",
+        "z-lab/a-draft",
+        "--dataset=q.jsonl",
+        "--out=r.json",
+        "--report",
+        "r.html",
+        "t.gguf",
+        "--draft-max",
+        "1,2",
+    ]
     assert "somebody" not in " ".join(without_folders(typed))
 
 
@@ -155,12 +179,17 @@ def test_what_belongs_to_another_user_is_not_used(
 
 
 HEADERS: dict[str, Any] = {
-    "no object": 7, "nothing": {}, "no resources": {"arch": "sm_80", "symbol": "f", "log": ""},
-    "other resources": {"resources": {"x": 1}}, "resources that are none": {"resources": 7},
+    "no object": 7,
+    "nothing": {},
+    "no resources": {"arch": "sm_80", "symbol": "f", "log": ""},
+    "other resources": {"resources": {"x": 1}},
+    "resources that are none": {"resources": 7},
     "a size that is none": {"resources": {"registers": "x", "spill": 0, "stack": 0, "shared": 0}},
-    "a name that is none": {"symbol": [1]}, "more": {"extra": 1}, "another code": {"code": "x"},
+    "a name that is none": {"symbol": [1]},
+    "more": {"extra": 1},
+    "another code": {"code": "x"},
     "another architecture": {"arch": "sm_90a"},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HEADERS)
@@ -211,8 +240,9 @@ cli.main()
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_run_without_a_word(first: int, second: int) -> None:
-    with subprocess.Popen([sys.executable, "-c", WAITING], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True) as run:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "ready\n"
         run.send_signal(first)
@@ -250,8 +280,9 @@ cli.main()
 def test_signals_that_meet_are_quiet(how: str) -> None:
     """Python tells of a signal that it lost, and of what a destructor raised."""
     code = AT_ONCE.replace("HOW", repr(how))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False,
-                          timeout=60)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False, timeout=60
+    )
     assert done.returncode in (130, 143, -signal.SIGINT) and done.stderr == b"", done
 
 
@@ -320,8 +351,11 @@ def test_the_json_of_the_server_has_no_control_character() -> None:
 
     bad = {"text": "\x1b]0;t\x07\x7f\x9b31m\n\u00e9"}
     record = logging.makeLogRecord({"msg": "m", "levelname": "INFO", "facts": bad})
-    for text in (event(bad)[6:].strip(), bytes(JSONAnswer(bad).body).decode(),
-                 JsonLines().format(record)):  # fmt: skip
+    for text in (
+        event(bad)[6:].strip(),
+        bytes(JSONAnswer(bad).body).decode(),
+        JsonLines().format(record),
+    ):
         assert not re.search("[\x00-\x1f\x7f-\x9f]", text) and "\u00e9" in text
         assert json.loads(text)["text"] == bad["text"]
 
@@ -343,8 +377,11 @@ def test_the_lock_file_names_what_was_tested_with_hashes() -> None:
         locked.setdefault(required.name, set()).add(version.version)
     for name, versions in locked.items():
         assert len(versions) <= 2, f"{name}: one for Python 3.10, one for the others"
-    tested = dict(line.split("==") for line in
-                  (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)  # fmt: skip
+    tested = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
     assert all(tested.get(n) in v | {None} for n, v in locked.items() if n != "cuda-bindings")
 
 

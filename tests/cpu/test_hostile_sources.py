@@ -86,8 +86,16 @@ def test_tensors_do_not_lie_on_each_other(distance: int, tmp_path: Path) -> None
         GGUF(path)
 
 
-@pytest.mark.parametrize("key", ["embedding_length", "attention.key_length", "target_hidden_size",
-                                 "feed_forward_length", "context_length"])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        "embedding_length",
+        "attention.key_length",
+        "target_hidden_size",
+        "feed_forward_length",
+        "context_length",
+    ],
+)
 def test_a_size_that_no_model_has_is_refused(key: str, tmp_path: Path) -> None:
     """53 KB with an embedding_length of 2143012467 took 8.2 GB before any shape was checked."""
     file = fixtures.KINDS["eagle3"]()
@@ -138,13 +146,24 @@ def large(path: Path) -> None:
         f.truncate(regular.MAX_WHOLE + 1)
 
 
-NOT_FILES: dict[str, Callable[[Path], None]] = {"device": device, "socket": sock, "pipe": os.mkfifo,
-                                               "large": large}  # fmt: skip
+NOT_FILES: dict[str, Callable[[Path], None]] = {
+    "device": device,
+    "socket": sock,
+    "pipe": os.mkfifo,
+    "large": large,
+}
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json",
-                                  "generation_config.json", "tokenizer.json",
-                                  "chat_template.jinja"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "model.safetensors.index.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+    ],
+)
 @pytest.mark.parametrize("kind", NOT_FILES)
 def test_what_is_read_whole_is_a_small_file(
     name: str, kind: str, family: Path, draft: Path, tmp_path: Path
@@ -193,9 +212,17 @@ def test_a_target_without_merges_is_refused(family: Path, draft: Path, tmp_path:
 # ---- links
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "chat_template.jinja",
-                                  "tokenizer.json", "tokenizer_config.json",
-                                  "model.safetensors"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors",
+    ],
+)
 def test_a_link_out_of_a_checkpoint_is_refused(name: str, family: Path, tmp_path: Path) -> None:
     """`chat_template.jinja -> ~/.ssh/id_rsa` became part of a file that is published."""
     target = Path(shutil.copytree(family / "target", tmp_path / "target"))
@@ -263,10 +290,16 @@ except InputError as e:
 """
 
 
-@pytest.mark.parametrize("how,kind,type", [
-    ("truncate", "folder", "bf16"), ("truncate", "folder", "q8_0"), ("truncate", "gguf", "bf16"),
-    ("write", "folder", "bf16"), ("replace", "gguf", "bf16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "how,kind,type",
+    [
+        ("truncate", "folder", "bf16"),
+        ("truncate", "folder", "q8_0"),
+        ("truncate", "gguf", "bf16"),
+        ("write", "folder", "bf16"),
+        ("replace", "gguf", "bf16"),
+    ],
+)
 def test_a_source_that_changes_is_noticed(how: str, kind: str, type: str, tmp_path: Path) -> None:
     """A truncated one killed the process (SIGBUS); any other gave a file made of both."""
     source = tiny.target(tmp_path / "t", layers=6, hidden=256, inter=512)
@@ -278,7 +311,10 @@ def test_a_source_that_changes_is_noticed(how: str, kind: str, type: str, tmp_pa
     out = tmp_path / "o.gguf"
     done = subprocess.run(
         [sys.executable, "-c", CHANGING, str(source), str(out), str(change), how, type],
-        capture_output=True, text=True, check=False)  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 3, done
     assert "became shorter" in done.stdout or "changed while it was read" in done.stdout
     assert not out.exists() and not list(tmp_path.glob(".*.tmp"))
@@ -306,9 +342,14 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("command", [
-    ["generate", "-p", "a", "-n", "2", "--device", "cpu"], ["validate", "--json"], ["threads"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "-p", "a", "-n", "2", "--device", "cpu"],
+        ["validate", "--json"],
+        ["threads"],
+    ],
+)
 def test_a_file_that_is_cut_while_it_is_mapped(command: list[str], tmp_path: Path) -> None:
     """It killed `generate` and `validate` (SIGBUS), without a word."""
     source = tiny.target(tmp_path / "t", layers=6, hidden=256, inter=512)
@@ -316,8 +357,13 @@ def test_a_file_that_is_cut_while_it_is_mapped(command: list[str], tmp_path: Pat
     convert(source, path, type="bf16")
     how, words = ("threads", ["validate"]) if command == ["threads"] else ("plain", command)
     words += [str(path)] if "validate" in words else ["-m", str(path)]
-    done = subprocess.run([sys.executable, "-c", CUT, how, str(path), *words],
-                          capture_output=True, text=True, check=False, timeout=60)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", CUT, how, str(path), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert done.returncode == 3, done
     assert done.stderr.endswith("Run the command again when nothing writes to its files\n"), done
     assert done.stderr.count("became shorter while it was read") == 1, done
@@ -339,14 +385,17 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "another draft's": lambda p: fixtures.zlab().write(p),
     "no digest": lambda p: p.with_name(p.name + ".sha256").unlink(),
     "digest cut": lambda p: os.truncate(p.with_name(p.name + ".sha256"), 0),
-    "digest is a folder": lambda p: (p.with_name(p.name + ".sha256").unlink(),
-                                     p.with_name(p.name + ".sha256").mkdir()),
-}  # fmt: skip
+    "digest is a folder": lambda p: (
+        p.with_name(p.name + ".sha256").unlink(),
+        p.with_name(p.name + ".sha256").mkdir(),
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_entry_is_made_again(kind: str, family: Path, draft: Path,
-                                       tmp_path: Path) -> None:  # fmt: skip
+def test_a_damaged_entry_is_made_again(
+    kind: str, family: Path, draft: Path, tmp_path: Path
+) -> None:
     path = entry(family, draft, tmp_path / "cache")
     want = path.read_bytes()
     DAMAGE[kind](path)

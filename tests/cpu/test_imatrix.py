@@ -82,8 +82,11 @@ def test_what_is_no_imatrix_is_refused(fault: str, tmp_path: Path, source: Path)
     sums = np.ones((1, 4), np.float32)
     if fault in ("negative", "nan"):
         sums[0, 2] = {"negative": -1, "nan": np.nan}[fault]
-    kv = {"general.type": string("imatrix"), "imatrix.chunk_count": u32(1),
-          "imatrix.chunk_size": u32(512)}  # fmt: skip
+    kv = {
+        "general.type": string("imatrix"),
+        "imatrix.chunk_count": u32(1),
+        "imatrix.chunk_size": u32(512),
+    }
     form = quant.get("f16" if fault == "f16" else "f32")
     stored = sums.astype(np.float16 if fault == "f16" else np.float32)
     found = [TensorData("w.in_sum2", (1, 4), form.type, [stored])]
@@ -96,8 +99,13 @@ def test_what_is_no_imatrix_is_refused(fault: str, tmp_path: Path, source: Path)
         path.write_bytes(b"\x05\x00\x00\x00legacy")
     with pytest.raises(InputError) as e:
         imatrix.read(source if fault == "model" else path)
-    said = {"text": "llama-imatrix --in-file x.gguf", "model": "not an importance matrix",
-            "counts": "w.counts", "f16": "w.in_sum2", "chunks": "chunk_size"}  # fmt: skip
+    said = {
+        "text": "llama-imatrix --in-file x.gguf",
+        "model": "not an importance matrix",
+        "counts": "w.counts",
+        "f16": "w.in_sum2",
+        "chunks": "chunk_size",
+    }
     assert said.get(fault, "w: a sum or count") in str(e.value)
 
 
@@ -109,9 +117,11 @@ def weighted_error(x: Floats, got: Floats, weights: Floats) -> float:
 def importance(n: int) -> dict[str, Floats]:
     """Weights of columns as activations make them, and worse."""
     rng = np.random.default_rng(23)
-    return {"even": np.exp(rng.standard_normal(n)).astype(np.float32),
-            "uneven": np.exp(3 * rng.standard_normal(n)).astype(np.float32),
-            "few": np.where(rng.random(n) < 0.02, 100, 1).astype(np.float32)}  # fmt: skip
+    return {
+        "even": np.exp(rng.standard_normal(n)).astype(np.float32),
+        "uneven": np.exp(3 * rng.standard_normal(n)).astype(np.float32),
+        "few": np.where(rng.random(n) < 0.02, 100, 1).astype(np.float32),
+    }
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
@@ -165,13 +175,19 @@ def test_mixes_choose_as_upstream_with_an_imatrix(kind: str, tmp_path: Path) -> 
     sizes = {"wide": {"heads": 8, "kv": 2}, "experts": {"experts": 4, "expert_inter": 256}}
     observed = json.loads((ROOT / "tests" / "data" / "mixes-imatrix.json").read_text())
     path = tmp_path / "t.gguf"
-    convert(tiny.target(tmp_path / kind, layers=18, hidden=256, inter=256, **sizes[kind]), path,
-            type="f16")  # fmt: skip
+    convert(
+        tiny.target(tmp_path / kind, layers=18, hidden=256, inter=256, **sizes[kind]),
+        path,
+        type="f16",
+    )
     for mix, wanted in observed[kind].items():
         plan = quantize(path, tmp_path / "x", mix, importance=of(path), dry_run=True).plan
-        expected = {f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
-                    for form, parts in wanted.items() for part, layers in parts.items()
-                    for i in layers.split() or [""]}  # fmt: skip
+        expected = {
+            f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
+            for form, parts in wanted.items()
+            for part, layers in parts.items()
+            for i in layers.split() or [""]
+        }
         found = {r.name: r.type for r in plan.rows if r.type not in ("F32", "F16")}
         assert found == expected, mix
 
@@ -203,8 +219,13 @@ def test_an_imatrix_of_another_model_is_refused(source: Path, tmp_path: Path) ->
         quantize(source, tmp_path / "x.gguf", "q4_0", importance=other)
     assert not (tmp_path / "x.gguf").exists()
     part = {n: e for n, e in found.entries.items() if "attn_q" not in n}
-    notes = quantize(source, tmp_path / "x.gguf", "q4_0", dry_run=True,
-                     importance=Imatrix(part, 1, 512, [], "part.gguf")).notes  # fmt: skip
+    notes = quantize(
+        source,
+        tmp_path / "x.gguf",
+        "q4_0",
+        dry_run=True,
+        importance=Imatrix(part, 1, 512, [], "part.gguf"),
+    ).notes
     assert "part.gguf has nothing about blk.0.attn_q.weight" in notes[0]
     result = quantize(source, tmp_path / "x.gguf", "q8_0", importance=found)
     assert "made.gguf changes nothing" in result.notes[0]

@@ -81,9 +81,14 @@ def test_never_costs_more_when_the_draft_turns_bad(name: str, good: int, ahead: 
     """All is accepted until the policy trusts the draft, then nothing ever again, or in turns."""
     costs = Costs(MACHINES[name])
     for again in (10**9, good + 150):
-        bill = play(Auto(MACHINES[name]), costs,
-                    lambda count, bill, again=again: 15 * (bill.tokens % again < good),
-                    15, 1200, ahead)  # fmt: skip
+        bill = play(
+            Auto(MACHINES[name]),
+            costs,
+            lambda count, bill, again=again: 15 * (bill.tokens % again < good),
+            15,
+            1200,
+            ahead,
+        )
         assert bill.seconds <= 1.02 * bill.tokens * costs[0] * (1 + 1e-12)
 
 
@@ -131,8 +136,9 @@ def test_never_costs_more_when_texts_end_inside_a_proposal(ahead: bool) -> None:
         assert bill.over <= 1e-9
 
 
-@pytest.mark.parametrize("table", [{0: 1.0, 1: 1.5, 15: 6.0}, {0: 1.0, 1: 1.2, 15: 3.0},
-                                   {0: 1.0, 1: 1.3, 15: 2.2}])  # fmt: skip
+@pytest.mark.parametrize(
+    "table", [{0: 1.0, 1: 1.5, 15: 6.0}, {0: 1.0, 1: 1.2, 15: 3.0}, {0: 1.0, 1: 1.3, 15: 2.2}]
+)
 def test_never_costs_more_over_short_texts(table: dict[int, float]) -> None:
     """Each begins with the prompt's own token, which is no cycle, and ends inside a proposal."""
     costs = Costs(table)

@@ -34,13 +34,19 @@ def table(
 ) -> Table:
     """Costs of up to 8 texts: of 1 and of 15 drafted tokens each over a plain step, and of each
     further text over the first."""
-    return {(n, count): step * (1 + growth * (n - 1)) * factor
-            for n in (1, 2, 4, 8)
-            for count, factor in ((0, 1.0), (1, one), (MAX_DRAFT, longest))}  # fmt: skip
+    return {
+        (n, count): step * (1 + growth * (n - 1)) * factor
+        for n in (1, 2, 4, 8)
+        for count, factor in ((0, 1.0), (1, one), (MAX_DRAFT, longest))
+    }
 
 
-TABLES = {"cheap": table(1.08, 1.2), "usual": table(), "dear": table(1.3, 2.4, 0.4),
-          "very dear": table(1.6, 6.0, 0.9)}  # fmt: skip
+TABLES = {
+    "cheap": table(1.08, 1.2),
+    "usual": table(),
+    "dear": table(1.3, 2.4, 0.4),
+    "very dear": table(1.6, 6.0, 0.9),
+}
 
 
 def chance(accept: float, seed: int) -> Held:
@@ -348,16 +354,27 @@ def test_the_plan_is_the_best_of_all_by_what_is_known(padded: bool) -> None:
         costs = lengths.costs
         assert costs is not None
         tokens = [t.acceptance.expected(most) for t in texts]
-        rates = {tuple(v): sum(t[n] for t, n in zip(tokens, v, strict=True)) / costs(v)
-                 for v in vectors(4, most)}  # fmt: skip
+        rates = {
+            tuple(v): sum(t[n] for t, n in zip(tokens, v, strict=True)) / costs(v)
+            for v in vectors(4, most)
+        }
         shares.append(rates[tuple(counts)] / max(rates.values()))
     assert min(shares) > (0.999 if padded else 0.97), min(shares)
     assert sum(shares) / len(shares) > 0.995
 
 
 @BACKENDS
-@pytest.mark.parametrize("accepts", [(0.95, 0.8, 0.6), (0.9, 0.9, 0.9, 0.9), (0.95, 0.7, 0.7, 0.5),
-                                     (0.6, 0.5), (0.97, 0.55), (0.95, 0.9, 0.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    "accepts",
+    [
+        (0.95, 0.8, 0.6),
+        (0.9, 0.9, 0.9, 0.9),
+        (0.95, 0.7, 0.7, 0.5),
+        (0.6, 0.5),
+        (0.97, 0.55),
+        (0.95, 0.9, 0.5),
+    ],
+)
 def test_comes_close_to_the_best_budget(accepts: tuple[float, ...], padded: bool) -> None:
     """The best one in which no text loses is found by search, with acceptance known."""
     most = 6
@@ -474,8 +491,17 @@ def test_an_engine_measures_and_counts_contexts() -> None:
 
 
 def test_costs_by_texts_and_rows() -> None:
-    measured = {(1, 0): 1.0, (1, 1): 1.5, (1, 5): 2.5, (2, 0): 1.2, (2, 1): 2.0, (2, 5): 4.0,
-                (4, 0): 1.6, (4, 1): 3.0, (4, 5): 7.0}  # fmt: skip
+    measured = {
+        (1, 0): 1.0,
+        (1, 1): 1.5,
+        (1, 5): 2.5,
+        (2, 0): 1.2,
+        (2, 1): 2.0,
+        (2, 5): 4.0,
+        (4, 0): 1.6,
+        (4, 1): 3.0,
+        (4, 5): 7.0,
+    }
     dense, padded = Costs(measured), Costs(measured, padded=True)
     for costs in (dense, padded):
         for (texts, count), seconds in measured.items():

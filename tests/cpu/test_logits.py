@@ -82,8 +82,9 @@ def test_bias_of_an_unknown_token_is_refused() -> None:
 def test_bfloat16_logits_are_edited_in_float32() -> None:
     logits = rows(2)[0].bfloat16()
     sampler = Sampler(presence_penalty=0.001)
-    assert torch.equal(edited(logits, sampler, history()),
-                       edited(logits.float(), sampler, history()))  # fmt: skip
+    assert torch.equal(
+        edited(logits, sampler, history()), edited(logits.float(), sampler, history())
+    )
 
 
 def test_truncate_undoes_extend() -> None:
@@ -208,8 +209,10 @@ def test_masks_are_asked_about_accepted_tokens_only() -> None:
         return torch.arange(V) == 20 + len(tokens)
 
     assert choose_rows(rows(3, 5), [20, 21, 30, 31], 0, Sampler(), History([], V), mask) == [
-        20, 21, 22,
-    ]  # fmt: skip
+        20,
+        21,
+        22,
+    ]
     assert asked == [[], [20], [20, 21]]
 
 
@@ -305,9 +308,15 @@ def test_raw_logits_are_never_sampled_without_their_edits(kw: dict[str, float]) 
 
 @pytest.mark.parametrize(
     "text,want",
-    [("15043+1", 1.0), ("15043-1.5", -1.5), ("15043=2", 2.0), ("15043=-3e1", -30.0),
-     ("15043-inf", -math.inf), ("15043=-inf", -math.inf)],
-)  # fmt: skip
+    [
+        ("15043+1", 1.0),
+        ("15043-1.5", -1.5),
+        ("15043=2", 2.0),
+        ("15043=-3e1", -30.0),
+        ("15043-inf", -math.inf),
+        ("15043=-inf", -math.inf),
+    ],
+)
 def test_logit_bias_is_parsed(text: str, want: float) -> None:
     assert logit_bias([text, "1+0"]) == ((15043, want), (1, 0.0))
     assert logit_bias(None) == ()
@@ -319,9 +328,7 @@ def test_a_malformed_logit_bias_is_a_usage_error(text: str) -> None:
         logit_bias([text])
 
 
-def accept(
-    logits: torch.Tensor, drafted: list[int], position: int, sampler: Sampler
-) -> list[int]:
+def accept(logits: torch.Tensor, drafted: list[int], position: int, sampler: Sampler) -> list[int]:
     """Tokens row by row, up to the first that was not drafted."""
     chosen: list[int] = []
     for i, row in enumerate(logits):

@@ -155,8 +155,9 @@ def test_impossible_contexts_are_usage_errors(tmp_path: Path, n_ctx: int) -> Non
         Engine.load(tokens.target_file(tmp_path / "t.gguf"), n_ctx=n_ctx)
 
 
-@pytest.mark.parametrize("prompt,match", [([], "empty"), ([-1], "vocabulary"), ([10**6], "vocab"),
-                                          ([2] * 65, "context")])  # fmt: skip
+@pytest.mark.parametrize(
+    "prompt,match", [([], "empty"), ([-1], "vocabulary"), ([10**6], "vocab"), ([2] * 65, "context")]
+)
 def test_prompts_that_cannot_be_read(tmp_path: Path, prompt: list[int], match: str) -> None:
     engine = Engine.load(tokens.target_file(tmp_path / "t.gguf"), n_ctx=64)
     with pytest.raises(InputError, match=match):

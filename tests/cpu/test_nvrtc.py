@@ -219,9 +219,13 @@ def test_compiling_in_a_script_without_a_main_guard(kernel: Path) -> None:
         "print(len(compile_all(jobs, workers=2)))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-"], input=script, capture_output=True, text=True, check=False,
+        [sys.executable, "-"],
+        input=script,
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     assert (done.stdout, done.stderr) == ("3\n", "")
 
 
@@ -243,9 +247,15 @@ def test_an_unknown_instance(kernel: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["#include <cuda_fp16.h>", '#include "missing.cuh"', '#include "../norm.cu"',
-             '# include "formats/q4_k.cuh"', "#if 0\n#include <vector>\n#endif"],
-)  # fmt: skip
+    "line",
+    [
+        "#include <cuda_fp16.h>",
+        '#include "missing.cuh"',
+        '#include "../norm.cu"',
+        '# include "formats/q4_k.cuh"',
+        "#if 0\n#include <vector>\n#endif",
+    ],
+)
 def test_only_own_includes(kernel: Path, line: str) -> None:
     header = kernel.parent / "include" / "inner.cuh"
     header.write_text(line + "\n")
@@ -260,13 +270,25 @@ def test_one_name_in_two_folders(kernel: Path) -> None:
 
 
 def test_architectures_of_devices() -> None:
-    known = {(7, 0): "sm_70", (7, 5): "sm_75", (8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89",
-             (9, 0): "sm_90a", (10, 0): "sm_100", (12, 0): "sm_120", (12, 1): "sm_121"}  # fmt: skip
+    known = {
+        (7, 0): "sm_70",
+        (7, 5): "sm_75",
+        (8, 0): "sm_80",
+        (8, 6): "sm_86",
+        (8, 9): "sm_89",
+        (9, 0): "sm_90a",
+        (10, 0): "sm_100",
+        (12, 0): "sm_120",
+        (12, 1): "sm_121",
+    }
     assert tuple(nvrtc.arch_of(*each) for each in known) == nvrtc.ARCHS == tuple(known.values())
     assert tuple(nvrtc.SHARED_LIMIT) == nvrtc.ARCHS
     assert [nvrtc.arch_of(*each) for each in ((10, 3), (12, 2))] == ["sm_100", "sm_121"]
     assert [nvrtc.arch_of(*each) for each in ((7, 2), (8, 7), (11, 0))] == [
-        "sm_72", "sm_87", "sm_110"]  # fmt: skip
+        "sm_72",
+        "sm_87",
+        "sm_110",
+    ]
     with pytest.raises(Unsupported, match=r"7\.0.*found 6\.1"):
         nvrtc.arch_of(6, 1)
 

@@ -8,9 +8,11 @@ from tests.gpu.parity import CASES
 
 
 def replaced() -> set[str]:
-    return {n for n in dir(Ops)
-            if n[0] != "_" and callable(getattr(Ops, n))
-            and getattr(CudaOps, n) is not getattr(Ops, n)}  # fmt: skip
+    return {
+        n
+        for n in dir(Ops)
+        if n[0] != "_" and callable(getattr(Ops, n)) and getattr(CudaOps, n) is not getattr(Ops, n)
+    }
 
 
 def test_every_override_has_a_parity_case() -> None:

@@ -97,8 +97,10 @@ class Unit:
             return word >> first + j + high & 1
         if self.name == "q6_k":
             word = self.u32(self.sizes["q"] + 4 * (2 * at + j // 2))
-            fields = {0: {(0, 0): 4, (0, 1): 12, (1, 0): 2, (1, 1): 10},
-                      1: {(0, 0): 6, (0, 1): 14, (1, 0): 0, (1, 1): 8}}  # fmt: skip
+            fields = {
+                0: {(0, 0): 4, (0, 1): 12, (1, 0): 2, (1, 1): 10},
+                1: {(0, 0): 6, (0, 1): 14, (1, 0): 0, (1, 1): 8},
+            }
             return word >> fields[j % 2][h, e // 2] + high & 3
         return 0
 
@@ -169,23 +171,34 @@ class NumberUnit(Unit):
         return d * np.float32(scale) * code / np.float32(self.share)
 
 
-_SIGNED = {name: [*kinds, *(-k for k in kinds)] for name, kinds in (
-    ("iq3_s", range(1, 16, 2)), ("iq3_xxs", codebook.GRIDS["iq3_xxs"][2]), ("iq2", (8, 25, 43, 0)),
-)}  # fmt: skip
+_SIGNED = {
+    name: [*kinds, *(-k for k in kinds)]
+    for name, kinds in (
+        ("iq3_s", range(1, 16, 2)),
+        ("iq3_xxs", codebook.GRIDS["iq3_xxs"][2]),
+        ("iq2", (8, 25, 43, 0)),
+    )
+}
 _IQ1 = [-7, 1, 9, 0, -9, -1, 7, 0]
 TABLES: dict[str, tuple[int, Sequence[float], int]] = {
-    "iq4_nl": (4, codebook.LINEAR_4.tolist(), 1), "iq4_xs": (4, codebook.LINEAR_4.tolist(), 1),
-    "mxfp4": (4, codebook.E2M1.tolist(), 1), "nvfp4": (4, codebook.E2M1.tolist(), 1),
-    "iq3_s": (4, _SIGNED["iq3_s"], 1), "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
-    "q3_k": (3, range(-4, 4), 1), "q2_k": (2, range(4), 1),
+    "iq4_nl": (4, codebook.LINEAR_4.tolist(), 1),
+    "iq4_xs": (4, codebook.LINEAR_4.tolist(), 1),
+    "mxfp4": (4, codebook.E2M1.tolist(), 1),
+    "nvfp4": (4, codebook.E2M1.tolist(), 1),
+    "iq3_s": (4, _SIGNED["iq3_s"], 1),
+    "iq3_xxs": (4, _SIGNED["iq3_xxs"], 4),
+    "q3_k": (3, range(-4, 4), 1),
+    "q2_k": (2, range(4), 1),
     **{name: (3, _SIGNED["iq2"], 8) for name in ("iq2_s", "iq2_xs", "iq2_xxs")},
-    "iq1_m": (3, _IQ1, 8), "iq1_s": (3, _IQ1, 8),
-}  # fmt: skip
+    "iq1_m": (3, _IQ1, 8),
+    "iq1_s": (3, _IQ1, 8),
+}
 """Bits of a code, entries, and what a scale is divided by."""
 
 
-@pytest.mark.parametrize(("name", "unit"),
-                         [(n, u) for n in packing.PARTS for u in packing.units_of(n)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "unit"), [(n, u) for n in packing.PARTS for u in packing.units_of(n)]
+)
 def test_values_lie_where_the_layout_says(name: str, unit: int) -> None:
     rows, columns = 200, 3 * unit
     raw = random_blocks(name, rows, columns)

@@ -100,9 +100,7 @@ def test_figures_of_known_distributions() -> None:
     assert found.moved.value == pytest.approx(math.sqrt((0.25**2 + 0.125**2) / 3))
 
 
-def test_an_importance_matrix_equals_llama_imatrixs(
-    engine: Engine, parts: list[list[int]]
-) -> None:
+def test_an_importance_matrix_equals_llama_imatrixs(engine: Engine, parts: list[list[int]]) -> None:
     """`imatrix-needle.json`: sum, fourth and largest of its sums by matrix, of the same chunks."""
     plain = engine.target.model.ops
     found = importance.collect(engine, parts, "needle.txt")
@@ -188,10 +186,13 @@ def test_on_the_command_line(trained: Path, tmp_path: Path, capsys: Any) -> None
     assert cli.run(["perplexity", "-m", str(trained), str(text)]) == 3  # too short for 512
 
 
-def test_models_of_two_vocabularies_are_not_compared(engine: Engine, tmp_path: Path,
-                                                     parts: list[list[int]]) -> None:  # fmt: skip
+def test_models_of_two_vocabularies_are_not_compared(
+    engine: Engine, tmp_path: Path, parts: list[list[int]]
+) -> None:
     path = tmp_path / "t.gguf"
     convert(tiny.target(tmp_path / "target"), path, type="f16")
-    with (Engine.load(path, n_ctx=512) as other,
-          pytest.raises(InputError, match="different vocabularies")):  # fmt: skip
+    with (
+        Engine.load(path, n_ctx=512) as other,
+        pytest.raises(InputError, match="different vocabularies"),
+    ):
         perplexity.measure(engine, parts, other)

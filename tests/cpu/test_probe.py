@@ -28,8 +28,11 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def probed(family: Path, draft: Path, monkeypatch: Any, keep: tuple[str, ...]) -> probe.Probe:
     """A short probe that tries only settings whose name begins with one of `keep`."""
     every = probe.variants
-    monkeypatch.setattr(probe, "variants", lambda file: [
-        (name, kv) for name, kv in every(file) if name.startswith(keep)])  # fmt: skip
+    monkeypatch.setattr(
+        probe,
+        "variants",
+        lambda file: [(name, kv) for name, kv in every(file) if name.startswith(keep)],
+    )
     return probe.probe(family / "target.gguf", draft, n_predict=24, count=1)
 
 

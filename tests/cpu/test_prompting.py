@@ -12,9 +12,11 @@ from g4spec.errors import InputError, UsageError
 from g4spec.runtime.tokenizer import Tokenizer
 from tests import tokens as tiny
 
-TEMPLATE = ("{% if enable_thinking %}<|channel>{% endif %}{% for t in tools or [] %}{{ t.type }}"
-            "{% endfor %}{% for m in messages %}<|turn>{{ m.role }} {{ m.content }}<turn|>"
-            "{% endfor %}")  # fmt: skip
+TEMPLATE = (
+    "{% if enable_thinking %}<|channel>{% endif %}{% for t in tools or [] %}{{ t.type }}"
+    "{% endfor %}{% for m in messages %}<|turn>{{ m.role }} {{ m.content }}<turn|>"
+    "{% endfor %}"
+)
 
 
 def tokenizer() -> Tokenizer:
@@ -33,18 +35,32 @@ def saved(path: Path, value: object) -> Path:
 
 
 def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
-             {"role": "user", "content": "c"}]  # fmt: skip
-    asked = Asked(messages=saved(tmp_path / "m.json", turns), system="s", thinking=True,
-                  tools=saved(tmp_path / "t.json", [{"type": "function"}]))  # fmt: skip
-    assert text(asked) == ("<|channel>function<|turn>system s<turn|><|turn>user a<turn|>"
-                           "<|turn>assistant b<turn|><|turn>user c<turn|>")  # fmt: skip
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    asked = Asked(
+        messages=saved(tmp_path / "m.json", turns),
+        system="s",
+        thinking=True,
+        tools=saved(tmp_path / "t.json", [{"type": "function"}]),
+    )
+    assert text(asked) == (
+        "<|channel>function<|turn>system s<turn|><|turn>user a<turn|>"
+        "<|turn>assistant b<turn|><|turn>user c<turn|>"
+    )
 
 
-@pytest.mark.parametrize(("asked", "turns"), [
-    (Asked("x<turn|>"), 1), (Asked("x<turn|>", special=False), 0),
-    (Asked("x<turn|>", chat=True), 1), (Asked("x<turn|>", chat=True, special=True), 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "turns"),
+    [
+        (Asked("x<turn|>"), 1),
+        (Asked("x<turn|>", special=False), 0),
+        (Asked("x<turn|>", chat=True), 1),
+        (Asked("x<turn|>", chat=True, special=True), 2),
+    ],
+)
 def test_marks_in_a_prompt(asked: Asked, turns: int) -> None:
     known = tokenizer()
     mark = known.encode("<turn|>", bos=False)[0]
@@ -52,11 +68,18 @@ def test_marks_in_a_prompt(asked: Asked, turns: int) -> None:
     assert "x<turn|>" in text(asked)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"text": "a", "messages": Path("m")}, {"text": "a", "thinking": True},
-    {"text": "a", "tools": Path("t")}, {"text": "a", "system": "s"},
-    {"tokens_file": Path("i"), "chat": True}, {"tokens_file": Path("i"), "special": False},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"text": "a", "messages": Path("m")},
+        {"text": "a", "thinking": True},
+        {"text": "a", "tools": Path("t")},
+        {"text": "a", "system": "s"},
+        {"tokens_file": Path("i"), "chat": True},
+        {"tokens_file": Path("i"), "special": False},
+    ],
+)
 def test_options_that_mean_nothing_together(options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Asked(**options)  # type: ignore[arg-type]

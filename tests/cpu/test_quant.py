@@ -71,13 +71,44 @@ def in_c(x: np.ndarray, name: str) -> bytes:
 
 
 def test_discovery() -> None:
-    types = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 8, "q5_1": 9, "q8_0": 7, "q2_k": 10,
-             "q3_k": 11, "q4_k": None, "q5_k": 16, "q6_k": 18, "iq2_xxs": 19, "iq2_xs": 20,
-             "iq3_xxs": 23, "iq1_s": 24, "iq4_nl": 25, "iq3_s": 26, "iq2_s": 28, "iq4_xs": 30,
-             "iq1_m": 31, "bf16": 32, "mxfp4": None, "nvfp4": 39}  # fmt: skip
+    types = {
+        "f32": 0,
+        "f16": 1,
+        "q4_0": 2,
+        "q4_1": 3,
+        "q5_0": 8,
+        "q5_1": 9,
+        "q8_0": 7,
+        "q2_k": 10,
+        "q3_k": 11,
+        "q4_k": None,
+        "q5_k": 16,
+        "q6_k": 18,
+        "iq2_xxs": 19,
+        "iq2_xs": 20,
+        "iq3_xxs": 23,
+        "iq1_s": 24,
+        "iq4_nl": 25,
+        "iq3_s": 26,
+        "iq2_s": 28,
+        "iq4_xs": 30,
+        "iq1_m": 31,
+        "bf16": 32,
+        "mxfp4": None,
+        "nvfp4": 39,
+    }
     assert {n: f.file_type for n, f in quant.readable().items()} == types
-    only_read = {"iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s", "iq3_s", "iq2_s", "iq1_m", "mxfp4",
-                 "nvfp4"}  # fmt: skip
+    only_read = {
+        "iq2_xxs",
+        "iq2_xs",
+        "iq3_xxs",
+        "iq1_s",
+        "iq3_s",
+        "iq2_s",
+        "iq1_m",
+        "mxfp4",
+        "nvfp4",
+    }
     assert quant.names() == [n for n in types if n not in only_read]
     assert quant.get("Q8_0") is quant.get("q8_0") is quant.by_type(8)
 
@@ -156,8 +187,14 @@ def test_blocks_are_judged_by_their_factors(name: str) -> None:
 
 
 def test_codebooks_equal_gguf_pys() -> None:
-    classes = {"iq2_xxs": "IQ2_XXS", "iq2_xs": "IQ2_XS", "iq2_s": "IQ2_S", "iq3_xxs": "IQ3_XXS",
-               "iq3_s": "IQ3_S", "iq1": "IQ1_S"}  # fmt: skip
+    classes = {
+        "iq2_xxs": "IQ2_XXS",
+        "iq2_xs": "IQ2_XS",
+        "iq2_s": "IQ2_S",
+        "iq3_xxs": "IQ3_XXS",
+        "iq3_s": "IQ3_S",
+        "iq1": "IQ1_S",
+    }
     assert classes.keys() == codebook.GRIDS.keys()
     for name, other in classes.items():
         theirs = getattr(oracle.quants, other)
@@ -284,13 +321,22 @@ def test_what_is_not_finite_is_found_in_bytes(name: str) -> None:
 
 
 def test_bf16_of_nan_and_infinity() -> None:
-    bits = np.array([0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x3F808000,
-                     0x3F818000], np.uint32)  # fmt: skip
+    bits = np.array(
+        [0x7F800001, 0xFFFFFFFF, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x3F808000, 0x3F818000],
+        np.uint32,
+    )
     encode = quant.get("bf16").encode
     assert encode is not None
     got = encode(bits.view(np.float32)).view("<u2")
-    assert [hex(v) for v in got] == ["0x7fc0", "0xffff", "0x7f80", "0xff80", "0x7f80", "0x3f80",
-                                     "0x3f82"]  # fmt: skip
+    assert [hex(v) for v in got] == [
+        "0x7fc0",
+        "0xffff",
+        "0x7f80",
+        "0xff80",
+        "0x7f80",
+        "0x3f80",
+        "0x3f82",
+    ]
 
 
 @pytest.mark.parametrize("name", quant.names())

@@ -40,8 +40,11 @@ def full(deep: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def types(path: Path) -> dict[str, str]:
     """Types of the quantized tensors, without `.weight`."""
     with GGUF(path) as g:
-        return {n.removesuffix(".weight"): t.format.name for n, t in g.tensors.items()
-                if t.format.quantized}  # fmt: skip
+        return {
+            n.removesuffix(".weight"): t.format.name
+            for n, t in g.tensors.items()
+            if t.format.quantized
+        }
 
 
 def blocks(name: str, *layers: int) -> set[str]:
@@ -51,25 +54,44 @@ def blocks(name: str, *layers: int) -> set[str]:
 # What `llama-quantize FILE OUT Q4_K_M` of llama.cpp made of the same files: per type, the tensors;
 # every other one has the first type. Q5_K_M differs in q5_k and q5_1 for q4_k and q5_0.
 OBSERVED = {
-    "target": ("q4_k", {
-        "q6_k": {"token_embd"} | blocks("ffn_down", 0, 3, 6, 9, 10, 11)
-        | blocks("attn_v", 0, 3, 7, 9, 10),
-        "q5_0": blocks("attn_output", *range(12)),
-    }),
-    "zlab": ("q4_k", {
-        "q6_k": blocks("attn_v", 2, 4), "q8_0": blocks("ffn_down", 2, 4),
-        "q5_0": blocks("attn_output", *range(5)) | blocks("ffn_down", 0, 1, 3),
-    }),
-    "speculators": ("q4_k", {
-        "q6_k": {"output"} | blocks("attn_v", 1), "q8_0": blocks("ffn_down", 1),
-        "q5_0": blocks("attn_output", 0, 1) | blocks("ffn_down", 0),
-    }),
-    "assistant": ("q5_0", {
-        "q4_k": {"nextn.pre_projection"}, "q8_0": {"token_embd"} | blocks("ffn_down", 2, 3),
-    }),
-}  # fmt: skip
-DRAFTS = {"zlab": (tiny.zlab_dflash, {"layers": 5}), "speculators": (tiny.speculators_dflash, {}),
-          "assistant": (tiny.assistant, {})}  # fmt: skip
+    "target": (
+        "q4_k",
+        {
+            "q6_k": {"token_embd"}
+            | blocks("ffn_down", 0, 3, 6, 9, 10, 11)
+            | blocks("attn_v", 0, 3, 7, 9, 10),
+            "q5_0": blocks("attn_output", *range(12)),
+        },
+    ),
+    "zlab": (
+        "q4_k",
+        {
+            "q6_k": blocks("attn_v", 2, 4),
+            "q8_0": blocks("ffn_down", 2, 4),
+            "q5_0": blocks("attn_output", *range(5)) | blocks("ffn_down", 0, 1, 3),
+        },
+    ),
+    "speculators": (
+        "q4_k",
+        {
+            "q6_k": {"output"} | blocks("attn_v", 1),
+            "q8_0": blocks("ffn_down", 1),
+            "q5_0": blocks("attn_output", 0, 1) | blocks("ffn_down", 0),
+        },
+    ),
+    "assistant": (
+        "q5_0",
+        {
+            "q4_k": {"nextn.pre_projection"},
+            "q8_0": {"token_embd"} | blocks("ffn_down", 2, 3),
+        },
+    ),
+}
+DRAFTS = {
+    "zlab": (tiny.zlab_dflash, {"layers": 5}),
+    "speculators": (tiny.speculators_dflash, {}),
+    "assistant": (tiny.assistant, {}),
+}
 
 
 @pytest.mark.parametrize("mix", ["q4_k_m", "q5_k_m"])
@@ -111,9 +133,12 @@ def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
             pair = None if kind in targets else deep
             plan = convert(source, tmp_path / "x", target=pair, type=mix, dry_run=True).plan
             found = {r.name: r.type for r in plan.rows if r.action == "copy"}
-            expected = {f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
-                        for form, parts in wanted.items() for part, layers in parts.items()
-                        for i in layers.split() or [""]}  # fmt: skip
+            expected = {
+                f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
+                for form, parts in wanted.items()
+                for part, layers in parts.items()
+                for i in layers.split() or [""]
+            }
             assert {n: t for n, t in found.items() if t not in ("F32", "F16")} == expected, mix
 
 
@@ -142,8 +167,9 @@ def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
         ("iq4_nl", "token_embd.weight", (512, 256), "embed", "q6_k", "tied"),
     ],
 )
-def test_policy(asked: str, name: str, shape: tuple[int, ...], role: policy.Role, expected: str,
-                why: str) -> None:  # fmt: skip
+def test_policy(
+    asked: str, name: str, shape: tuple[int, ...], role: policy.Role, expected: str, why: str
+) -> None:
     form, reason = Policy(policy.asked(asked), {name: shape}).choose(name, shape, role)
     assert form.name == expected and why in reason and bool(reason) == bool(why)
 
@@ -159,8 +185,14 @@ def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
     assert next(r for r in result.plan.rows if r.name == "token_embd.weight").note == "asked for"
     plain = Policy(policy.asked("bf16", ["x=q8_0"]), {"blk.0.x.weight": (64, 64)})
     assert plain.choose("blk.0.x.weight", (64, 64), "matrix")[0].name == "q8_0"
-    for wrong, says in (("x", "PATTERN=TYPE"), ("=q8_0", "PATTERN=TYPE"), ("ffn=q4_k_m", "q4_k_m"),
-                        ("ffn=iq2_xs", "iq2_xs"), ("(=q8_0", "regular"), ("mlp=q8_0", "no tensor")):
+    for wrong, says in (
+        ("x", "PATTERN=TYPE"),
+        ("=q8_0", "PATTERN=TYPE"),
+        ("ffn=q4_k_m", "q4_k_m"),
+        ("ffn=iq2_xs", "iq2_xs"),
+        ("(=q8_0", "regular"),
+        ("mlp=q8_0", "no tensor"),
+    ):
         with pytest.raises(UsageError, match=says):
             quantize(full, tmp_path / "b.gguf", "q8_0", tensor_types=[wrong])
 
@@ -168,7 +200,21 @@ def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
 def test_which_layers_get_more_bits() -> None:
     """The table for 30, 35, 48 and 60 layers begins and ends with an eighth."""
     assert [i for i in range(30) if policy.Place(i, 30, 1).more_bits] == [
-        0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 26, 27, 28, 29]  # fmt: skip
+        0,
+        1,
+        2,
+        5,
+        8,
+        11,
+        14,
+        17,
+        20,
+        23,
+        26,
+        27,
+        28,
+        29,
+    ]
     for n in (35, 42, 48, 60):
         chosen = {i for i in range(n) if policy.Place(i, n, 1).more_bits}
         assert {*range(n // 8), *range(7 * n // 8, n)} <= chosen and len(chosen) < n * 0.55

@@ -24,8 +24,11 @@ FAMILY = ROOT / "examples" / "tiny"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMPANY = (ROOT / "docs" / "guides" / "many-texts.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```", COMPANY, re.MULTILINE | re.DOTALL)
-LINES = [shlex.split(line, comments=True) for line in re.findall(r"^    (\w.*)", COMPANY, re.M)
-         if line.startswith(("g4spec ", "curl "))]  # fmt: skip
+LINES = [
+    shlex.split(line, comments=True)
+    for line in re.findall(r"^    (\w.*)", COMPANY, re.M)
+    if line.startswith(("g4spec ", "curl "))
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +37,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     (folder / "demo").mkdir()
     convert.convert(FAMILY / "target", folder / "demo" / "target.gguf")
-    convert.convert(FAMILY / "dflash", folder / "demo" / "dflash.gguf",
-                    target=folder / "demo" / "target.gguf")  # fmt: skip
+    convert.convert(
+        FAMILY / "dflash", folder / "demo" / "dflash.gguf", target=folder / "demo" / "target.gguf"
+    )
     return folder
 
 
@@ -66,8 +70,9 @@ def server() -> Iterator[str]:
     """Address of what the page's `serve` line starts, on a port of its own."""
     (line,) = (line for line in LINES if line[:2] == ["g4spec", "serve"])
     command = [sys.executable, "-m", *line, "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:  # fmt: skip
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    ) as process:
         assert process.stderr is not None
         seen = []
         for told in process.stderr:

@@ -58,9 +58,11 @@ def test_two_3090() -> None:
     assert "NCCL_P2P_DISABLE=1" in command and "--disable-custom-all-reduce" in command
     assert "--attention-backend" not in command, "the target stays on TRITON_ATTN"
     assert speculative(command) == {
-        "method": "dflash", "model": "RedHatAI/gemma-4-31B-it-speculator.dflash",
-        "num_speculative_tokens": 8, "attention_backend": "FLASH_ATTN",
-    }  # fmt: skip
+        "method": "dflash",
+        "model": "RedHatAI/gemma-4-31B-it-speculator.dflash",
+        "num_speculative_tokens": 8,
+        "attention_backend": "FLASH_ATTN",
+    }
 
 
 def test_two_3090_as_they_were() -> None:
@@ -68,8 +70,9 @@ def test_two_3090_as_they_were() -> None:
     assert not r.works
     what, why, fix = r.blocked[0]
     assert "0.19" in what and "inherits" in why and "vllm>=0.28" in fix
-    assert r.instead == ('g4spec recipe vllm -m 31b -md redhat-dflash --assume "2x RTX 3090 24GB"'
-                         " --with vllm=0.33.0")  # fmt: skip
+    assert r.instead == (
+        'g4spec recipe vllm -m 31b -md redhat-dflash --assume "2x RTX 3090 24GB" --with vllm=0.33.0'
+    )
 
 
 def test_two_3090_llamacpp_needs_our_converter() -> None:
@@ -137,8 +140,14 @@ def test_several_nodes_go_to_vllm_or_sglang_only(engine: str) -> None:
 def test_the_benchmark_of_the_report() -> None:
     r = make("vllm", "GB10", "31b", "redhat-dflash")
     (bench,) = r.bench
-    for part in ("vllm bench serve", "philschmid/mt-bench", "--num-prompts 80",
-                 "--max-concurrency 1", "--hf-output-len 2048", "--temperature 0"):  # fmt: skip
+    for part in (
+        "vllm bench serve",
+        "philschmid/mt-bench",
+        "--num-prompts 80",
+        "--max-concurrency 1",
+        "--hf-output-len 2048",
+        "--temperature 0",
+    ):
         assert part in bench
 
 
@@ -148,8 +157,16 @@ def test_the_benchmark_of_the_report() -> None:
 def test_one_3090() -> None:
     r = make("llama.cpp", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=32768)
     (command,) = r.commands
-    for part in ("-md draft.gguf", "--spec-type draft-dflash", "--spec-draft-n-max 15", "-np 1",
-                 "-ngl 99", "-fa on", "-c 32768", "-ctk q8_0"):  # fmt: skip
+    for part in (
+        "-md draft.gguf",
+        "--spec-type draft-dflash",
+        "--spec-draft-n-max 15",
+        "-np 1",
+        "-ngl 99",
+        "-fa on",
+        "-c 32768",
+        "-ctk q8_0",
+    ):
         assert part in command
     too_long = make("llama.cpp", "RTX 3090 24GB", "31b:q4_k_m", "zlab", c=131072, kv="f16")
     assert not too_long.works and "largest context" in too_long.blocked[0][2]
@@ -168,9 +185,13 @@ def test_hub_spellings_go_to_llamacpp_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     ("draft", "kind"),
-    [("redhat-dspark", "draft-dspark"), ("redhat-dflash2", "draft-dflash"),
-     ("redhat-dflash", "draft-dflash"), ("mtp", "draft-mtp")],
-)  # fmt: skip
+    [
+        ("redhat-dspark", "draft-dspark"),
+        ("redhat-dflash2", "draft-dflash"),
+        ("redhat-dflash", "draft-dflash"),
+        ("mtp", "draft-mtp"),
+    ],
+)
 def test_llamacpp_knows_each_kind(draft: str, kind: str) -> None:
     r = make("llama.cpp", "RTX 5090", "31b", draft)
     assert r.works and r.version == "b11739" and f"--spec-type {kind}" in r.commands[0]
@@ -265,10 +286,14 @@ def test_a_length_nobody_knows_is_not_written() -> None:
     assert not r.works and r.unknown
 
 
-@pytest.mark.parametrize(("draft", "type"), [
-    ("redhat-dspark", "draft-dspark"), ("redhat-dflash2", "draft-dflash"),
-    ("zlab-31b", "draft-dflash"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("draft", "type"),
+    [
+        ("redhat-dspark", "draft-dspark"),
+        ("redhat-dflash2", "draft-dflash"),
+        ("zlab-31b", "draft-dflash"),
+    ],
+)
 def test_llama_cpp_is_told_the_kind_of_draft(draft: str, type: str) -> None:
     r = make("llama.cpp", "RTX 4090", "31b:q4_k_m", draft, c=8192)
     assert f"--spec-type {type} " in " ".join(r.commands[0].split()) + " "
@@ -343,7 +368,8 @@ def test_nothing_is_written_without_a_reason(engine: str) -> None:
             for command in r.commands:
                 assert shlex.split(command)
                 assert "{" not in command.replace('{"', "").replace('{"method"', "").replace(
-                    '{"model"', ""), command  # fmt: skip
+                    '{"model"', ""
+                ), command
 
 
 # ---- the command
@@ -354,8 +380,9 @@ def go(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
     return code, capsys.readouterr().out
 
 
-def test_output_is_commands_with_comments(capsys: pytest.CaptureFixture[str],
-                                          tmp_path: Path) -> None:  # fmt: skip
+def test_output_is_commands_with_comments(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     code, out = go(capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash")
     assert code == 0
     script = tmp_path / "all.sh"
@@ -380,13 +407,15 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compose(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = go(capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash",
-                   "--compose")  # fmt: skip
+    code, out = go(
+        capsys, "vllm", "--assume", "2x RTX 3090", "-m", "31b", "-md", "redhat-dflash", "--compose"
+    )
     assert code == 0
     assert "image: vllm/vllm-openai:v0.33.0" in out
     assert 'NCCL_P2P_DISABLE: "1"' in out
-    words = [json.loads(line.strip()[2:]) for line in out.splitlines()
-             if line.strip().startswith('- "')]  # fmt: skip
+    words = [
+        json.loads(line.strip()[2:]) for line in out.splitlines() if line.strip().startswith('- "')
+    ]
     assert words[0] == "Intel/gemma-4-31B-it-int4-AutoRound"
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens"] == 8
@@ -408,8 +437,18 @@ def test_compose_where_no_image_is_known() -> None:
 
 
 def test_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _ = go(capsys, "vllm", "--assume", "2x GB10", "-m", "31b", "-md", "mtp", "-o",
-                 str(tmp_path / "out"))  # fmt: skip
+    code, _ = go(
+        capsys,
+        "vllm",
+        "--assume",
+        "2x GB10",
+        "-m",
+        "31b",
+        "-md",
+        "mtp",
+        "-o",
+        str(tmp_path / "out"),
+    )
     assert code == 0
     names = sorted(p.name for p in (tmp_path / "out").iterdir())
     assert names == ["bench.sh", "prepare.sh", "start-node0.sh", "start-node1.sh"]

@@ -75,8 +75,12 @@ def test_what_only_looks_like_a_temporary_file_is_left_alone(tmp_path: Path) -> 
     os.mkfifo(tmp_path / ".o.gguf.00000001.tmp")
     (tmp_path / ".o.gguf.00000002.tmp").symlink_to(keep)
     (tmp_path / ".o.gguf.00000003.tmp").mkdir()
-    for name in (".o.gguf.0000000g.tmp", ".o.gguf.tmp", "o.gguf.00000004.tmp",
-                 ".oxgguf.00000005.tmp"):  # fmt: skip
+    for name in (
+        ".o.gguf.0000000g.tmp",
+        ".o.gguf.tmp",
+        "o.gguf.00000004.tmp",
+        ".oxgguf.00000005.tmp",
+    ):
         (tmp_path / name).write_text("x")
     before = set(tmp_path.iterdir())
     write(out, {}, [])

@@ -22,14 +22,23 @@ from tests import company
 @pytest.mark.parametrize(
     "counter,key,want",
     [  # known answers of the Random123 library
-        ("00000000 00000000 00000000 00000000", "00000000 00000000",
-         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
-         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
-         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+        (
+            "00000000 00000000 00000000 00000000",
+            "00000000 00000000",
+            "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+        ),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            "ffffffff ffffffff",
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            "a4093822 299f31d0",
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_philox_known_answers(counter: str, key: str, want: str) -> None:
     words = [[int(w, 16) for w in text.split()] for text in (counter, key, want)]
     got = philox(np.array([words[0]], dtype=np.uint64), (words[1][0], words[1][1]))
@@ -81,9 +90,17 @@ def test_logits_without_a_largest_one_are_refused(bad: list[float]) -> None:
 
 @pytest.mark.parametrize(
     "kw",
-    [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0},
-     {"top_p": 1.1}, {"min_p": -0.1}, {"seed": -1}, {"seed": 2**64}],
-)  # fmt: skip
+    [
+        {"temperature": -1.0},
+        {"temperature": math.nan},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"seed": -1},
+        {"seed": 2**64},
+    ],
+)
 def test_settings_out_of_range_are_usage_errors(kw: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="--"):
         Sampler(**kw)  # type: ignore[arg-type]
@@ -110,8 +127,12 @@ def test_edits_out_of_range_name_their_option(message: str, kw: dict[str, float]
 
 
 def test_edits_at_their_limits_are_taken() -> None:
-    Sampler(logit_bias=((0, -math.inf), (1, -100), (2, 100)), repetition_penalty=0.01,
-            presence_penalty=-2, frequency_penalty=2)  # fmt: skip
+    Sampler(
+        logit_bias=((0, -math.inf), (1, -100), (2, 100)),
+        repetition_penalty=0.01,
+        presence_penalty=-2,
+        frequency_penalty=2,
+    )
 
 
 def test_every_field_has_its_places() -> None:
@@ -123,6 +144,7 @@ def test_every_field_has_its_places() -> None:
     assert {spelt.get(name, name) for name in names} <= set(options), "g4spec generate"
     assert names <= set(Sampling.model_fields), "requests to the server"
     drawn = [ask.options.sampler for ask in company.draw(random.Random(0), 300)]
-    still = {name for name in names if all(getattr(s, name) == getattr(Sampler(), name)
-                                           for s in drawn)}  # fmt: skip
+    still = {
+        name for name in names if all(getattr(s, name) == getattr(Sampler(), name) for s in drawn)
+    }
     assert not still, "tests/company.py never draws it"

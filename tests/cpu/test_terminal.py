@@ -26,8 +26,9 @@ BAD = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\r\nFORGED: 124 rules, 0 errors\u202e\x1
 """A title, hidden text, C1, DEL, a line of its own, text backwards, and the clipboard."""
 OWN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 """Colours, and what rich's progress bars move the cursor with; BAD hides text by one of these."""
-FAST = settings(max_examples=30, deadline=None,
-                suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+FAST = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 class Terminal(io.StringIO):
@@ -78,9 +79,14 @@ def hostile(folder: Path) -> dict[str, Path]:
     config = json.loads((target / "config.json").read_text())
     bad = Path(shutil.copytree(target, folder / f"f{BAD}"))
     (bad / "config.json").write_text(json.dumps(config | {"architectures": [BAD], BAD: BAD}))
-    return {"arch": arch.write(folder / "arch.gguf"), "tensor": tensor.write(folder / "x.gguf"),
-            "key": key.write(folder / "key.gguf"), "path": name, "folder": bad,
-            "target": folder / "t.gguf"}  # fmt: skip
+    return {
+        "arch": arch.write(folder / "arch.gguf"),
+        "tensor": tensor.write(folder / "x.gguf"),
+        "key": key.write(folder / "key.gguf"),
+        "path": name,
+        "folder": bad,
+        "target": folder / "t.gguf",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +110,7 @@ COMMANDS: dict[str, list[str]] = {
     "recipe": ["recipe", "llama.cpp", "-m", "{}", "--assume", "H200"],
     "bench compare": ["bench", "compare", "{}", "{}"],
     "not there": ["inspect", "{}" + BAD],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("file", ["arch", "tensor", "key", "path", "folder"])
@@ -112,8 +118,11 @@ COMMANDS: dict[str, list[str]] = {
 def test_a_command_shows_no_control_character(
     command: str, file: str, files: dict[str, Path], shown: Callable[..., str], tmp_path: Path
 ) -> None:
-    given = {"{}": str(files[file]), "{target}": str(files["target"]),
-             "{out}": str(tmp_path / f"{BAD}.gguf")}  # fmt: skip
+    given = {
+        "{}": str(files[file]),
+        "{target}": str(files["target"]),
+        "{out}": str(tmp_path / f"{BAD}.gguf"),
+    }
     argv = []
     for word in COMMANDS[command]:
         for name, value in given.items():
@@ -129,9 +138,11 @@ def test_tokens_show_no_control_character(shown: Callable[..., str], tmp_path: P
     texts, kinds = [*texts, BAD], [*kinds, 4]
     at = len(texts) - 1
     path = tokens.vocabulary_file(
-        tmp_path / "v.gguf", tokens=array(T.STRING, texts), token_type=array(T.I32, kinds),
+        tmp_path / "v.gguf",
+        tokens=array(T.STRING, texts),
+        token_type=array(T.I32, kinds),
         merges=array(T.STRING, ["d e"]),
-    )  # fmt: skip
+    )
     text = shown("tokenize", "-m", path, "--ids-to-text", str(at))
     assert "PWN" in text
     check(text, lines=True)
@@ -143,15 +154,28 @@ def test_a_pipe_gets_a_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == BAD
 
 
-@pytest.mark.parametrize("show", [
-    lambda o, t: o.line(t, "bad"), lambda o, t: o.note(t), lambda o, t: o.stream(t, "good"),
-    lambda o, t: o.mark(t, "struck"), lambda o, t: o.table(t, [t], [[t]]),
-    lambda o, t: render.error(t, 3), lambda o, t: render.error(t, 3, json=True),
-    lambda o, t: render.Output(json=True).result({t: t}), lambda o, t: o.legend([(t, "good")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "show",
+    [
+        lambda o, t: o.line(t, "bad"),
+        lambda o, t: o.note(t),
+        lambda o, t: o.stream(t, "good"),
+        lambda o, t: o.mark(t, "struck"),
+        lambda o, t: o.table(t, [t], [[t]]),
+        lambda o, t: render.error(t, 3),
+        lambda o, t: render.error(t, 3, json=True),
+        lambda o, t: render.Output(json=True).result({t: t}),
+        lambda o, t: o.legend([(t, "good")]),
+    ],
+)
 @FAST
-@given(text=st.text(st.characters(max_codepoint=0xA0) | st.sampled_from("\x1b\x9b\x7f\r\n[]m;0"),
-                    min_size=1, max_size=12))  # fmt: skip
+@given(
+    text=st.text(
+        st.characters(max_codepoint=0xA0) | st.sampled_from("\x1b\x9b\x7f\r\n[]m;0"),
+        min_size=1,
+        max_size=12,
+    )
+)
 @example(text=BAD)
 @example(text="\x1b[31m\x1b]")
 def test_nothing_that_is_printed_has_one(

@@ -17,12 +17,31 @@ from g4spec.runtime.tokenizer import Tokenizer
 from tests import tokens as tiny
 
 SAMPLES = [
-    "", " ", "  hello  world ", "hello\nworld", "\n", "\n\n\n", "a\n\n\n\n\n\n\nb", "\r\n\t x",
-    "def f(x):\n    return x's 100\n\n", "日本語 é ü", "🙂🦙", "\u00a0\u2009\u3000", "▁hello ▁",
-    "<|turn>user\nhello<turn|>\n", "<|channel>thought\n<channel|>", '<|"|>x<|"|>', "<0x41>",
-    "<unk><pad>", "<|tool_call>a<tool_call|><|tool_response>", "<unused6>", "e\u0301 \u0000 \x7f",
-    "<|turn", "<<bos>>", "👩‍👩‍👧 مرحبا",
-]  # fmt: skip
+    "",
+    " ",
+    "  hello  world ",
+    "hello\nworld",
+    "\n",
+    "\n\n\n",
+    "a\n\n\n\n\n\n\nb",
+    "\r\n\t x",
+    "def f(x):\n    return x's 100\n\n",
+    "日本語 é ü",
+    "🙂🦙",
+    "\u00a0\u2009\u3000",
+    "▁hello ▁",
+    "<|turn>user\nhello<turn|>\n",
+    "<|channel>thought\n<channel|>",
+    '<|"|>x<|"|>',
+    "<0x41>",
+    "<unk><pad>",
+    "<|tool_call>a<tool_call|><|tool_response>",
+    "<unused6>",
+    "e\u0301 \u0000 \x7f",
+    "<|turn",
+    "<<bos>>",
+    "👩‍👩‍👧 مرحبا",
+]
 TEXT = st.text(max_size=60) | st.lists(st.sampled_from(SAMPLES), max_size=5).map("".join)
 
 
@@ -311,8 +330,7 @@ def test_bad_templates_are_the_files_fault(name: str) -> None:
 @pytest.mark.parametrize("text", SAMPLES)
 def test_marks_that_are_not_read_are_spelled(text: str) -> None:
     ids = TOKENIZER.encode(text, bos=False, special=False)
-    marks = {i for i in TOKENIZER.special_ids
-             if TOKENIZER.piece(i, special=True)[:1] == b"<"}  # fmt: skip
+    marks = {i for i in TOKENIZER.special_ids if TOKENIZER.piece(i, special=True)[:1] == b"<"}
     assert not marks & set(ids)
     if not marks & set(TOKENIZER.encode(text, bos=False)):
         assert ids == TOKENIZER.encode(text, bos=False)
@@ -335,8 +353,10 @@ def test_messages_without_marks_are_tokenized_as_ever() -> None:
 
 
 def test_generation_blocks_are_written() -> None:
-    text = "{% for m in messages %}{% generation %}{% set x = 1 %}[{{ m.content }}]" \
-           "{% endgeneration %}{{ x is defined }}{% endfor %}"  # fmt: skip
+    text = (
+        "{% for m in messages %}{% generation %}{% set x = 1 %}[{{ m.content }}]"
+        "{% endgeneration %}{{ x is defined }}{% endfor %}"
+    )
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert template.expand(text, said, bos="", eos="") == "[a]False[b]False"
     assert template.render(text, said, bos="", eos="") == "[a]False[b]False"

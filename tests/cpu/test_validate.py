@@ -66,8 +66,9 @@ def test_the_rule_speaks(tmp_path: Path, rule_id: str) -> None:
 @pytest.mark.parametrize("rule_id", BREAK)
 def test_the_rule_is_asked_of_a_healthy_file_and_silent(good: Path, rule_id: str) -> None:
     rule = all_rules()[rule_id]
-    kind = next(k for k in KINDS if not rule.on or KINDS[k]().kv["general.architecture"].data
-                in rule.on)  # fmt: skip
+    kind = next(
+        k for k in KINDS if not rule.on or KINDS[k]().kv["general.architecture"].data in rule.on
+    )
     if BREAK[rule_id][0] in TARGETS:
         kind = BREAK[rule_id][0]
     if rule_id in EXPECTED_NOTES.get(kind, ()):

@@ -24,12 +24,20 @@ Tensors = dict[str, tuple[np.ndarray, str]]
 
 SOURCES: dict[str, tuple[Any, Callable[[], Any], str, dict[str, Any]]] = {
     "target": (gemma4, fx.target_config, "BF16", {"architectures": ["Gemma4ForCausalLM"]}),
-    "zlab": (dflash, fx.zlab_config, "F32",
-             {"architectures": ["DFlashDraftModel"], "dflash_config": {}}),
+    "zlab": (
+        dflash,
+        fx.zlab_config,
+        "F32",
+        {"architectures": ["DFlashDraftModel"], "dflash_config": {}},
+    ),
     "speculators": (dflash, fx.speculators_config, "F32", {"speculators_model_type": "dflash"}),
-    "assistant": (assistant, fx.assistant_config, "F32",
-                  {"architectures": ["Gemma4AssistantForCausalLM"]}),
-}  # fmt: skip
+    "assistant": (
+        assistant,
+        fx.assistant_config,
+        "F32",
+        {"architectures": ["Gemma4AssistantForCausalLM"]},
+    ),
+}
 
 
 def checkpoint(kind: str) -> tuple[dict[str, Any], Tensors]:
@@ -104,8 +112,7 @@ def test_every_rule_has_a_source_that_breaks_it() -> None:
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_faithful_file_passes(tmp_path: Path, kind: str) -> None:
     path = fx.KINDS[kind]().write(tmp_path / "good.gguf")
-    report = validate(path, against=folder(tmp_path / "source", *checkpoint(kind)),
-                      only=OF_TENSORS)  # fmt: skip
+    report = validate(path, against=folder(tmp_path / "source", *checkpoint(kind)), only=OF_TENSORS)
     assert report.ok, [(f.rule.id, f.finding) for f in report.failures]
     assert not any(f.rule.family == "CMP" for f in report.failures)
     assert {t["name"] for t in report.tensors} >= set(fx.KINDS[kind]().tensors)
@@ -152,8 +159,9 @@ def test_bounds_hold_what_formats_do(name: str, scale: float) -> None:
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((64, 256)) * scale).astype(np.float32)
     form = quant.get(name)
-    if scale > {"f16": 1e4, "q4_1": 1e4, "q5_1": 1e4, "q4_0": 1e5, "q5_0": 1e5,
-             "q2_k": 1e5}.get(name, 1e6):
+    if scale > {"f16": 1e4, "q4_1": 1e4, "q5_1": 1e4, "q4_0": 1e5, "q5_0": 1e5, "q2_k": 1e5}.get(
+        name, 1e6
+    ):
         pytest.skip("beyond its range")
     source = Stored("x", x.shape, "F32", quant.get("f32"), x.reshape(-1).view(np.uint8))
     raw = form.quantize(x).reshape(-1)

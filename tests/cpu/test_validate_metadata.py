@@ -25,9 +25,13 @@ CHANGES: dict[str, tuple[str, T, Any, T | None]] = {
     "block size": ("dflash.block_size", T.U32, 8, None),
     "context": ("dflash.context_length", T.U32, 4096, None),
     "pattern": ("dflash.attention.sliding_window_pattern", T.ARRAY, [True, False, True], T.BOOL),
-    "target pattern": ("gemma4.attention.sliding_window_pattern", T.ARRAY,
-                       [True, False, True, True, False, True], T.BOOL),
-}  # fmt: skip
+    "target pattern": (
+        "gemma4.attention.sliding_window_pattern",
+        T.ARRAY,
+        [True, False, True, True, False, True],
+        T.BOOL,
+    ),
+}
 """Each of these passed once with 0 errors and 0 warnings."""
 
 

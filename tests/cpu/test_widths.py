@@ -51,7 +51,7 @@ COMMANDS = {
     "inspect": ["inspect", "{target}"],
     "validate": ["validate", "{target}"],
     "quantize": ["quantize", "{target}", "{out}", "--type", "q8_0", "--dry-run"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -79,8 +79,9 @@ def words(text: str) -> set[str]:
     return {w.strip(",:;") for w in text.split()} - {"", "\\"}
 
 
-def check(shown: Callable[..., str], what: Callable[[], object], columns: int,
-          whole: bool = False) -> None:  # fmt: skip
+def check(
+    shown: Callable[..., str], what: Callable[[], object], columns: int, whole: bool = False
+) -> None:
     """`whole`: nothing may be left out either, as columns of a table may."""
     narrow, pipe = shown(columns, what), shown(None, what)
     for line in narrow.splitlines():
@@ -93,8 +94,9 @@ def check(shown: Callable[..., str], what: Callable[[], object], columns: int,
 
 @pytest.mark.parametrize("columns", WIDTHS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands(name: str, columns: int, target: Path, shown: Callable[..., str],
-                  tmp_path: Path) -> None:  # fmt: skip
+def test_commands(
+    name: str, columns: int, target: Path, shown: Callable[..., str], tmp_path: Path
+) -> None:
     given = {"{target}": str(target), "{out}": str(tmp_path / "o.gguf")}
     argv = [given.get(word, word) for word in COMMANDS[name]]
     whole = argv[0] in ("doctor", "recipe") and "--cards" not in argv

@@ -33,11 +33,14 @@ def other_width(file: File) -> None:
     file.set("g4spec.target.embedding_length", T.U32, 5376)
 
 
-@pytest.mark.parametrize(("change", "said", "rule"), [
-    (other_token, "tokens are not the target's", "G4-PAIR-003"),
-    (other_depth, "another layers", "G4-PAIR-006"),
-    (other_width, "another hidden size", "G4-PAIR-013"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said", "rule"),
+    [
+        (other_token, "tokens are not the target's", "G4-PAIR-003"),
+        (other_depth, "another layers", "G4-PAIR-006"),
+        (other_width, "another hidden size", "G4-PAIR-013"),
+    ],
+)
 def test_what_validate_calls_an_error_of_the_pair_is_refused_at_load(
     tmp_path: Path, change: Callable[[File], None], said: str, rule: str
 ) -> None:
@@ -57,8 +60,20 @@ def test_a_draft_for_another_target_is_told_by_its_acceptance(
 ) -> None:
     target = tmp_path / "target.gguf"
     convert(TINY / "target", target)
-    words = ["generate", "-m", str(target), "-p", "def f(x):", "-n", "24", "--draft-max", "3",
-             "--ignore-eos", "-c", "128"]  # fmt: skip
+    words = [
+        "generate",
+        "-m",
+        str(target),
+        "-p",
+        "def f(x):",
+        "-n",
+        "24",
+        "--draft-max",
+        "3",
+        "--ignore-eos",
+        "-c",
+        "128",
+    ]
     for name, strange in (("dflash-other", True), ("dflash", False)):
         draft = tmp_path / f"{name}.gguf"
         convert(TINY / name, draft, target=target)
@@ -66,7 +81,9 @@ def test_a_draft_for_another_target_is_told_by_its_acceptance(
         assert ("not trained for this target" in capsys.readouterr().err) == strange
 
 
-@pytest.mark.parametrize(("drafted", "accepted", "strange"), [
-    (0, 0, False), (15, 0, False), (16, 0, True), (100, 3, True), (100, 4, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "strange"),
+    [(0, 0, False), (15, 0, False), (16, 0, True), (100, 3, True), (100, 4, False)],
+)
 def test_few_proposals_tell_nothing(drafted: int, accepted: int, strange: bool) -> None:
     assert (strange_draft(drafted, accepted) is not None) == strange

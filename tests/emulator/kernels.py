@@ -53,8 +53,11 @@ extern "C" int parameters(int* out) {{ return machine::sizes(chosen, out); }}
 
 def adapted(text: str) -> str:
     """A kernel's source with its shared memory taken from the machine."""
-    text = re.sub(r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];",
-                  r"\1* \2 = (\1*)machine::dynamic();", text)  # fmt: skip
+    text = re.sub(
+        r"extern __shared__ __align__\(\d+\) (\w+) (\w+)\[\];",
+        r"\1* \2 = (\1*)machine::dynamic();",
+        text,
+    )
 
     def declare(found: re.Match[str]) -> str:
         out = []

@@ -89,8 +89,11 @@ def bmm(a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = N
 def baddbmm(
     c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, out_dtype: Any = None, *, out: Any = None
 ) -> Any:
-    return _baddbmm(c.float(), a.float(), b.float(), out=out) if out_dtype else _baddbmm(
-        c, a, b, out=out)  # fmt: skip
+    return (
+        _baddbmm(c.float(), a.float(), b.float(), out=out)
+        if out_dtype
+        else _baddbmm(c, a, b, out=out)
+    )
 
 
 _mm, _bmm, _baddbmm = torch.mm, torch.bmm, torch.baddbmm

@@ -77,10 +77,12 @@ Did = tuple[list[int], list[tuple[list[int], int]], list[float]]
 def texts(engine: Engine, counts: tuple[int, ...]) -> list[Did]:
     """More texts than there are slots, with samplers and drafted tokens of their own."""
     requests = [
-        engine.submit(build.prompt(5 + 9 * i, VOCAB, i),
-                      Options(7 + 2 * i, SAMPLERS[i % 3], count, ignore_eos=True))
+        engine.submit(
+            build.prompt(5 + 9 * i, VOCAB, i),
+            Options(7 + 2 * i, SAMPLERS[i % 3], count, ignore_eos=True),
+        )
         for i, count in enumerate(counts)
-    ]  # fmt: skip
+    ]
     out = []
     for request in requests:
         cycles = list(request)

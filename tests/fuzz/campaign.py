@@ -69,11 +69,13 @@ class Count:
 
     def json(self) -> dict[str, Any]:
         return {
-            "cases": self.ran, "by_command": {n: dict(c) for n, c in sorted(self.by.items())},
+            "cases": self.ran,
+            "by_command": {n: dict(c) for n, c in sorted(self.by.items())},
             "by_input": dict(sorted(self.kinds.items())),
-            "slowest_cpu_seconds": round(self.slowest, 2), "largest_growth_mb": self.growth >> 20,
+            "slowest_cpu_seconds": round(self.slowest, 2),
+            "largest_growth_mb": self.growth >> 20,
             "broken": {what: len(cases) for what, cases in self.broken.items()},
-        }  # fmt: skip
+        }
 
 
 def sort(what: str) -> str:

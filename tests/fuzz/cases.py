@@ -59,17 +59,31 @@ class Case:
     def json(self, family: Family) -> dict[str, Any]:
         """All that running it again needs, whatever has become of the grammar and the family."""
         files = {n: self.changed.get(n, family.data[n]) for n in names_of(self, family)}
-        packed = {n: d if isinstance(d, str) else {"base64": base64.b64encode(d).decode()}
-                  for n, d in files.items()}  # fmt: skip
-        return {"argv": self.argv, "given": self.given, "terminal": self.terminal,
-                "numbers": self.made_by, "files": packed}  # fmt: skip
+        packed = {
+            n: d if isinstance(d, str) else {"base64": base64.b64encode(d).decode()}
+            for n, d in files.items()
+        }
+        return {
+            "argv": self.argv,
+            "given": self.given,
+            "terminal": self.terminal,
+            "numbers": self.made_by,
+            "files": packed,
+        }
 
     @classmethod
     def of_json(cls, tree: dict[str, Any]) -> Case:
-        files = {n: d if isinstance(d, str) else base64.b64decode(d["base64"])
-                 for n, d in tree["files"].items()}  # fmt: skip
-        return cls(tree["argv"], files, given=tree["given"], terminal=tree["terminal"],
-                   made_by=tuple(tree["numbers"]))  # fmt: skip
+        files = {
+            n: d if isinstance(d, str) else base64.b64decode(d["base64"])
+            for n, d in tree["files"].items()
+        }
+        return cls(
+            tree["argv"],
+            files,
+            given=tree["given"],
+            terminal=tree["terminal"],
+            made_by=tuple(tree["numbers"]),
+        )
 
 
 def names_of(case: Case, family: Family) -> Iterator[str]:
@@ -86,7 +100,8 @@ def sort_of(name: str) -> str:
     if not name.endswith(".gguf"):
         return name
     return {"t": "target", "every": "all types", "dialect": "dialect"}.get(
-        name.removesuffix(".gguf").split("-")[0], "draft") + " GGUF"  # fmt: skip
+        name.removesuffix(".gguf").split("-")[0], "draft"
+    ) + " GGUF"
 
 
 class Maker:

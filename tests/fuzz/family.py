@@ -34,25 +34,45 @@ ANSWER: list[tuple[str, Any]] = [
     ("", {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}),
     ("", {"choices": [{"index": 0, "delta": {"reasoning_content": "so"}}]}),
     ("", {"choices": [{"index": 0, "delta": {"content": "in the\n"}, "finish_reason": None}]}),
-    ("", {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
-          "timings": {"predicted_n": 3, "predicted_per_second": 9.5, "draft_n": 4,
-                      "draft_n_accepted": 2, "notes": ["a note"]}}),
+    (
+        "",
+        {
+            "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
+            "timings": {
+                "predicted_n": 3,
+                "predicted_per_second": 9.5,
+                "draft_n": 4,
+                "draft_n_accepted": 2,
+                "notes": ["a note"],
+            },
+        },
+    ),
     ("", {"error": {"message": "too long"}}),
-]  # fmt: skip
+]
 LIVE: list[tuple[str, Any]] = [
     ("hello", {"model": "tiny"}),
-    ("cycle", {"yours": True, "rejected": ["x"], "pieces": [
-        {"text": "in", "part": "text", "kind": "accepted"},
-        {"text": " the", "part": "thought", "kind": "corrected"}]}),
+    (
+        "cycle",
+        {
+            "yours": True,
+            "rejected": ["x"],
+            "pieces": [
+                {"text": "in", "part": "text", "kind": "accepted"},
+                {"text": " the", "part": "thought", "kind": "corrected"},
+            ],
+        },
+    ),
     ("end", {"yours": True}),
-]  # fmt: skip
+]
 IDS = struct.pack("<3i", 2, 7, 8)
 
 
 def events(those: Sequence[tuple[str, Any]]) -> bytes:
     """Server-sent events."""
-    return "".join((f"event: {name}\n" if name else "") + f"data: {json.dumps(tree)}\n\n"
-                   for name, tree in those).encode()  # fmt: skip
+    return "".join(
+        (f"event: {name}\n" if name else "") + f"data: {json.dumps(tree)}\n\n"
+        for name, tree in those
+    ).encode()
 
 
 TEXT = "in the a\n\n b def f(x):\n    return x\n"
@@ -80,12 +100,18 @@ class Family:
         result = bench_result.result()
         result["rows"] = result["rows"][:6]
         self.data |= {
-            "r.json": json.dumps(result).encode(), "s.json": json.dumps(result).encode(),
-            "p.txt": TEXT.encode(), "ids.txt": b"2, 7 8 9\n", "log.txt": LOG.encode(),
-            "q.jsonl": QUESTIONS.encode(), "models.json": b'{"data": [{"id": "tiny"}]}',
-            "answer.sse": events(ANSWER), "live.sse": events(LIVE), "ids.bin": IDS,
+            "r.json": json.dumps(result).encode(),
+            "s.json": json.dumps(result).encode(),
+            "p.txt": TEXT.encode(),
+            "ids.txt": b"2, 7 8 9\n",
+            "log.txt": LOG.encode(),
+            "q.jsonl": QUESTIONS.encode(),
+            "models.json": b'{"data": [{"id": "tiny"}]}',
+            "answer.sse": events(ANSWER),
+            "live.sse": events(LIVE),
+            "ids.bin": IDS,
             "template.jinja": TEMPLATE.encode(),
-        }  # fmt: skip
+        }
         self.seed = {name: hashlib.sha256(data).digest() for name, data in self.data.items()}
 
     def _drafts(self, folder: Path, target: Path) -> None:

@@ -35,8 +35,15 @@ from tests.fuzz.shim import again_with_shim
 
 WRITE, FSYNC, RENAME, OPEN, CHMOD = range(5)
 CALLS = {"write": WRITE, "fsync": FSYNC, "rename": RENAME, "open": OPEN, "chmod": CHMOD}
-ERRORS = [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG,
-          errno.EPERM]  # fmt: skip
+ERRORS = [
+    errno.ENOSPC,
+    errno.EIO,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EFBIG,
+    errno.EPERM,
+]
 CODES = {0, 3, 4}
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
@@ -74,20 +81,39 @@ def writers(base: Path) -> list[Writer]:
     text, questions = base / "p.txt", base / "q.jsonl"
     text.write_text("in the a b c d e f g h\n" * 8)
     questions.write_text(json.dumps({"question_id": 1, "turns": ["Say a."]}) + "\n")
-    bench = ("bench", "-m", str(t), "--preset", "mt-bench", "--dataset", str(questions),
-             "--draft-max", "0", "-n", "2", "--repeats", "1", "-c", "96")  # fmt: skip
+    bench = (
+        "bench",
+        "-m",
+        str(t),
+        "--preset",
+        "mt-bench",
+        "--dataset",
+        str(questions),
+        "--draft-max",
+        "0",
+        "-n",
+        "2",
+        "--repeats",
+        "1",
+        "-c",
+        "96",
+    )
     return [
         Writer("convert", ("convert", str(draft), "--target", str(t), "-o", "{out}/o.gguf")),
         Writer("convert a target", ("convert", str(target), "-o", "{out}/o.gguf")),
         Writer("quantize", ("quantize", str(t), "{out}/o.gguf", "--type", "q8_0")),
         Writer("recipe", ("recipe", "llama.cpp", "-m", "31b", "--assume", "h200", "-o", "{out}/r")),
         Writer("bench", (*bench, "-o", "{out}/r.json", "--report", "{out}/r.html"), _result),
-        Writer("conversion cache", ("generate", "-m", str(t), "-md", str(draft), "-p", "a",
-                                    "-n", "1", "-c", "64")),
+        Writer(
+            "conversion cache",
+            ("generate", "-m", str(t), "-md", str(draft), "-p", "a", "-n", "1", "-c", "64"),
+        ),
         Writer("kernel cache", ("store-a-kernel",)),
-        Writer("imatrix", ("imatrix", str(text), "-m", str(t), "-o", "{out}/i.gguf", "-c", "16",
-                           "--chunks", "1")),
-    ]  # fmt: skip
+        Writer(
+            "imatrix",
+            ("imatrix", str(text), "-m", str(t), "-o", "{out}/i.gguf", "-c", "16", "--chunks", "1"),
+        ),
+    ]
 
 
 def _result(data: bytes) -> bool:
@@ -179,8 +205,11 @@ class Bench:
             path.chmod(0o600 if "cache" in name else 0o640)
 
     def files(self) -> dict[str, bytes]:
-        return {str(p.relative_to(self.out)): p.read_bytes() for p in sorted(self.out.rglob("*"))
-                if p.is_file()}  # fmt: skip
+        return {
+            str(p.relative_to(self.out)): p.read_bytes()
+            for p in sorted(self.out.rglob("*"))
+            if p.is_file()
+        }
 
     def start(self, writer: Writer, fault: Fault) -> tuple[list[int], str]:
         """Exit codes of the runs of a case (negative: the signal that ended it), and what they
@@ -290,8 +319,12 @@ def _main(argv: list[str]) -> None:
 
         warnings.simplefilter("ignore")
         code = b"\x7fELF" + bytes(200_000)
-        cli.run = lambda argv: disk_cache.store(  # type: ignore[assignment,return-value,func-returns-value]
-            "key", Cubin("sm_80", "f", Resources(1, 0, 0, 0), "", code)) or 0  # fmt: skip
+        cli.run = lambda argv: (
+            disk_cache.store(  # type: ignore[assignment,return-value,func-returns-value]
+                "key", Cubin("sm_80", "f", Resources(1, 0, 0, 0), "", code)
+            )
+            or 0
+        )
     sys.argv = ["g4spec", *argv]
     cli.main()
 
@@ -347,8 +380,11 @@ def disks(bench: Bench) -> Iterator[tuple[str, list[str]]]:
     place.mkdir()
     for options in ("size=16k", "size=100k", "size=64m,ro", "size=64m"):
         for writer in bench.writers:
-            done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)],
-                                  capture_output=True, check=False)  # fmt: skip
+            done = subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)],
+                capture_output=True,
+                check=False,
+            )
             if done.returncode:
                 return
             bench.out = place
@@ -364,9 +400,14 @@ def disks(bench: Bench) -> Iterator[tuple[str, list[str]]]:
 
 
 def run(
-    cases: int, seconds: float, seed: int, base: Path, shim: Path | None, with_disks: bool,
+    cases: int,
+    seconds: float,
+    seed: int,
+    base: Path,
+    shim: Path | None,
+    with_disks: bool,
     only: str | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Run cases, as many as there is time for, and disks; counts by kind, and what was wrong."""
     bench, kinds, names = Bench(base, shim, only), Counter[str](), Counter[str]()
     broken: dict[str, list[str]] = {}
@@ -380,16 +421,21 @@ def run(
             print(f"{kinds.total()} cases, {list(broken)}", file=sys.stderr, flush=True)
         for what in bench.case(writer, fault, older):
             broken.setdefault(re.sub(r"\d{2,}", "N", what)[:150], []).append(
-                f"{what} <- {writer.name}: {fault}, {older=}")  # fmt: skip
+                f"{what} <- {writer.name}: {fault}, {older=}"
+            )
     tried = list(disks(bench)) if with_disks else []
     for name, wrong in tried:
         for what in wrong:
             broken.setdefault(what[:150], []).append(name)
-    return {"cases": kinds.total() + len(tried),
-            "signals": sum(n for k, n in kinds.items() if "SIG" in k),
-            "by_fault": dict(sorted(kinds.items())), "by_command": dict(sorted(names.items())),
-            "disks": len(tried), "calls_can_fail": bench.can_fail,
-            "broken": {k: v[:3] for k, v in broken.items()}}  # fmt: skip
+    return {
+        "cases": kinds.total() + len(tried),
+        "signals": sum(n for k, n in kinds.items() if "SIG" in k),
+        "by_fault": dict(sorted(kinds.items())),
+        "by_command": dict(sorted(names.items())),
+        "disks": len(tried),
+        "calls_can_fail": bench.can_fail,
+        "broken": {k: v[:3] for k, v in broken.items()},
+    }
 
 
 def main() -> int:
@@ -402,8 +448,9 @@ def main() -> int:
     asked, shim = parser.parse_args(), again_with_shim()
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        found = run(asked.cases, asked.seconds, asked.seed, Path(folder), shim, asked.disks,
-                    asked.only)  # fmt: skip
+        found = run(
+            asked.cases, asked.seconds, asked.seed, Path(folder), shim, asked.disks, asked.only
+        )
     print(json.dumps(found, indent=1))
     return 1 if found["broken"] else 0
 

@@ -23,21 +23,71 @@ Rng = random.Random
 Value = Callable[["Maker"], str]
 
 TEXTS = [
-    "", "a", "in the a", "\n\n\n", "<bos><|turn>user", "\x1b]0;t\x07", "é😀" * 40, "\u202e",
-    "a" * 3000, "\ud800", "\x00", "-1", "--json", "{{ x }}", "<0x1B>",
-]  # fmt: skip
+    "",
+    "a",
+    "in the a",
+    "\n\n\n",
+    "<bos><|turn>user",
+    "\x1b]0;t\x07",
+    "é😀" * 40,
+    "\u202e",
+    "a" * 3000,
+    "\ud800",
+    "\x00",
+    "-1",
+    "--json",
+    "{{ x }}",
+    "<0x1B>",
+]
 WHOLE = [
-    "0", "1", "2", "3", "7", "16", "64", "-1", "257", "2147483648", "9223372036854775808",
-    "1" * 30, "x", "", "1.5", "0x10",
-]  # fmt: skip
+    "0",
+    "1",
+    "2",
+    "3",
+    "7",
+    "16",
+    "64",
+    "-1",
+    "257",
+    "2147483648",
+    "9223372036854775808",
+    "1" * 30,
+    "x",
+    "",
+    "1.5",
+    "0x10",
+]
 REAL = ["0", "1", "0.5", "0.9", "-1", "1e-9", "1e9", "1e400", "nan", "inf", "x", ""]
 TYPES = [
-    "q8_0", "bf16", "f16", "f32", "q4_0", "q4_k_m", "q5_k_m", "iq4_nl", "q6_k", "mxfp4", "x", "",
-]  # fmt: skip
+    "q8_0",
+    "bf16",
+    "f16",
+    "f32",
+    "q4_0",
+    "q4_k_m",
+    "q5_k_m",
+    "iq4_nl",
+    "q6_k",
+    "mxfp4",
+    "x",
+    "",
+]
 OUTPUTS = [
-    "o.gguf", "o.gguf", "o.gguf", "o.json", "new/o.gguf", "t.gguf", "Z", "", "/dev/full", "pipe",
-    "o" * 300, ".", "a\x1bb.gguf", "loop",
-]  # fmt: skip
+    "o.gguf",
+    "o.gguf",
+    "o.gguf",
+    "o.json",
+    "new/o.gguf",
+    "t.gguf",
+    "Z",
+    "",
+    "/dev/full",
+    "pipe",
+    "o" * 300,
+    ".",
+    "a\x1bb.gguf",
+    "loop",
+]
 CARDS = ["h200", "RTX 3090", "2x RTX 3090", "h100", "x", "", "8x b200", "\x9b31m", "0x h200"]
 BIAS = ["5+1", "5-1", "5=0.5", "99999+1", "5+nan", "5", "-1+2", "x+1", "5+1e400", "5=-inf"]
 
@@ -51,10 +101,22 @@ def _file(*names: str) -> Value:
 
 
 def anything(make: Maker) -> str:
-    return make.rng.choice([
-        "h:nowhere", "org/name", "z-lab/gemma-4-31B-it-DFlash", "31b", "nowhere.gguf", "", ".",
-        "~nobody/x", "~no-such-user/x.gguf", "T", "Z", *make.family.data,
-    ])  # fmt: skip
+    return make.rng.choice(
+        [
+            "h:nowhere",
+            "org/name",
+            "z-lab/gemma-4-31B-it-DFlash",
+            "31b",
+            "nowhere.gguf",
+            "",
+            ".",
+            "~nobody/x",
+            "~no-such-user/x.gguf",
+            "T",
+            "Z",
+            *make.family.data,
+        ]
+    )
 
 
 GGUFS = ("t.gguf", "z.gguf", "s.gguf", "a.gguf", "p.gguf", "e.gguf", "d.gguf", "every.gguf")
@@ -107,8 +169,16 @@ STREAM = 200
 FD = str(STREAM)
 TYPED = ("p.txt", "ids.txt", "log.txt", "template.jinja")
 """Files that the user names as his own text."""
-TALK = ("a line\n", "hi\n/regen\nb\n", "/system x\n/clear\n/help\n/nothing\n", '"""a\nb"""\n',
-        "\x1b]0;x\x07\n" + "a" * 3000, "/exit\n", "", '"""\n')  # fmt: skip
+TALK = (
+    "a line\n",
+    "hi\n/regen\nb\n",
+    "/system x\n/clear\n/help\n/nothing\n",
+    '"""a\nb"""\n',
+    "\x1b]0;x\x07\n" + "a" * 3000,
+    "/exit\n",
+    "",
+    '"""\n',
+)
 BENCH = ("bench", "-m", TARGET)
 RULES = _one("G4-TNS-002", "G4-KEY-001", "x", "")
 COMMANDS: dict[str, Grammar] = {

@@ -11,15 +11,77 @@ from typing import Any
 from g4spec.gguf import T, Value
 from tests.cpu import gguf_fixtures as fixtures
 
-NUMBERS = [0, 1, 2, 7, 31, 63, 127, 255, 256, 511, 512, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31,
-           (1 << 32) - 1, 1 << 32, 1 << 40, 1 << 62, (1 << 63) - 1, 1 << 63,
-           (1 << 64) - 1]  # fmt: skip
-ODD: list[Any] = [None, True, False, -1, 0, 1, 2, 1 << 31, 1 << 63, 10**30, 10**400, 0.5, -0.0,
-                  1e308, "", "x", "\x00", "..", "../x", "\ud800", [], {}, [[]], [None], {"": None},
-                  [0] * 40]  # fmt: skip
-WORDS = [b"[" * 4000, b'{"a":' * 4000, b"NaN", b"1e999", b"-1", b"null", b'""', b"\xff\xfe",
-         b"\x00", b"{{", b"}}", b"{%", b"%}", b"range(9)", b"..", b"\\ud800",
-         b"9" * 5000]  # fmt: skip
+NUMBERS = [
+    0,
+    1,
+    2,
+    7,
+    31,
+    63,
+    127,
+    255,
+    256,
+    511,
+    512,
+    1 << 15,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    1 << 40,
+    1 << 62,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+]
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    1 << 31,
+    1 << 63,
+    10**30,
+    10**400,
+    0.5,
+    -0.0,
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "..",
+    "../x",
+    "\ud800",
+    [],
+    {},
+    [[]],
+    [None],
+    {"": None},
+    [0] * 40,
+]
+WORDS = [
+    b"[" * 4000,
+    b'{"a":' * 4000,
+    b"NaN",
+    b"1e999",
+    b"-1",
+    b"null",
+    b'""',
+    b"\xff\xfe",
+    b"\x00",
+    b"{{",
+    b"}}",
+    b"{%",
+    b"%}",
+    b"range(9)",
+    b"..",
+    b"\\ud800",
+    b"9" * 5000,
+]
 
 
 def mutate_bytes(data: bytes, rng: random.Random, other: bytes) -> bytes:
@@ -81,8 +143,10 @@ def _place(tree: Any, rng: random.Random) -> tuple[Any, Any]:
     holder: Any = None
     key: Any = None
     while isinstance(tree, (dict, list)) and tree:
-        holder, key = tree, rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(
-            len(tree))  # fmt: skip
+        holder, key = (
+            tree,
+            rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(len(tree)),
+        )
         if rng.random() < 0.4:
             break
         tree = tree[key]
@@ -105,8 +169,10 @@ def mutate_gguf(data: bytes, rng: random.Random, other: bytes) -> bytes:
     file = FILES.get(data)
     if file is None or rng.random() < 0.3:
         return mutate_bytes(data, rng, other)
-    kv, tensors = dict(file.kv), {k: fixtures.Entry(v.shape, v.type, v.data)
-                                  for k, v in file.tensors.items()}  # fmt: skip
+    kv, tensors = (
+        dict(file.kv),
+        {k: fixtures.Entry(v.shape, v.type, v.data) for k, v in file.tensors.items()},
+    )
     changed = fixtures.File(kv, tensors)
     change_gguf(changed, rng)
     try:
@@ -126,8 +192,9 @@ def change_gguf(file: fixtures.File, rng: random.Random) -> None:
             if kind == 0:
                 tensors[name + rng.choice(["x", ".weight", ""])] = tensors.pop(name)
             elif kind == 1:
-                entry.shape = tuple(rng.choice([*entry.shape, *NUMBERS[:20]]) for _ in
-                                    range(rng.randrange(5)))  # fmt: skip
+                entry.shape = tuple(
+                    rng.choice([*entry.shape, *NUMBERS[:20]]) for _ in range(rng.randrange(5))
+                )
             elif kind == 2:
                 entry.type = rng.choice([0, 1, 2, 8, 12, 14, 24, 26, 27, 28, 30, 41, 42, 45, 99])
             elif kind == 3 and entry.data:
@@ -168,8 +235,23 @@ def _odd_value(value: Value, rng: random.Random) -> Value:
     return Value(kind, bool(rng.randrange(2)) if kind is T.BOOL else rng.choice(NUMBERS[:13]))
 
 
-ODD_TEXT = ["", " ", "a b", "a", "\x00", "<0xZZ>", "<0x41>", "\u2581" * 300, "<bos>", "gemma4",
-            "dflash", "gemma4-assistant", "gemma4_mtp", "dflash-draft", "{{ x",
-            "{% for i in x %}"]  # fmt: skip
+ODD_TEXT = [
+    "",
+    " ",
+    "a b",
+    "a",
+    "\x00",
+    "<0xZZ>",
+    "<0x41>",
+    "\u2581" * 300,
+    "<bos>",
+    "gemma4",
+    "dflash",
+    "gemma4-assistant",
+    "gemma4_mtp",
+    "dflash-draft",
+    "{{ x",
+    "{% for i in x %}",
+]
 FILES: dict[bytes, fixtures.File] = {}
 """GGUF seeds as data."""

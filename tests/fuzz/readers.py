@@ -65,22 +65,51 @@ def surfaces(folder: Path) -> list[Surface]:
     return [
         Surface("gguf", _ggufs(folder, drafts), Reading(folder).gguf, mutate_gguf),
         Surface("dialect", _dialects(folder), Reading(folder).dialect, mutate_gguf),
-        Surface("safetensors", [_small_safetensors(folder)], Reading(folder).safetensors,
-                mutate_bytes),
-        Surface("config", [(d / "config.json").read_bytes() for d in drafts],
-                Reading(folder).config, mutate_json),
-        Surface("target config", [(target / "config.json").read_bytes()],
-                Reading(folder).target_config, mutate_json),
-        Surface("tokenizer.json", [(target / "tokenizer.json").read_bytes()],
-                Reading(folder).tokenizer_json, mutate_json),
-        Surface("tokenizer_config.json", [(target / "tokenizer_config.json").read_bytes()],
-                Reading(folder).tokenizer_config, mutate_json),
-        Surface("index", [b'{"weight_map": {"fc.weight": "a.safetensors", "b": "b.safetensors"}}'],
-                Reading(folder).index, mutate_json),
-        Surface("template", [TEMPLATE.encode(), b"{% for m in messages %}{{ m.content | trim }}"
-                             b"{{ m | tojson }}{% endfor %}{% set n = namespace(a=1) %}"],
-                Reading(folder).template, mutate_bytes, contained=True),
-    ]  # fmt: skip
+        Surface(
+            "safetensors", [_small_safetensors(folder)], Reading(folder).safetensors, mutate_bytes
+        ),
+        Surface(
+            "config",
+            [(d / "config.json").read_bytes() for d in drafts],
+            Reading(folder).config,
+            mutate_json,
+        ),
+        Surface(
+            "target config",
+            [(target / "config.json").read_bytes()],
+            Reading(folder).target_config,
+            mutate_json,
+        ),
+        Surface(
+            "tokenizer.json",
+            [(target / "tokenizer.json").read_bytes()],
+            Reading(folder).tokenizer_json,
+            mutate_json,
+        ),
+        Surface(
+            "tokenizer_config.json",
+            [(target / "tokenizer_config.json").read_bytes()],
+            Reading(folder).tokenizer_config,
+            mutate_json,
+        ),
+        Surface(
+            "index",
+            [b'{"weight_map": {"fc.weight": "a.safetensors", "b": "b.safetensors"}}'],
+            Reading(folder).index,
+            mutate_json,
+        ),
+        Surface(
+            "template",
+            [
+                TEMPLATE.encode(),
+                b"{% for m in messages %}{{ m.content | trim }}"
+                b"{{ m | tojson }}{% endfor %}{% set n = namespace(a=1) %}",
+            ],
+            Reading(folder).template,
+            mutate_bytes,
+            contained=True,
+        ),
+    ]
 
 
 def _ggufs(folder: Path, drafts: list[Path]) -> list[bytes]:
@@ -95,8 +124,11 @@ def _ggufs(folder: Path, drafts: list[Path]) -> list[bytes]:
 def _every_type() -> bytes:
     """A tensor of every type in blocks that can be read."""
     shape = (2, 256)
-    tensors = {name: fixtures.Entry(shape, form.type, random_blocks(name, *shape).tobytes())
-               for name, form in quant.readable().items() if form.quantized}  # fmt: skip
+    tensors = {
+        name: fixtures.Entry(shape, form.type, random_blocks(name, *shape).tobytes())
+        for name, form in quant.readable().items()
+        if form.quantized
+    }
     file = fixtures.File({"general.architecture": string("gemma4")}, tensors)
     data = file.bytes()
     FILES[data] = file
@@ -132,8 +164,9 @@ def _small_safetensors(folder: Path) -> bytes:
     import numpy as np
 
     path = folder / "small.safetensors"
-    tiny.save(path, {"a": (np.ones((2, 3)), "BF16"), "b": (np.ones(4), "I64"),
-                     "c": (np.ones(5), "BOOL")})  # fmt: skip
+    tiny.save(
+        path, {"a": (np.ones((2, 3)), "BF16"), "b": (np.ones(4), "I64"), "c": (np.ones(5), "BOOL")}
+    )
     return path.read_bytes()
 
 
@@ -292,8 +325,13 @@ def one(surface: Surface, data: bytes, verdict: Verdict) -> None:
         verdict.failures.append((f"memory grew by {grown >> 20} MB", data))
 
 
-def fuzz(surface: Surface, runs: int, seed: int = 0, cover: bool = True,
-         corpus: list[bytes] | None = None) -> Verdict:  # fmt: skip
+def fuzz(
+    surface: Surface,
+    runs: int,
+    seed: int = 0,
+    cover: bool = True,
+    corpus: list[bytes] | None = None,
+) -> Verdict:
     """Mutate seeds and whatever reached new lines, `runs` times."""
     rng, verdict, coverage = random.Random(seed), Verdict(), Lines(math.inf)
     pool = [*surface.seeds, *(corpus or [])]

@@ -274,9 +274,14 @@ class Sent:
 
     def json(self) -> dict[str, Any]:
         """All that sending it again needs."""
-        return {"method": self.method, "path": self.path, "leaves": self.leaves,
-                "headers": [[b.decode("latin-1") for b in pair] for pair in self.headers],
-                "body": base64.b64encode(self.sent).decode(), "numbers": self.made_by}  # fmt: skip
+        return {
+            "method": self.method,
+            "path": self.path,
+            "leaves": self.leaves,
+            "headers": [[b.decode("latin-1") for b in pair] for pair in self.headers],
+            "body": base64.b64encode(self.sent).decode(),
+            "numbers": self.made_by,
+        }
 
     @classmethod
     def of_json(cls, tree: dict[str, Any]) -> Sent:

@@ -22,12 +22,15 @@ def again_with_shim() -> Path | None:
     folder = tempfile.mkdtemp()
     library = Path(folder) / "faults.so"
     source = Path(__file__).with_name("faults.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(source),
-                    "-ldl"], check=True)  # fmt: skip
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-w", "-o", str(library), str(source), "-ldl"],
+        check=True,
+    )
     try:
         env = {**os.environ, "LD_PRELOAD": str(library), SHIM: str(library)}
-        done = subprocess.run([sys.executable, "-m", "tests.fuzz.faults", *sys.argv[1:]],
-                              check=False, env=env)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.fuzz.faults", *sys.argv[1:]], check=False, env=env
+        )
     finally:
         shutil.rmtree(folder)
     sys.exit(done.returncode)

@@ -13,17 +13,24 @@ import uvicorn
 from g4spec.runtime.engine import Engine
 from g4spec.server import engine_client
 
-ANSWERS = {"/v1/models": "models.json", "/v1/chat/completions": "answer.sse",
-           "/v1/live": "live.sse"}  # fmt: skip
+ANSWERS = {
+    "/v1/models": "models.json",
+    "/v1/chat/completions": "answer.sse",
+    "/v1/live": "live.sse",
+}
 
 
 class Here:
     """An engine in this process, as `EngineClient` is made; fields of the engine are its own."""
 
     def __init__(
-        self, target: Path, draft: Path | str | None = None, *,
-        make: Callable[..., Engine] = Engine.load, **options: Any,
-    ) -> None:  # fmt: skip
+        self,
+        target: Path,
+        draft: Path | str | None = None,
+        *,
+        make: Callable[..., Engine] = Engine.load,
+        **options: Any,
+    ) -> None:
         self._engine = make(target=target, draft=draft, **options)
         self.title, self.failed = self._engine.backend.title, None
 
@@ -52,8 +59,11 @@ async def _nobody_asks(self: uvicorn.Server) -> None:
 @contextmanager
 def installed() -> Iterator[None]:
     """Put them in."""
-    places = ((engine_client, "EngineClient", Here), (uvicorn.Server, "main_loop", _nobody_asks),
-              (httpx.AsyncHTTPTransport, "handle_async_request", _answer))  # fmt: skip
+    places = (
+        (engine_client, "EngineClient", Here),
+        (uvicorn.Server, "main_loop", _nobody_asks),
+        (httpx.AsyncHTTPTransport, "handle_async_request", _answer),
+    )
     before = [(where, name, getattr(where, name)) for where, name, _ in places]
     for where, name, new in places:
         setattr(where, name, new)

@@ -16,9 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def faults(*options: str, **env: str) -> tuple[int, dict[str, object]]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.faults", *options], cwd=ROOT, capture_output=True,
-        text=True, check=False, env={**os.environ, **env},
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.fuzz.faults", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+    )
     assert done.stdout, done.stderr[-3000:]
     found: dict[str, object] = json.loads(done.stdout)
     return done.returncode, found

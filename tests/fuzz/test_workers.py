@@ -35,7 +35,12 @@ def test_a_case_that_is_written_down_is_whole(tmp_path: Path) -> None:
         sent = Sent(numbers)
         other = Sent.of_json(json.loads(json.dumps(sent.json())))
         assert (other.method, other.path, other.headers, other.sent, other.leaves) == (
-            sent.method, sent.path, sent.headers, sent.sent, sent.leaves)  # fmt: skip
+            sent.method,
+            sent.path,
+            sent.headers,
+            sent.sent,
+            sent.leaves,
+        )
 
 
 def test_a_process_works_and_its_rows_are_merged(tmp_path: Path) -> None:
@@ -51,9 +56,13 @@ def test_a_process_works_and_its_rows_are_merged(tmp_path: Path) -> None:
     assert workers.judged(failures, time.monotonic()) == {}
 
 
-@pytest.mark.parametrize("program,what", [
-    ("raise SystemExit(9)", "a worker ended with 9"), ("import time; time.sleep(99)", "hang"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "program,what",
+    [
+        ("raise SystemExit(9)", "a worker ended with 9"),
+        ("import time; time.sleep(99)", "hang"),
+    ],
+)
 def test_the_case_of_a_process_that_is_gone_is_kept(
     program: str, what: str, tmp_path: Path
 ) -> None:

@@ -68,9 +68,19 @@ class Sentry:
     """Notes through an audit hook what a case opens, renames, connects to or unpickles."""
 
     WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-    NAMED: ClassVar = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.link": 2,
-             "os.symlink": 2, "os.chmod": 1, "os.truncate": 1, "shutil.rmtree": 1,
-             "shutil.move": 2, "shutil.copyfile": 2}  # fmt: skip
+    NAMED: ClassVar = {
+        "os.rename": 2,
+        "os.remove": 1,
+        "os.mkdir": 1,
+        "os.rmdir": 1,
+        "os.link": 2,
+        "os.symlink": 2,
+        "os.chmod": 1,
+        "os.truncate": 1,
+        "shutil.rmtree": 1,
+        "shutil.move": 2,
+        "shutil.copyfile": 2,
+    }
     FORBIDDEN = ("socket.connect", "pickle.find_class", "os.system", "os.exec")
 
     def __init__(self) -> None:
@@ -97,8 +107,9 @@ class Sentry:
         seen, self.seen = self.seen, None  # what is looked up here is no case's
         try:
             text = os.fsdecode(path)
-            real = os.path.join(os.path.realpath(os.path.dirname(text) or "."),
-                                os.path.basename(text))  # fmt: skip
+            real = os.path.join(
+                os.path.realpath(os.path.dirname(text) or "."), os.path.basename(text)
+            )
             there = event == "os.mkdir" and os.path.isdir(real)  # asked for all the same
             device = real in ("/dev/null", "/dev/full", "/dev/tty")
             fine = there or device or real.startswith(self.allowed)
@@ -115,8 +126,9 @@ SENTRY = Sentry()
 
 def memory() -> dict[str, int]:
     """VmRSS and VmHWM of this process in bytes."""
-    found = re.findall(r"^(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text(),
-                       re.MULTILINE)  # fmt: skip
+    found = re.findall(
+        r"^(VmRSS|VmHWM):\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+    )
     return {name: int(size) << 10 for name, size in found}
 
 
@@ -188,8 +200,14 @@ def watched(outcome: Outcome, allowed: Path, root: Path) -> Iterator[None]:
         outcome.broken.append(f"{written >> 20} MB were written")
 
 
-def run(command: Callable[[list[str]], int], argv: list[str], allowed: Path, root: Path,
-        terminal: bool = False, given: str = "") -> Outcome:  # fmt: skip
+def run(
+    command: Callable[[list[str]], int],
+    argv: list[str],
+    allowed: Path,
+    root: Path,
+    terminal: bool = False,
+    given: str = "",
+) -> Outcome:
     """One command line. `given`: what stands on its standard input."""
     outcome = Outcome()
     out, err = Terminal(terminal), Terminal(terminal)
@@ -208,9 +226,27 @@ def run(command: Callable[[list[str]], int], argv: list[str], allowed: Path, roo
     return outcome
 
 
-FLAGS = {"--json", "-q", "-v", "--compose", "--chat", "--ignore-eos", "--show-draft", "--dry-run",
-         "--show-rejected", "--report", "--allow-requantize", "--csv", "--no-bos", "--upstream",
-         "--strict", "--force", "--tensors", "--list-rules", "--ids-to-text"}  # fmt: skip
+FLAGS = {
+    "--json",
+    "-q",
+    "-v",
+    "--compose",
+    "--chat",
+    "--ignore-eos",
+    "--show-draft",
+    "--dry-run",
+    "--show-rejected",
+    "--report",
+    "--allow-requantize",
+    "--csv",
+    "--no-bos",
+    "--upstream",
+    "--strict",
+    "--force",
+    "--tensors",
+    "--list-rules",
+    "--ids-to-text",
+}
 """Options without a value, so that `--json` behind one of them is none."""
 
 

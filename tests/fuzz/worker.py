@@ -84,10 +84,17 @@ class Worker:
     def broke(self, case: Any, ran: Ran) -> None:
         self.failed += 1
         path = Path(self.job.failures) / f"{self.name}-{self.job.seed}-{self.failed}.json"
-        path.write_text(json.dumps({
-            "surface": self.name, "broken": ran.outcome.broken, "case": self.surface.packed(case),
-            "before": self.recent[:-1], "seed": self.job.seed,
-        }))  # fmt: skip
+        path.write_text(
+            json.dumps(
+                {
+                    "surface": self.name,
+                    "broken": ran.outcome.broken,
+                    "case": self.surface.packed(case),
+                    "before": self.recent[:-1],
+                    "seed": self.job.seed,
+                }
+            )
+        )
 
     def told(self, count: Count, done: bool = False) -> None:
         row = count.json() | {"kept": count.kept, "done": done, "shown": count.broken}
@@ -105,8 +112,19 @@ class Worker:
             self.surface = commands if name == "commands" else Requests(commands)
             corpus = campaign.saved(name)
             first = corpus[job.number % job.together :: job.together]
-            self.told(campaign.fuzz(self.surface, job.seconds[i], job.cases[i], job.seed, corpus,
-                                    watch, job.watched, first), True)  # fmt: skip
+            self.told(
+                campaign.fuzz(
+                    self.surface,
+                    job.seconds[i],
+                    job.cases[i],
+                    job.seed,
+                    corpus,
+                    watch,
+                    job.watched,
+                    first,
+                ),
+                True,
+            )
         if job.cases[2]:
             self._readers(base / "readers")
 
@@ -121,8 +139,13 @@ class Worker:
             corpus, ran, turn = readers.saved(surface.name), 0, 0
             while ran < share and time.monotonic() < end:
                 self.begun((turn,))
-                verdict = readers.fuzz(surface, min(200, share - ran), self.job.seed + turn, False,
-                                       corpus if turn % 8 == 0 else corpus[:20])  # fmt: skip
+                verdict = readers.fuzz(
+                    surface,
+                    min(200, share - ran),
+                    self.job.seed + turn,
+                    False,
+                    corpus if turn % 8 == 0 else corpus[:20],
+                )
                 ran, turn = ran + verdict.ran, turn + 1
                 for what, data in verdict.failures:
                     self._reader_broke(surface.name, what, data)
@@ -135,8 +158,9 @@ class Worker:
     def _reader_broke(self, name: str, what: str, data: bytes) -> None:
         self.failed += 1
         path = Path(self.job.failures) / f"reader-{self.job.seed}-{self.failed}.json"
-        path.write_text(json.dumps({"surface": "readers", "broken": [what], "reader": name,
-                                    "data": data.hex()}))  # fmt: skip
+        path.write_text(
+            json.dumps({"surface": "readers", "broken": [what], "reader": name, "data": data.hex()})
+        )
 
 
 def replay(file: Path) -> list[str]:
@@ -152,11 +176,19 @@ def replay(file: Path) -> list[str]:
         commands = Commands(base)
         surface: Any = commands if tree["surface"] == "commands" else Requests(commands)
         with surface.ready():
-            case = surface.make(tuple(tree["numbers"])) if "numbers" in tree else surface.read(
-                tree["case"])  # fmt: skip
+            case = (
+                surface.make(tuple(tree["numbers"]))
+                if "numbers" in tree
+                else surface.read(tree["case"])
+            )
             ran: Ran = surface.run(case)
-            print(ran.shown[:3000], f"exit or status: {ran.outcome.code}", ran.outcome.err[-1000:],
-                  sep="\n", file=sys.stderr)  # fmt: skip
+            print(
+                ran.shown[:3000],
+                f"exit or status: {ran.outcome.code}",
+                ran.outcome.err[-1000:],
+                sep="\n",
+                file=sys.stderr,
+            )
             return ran.outcome.broken
 
 

@@ -145,8 +145,13 @@ class Workers:
 
 def environment() -> dict[str, str]:
     """Of a worker: one thread, no GPU, hashes as always."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1"}  # fmt: skip
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONHASHSEED": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def total(rows: dict[str, list[dict[str, Any]]]) -> str:
@@ -167,7 +172,7 @@ def merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "by_input": dict(sorted(kinds.items())),
         "slowest_cpu_seconds": max((row["slowest_cpu_seconds"] for row in rows), default=0),
         "largest_growth_mb": max((row["largest_growth_mb"] for row in rows), default=0),
-    }  # fmt: skip
+    }
 
 
 def corpus(rows: list[dict[str, Any]], older: list[tuple[int, ...]]) -> tuple[list[Any], int]:
@@ -187,9 +192,15 @@ def again(path: Path) -> list[str]:
     """What a case breaks alone, in a process of its own."""
     limit = 3 * watching.WALL
     try:
-        done = subprocess.run([sys.executable, "-m", "tests.fuzz.worker", "--replay", str(path)],
-                              cwd=ROOT, capture_output=True, text=True, timeout=limit,
-                              env=environment(), check=False)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.fuzz.worker", "--replay", str(path)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=limit,
+            env=environment(),
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return [f"hang: alone, {limit} s"]
     print(done.stderr[-4000:], file=sys.stderr)
@@ -211,8 +222,9 @@ def judged(failures: Path, end: float) -> dict[str, dict[str, Any]]:
     for path in sorted(failures.glob("*.json")):
         for what in json.loads(path.read_text())["broken"]:
             name = campaign.sort(what)
-            row = found.setdefault(name, {"cases": 0, "first": path.name, "what": what,
-                                          "again_alone": None})  # fmt: skip
+            row = found.setdefault(
+                name, {"cases": 0, "first": path.name, "what": what, "again_alone": None}
+            )
             row["cases"] += 1
             tried[name] += 1
             if path.name.startswith("ended") and not json.loads(path.read_text())["numbers"]:

@@ -22,9 +22,7 @@ def spread(n_slots: int, n_ctx: int, seed: int = 0, device: str = DEVICE) -> Spa
     return space
 
 
-def rows_of(
-    parts: Sequence[tuple[int, int, int]], device: str | torch.device = DEVICE
-) -> Batch:
+def rows_of(parts: Sequence[tuple[int, int, int]], device: str | torch.device = DEVICE) -> Batch:
     """A batch of (slot, position of the first row, rows), a sequence each; tokens are 0."""
     positions = [p for _, start, count in parts for p in range(start, start + count)]
     slots = [slot for slot, _, count in parts for _ in range(count)]

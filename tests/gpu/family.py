@@ -22,9 +22,18 @@ TRAINED = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 WINDOW, VOCAB, CTX = 64, 1024, 512
 
 SHAPE: dict[str, Any] = {
-    "hidden": 256, "inter": 512, "heads": 2, "kv": 1, "global_kv": 1, "head_dim": 256,
-    "global_head_dim": 512, "window": WINDOW, "vocab": VOCAB, "layers": 6, "period": 3,
-}  # fmt: skip
+    "hidden": 256,
+    "inter": 512,
+    "heads": 2,
+    "kv": 1,
+    "global_kv": 1,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "window": WINDOW,
+    "vocab": VOCAB,
+    "layers": 6,
+    "period": 3,
+}
 TARGETS: dict[str, dict[str, Any]] = {
     "dense": {},
     "experts": {"experts": 16, "top_k": 3, "expert_inter": 128},
@@ -43,15 +52,17 @@ DRAFTS: dict[str, Make] = {
     "assistant": tiny.assistant,
     "centroids": lambda at, on: tiny.assistant(at, on, centroids=16),
     "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, **CHAIN),
-    "eagle3-window": lambda at, on: tiny_drafts.eagle3(at, on, window=WINDOW, layers=2, qwen=True,
-                                                       draft_vocab=None, **CHAIN),
+    "eagle3-window": lambda at, on: tiny_drafts.eagle3(
+        at, on, window=WINDOW, layers=2, qwen=True, draft_vocab=None, **CHAIN
+    ),
     "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=5, **CHAIN),
     "dspark": lambda at, on: tiny_drafts.speculators_dspark(at, on, **DRAFT),
     "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
-    "deepspec": lambda at, on: tiny_drafts.deepspec_dspark(at, on, heads_=2, head_dim=512,
-                                                           inter=512),
+    "deepspec": lambda at, on: tiny_drafts.deepspec_dspark(
+        at, on, heads_=2, head_dim=512, inter=512
+    ),
     "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
-}  # fmt: skip
+}
 
 
 PAIRS = [(kind, "dense") for kind in DRAFTS] + [
@@ -66,8 +77,12 @@ def trained(folder: Path, type: str) -> dict[str, Path]:
     convert.convert(TRAINED / "target", files["target"], type=type)
     for name in ("dflash", "dflash-speculators", "assistant", "dflash-other"):
         files[name] = folder / f"{name}.gguf"
-        convert.convert(TRAINED / name, files[name], target=files["target"],
-                        type="q8_0" if type.startswith("q") else type)  # fmt: skip
+        convert.convert(
+            TRAINED / name,
+            files[name],
+            target=files["target"],
+            type="q8_0" if type.startswith("q") else type,
+        )
     return files
 
 
@@ -90,7 +105,7 @@ def draft(folder: Path, kind: str, target: str, type: str = "q8_0") -> Path:
 
 def pairs(
     folder: Path, shape: dict[str, Any], make: dict[str, Callable[[Path, Path], Any]], type: str
-) -> Path:  # fmt: skip
+) -> Path:
     """`target.gguf`, random and lively, of a shape, and `<name>.gguf` of each maker of drafts.
     Returns the folder."""
     on = tiny.target(folder / "target", **shape)

@@ -48,15 +48,32 @@ ODD_TARGETS: dict[str, dict[str, Any]] = {
     "per-layer 10": {"layers": 6, "ple": 10, "shared": 2, "k_eq_v": False},
     "window of 1": {"window": 1},
     "window of 7, 6 heads to 3": {"window": 7, "heads": 6, "kv": 3, "global_kv": 3},
-    "17 heads to 1": {"heads": 17, "kv": 1, "global_kv": 1, "head_dim": 256,
-                      "global_head_dim": 512},
+    "17 heads to 1": {
+        "heads": 17,
+        "kv": 1,
+        "global_kv": 1,
+        "head_dim": 256,
+        "global_head_dim": 512,
+    },
     "36 columns, heads of 256": {"hidden": 36, "inter": 44, **LARGE},
-    "260 columns, 5 experts": {"hidden": 260, "inter": 268, "experts": 5, "top_k": 5,
-                               "expert_inter": 36, **LARGE},
-    "64 columns, 36 in experts": {"hidden": 64, "inter": 36, "experts": 7, "top_k": 3,
-                                  "expert_inter": 40, **LARGE},
+    "260 columns, 5 experts": {
+        "hidden": 260,
+        "inter": 268,
+        "experts": 5,
+        "top_k": 5,
+        "expert_inter": 36,
+        **LARGE,
+    },
+    "64 columns, 36 in experts": {
+        "hidden": 64,
+        "inter": 36,
+        "experts": 7,
+        "top_k": 3,
+        "expert_inter": 40,
+        **LARGE,
+    },
     "no softcap": {"softcap": None},
-}  # fmt: skip
+}
 """Legal, and in some size none that kernels are made for."""
 Make = Callable[[Path, Path], Any]
 ODD_DRAFTS: dict[str, Make] = {
@@ -64,8 +81,7 @@ ODD_DRAFTS: dict[str, Make] = {
     "zlab of 2": lambda at, on: tiny.zlab_dflash(at, on, head_dim=2),
     "zlab, blocks of 2": lambda at, on: tiny.zlab_dflash(at, on, block=2),
     "zlab, blocks of 13, window of 3": lambda at, on: tiny.zlab_dflash(at, on, block=13, window=3),
-    "speculators of 80": lambda at, on: tiny.speculators_dflash(at, on, head_dim=80, heads=6,
-                                                                kv=3),
+    "speculators of 80": lambda at, on: tiny.speculators_dflash(at, on, head_dim=80, heads=6, kv=3),
     "assistant": lambda at, on: tiny.assistant(at, on, hidden=36, inter=50, centroids=16),
     "dspark": lambda at, on: tiny_drafts.speculators_dspark(at, on, head_dim=48, block=5),
     "eagle3 of 48": lambda at, on: tiny_drafts.eagle3(at, on, head_dim=48),
@@ -74,9 +90,10 @@ ODD_DRAFTS: dict[str, Make] = {
     "zlab of 64": lambda at, on: tiny.zlab_dflash(at, on, head_dim=64, inter=34),
     "eagle3 of 64": lambda at, on: tiny_drafts.eagle3(at, on, head_dim=64, inter=50),
     "zlab of 64 on 36 columns": lambda at, on: tiny.zlab_dflash(at, on, head_dim=64, inter=34),
-    "dspark of 64 on 36 columns": lambda at, on: tiny_drafts.speculators_dspark(at, on,
-                                                                                head_dim=64),
-}  # fmt: skip
+    "dspark of 64 on 36 columns": lambda at, on: tiny_drafts.speculators_dspark(
+        at, on, head_dim=64
+    ),
+}
 ON = {kind: {"hidden": 36} for kind in ODD_DRAFTS if kind.endswith("on 36 columns")}
 """Targets of some of them."""
 CACHE = {"17 heads to 1": "q8_0"}
@@ -161,8 +178,9 @@ def wrong_text(
     target: Path, draft: Path | None, cache: str = "f16", near: float = 0.05
 ) -> str | None:
     """None if a pair generates what its target does alone, near what the reference computes."""
-    with Engine.load(target, draft, n_ctx=CTX, device="cuda", cache_type=cache,
-                     chunk=PROMPT_BLOCK) as engine:  # fmt: skip
+    with Engine.load(
+        target, draft, n_ctx=CTX, device="cuda", cache_type=cache, chunk=PROMPT_BLOCK
+    ) as engine:
         plain = text(engine, 0)
         if draft is not None:
             most = engine.draft.max_tokens if engine.draft else 0

@@ -192,19 +192,40 @@ def caches(shape: CacheShape, slots: int = 1) -> tuple[CudaKV, LayerKV]:
 def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     """Queries, and the keys and values that were appended; over the end of a ring, and of several
     sequences at once."""
-    for dim, n_kv, pairs, own_v, normed in ((256, 1, False, True, True),
-                                            (512, 2, False, False, True),
-                                            (64, 2, True, True, False)):  # fmt: skip
-        both = [matrix(g, t, n * dim, 256) for t, n in (("q4_k", 4), ("q4_k", n_kv),
-                                                         ("q6_k", n_kv))]  # fmt: skip
+    for dim, n_kv, pairs, own_v, normed in (
+        (256, 1, False, True, True),
+        (512, 2, False, False, True),
+        (64, 2, True, True, False),
+    ):
+        both = [
+            matrix(g, t, n * dim, 256) for t, n in (("q4_k", 4), ("q4_k", n_kv), ("q6_k", n_kv))
+        ]
         norm, freqs = 1 + randn(g, dim, scale=0.1), ref.rope_freqs(1e4, dim)
 
-        def projections(i: int, place: Callable[[Any], Any], both: Any = both, dim: int = dim,
-                        own_v: bool = own_v, normed: bool = normed, norm: Any = norm,
-                        freqs: Any = freqs, pairs: bool = pairs) -> Attention:  # fmt: skip
+        def projections(
+            i: int,
+            place: Callable[[Any], Any],
+            both: Any = both,
+            dim: int = dim,
+            own_v: bool = own_v,
+            normed: bool = normed,
+            norm: Any = norm,
+            freqs: Any = freqs,
+            pairs: bool = pairs,
+        ) -> Attention:
             n = place(norm) if normed else None
-            return Attention(both[0][i], both[1][i], both[2][i] if own_v else None, n, n,
-                             normed, dim, 1e-6, place(freqs), pairs)  # fmt: skip
+            return Attention(
+                both[0][i],
+                both[1][i],
+                both[2][i] if own_v else None,
+                n,
+                n,
+                normed,
+                dim,
+                1e-6,
+                place(freqs),
+                pairs,
+            )
 
         ours, its = projections(0, there), projections(1, lambda t: t)
         mine, theirs = caches(CacheShape(n_kv, dim, 40 if own_v else None), 3)
@@ -223,9 +244,7 @@ def qkv(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
         yield from same_rows(mine, theirs, parts)
 
 
-def same_rows(
-    mine: CudaKV, theirs: LayerKV, parts: list[tuple[int, int, int]]
-) -> Iterator[Pair]:
+def same_rows(mine: CudaKV, theirs: LayerKV, parts: list[tuple[int, int, int]]) -> Iterator[Pair]:
     """What caches hold of (slot, first position, rows)."""
     for slot, start, count in parts:
         seen = slot, start, start + count - 1
@@ -235,8 +254,13 @@ def same_rows(
 
 def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     """Layers that go together, that are packed already, and whose shapes differ."""
-    for dim, n_kv, way in ((128, 2, "together"), (256, 1, "together"), (64, 2, "packed"),
-                           (64, 1, "narrow"), (128, 1, "unlike")):  # fmt: skip
+    for dim, n_kv, way in (
+        (128, 2, "together"),
+        (256, 1, "together"),
+        (64, 2, "packed"),
+        (64, 1, "narrow"),
+        (128, 1, "unlike"),
+    ):
         freqs = ref.rope_freqs(1e4, dim)
         layers: tuple[list[Attention], ...] = ([], [])
         turns = freqs.to(DEVICE), freqs
@@ -247,9 +271,16 @@ def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
             norms = norm.to(DEVICE), norm
             for side in (0, 1):
                 layers[side].append(
-                    Attention(*(m[side] for m in made), norms[side], norms[side], False, dim, 1e-6,
-                              turns[side])  # type: ignore[arg-type]
-                )  # fmt: skip
+                    Attention(
+                        *(m[side] for m in made),
+                        norms[side],
+                        norms[side],
+                        False,
+                        dim,
+                        1e-6,
+                        turns[side],
+                    )  # type: ignore[arg-type]
+                )
         shapes = [CacheShape(n_kv, dim, window) for window in (40, None, 40)]
         pairs = [caches(shape, 2) for shape in shapes]
         both = [[pair[side] for pair in pairs] for side in (0, 1)]
@@ -269,16 +300,24 @@ def keys_values(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 def attend(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     """One sequence; several with as many rows each; and with other numbers of rows."""
-    for dim, n_kv, n_head, window in ((256, 1, 2, 128), (512, 2, 4, None), (64, 2, 4, 100),
-                                      (96, 1, 2, None)):  # fmt: skip
+    for dim, n_kv, n_head, window in (
+        (256, 1, 2, 128),
+        (512, 2, 4, None),
+        (64, 2, 4, 100),
+        (96, 1, 2, None),
+    ):
         mine, theirs = caches(CacheShape(n_kv, dim, window), 3)
         for slot, end in ((0, 40), (1, 200), (2, 480)):
             for start in range(0, end, 16):
                 rows, part = randn(g, 2, 16, n_kv, dim).half().float(), [(slot, start, 16)]
                 for kv, batch in ((mine, rows_of(part)), (theirs, rows_of(part, "cpu"))):
                     kv.append(batch.slots, batch.positions, *rows.to(batch.slots.device))
-        for parts in ([(1, 192, 1)], [(2, 464, 16)], [(1, 195, 7), (0, 24, 7), (2, 470, 7)],
-                      [(0, 3, 2), (2, 470, 9), (1, 192, 16)]):  # fmt: skip
+        for parts in (
+            [(1, 192, 1)],
+            [(2, 464, 16)],
+            [(1, 195, 7), (0, 24, 7), (2, 470, 7)],
+            [(0, 3, 2), (2, 470, 9), (1, 192, 16)],
+        ):
             here, batch = rows_of(parts, "cpu"), rows_of(parts)
             q = randn(g, len(here), n_head, dim, scale=dim**-0.5).half()
             last = here.positions
@@ -339,22 +378,39 @@ def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     """As in the 26B-A4B, with fewer experts of fewer channels; more rows than a step has."""
     h, dense, expert, count_, used = 2816, 192, 64, 128, 8
     both = {
-        "gate": matrix(g, "q4_k", dense, h), "up": matrix(g, "q4_k", dense, h),
+        "gate": matrix(g, "q4_k", dense, h),
+        "up": matrix(g, "q4_k", dense, h),
         "down": matrix(g, "q8_0", h, dense),
         "gate_exps": matrix(g, "q4_k", count_, 2 * expert, h),
         "down_exps": matrix(g, "q8_0", count_, h, expert),
-    }  # fmt: skip
+    }
     numbers_ = {
-        "router": randn(g, count_, h, scale=0.5), "gains": torch.rand(count_, generator=g) + 0.5,
-        **{name: 1 + randn(g, h, scale=0.1)
-           for name in ("post_attention", "ffn_norm", "post", "post_dense", "router_norm",
-                        "expert_norm", "post_experts")},
-    }  # fmt: skip
+        "router": randn(g, count_, h, scale=0.5),
+        "gains": torch.rand(count_, generator=g) + 0.5,
+        **{
+            name: 1 + randn(g, h, scale=0.1)
+            for name in (
+                "post_attention",
+                "ffn_norm",
+                "post",
+                "post_dense",
+                "router_norm",
+                "expert_norm",
+                "post_experts",
+            )
+        },
+    }
     following, scale = 1 + randn(g, h, scale=0.1), torch.tensor([0.8])
-    layers = [ExpertLayer(n_used=used, up_exps=None, eps=1e-6,
-                          **{k: v[i] for k, v in both.items()},
-                          **{k: v if i else v.to(DEVICE) for k, v in numbers_.items()})
-              for i in (0, 1)]  # fmt: skip
+    layers = [
+        ExpertLayer(
+            n_used=used,
+            up_exps=None,
+            eps=1e-6,
+            **{k: v[i] for k, v in both.items()},
+            **{k: v if i else v.to(DEVICE) for k, v in numbers_.items()},
+        )
+        for i in (0, 1)
+    ]
     scale_there = scale.to(DEVICE)
     for count in (1, 2, 7, 8, 9, 16, 33):
         attended, x = randn(g, count, h), randn(g, count, h)
@@ -370,8 +426,13 @@ def expert_layer(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 def spans(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
     backs = (None, 0, 7, 1023, 1024)
-    for parts in ([(0, 0, 1)], [(0, 3, 16)], [(0, 5000, 130)], [(1, 4, 3), (0, 2000, 3)],
-                  [(1, 4, 3), (0, 2000, 1)]):  # fmt: skip
+    for parts in (
+        [(0, 0, 1)],
+        [(0, 3, 16)],
+        [(0, 5000, 130)],
+        [(1, 4, 3), (0, 2000, 3)],
+        [(1, 4, 3), (0, 2000, 1)],
+    ):
         for ways in itertools.product((False, True), repeat=2):
             reaches = [Reach(back, *ways) for back in backs]
             got = cuda.spans(rows_of(parts), reaches)
@@ -383,7 +444,22 @@ def spans(cuda: Any, ref: Ops, g: torch.Generator) -> Iterator[Pair]:
 
 CASES: dict[str, Case] = {
     case.__name__: case
-    for case in (embed, linear, logits, pick, rms_norm, norm_rows, norm_residual_norm, qkv,
-                 keys_values, attend, gated, modulated, per_layer_inputs, experts, expert_layer,
-                 spans)
-}  # fmt: skip
+    for case in (
+        embed,
+        linear,
+        logits,
+        pick,
+        rms_norm,
+        norm_rows,
+        norm_residual_norm,
+        qkv,
+        keys_values,
+        attend,
+        gated,
+        modulated,
+        per_layer_inputs,
+        experts,
+        expert_layer,
+        spans,
+    )
+}

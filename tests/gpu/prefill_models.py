@@ -58,9 +58,7 @@ class Small:
         )
         return hidden, torch.stack([tapped[i] for i in taps], dim=1), caches
 
-    def reader(
-        self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False
-    ) -> Reader:
+    def reader(self, n_ctx: int, chunk: int, kind: Kind = "f16", portable: bool = False) -> Reader:
         """What reads prompts for a target that taps every layer. Pages of SLOT lie in the pool in
         any order."""
         pages, backend = -(-n_ctx // PAGE), CudaBackend(DEVICE, kind, portable)
@@ -81,8 +79,9 @@ class Small:
             data = raw.flatten(0, -2).to(DEVICE)
             data = data.view(torch.float16) if fmt == "f16" else data
             stack = shape[0] if len(shape) == 3 else 1
-            out[name] = Matrix("" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack,
-                               keeps=portable)  # fmt: skip
+            out[name] = Matrix(
+                "" if fmt == "f16" else fmt, data, shape[-2], shape[-1], stack, keeps=portable
+            )
         return out
 
 

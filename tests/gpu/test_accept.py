@@ -65,9 +65,11 @@ def test_rows_that_do_not_count_and_sequences_that_fill_up() -> None:
     state = begun([Stand(0, 10, 5, 3), Stand(1, 20, 6, 1), Stand(2, 30, 8, 8)])
     stepped(state, 8, [8, 8, 8, 8])  # all is as drafted: what counts is accepted
     assert state.values[:4].tolist() == [
-        [13, 21, 38, 1, 1, 1, 1, 1], [103, 201, 308, 0, 0, 0, 0, 0], [2, 0, 7, 0, 0, 0, 0, 0],
+        [13, 21, 38, 1, 1, 1, 1, 1],
+        [103, 201, 308, 0, 0, 0, 0, 0],
+        [2, 0, 7, 0, 0, 0, 0, 0],
         [3, 1, 8, 0, 0, 0, 0, 0],
-    ]  # fmt: skip
+    ]
     state.set_rows([1, 4, 2])
     stepped(state, 8, [8, 8, 8, 8])
     assert state.values[0].tolist() == [14, 25, 40, 1, 1, 1, 1, 1]

@@ -14,8 +14,11 @@ def joined() -> bool:
     """Whether free memory around a new tensor is put together."""
     devices.select("cuda")
     x = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
-    (found,) = [s for s in torch.cuda.memory_snapshot()
-                if 0 <= x.data_ptr() - s["address"] < s["total_size"]]  # fmt: skip
+    (found,) = [
+        s
+        for s in torch.cuda.memory_snapshot()
+        if 0 <= x.data_ptr() - s["address"] < s["total_size"]
+    ]
     return bool(found["is_expandable"])
 
 

@@ -340,9 +340,16 @@ def test_without_tensor_cores(kind: Kind, dim: int, turning: int) -> None:
 
 SIZES = [(1, 1), (3,) * 8, (16, 16), (5, 5, 5)]
 """Rows of sequences in a batch."""
-KERNELS = [("tensor", 256, None, 0), ("tensor", 512, None, TURNING), ("tensor", 128, 100, 0),
-           ("plain", 64, None, 0), ("plain", 512, None, TURNING), ("plain", 256, 200, 0),
-           ("torch", 96, None, 0), ("torch", 96, 100, 0)]  # fmt: skip
+KERNELS = [
+    ("tensor", 256, None, 0),
+    ("tensor", 512, None, TURNING),
+    ("tensor", 128, 100, 0),
+    ("plain", 64, None, 0),
+    ("plain", 512, None, TURNING),
+    ("plain", 256, 200, 0),
+    ("torch", 96, None, 0),
+    ("torch", 96, 100, 0),
+]
 """Way to compute, head_dim, window, turning."""
 
 
@@ -409,9 +416,17 @@ def test_rows_of_sequences_keep_their_bits_in_other_groups(sizes: tuple[int, ...
     last = batch.positions
     whole = attend(q, kv, batch, last * 0, last, 0.1).rows
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    parts = [attend(q[end - size : end], kv, rows_of([(0, 150, 1)] * size), last[:size] * 0,
-                    last[:size], 0.1).rows
-             for end, size in zip(ends, sizes, strict=True)]  # fmt: skip
+    parts = [
+        attend(
+            q[end - size : end],
+            kv,
+            rows_of([(0, 150, 1)] * size),
+            last[:size] * 0,
+            last[:size],
+            0.1,
+        ).rows
+        for end, size in zip(ends, sizes, strict=True)
+    ]
     again = regrouped(parts)
     assert (len(whole), len(again)) == (n, n) and (whole.width, again.width) == (width, width)
     assert all(torch.equal(x, y) for x, y in zip(unpack(whole), unpack(again), strict=True))

@@ -144,7 +144,10 @@ def test_rows_that_see_each_other(n_kv: int, window: int, slices: int, start: in
     first, at = layer.span(14)
     got = layer.attend(y, last=at[-1].expand(14).contiguous())
     want = expected(
-        other.heads(y, one(start, 14), other.kv), layer.kv, first.tolist(), [int(at[-1])] * 14,
+        other.heads(y, one(start, 14), other.kv),
+        layer.kv,
+        first.tolist(),
+        [int(at[-1])] * 14,
         SCALE,
     )
     assert (got - want).abs().max() < 4e-3
@@ -199,8 +202,9 @@ def test_sequences_in_any_slots(
     def attend(y: torch.Tensor, kv: CudaKV, batch: Batch, at_once: int) -> torch.Tensor:
         last, arrived = batch.positions, torch.zeros(4 * n_kv * 9, dtype=torch.int32)
         first = (last - window + 1).clamp(min=0)
-        out = attention_window.attend(Unfinished(layer.heads, y), kv, batch, first, last, SCALE,
-                                      arrived, at_once)  # fmt: skip
+        out = attention_window.attend(
+            Unfinished(layer.heads, y), kv, batch, first, last, SCALE, arrived, at_once
+        )
         assert not arrived.any()
         return unpacked_rows(out)
 
@@ -225,8 +229,15 @@ def test_through_the_operations() -> None:
         freqs, norm = ref.rope_freqs(1e4, DIM), 1 + parity.randn(g, DIM, scale=0.1)
         mine, theirs = (CudaKV(shape, Space.single(512, DEVICE), 16, "q8_0") for _ in range(2))
         reference = LayerKV(shape, Space.single(512), 16)
-        ours = Attention(*(m for m, _ in both), norm.to(DEVICE), norm.to(DEVICE), True, DIM, 1e-6,
-                         freqs.to(DEVICE))  # fmt: skip
+        ours = Attention(
+            *(m for m, _ in both),
+            norm.to(DEVICE),
+            norm.to(DEVICE),
+            True,
+            DIM,
+            1e-6,
+            freqs.to(DEVICE),
+        )
         other = Attention(*(x for _, x in both), norm, norm, True, DIM, 1e-6, freqs)
         for start in range(0, 352, 16):
             x, here, batch = parity.randn(g, 16, hidden), one(start, 16, "cpu"), one(start, 16)

@@ -147,9 +147,11 @@ def test_a_graph_serves_other_seeds() -> None:
 
 
 MIXES = [
-    ("greedy", "temperature"), ("gemma", "greedy", "hot"), ("temperature", "top-k-1", "all"),
+    ("greedy", "temperature"),
+    ("gemma", "greedy", "hot"),
+    ("temperature", "top-k-1", "all"),
     ("greedy", "greedy", "gemma", "hot", "temperature"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("names", MIXES, ids="+".join)
@@ -195,8 +197,9 @@ def test_sorted_filters_are_not_mixed_with_others() -> None:
     wide = replace(SAMPLERS["top-p"], seed=11, top_p=0.5)
     choice.set(SAMPLERS["top-p"], wide)
     ids = choice(raw, torch.arange(4, device=DEVICE), sequences=2).ids.tolist()
-    assert all(agrees((SAMPLERS["top-p"], wide)[t // 2], capped[t], 1 + t, ids[t])
-               for t in range(4))  # fmt: skip
+    assert all(
+        agrees((SAMPLERS["top-p"], wide)[t // 2], capped[t], 1 + t, ids[t]) for t in range(4)
+    )
     choice.set(SAMPLERS["top-p"], SAMPLERS["greedy"])
     with pytest.raises(AssertionError):
         choice(raw, torch.arange(4, device=DEVICE), sequences=2)

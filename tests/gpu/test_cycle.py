@@ -25,9 +25,19 @@ GREEDY, HOT = Sampler(suppress=(1, 2)), Sampler(temperature=0.9, seed=3, suppres
 NARROW = Sampler(temperature=0.7, top_k=20, top_p=0.95, min_p=0.01, seed=4, suppress=(1, 2))
 MIXED = [GREEDY, HOT, NARROW, GREEDY, HOT]
 TURNS = [
-    [3, 0, 7, 1, 5], [3, 0, 7, 1, 5], [0] * 5, [0] * 5, [0] * 5, [2] * 5, [2] * 5,
-    [0, 0, 0, 2, 0], [11, 4, 1, 0, 2], [0] * 5, [2, 7, 0, 3, 3], [2] * 5,
-]  # fmt: skip
+    [3, 0, 7, 1, 5],
+    [3, 0, 7, 1, 5],
+    [0] * 5,
+    [0] * 5,
+    [0] * 5,
+    [2] * 5,
+    [2] * 5,
+    [0, 0, 0, 2, 0],
+    [11, 4, 1, 0, 2],
+    [0] * 5,
+    [2, 7, 0, 3, 3],
+    [2] * 5,
+]
 """Drafted tokens of five sequences, cycle by cycle."""
 
 
@@ -47,8 +57,12 @@ class Text:
         """Let both read the prompt."""
         s = self.sequence
         ids, device = torch.tensor(s.ids[:-1]), target.head.device
-        batch = Batch(ids.to(device), torch.arange(len(ids), device=device),
-                      torch.full((len(ids),), s.slot, device=device), (len(ids),))  # fmt: skip
+        batch = Batch(
+            ids.to(device),
+            torch.arange(len(ids), device=device),
+            torch.full((len(ids),), s.slot, device=device),
+            (len(ids),),
+        )
         rows, _ = target.run(batch)
         if draft is not None:
             draft.begin(s.slot)
@@ -75,13 +89,15 @@ def by_hand(
         at = s.position
 
         def pick(logits: torch.Tensor, i: int, at: int = at) -> torch.Tensor:
-            return torch.tensor([sampler.choose(row, at + 1 + i + j)
-                                 for j, row in enumerate(logits)])  # fmt: skip
+            return torch.tensor(
+                [sampler.choose(row, at + 1 + i + j) for j, row in enumerate(logits)]
+            )
 
         if count and draft:
             ids = torch.tensor([s.anchor] + [draft.mask] * (draft.rows - 1))
-            batch = Batch(ids, torch.arange(at, at + draft.rows), torch.full_like(ids, slot),
-                          (draft.rows,))  # fmt: skip
+            batch = Batch(
+                ids, torch.arange(at, at + draft.rows), torch.full_like(ids, slot), (draft.rows,)
+            )
             most = draft.max_tokens if draft.at_once else count
             drafted = draft.propose(batch, most, pick)[0, :count].tolist()
         ids = torch.tensor([s.anchor, *drafted])
@@ -126,7 +142,11 @@ def played(
 def same(found: Cycle, wanted: Cycle) -> bool:
     close = torch.allclose(torch.tensor(found.logits), torch.tensor(wanted.logits), atol=1e-4)
     return close and (found.tokens, found.drafted, found.accepted, found.error) == (
-        wanted.tokens, wanted.drafted, wanted.accepted, None)  # fmt: skip
+        wanted.tokens,
+        wanted.drafted,
+        wanted.accepted,
+        None,
+    )
 
 
 def made(kind: str | None, **settings: Any) -> tuple[GraphRunner, FakeTarget, Any]:
@@ -161,8 +181,7 @@ def test_every_sequence_does_what_it_does_alone(kind: str, n: int, ahead: bool) 
 def test_plain_steps(kind: str | None, n: int) -> None:
     """Without a draft, and with one that not all sequences keep: rows are kept for those."""
     runner, target, draft = made(kind)
-    texts = [Text(i, MIXED[i], i, drafting=kind is not None and i != 1)
-             for i in range(n)]  # fmt: skip
+    texts = [Text(i, MIXED[i], i, drafting=kind is not None and i != 1) for i in range(n)]
     for text in texts:
         text.begin(target, draft)
     found = played(runner, texts, [[0] * n] * 6)

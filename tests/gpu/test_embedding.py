@@ -16,8 +16,12 @@ pytestmark = pytest.mark.gpu
 
 PLAIN = ("f16", "bf16", "f32")
 WIDTHS = (64, 192, 256, 5376)
-CASES = [(name, width) for name in (*packing.PARTS, *PLAIN) for width in WIDTHS
-         if width % quant.get(name).block == 0]  # fmt: skip
+CASES = [
+    (name, width)
+    for name in (*packing.PARTS, *PLAIN)
+    for width in WIDTHS
+    if width % quant.get(name).block == 0
+]
 
 
 def table(name: str, rows: int, width: int) -> np.ndarray:

@@ -115,16 +115,19 @@ def test_trained_target_is_exact(files: dict[str, Path]) -> None:
     exact(engine, text[:200], text[200:216])
 
 
-@pytest.mark.parametrize("name", ["dflash", "dflash-speculators", "assistant", "dflash-other",
-                                  "ngram"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["dflash", "dflash-speculators", "assistant", "dflash-other", "ngram"]
+)
 def test_a_trained_draft_changes_nothing(files: dict[str, Path], name: str) -> None:
     """Lengths 1 to 15 at three temperatures."""
     engine = load(files["target"], files.get(name, "ngram"))
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, long_tokens=200)
-    todo = [verify.Case(texts[(3 * length + i) % len(texts)], length, sampler)
-            for length in range(1, engine.draft.max_tokens + 1)
-            for i, sampler in enumerate(SAMPLERS)]  # fmt: skip
+    todo = [
+        verify.Case(texts[(3 * length + i) % len(texts)], length, sampler)
+        for length in range(1, engine.draft.max_tokens + 1)
+        for i, sampler in enumerate(SAMPLERS)
+    ]
     verdict = verify.verify(engine, todo, 24)
     assert verdict.ok, verdict.mismatch
     assert verdict.same_logits == verdict.tokens
@@ -141,8 +144,11 @@ def test_random_targets_are_near_and_exact(folder: Path, kind: str, cache_type: 
     if (kind, cache_type) == ("experts", "q8_0"):
         share, tolerance = 0.3, 4.0  # half of the CPU's own rows are 0.23 and 2.9 from those in F32
     near(load(calm, device="cpu"), load(calm, cache_type=cache_type), PROMPT, tolerance, share)
-    exact(load(folder / f"{kind}.gguf", cache_type=cache_type), PROMPT,
-          build.prompt(16, family.VOCAB, 9))  # fmt: skip
+    exact(
+        load(folder / f"{kind}.gguf", cache_type=cache_type),
+        PROMPT,
+        build.prompt(16, family.VOCAB, 9),
+    )
 
 
 @pytest.mark.parametrize("kind,target", family.PAIRS)
@@ -179,8 +185,9 @@ def test_a_draft_proposes_what_the_reference_proposes(tmp_path: Path, kind: str)
         texts.append((run.ids, [c.drafted for c in cycles]))
     (ids, want), (other, got) = texts
     assert ids == other
-    pairs = [(a, b) for one, two in zip(want, got, strict=True)
-             for a, b in zip(one, two, strict=True)]  # fmt: skip
+    pairs = [
+        (a, b) for one, two in zip(want, got, strict=True) for a, b in zip(one, two, strict=True)
+    ]
     same = sum(a == b for a, b in pairs)
     assert len(pairs) > 20 and same > 0.9 * len(pairs), (same, len(pairs))
 

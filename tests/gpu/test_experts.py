@@ -62,10 +62,17 @@ class Layer:
         both, _ = REF.norm_residual_norm(
             summed, REF.rms_norm(dense, c["norm_dense"], EPS), c["norm_experts"], EPS, None
         )
-        out, normed = REF.norm_residual_norm(both, x, c["norm"], EPS, self.following.cpu(),
-                                             c["scale"])  # fmt: skip
-        return {"ids": ids, "weights": weights, "dense": dense, "sum": summed, "out": out,
-                "normed": normed}  # fmt: skip
+        out, normed = REF.norm_residual_norm(
+            both, x, c["norm"], EPS, self.following.cpu(), c["scale"]
+        )
+        return {
+            "ids": ids,
+            "weights": weights,
+            "dense": dense,
+            "sum": summed,
+            "out": out,
+            "normed": normed,
+        }
 
 
 def _matrix(g: np.random.Generator, type: str, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,12 +111,20 @@ def make(shape: Shape, types: tuple[str, str, str, str], seed: int = 0) -> Layer
         return torch.from_numpy(1 + 0.3 * g.standard_normal(sizes, np.float32))
 
     cpu = {
-        "gate": gate[1], "up": up[1], "down": down[1], "dense_gate": dense_gate[1][0],
-        "dense_up": dense_up[1][0], "dense_down": dense_down[1][0],
+        "gate": gate[1],
+        "up": up[1],
+        "down": down[1],
+        "dense_gate": dense_gate[1][0],
+        "dense_up": dense_up[1][0],
+        "dense_down": dense_down[1][0],
         "router": torch.from_numpy(g.standard_normal((e, h), np.float32)),
-        "router_norm": vector(h), "gains": vector(e), "norm_dense": vector(h),
-        "norm_experts": vector(h), "norm": vector(h), "scale": vector(1),
-    }  # fmt: skip
+        "router_norm": vector(h),
+        "gains": vector(e),
+        "norm_dense": vector(h),
+        "norm_experts": vector(h),
+        "norm": vector(h),
+        "scale": vector(1),
+    }
     names = ("router", "router_norm", "gains", "norm_dense", "norm_experts", "norm", "scale")
     vectors = {name: cpu[name].to(DEVICE) for name in names}
     gpu = Experts(
@@ -166,11 +181,16 @@ def test_steps(layer: Layer, count: int) -> None:
 
 @pytest.mark.parametrize(
     "types",
-    [("q4_k", "q5_0", "q4_k", "q8_0"), ("q5_k", "q5_1", "q6_k", "q4_0"),
-     ("q6_k", "q4_1", "q5_k", "q5_0"), ("iq4_xs", "iq4_nl", "q3_k", "iq4_nl"),
-     ("q2_k", "q4_0", "iq3_s", "nvfp4"), ("iq2_xxs", "iq4_nl", "iq1_m", "mxfp4"),
-     ("q8_0", "q8_0", "q8_0", "q8_0")],
-)  # fmt: skip
+    [
+        ("q4_k", "q5_0", "q4_k", "q8_0"),
+        ("q5_k", "q5_1", "q6_k", "q4_0"),
+        ("q6_k", "q4_1", "q5_k", "q5_0"),
+        ("iq4_xs", "iq4_nl", "q3_k", "iq4_nl"),
+        ("q2_k", "q4_0", "iq3_s", "nvfp4"),
+        ("iq2_xxs", "iq4_nl", "iq1_m", "mxfp4"),
+        ("q8_0", "q8_0", "q8_0", "q8_0"),
+    ],
+)
 def test_types(types: tuple[str, str, str, str]) -> None:
     small = make(Shape(experts=16, k=4, width=768, dense=256, expert=320), types)
     for count in (1, 16):
@@ -206,8 +226,10 @@ def test_no_two_rows_visit_the_same(layer: Layer) -> None:
 def test_the_lowest_of_equals(layer: Layer) -> None:
     """Experts in fours with the same scores; also all scores equal."""
     equal = make(MANY, ("q4_k", "q8_0", "q4_k", "q8_0"))
-    for router in (equal.cpu["router"][::4].repeat_interleave(4, dim=0),
-                   equal.cpu["router"][:1].expand(128, -1)):  # fmt: skip
+    for router in (
+        equal.cpu["router"][::4].repeat_interleave(4, dim=0),
+        equal.cpu["router"][:1].expand(128, -1),
+    ):
         equal.gpu.router.copy_(router)
         equal.run(randn(16, MANY.width).to(DEVICE))
         ids = equal.gpu.buffers.chosen.view(16, -1, 4)
@@ -216,8 +238,9 @@ def test_the_lowest_of_equals(layer: Layer) -> None:
             assert torch.equal(ids.flatten(1), torch.arange(8, device=DEVICE).expand(16, 8).int())
 
 
-def _same(layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.Rows],
-          part: list[int]) -> bool:  # fmt: skip
+def _same(
+    layer: Layer, x: torch.Tensor, whole: tuple[torch.Tensor, rows.Rows], part: list[int]
+) -> bool:
     """Whether rows `part` of x, computed alone, give the bits that they have in `whole`."""
     out, normed = layer.run(x[part].contiguous())
     stored, wanted = rows.unpack(normed), rows.unpack(whole[1])

@@ -38,8 +38,11 @@ def test_gates_activated_by_either(silu: bool) -> None:
     x = 3 * torch.randn(9, 256, generator=g)
     both = (x @ values.t()).view(9, -1, 2, 16)
     gates, ups = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
-    act = torch.nn.functional.silu if silu else lambda y: torch.nn.functional.gelu(
-        y, approximate="tanh")  # fmt: skip
+    act = (
+        torch.nn.functional.silu
+        if silu
+        else lambda y: torch.nn.functional.gelu(y, approximate="tanh")
+    )
     want = act(gates) * ups
     by = linear.Exchange(torch.device(DEVICE))
     got = linear.gate_up(rows.pack_rows(x.to(DEVICE)), weight.alone, by, silu=silu)

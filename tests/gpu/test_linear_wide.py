@@ -61,8 +61,9 @@ def test_a_row_has_the_bits_that_it_has_alone(type: str, size: tuple[int, int]) 
 @pytest.mark.parametrize("types", [("q4_k", "q6_k"), ("q5_0", "q8_0")])
 def test_two_side_by_side(types: tuple[str, str]) -> None:
     g = torch.Generator().manual_seed(3)
-    first, second = (matrix(g, type, n, 512)[0].alone
-                     for type, n in zip(types, (512, 1000), strict=True))  # fmt: skip
+    first, second = (
+        matrix(g, type, n, 512)[0].alone for type, n in zip(types, (512, 1000), strict=True)
+    )
     by = narrow.Exchange(torch.device(DEVICE))
     x = torch.randn(MOST, 512, generator=g).to(DEVICE)
     want = torch.cat([narrow.linear_two(r, first, second, by) for _, r in alone(x)])

@@ -21,9 +21,7 @@ Op = Callable[[CudaOps, dict[str, Any], torch.Tensor, torch.Tensor], Any]
 
 OPS: dict[str, Op] = {
     "linear": lambda ops, w, x, h: ops.linear(x, w["wide"]),
-    "linear of rows": lambda ops, w, x, h: ops.linear(
-        ops.norm_rows(x, w["norm"], 1e-6), w["wide"]
-    ),
+    "linear of rows": lambda ops, w, x, h: ops.linear(ops.norm_rows(x, w["norm"], 1e-6), w["wide"]),
     "f16": lambda ops, w, x, h: ops.linear(x, w["plain"]),
     "parts": lambda ops, w, x, h: ops.norm_residual_norm(
         ops.linear(x, w["tall"], parts=True), h, w["norm"], 1e-6, w["norm"]
@@ -46,10 +44,14 @@ OPS: dict[str, Op] = {
 
 
 def weights(g: torch.Generator) -> dict[str, Any]:
-    shapes = {"wide": ("q6_k", 640, WIDTH), "tall": ("q4_k", WIDTH, WIDTH),
-              "plain": ("", 96, WIDTH),
-              "gate": ("q4_k", 512, WIDTH), "up": ("q4_k", 512, WIDTH),
-              "down": ("q5_0", WIDTH, 512)}  # fmt: skip
+    shapes = {
+        "wide": ("q6_k", 640, WIDTH),
+        "tall": ("q4_k", WIDTH, WIDTH),
+        "plain": ("", 96, WIDTH),
+        "gate": ("q4_k", 512, WIDTH),
+        "up": ("q4_k", 512, WIDTH),
+        "down": ("q5_0", WIDTH, 512),
+    }
     out: dict[str, Any] = {name: matrix(g, *of)[0] for name, of in shapes.items()}
     out["norm"] = 1 + randn(g, WIDTH, scale=0.1).to(DEVICE)
     out["small"] = out["norm"][:64].clone()

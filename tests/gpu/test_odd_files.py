@@ -31,8 +31,12 @@ def test_a_draft_of_blocks_that_are_no_numbers(tmp_path: Path, kind: str) -> Non
 @pytest.mark.parametrize("kind", hostile.ODD_TARGETS)
 def test_an_unusual_target(tmp_path: Path, kind: str) -> None:
     target = hostile.made(tmp_path, hostile.ODD_TARGETS[kind])
-    assert hostile.wrong_text(target, None, hostile.CACHE.get(kind, "f16"),
-                              hostile.NEAR.get(kind, 0.05)) is None  # fmt: skip
+    assert (
+        hostile.wrong_text(
+            target, None, hostile.CACHE.get(kind, "f16"), hostile.NEAR.get(kind, 0.05)
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("kind", hostile.ODD_DRAFTS)

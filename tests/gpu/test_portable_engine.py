@@ -71,9 +71,23 @@ def load(target: Path, draft: Path | None = None, device: str = "") -> Engine:
     return Engine.load(target, draft, n_ctx=family.CTX, device=device)
 
 
-CASES = ("qkv", "gated", "experts") if EMULATED else (
-    "embed", "linear", "logits", "norm_rows", "norm_residual_norm", "qkv", "attend", "gated",
-    "modulated", "per_layer_inputs", "experts")  # fmt: skip
+CASES = (
+    ("qkv", "gated", "experts")
+    if EMULATED
+    else (
+        "embed",
+        "linear",
+        "logits",
+        "norm_rows",
+        "norm_residual_norm",
+        "qkv",
+        "attend",
+        "gated",
+        "modulated",
+        "per_layer_inputs",
+        "experts",
+    )
+)
 """Operations that do something else here; the emulator takes those that are no other's part."""
 
 

@@ -71,9 +71,14 @@ def _block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read(
-    model: Small, ids: list[int], chunks: list[int], kind: Kind = "f16", *,
-    portable: bool = False, before: Sequence[int] = (),
-) -> tuple[torch.Tensor, torch.Tensor, list[CudaKV]]:  # fmt: skip
+    model: Small,
+    ids: list[int],
+    chunks: list[int],
+    kind: Kind = "f16",
+    *,
+    portable: bool = False,
+    before: Sequence[int] = (),
+) -> tuple[torch.Tensor, torch.Tensor, list[CudaKV]]:
     """Read `ids` in chunks of so many blocks.
 
     Args:
@@ -95,9 +100,14 @@ def read(
 
 
 def check(
-    model: Small, count: int, kind: Kind = "f16", *, loose: float = 1.0, share: float = 1.0,
+    model: Small,
+    count: int,
+    kind: Kind = "f16",
+    *,
+    loose: float = 1.0,
+    share: float = 1.0,
     portable: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Residuals of `count` tokens, and the caches, against the reference.
 
     Args:
@@ -154,16 +164,23 @@ def test_bytes_in_the_cache() -> None:
 @pytest.mark.parametrize("group", [1, 2, 8])
 @pytest.mark.parametrize("window", [24, 64, 150])
 def test_published_head_sizes(window: int, group: int, portable: bool) -> None:
-    layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=8,
-                           n_kv=1 if s.window is None else 8 // group)
-                   for s in dense(3, window))  # fmt: skip
+    layers = tuple(
+        replace(
+            s,
+            head_dim=512 if s.window is None else 256,
+            n_head=8,
+            n_kv=1 if s.window is None else 8 // group,
+        )
+        for s in dense(3, window)
+    )
     check(small(layers, {"": "q4_k"}), 203, portable=portable)
 
 
 @pytest.mark.parametrize("portable", [False, True])
 def test_bytes_of_keys_that_are_values(portable: bool) -> None:
-    layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1)
-                   for s in dense(3))  # fmt: skip
+    layers = tuple(
+        replace(s, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1) for s in dense(3)
+    )
     check(small(layers, {"": "q8_0"}), 150, "q8_0", loose=5, portable=portable)
 
 
@@ -176,8 +193,10 @@ def test_heads_of_256_without_a_window(kind: Kind) -> None:
 def shared_caches() -> tuple[LayerSpec, ...]:
     layers = dense(6, v_from_k=False, n_ple=64)
     sources = shared_kv([s.window is not None for s in layers], 3)
-    return tuple(replace(s, kv_from=source, n_ff=512 if source is None else 1024)
-                 for s, source in zip(layers, sources, strict=True))  # fmt: skip
+    return tuple(
+        replace(s, kv_from=source, n_ff=512 if source is None else 1024)
+        for s, source in zip(layers, sources, strict=True)
+    )
 
 
 def test_per_layer_embeddings_and_shared_caches() -> None:
@@ -201,8 +220,10 @@ def test_all_experts(types: dict[str, str], split: bool) -> None:
 
 def published(window: int, n_layer: int = 3) -> tuple[LayerSpec, ...]:
     layers = dense(3, window)[3 - n_layer :]
-    return tuple(replace(s, index=i, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1)
-                 for i, s in enumerate(layers))  # fmt: skip
+    return tuple(
+        replace(s, index=i, head_dim=512 if s.window is None else 256, n_head=2, n_kv=1)
+        for i, s in enumerate(layers)
+    )
 
 
 def experts() -> tuple[LayerSpec, ...]:
@@ -251,8 +272,10 @@ def test_bits_do_not_depend_on_chunks(
 def test_a_chunk_shorter_than_a_block() -> None:
     """A block is computed all the same."""
     ids = [2, 7, 11, 13, 5]
-    rows = [small(dense(3), {"": "q8_0"}).reader(N_CTX, chunk).read(SLOT, ids, 0)
-            for chunk in (len(ids), BLOCK)]  # fmt: skip
+    rows = [
+        small(dense(3), {"": "q8_0"}).reader(N_CTX, chunk).read(SLOT, ids, 0)
+        for chunk in (len(ids), BLOCK)
+    ]
     assert same(rows[0].hidden, rows[1].hidden)
 
 
@@ -312,8 +335,9 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
     ways = [prefill_attention.Scores(spec, n_ctx, n_ctx, device), way(spec, n_ctx, n_ctx, device)]
     shape = CacheShape(n_kv, dim, window, pairs)
     caches = [CudaKV(shape, Space.single(n_ctx, DEVICE), 16) for _ in ways]
-    norms = HeadWeights(*(0.2 + 0.4 * torch.rand(dim, device=device, generator=g) for _ in "qk"),
-                        own, 1e-6)  # fmt: skip
+    norms = HeadWeights(
+        *(0.2 + 0.4 * torch.rand(dim, device=device, generator=g) for _ in "qk"), own, 1e-6
+    )
     for w in ways:
         w.queries.fill_(torch.nan), w.keys.fill_(torch.nan), w.values.fill_(torch.nan)
     start = 0
@@ -322,8 +346,9 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
         qkv = torch.randn(count, columns, device=device, generator=g).half()
         angle = torch.rand(count, 64, device=device, generator=g)
         turns = torch.stack((angle.cos(), angle.sin()), -1)
-        out = [torch.full((count, n_kv * group * dim), torch.nan, device=device).half()
-               for _ in ways]  # fmt: skip
+        out = [
+            torch.full((count, n_kv * group * dim), torch.nan, device=device).half() for _ in ways
+        ]
         rows = torch.zeros(count, dtype=torch.int64, device=device)
         chunk = Chunk(rows, rows, rows, (count,), 0, start, count)
         for w, cache, o in zip(ways, caches, out, strict=True):
@@ -332,9 +357,12 @@ def test_long_attention(dim: int, group: int, window: int | None, first: int, se
         start += count
         difference = (out[0].float() - out[1].float()).norm(dim=-1) / out[0].float().norm(dim=-1)
         assert difference.max() < 3e-3, difference.max()
-    for a, b in zip(caches[0].read(0, max(0, start - (window or start)), start - 1),
-                    caches[1].read(0, max(0, start - (window or start)), start - 1), strict=True):
-        assert same(a, b)  # fmt: skip
+    for a, b in zip(
+        caches[0].read(0, max(0, start - (window or start)), start - 1),
+        caches[1].read(0, max(0, start - (window or start)), start - 1),
+        strict=True,
+    ):
+        assert same(a, b)
 
 
 def test_more_pairs_that_turn_than_the_cache_has() -> None:
@@ -347,8 +375,15 @@ def test_more_pairs_that_turn_than_the_cache_has() -> None:
 @needs_gpu
 def test_workspace_is_known_before() -> None:
     layers = dense(3, n_expert=16, n_expert_used=4, n_ff_expert=192)
-    layers = tuple(replace(s, head_dim=512 if s.window is None else 256, n_head=8,
-                           n_kv=1 if s.window is None else 4) for s in layers)  # fmt: skip
+    layers = tuple(
+        replace(
+            s,
+            head_dim=512 if s.window is None else 256,
+            n_head=8,
+            n_kv=1 if s.window is None else 4,
+        )
+        for s in layers
+    )
     on = small(layers, {"": "q8_0"}).reader(8192, 4096)
     on.target.taps, config = (), on.target.config
     gc.collect()
@@ -377,7 +412,8 @@ def test_routing(tokens: int, experts: int, k: int) -> None:
     weights = torch.full((tokens, k), torch.nan, device=DEVICE)
     name = f"route<{experts}, {k}>"
     launch.kernel("prefill_experts.cu", name)(
-        -(-tokens // 4), 128, scores, gains, ids, weights, np.int32(tokens), pdl=False)  # fmt: skip
+        -(-tokens // 4), 128, scores, gains, ids, weights, np.int32(tokens), pdl=False
+    )
     best, want = scores.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(ids.long(), want[:, :k])
     torch.testing.assert_close(weights, best[:, :k].softmax(-1) * gains[want[:, :k]])
@@ -385,7 +421,8 @@ def test_routing(tokens: int, experts: int, k: int) -> None:
     places, visits = (torch.full((n,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
     ends = torch.full((experts,), -1, dtype=torch.int32, device=DEVICE)
     launch.kernel("prefill_experts.cu", "order")(
-        experts, 1024, ids, places, visits, ends, np.int32(n), pdl=False)  # fmt: skip
+        experts, 1024, ids, places, visits, ends, np.int32(n), pdl=False
+    )
     order = ids.flatten().long().sort(stable=True).indices
     assert torch.equal(visits.long(), order)
     assert torch.equal(places[order].long(), torch.arange(n, device=DEVICE))

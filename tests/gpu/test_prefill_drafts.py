@@ -35,25 +35,36 @@ def _block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dflash_config() -> dflash.Config:
     """With rings that have less room than a block has rows."""
-    layers = tuple(mm.layer(i, full=False, head_dim=64, rope_base=1e4, n_ff=256, causal=False)
-                   for i in range(2))  # fmt: skip
+    layers = tuple(
+        mm.layer(i, full=False, head_dim=64, rope_base=1e4, n_ff=256, causal=False)
+        for i in range(2)
+    )
     return mm.dflash_config(n_embd=E, layers=layers, target_layers=(1, 3))
 
 
 def eagle3_config() -> eagle3.Config:
     """With a layer that attends to what the prompt's rows have appended before."""
-    layers = tuple(mm.layer(i, full=i > 0, head_dim=64, n_ff=256, v_from_k=False)
-                   for i in range(2))  # fmt: skip
+    layers = tuple(mm.layer(i, full=i > 0, head_dim=64, n_ff=256, v_from_k=False) for i in range(2))
     return eagle3.Config(
-        n_vocab=mm.V, n_embd=E, n_ctx=4096, eps=1e-6, layers=layers, target_layers=(1, 3),
-        n_target=E, own_embed=True, own_head=True, n_draft=64, norm_before_residual=True,
+        n_vocab=mm.V,
+        n_embd=E,
+        n_ctx=4096,
+        eps=1e-6,
+        layers=layers,
+        target_layers=(1, 3),
+        n_target=E,
+        own_embed=True,
+        own_head=True,
+        n_draft=64,
+        norm_before_residual=True,
         mask_token=4,
-    )  # fmt: skip
+    )
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
-    "dflash": (dflash, dflash_config()), "eagle3": (eagle3, eagle3_config()),
-}  # fmt: skip
+    "dflash": (dflash, dflash_config()),
+    "eagle3": (eagle3, eagle3_config()),
+}
 
 
 class Drafts:
@@ -75,8 +86,9 @@ class Drafts:
     def on(self, by: Reader, kind: Kind) -> Any:
         space = by.target.space
         caches = [CudaKV(c, space, 32, kind) for c in self.kind.caches(self.config, None)]
-        return self.kind.Drafter(self.config, self.there, by.target.ops, by.target, None, caches,
-                                 SLOTS)  # fmt: skip
+        return self.kind.Drafter(
+            self.config, self.there, by.target.ops, by.target, None, caches, SLOTS
+        )
 
     def reference(self) -> Any:
         space = Space.single(N_CTX)

@@ -33,26 +33,43 @@ long = pytest.mark.skipif(
 
 WINDOW, VOCAB, CTX = 16, 512, 384
 SHAPE: dict[str, Any] = {
-    "hidden": 128, "inter": 128, "heads": 2, "kv": 1, "global_kv": 1, "head_dim": 64,
-    "global_head_dim": 128, "window": WINDOW, "vocab": VOCAB, "layers": 2, "period": 2,
-}  # fmt: skip
+    "hidden": 128,
+    "inter": 128,
+    "heads": 2,
+    "kv": 1,
+    "global_kv": 1,
+    "head_dim": 64,
+    "global_head_dim": 128,
+    "window": WINDOW,
+    "vocab": VOCAB,
+    "layers": 2,
+    "period": 2,
+}
 DRAFT: dict[str, Any] = {"heads": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1,)}
 CHAIN: dict[str, Any] = {"heads_": 2, "kv": 1, "head_dim": 64, "inter": 128, "taps": (1, 2)}
 MAKE: dict[str, Any] = {
     "zlab": lambda at, on: tiny.zlab_dflash(at, on, block=16, window=WINDOW, layers=1, **DRAFT),
     "speculators": lambda at, on: tiny.speculators_dflash(at, on, block=8, window=WINDOW, **DRAFT),
     "assistant": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64),
-    "centroids": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64,
-                                               centroids=16),
+    "centroids": lambda at, on: tiny.assistant(at, on, layers=2, hidden=64, inter=64, centroids=16),
     "dspark-rnn": lambda at, on: tiny_drafts.speculators_dspark(at, on, head="rnn", **DRAFT),
     "dflash2": lambda at, on: tiny_drafts.zlab_dflash2(at, on, block=8, window=WINDOW, **DRAFT),
     "eagle3-two": lambda at, on: tiny_drafts.eagle3(
-        at, on, layers=2, window=WINDOW, draft_vocab=None, before_residual=False, norm_output=True,
-        qwen=True, **CHAIN),
-    "p-eagle": lambda at, on: tiny_drafts.eagle3(at, on, depths=6, window=WINDOW, before_fc=True,
-                                                 **CHAIN),
+        at,
+        on,
+        layers=2,
+        window=WINDOW,
+        draft_vocab=None,
+        before_residual=False,
+        norm_output=True,
+        qwen=True,
+        **CHAIN,
+    ),
+    "p-eagle": lambda at, on: tiny_drafts.eagle3(
+        at, on, depths=6, window=WINDOW, before_fc=True, **CHAIN
+    ),
     "eagle3": lambda at, on: tiny_drafts.eagle3(at, on, **CHAIN),
-}  # fmt: skip
+}
 GREEDY, HOT = Sampler(), Sampler(temperature=1.0, seed=3)
 NARROW = Sampler(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, seed=4)
 PROMPT = build.prompt(118, VOCAB, 7)
@@ -73,8 +90,12 @@ def _memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def load(folder: Path, draft: str = "zlab", **settings: Any) -> Engine:
     path = folder / f"{draft}.gguf" if draft in MAKE else draft
-    given: dict[str, Any] = {"n_ctx": CTX, "device": "cuda", "parallel": SLOTS,
-                             "chunk": PROMPT_BLOCK} | settings  # fmt: skip
+    given: dict[str, Any] = {
+        "n_ctx": CTX,
+        "device": "cuda",
+        "parallel": SLOTS,
+        "chunk": PROMPT_BLOCK,
+    } | settings
     return Engine.load(folder / "target.gguf", path, **given)
 
 
@@ -182,9 +203,15 @@ def test_every_kind_does_what_the_eager_runner_does(folder: Path, name: str, n: 
     assert 0 < sum(c[3] for c in found[0][0][0]) < sum(counts[0] for counts in turns)
 
 
-@pytest.mark.parametrize("sampler,counts", [
-    (GREEDY, tuple(range(1, 16))), (HOT, (4, 15)), (NARROW, (7,)),
-], ids=["greedy", "hot", "narrow"])  # fmt: skip
+@pytest.mark.parametrize(
+    "sampler,counts",
+    [
+        (GREEDY, tuple(range(1, 16))),
+        (HOT, (4, 15)),
+        (NARROW, (7,)),
+    ],
+    ids=["greedy", "hot", "narrow"],
+)
 def test_every_length_does_what_the_eager_runner_does(
     folder: Path, sampler: Sampler, counts: tuple[int, ...]
 ) -> None:
@@ -291,11 +318,20 @@ def test_what_cannot_be_recorded_runs_eagerly(
     assert any(started)
 
 
-@pytest.mark.parametrize("read", [
-    lambda x: x[0].item(), lambda x: int(x[1]), lambda x: bool(x[0] > 1), lambda x: x.tolist(),
-    lambda x: x.cpu(), lambda x: x[x > 1], lambda x: x.nonzero(), lambda x: torch.tensor([1.0]),
-    lambda x: x.index_put_((x > 1,), x[:1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x[0].item(),
+        lambda x: int(x[1]),
+        lambda x: bool(x[0] > 1),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x[x > 1],
+        lambda x: x.nonzero(),
+        lambda x: torch.tensor([1.0]),
+        lambda x: x.index_put_((x > 1,), x[:1]),
+    ],
+)
 def test_a_recording_that_looks_at_values_fails(read: Any) -> None:
     x = torch.arange(4, device=DEVICE)
     with pytest.raises(unseen.NotCapturable), unseen.capturing():

@@ -34,8 +34,11 @@ def in_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def chosen(count: int) -> Chosen:
-    return Chosen(torch.full((count,), -1, device=DEVICE), torch.zeros(count, device=DEVICE),
-                  torch.full((count,), 7, dtype=torch.int32, device=DEVICE))  # fmt: skip
+    return Chosen(
+        torch.full((count,), -1, device=DEVICE),
+        torch.zeros(count, device=DEVICE),
+        torch.full((count,), 7, dtype=torch.int32, device=DEVICE),
+    )
 
 
 @pytest.fixture

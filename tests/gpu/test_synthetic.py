@@ -14,16 +14,36 @@ from tests.gpu.device import DEVICE
 pytestmark = pytest.mark.gpu
 
 SMALL: dict[str, dict[str, Any]] = {
-    "31b": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "num_global_key_value_heads": 1, "intermediate_size": 512},
-    "26b-a4b": {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "num_global_key_value_heads": 1,
-                "intermediate_size": 128, "num_experts": 16, "top_k_experts": 2,
-                "moe_intermediate_size": 64},
-    "e2b": {"hidden_size": 256, "num_hidden_layers": 10, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "num_global_key_value_heads": 1, "intermediate_size": 256,
-            "hidden_size_per_layer_input": 64, "num_kv_shared_layers": 5},
-}  # fmt: skip
+    "31b": {
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "intermediate_size": 512,
+    },
+    "26b-a4b": {
+        "hidden_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1,
+        "intermediate_size": 128,
+        "num_experts": 16,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
+    "e2b": {
+        "hidden_size": 256,
+        "num_hidden_layers": 10,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_global_key_value_heads": 1,
+        "intermediate_size": 256,
+        "hidden_size_per_layer_input": 64,
+        "num_kv_shared_layers": 5,
+    },
+}
 
 
 @pytest.fixture(autouse=True)

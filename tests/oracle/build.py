@@ -95,8 +95,16 @@ def draft(folder: Path, one: One, window: int | None = None, **changes: Any) -> 
     stored = tensors(folder, kind.PREFIXES)
     slack = on.backend.slack(on.chunk)
     kv = [on.backend.cache(s, on.space, slack) for s in kind.caches(parsed, window)]
-    made = kind.Drafter(parsed, weights(kind.tensors(parsed), stored), on.ops, on, Arrays(stored),
-                        kv, on.n_states, window)  # fmt: skip
+    made = kind.Drafter(
+        parsed,
+        weights(kind.tensors(parsed), stored),
+        on.ops,
+        on,
+        Arrays(stored),
+        kv,
+        on.n_states,
+        window,
+    )
     on.taps = made.taps
     return Drafting(made, on)
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 
 import sys
 
-collect_ignore = [] if sys.version_info >= (3, 11) else [
-    "package.py", "test_dflash.py", "test_dflash2.py", "test_dspark.py", "test_eagle3.py",
-]  # fmt: skip
+collect_ignore = (
+    []
+    if sys.version_info >= (3, 11)
+    else [
+        "package.py",
+        "test_dflash.py",
+        "test_dflash2.py",
+        "test_dspark.py",
+        "test_eagle3.py",
+    ]
+)

@@ -23,8 +23,13 @@ def layer_config(raw: dict[str, Any]) -> Qwen3Config:
     return made
 
 
-def _model(inner: dict[str, Any], stored: dict[str, torch.Tensor], model_class: Any = None,
-           config_class: Any = None, **settings: Any) -> Any:  # fmt: skip
+def _model(
+    inner: dict[str, Any],
+    stored: dict[str, torch.Tensor],
+    model_class: Any = None,
+    config_class: Any = None,
+    **settings: Any,
+) -> Any:
     settings = {"architectures": ["DFlashSpeculator"]} | settings
     config = (config_class or DFlashSpeculatorConfig)(
         transformer_layer_config=layer_config(inner), **settings
@@ -40,14 +45,24 @@ def _model(inner: dict[str, Any], stored: dict[str, torch.Tensor], model_class: 
 def speculators(folder: Path) -> Any:
     """The model of a checkpoint in the speculators layout."""
     raw = build.config(folder)
-    keys = ("draft_vocab_size", "block_size", "aux_hidden_state_layer_ids", "mask_token_id",
-            "sliding_window_non_causal", "sample_from_anchor")  # fmt: skip
-    return _model(raw["transformer_layer_config"], build.tensors(folder, ("model.", "")),
-                  **{k: raw[k] for k in keys})  # fmt: skip
+    keys = (
+        "draft_vocab_size",
+        "block_size",
+        "aux_hidden_state_layer_ids",
+        "mask_token_id",
+        "sliding_window_non_causal",
+        "sample_from_anchor",
+    )
+    return _model(
+        raw["transformer_layer_config"],
+        build.tensors(folder, ("model.", "")),
+        **{k: raw[k] for k in keys},
+    )
 
 
-def zlab(folder: Path, target: Target, model_class: Any = None, config_class: Any = None,
-         **settings: Any) -> Any:  # fmt: skip
+def zlab(
+    folder: Path, target: Target, model_class: Any = None, config_class: Any = None, **settings: Any
+) -> Any:
     """The package's model with a z-lab checkpoint: the target's table times sqrt(H), its head."""
     raw = build.config(folder)
     table = target.model.w["token_embd.weight"]
@@ -69,9 +84,15 @@ def zlab(folder: Path, target: Target, model_class: Any = None, config_class: An
     )
 
 
-def block(model: Any, features: torch.Tensor, ids: list[int], anchor: int,
-          per_row_window: bool = False, softcap: float = 0.0,
-          full_window: int | None = None) -> torch.Tensor:  # fmt: skip
+def block(
+    model: Any,
+    features: torch.Tensor,
+    ids: list[int],
+    anchor: int,
+    per_row_window: bool = False,
+    softcap: float = 0.0,
+    full_window: int | None = None,
+) -> torch.Tensor:
     """Logits of the block that starts at position `anchor`, [block, rows of the head].
 
     Args:
@@ -95,9 +116,13 @@ def block(model: Any, features: torch.Tensor, ids: list[int], anchor: int,
     try:
         with torch.no_grad():
             _, logits, *_ = model._backbone_forward(
-                padded, token_ids, chosen, padded[..., : model.hidden_size], documents,
+                padded,
+                token_ids,
+                chosen,
+                padded[..., : model.hidden_size],
+                documents,
                 max_anchors=1,
-            )  # fmt: skip
+            )
     finally:
         model._create_attention_mask = make
     z = logits[0]

@@ -208,8 +208,9 @@ def test_the_end_of_a_chain_is_as_near_as_float32_allows(folders: tuple[Path, Pa
     with hf.in_double():
         again, exact = oracle(folders, ids, 15, Clean)
     assert text == again and exact[0].logits.dtype is torch.float64
-    pairs = [(r.logits, e.logits) for r, e in zip(rounds, exact, strict=True)
-             if r.drafted == e.drafted]  # fmt: skip
+    pairs = [
+        (r.logits, e.logits) for r, e in zip(rounds, exact, strict=True) if r.drafted == e.drafted
+    ]
     its = max(float((a - b)[torch.isfinite(a)].abs().max()) for a, b in pairs)
     ours = max(worst for _, worst in differences(rounds, folders, ids + text))
     assert 1e-6 < ours < its, (ours, its)

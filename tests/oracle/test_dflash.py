@@ -27,8 +27,10 @@ SHAPE: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VO
 DRAFT: dict[str, Any] = {"layers": 3, "block": BLOCK, "window": WINDOW, "dtype": "F32"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zlab": ("zlab", {}),
-    "zlab-all-non-causal": ("zlab", {"dflash_config": {
-        "mask_token_id": 4, "target_layer_ids": [0, 2, 4], "causal": False}}),
+    "zlab-all-non-causal": (
+        "zlab",
+        {"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0, 2, 4], "causal": False}},
+    ),
     "zlab-unsorted-taps": ("zlab", {"taps": (4, 0, 3)}),
     "zlab-window-below-block": ("zlab", {"window": 4}),
     "speculators-reduced": ("speculators", {}),
@@ -36,7 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "speculators-all-full": ("speculators", {"window": None}),
     "speculators-full-vocabulary": ("speculators", {"draft_vocab": None}),
     "speculators-window-below-block": ("speculators", {"window": 4}),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -194,10 +196,15 @@ def delta_d2t(draft: Any) -> None:
 
 
 BUGS = {
-    "tap below": tap_below, "no hidden norm": no_hidden_norm, "all causal": causality(True),
-    "none causal": causality(False), "embedding scale": scale, "position + 1": later,
-    "context normed": normed_context, "window": window,
-}  # fmt: skip
+    "tap below": tap_below,
+    "no hidden norm": no_hidden_norm,
+    "all causal": causality(True),
+    "none causal": causality(False),
+    "embedding scale": scale,
+    "position + 1": later,
+    "context normed": normed_context,
+    "window": window,
+}
 
 
 @pytest.mark.parametrize("name", ["zlab", "speculators-reduced"])

@@ -16,8 +16,14 @@ from tests.oracle.test_dspark import read_model, rows_and_logits
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 WINDOW, VOCAB, BLOCK = 16, 512, 5
-TARGET: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB,
-                          "dtype": "F32", "nested": False}  # fmt: skip
+TARGET: dict[str, Any] = {
+    "layers": 6,
+    "period": 3,
+    "window": WINDOW,
+    "vocab": VOCAB,
+    "dtype": "F32",
+    "nested": False,
+}
 DRAFT: dict[str, Any] = {"layers": 3, "block": BLOCK, "window": WINDOW, "dtype": "F32"}
 CASES: dict[str, dict[str, Any]] = {
     "speculators": {},
@@ -28,8 +34,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def walk(model: Any, h: torch.Tensor, z: torch.Tensor, anchor: int, first: int,
-         drafted: list[int]) -> torch.Tensor:  # fmt: skip
+def walk(
+    model: Any, h: torch.Tensor, z: torch.Tensor, anchor: int, first: int, drafted: list[int]
+) -> torch.Tensor:
     """Scores over the vocabulary of the rows that drafted."""
     out = torch.full((len(drafted), z.shape[1]), -torch.inf)
     for j, previous in enumerate([anchor, *drafted[:-1]]):
@@ -49,14 +56,17 @@ def oracle_of(folder: Path, target: Any = None) -> drafts.Oracle:
         inner = raw["dflash_config"]
         softcap, scale = raw["final_logit_softcapping"], inner["output_multiplier"]
         keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-        model = package.zlab(folder, target, DFlash2DraftModel, DFlash2SpeculatorConfig,
-                             **{k: inner[k] for k in keys})  # fmt: skip
+        model = package.zlab(
+            folder,
+            target,
+            DFlash2DraftModel,
+            DFlash2SpeculatorConfig,
+            **{k: inner[k] for k in keys},
+        )
     first = 0 if model.config.sample_from_anchor else 1
 
     @torch.no_grad()
-    def oracle(
-        features: torch.Tensor, ids: list[int], at: int, drafted: list[int]
-    ) -> torch.Tensor:
+    def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         h, z = rows_and_logits(model, features, ids, at, per_row_window=target is not None)
         z = softcap * torch.tanh(scale * z / softcap) if softcap else z
         return walk(model, h, z, ids[at], first, drafted)
@@ -94,8 +104,9 @@ def test_zlab_every_anchor(tmp_path: Path) -> None:
     assert drafts.every_anchor(pair, oracle, build.prompt(5 * WINDOW, VOCAB)) < 1e-4
 
 
-@pytest.mark.parametrize("tensor", ["blk.1.attn_conv_base", "blk.0.ffn_conv_proj.weight",
-                                    "selector_predecessor.weight"])  # fmt: skip
+@pytest.mark.parametrize(
+    "tensor", ["blk.1.attn_conv_base", "blk.0.ffn_conv_proj.weight", "selector_predecessor.weight"]
+)
 def test_the_oracle_notices(tmp_path: Path, tensor: str) -> None:
     target, folder = make(tmp_path, "speculators")
     pair, ids = drafts.Folders(target, folder), build.prompt(2 * WINDOW, VOCAB)
@@ -107,5 +118,7 @@ def test_the_oracle_notices(tmp_path: Path, tensor: str) -> None:
     its = oracle_of(folder)(features, ids, len(ids) - 1, drafted)
     mine = torch.stack(seen.rows)
     both = torch.isfinite(its) & torch.isfinite(mine)
-    assert not torch.equal(torch.isfinite(its), torch.isfinite(mine)) or float(
-        (mine - its)[both].abs().max()) > 1e-3  # fmt: skip
+    assert (
+        not torch.equal(torch.isfinite(its), torch.isfinite(mine))
+        or float((mine - its)[both].abs().max()) > 1e-3
+    )

@@ -26,8 +26,14 @@ from tests.oracle import build, drafts, package
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 WINDOW, VOCAB, BLOCK = 16, 512, 5
-TARGET: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB,
-                          "dtype": "F32", "nested": False}  # fmt: skip
+TARGET: dict[str, Any] = {
+    "layers": 6,
+    "period": 3,
+    "window": WINDOW,
+    "vocab": VOCAB,
+    "dtype": "F32",
+    "nested": False,
+}
 DRAFT: dict[str, Any] = {"layers": 3, "block": BLOCK, "window": WINDOW, "dtype": "F32"}
 CASES: dict[str, dict[str, Any]] = {
     "vanilla": {},
@@ -42,7 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no-confidence": {"confidence": "none"},
     "no-markov": {"rank": 0, "confidence": "hidden", "from_anchor": False},
     "no-heads": {"rank": 0, "confidence": "none"},
-}  # fmt: skip
+}
 
 
 def read_model(
@@ -52,9 +58,12 @@ def read_model(
     raw = build.config(folder)
     known = set(config_class.model_fields) - {"transformer_layer_config", "speculators_config"}
     settings = {k: v for k, v in raw.items() if k in known and v is not None}
-    model = model_class(config_class(
-        transformer_layer_config=package.layer_config(raw["transformer_layer_config"]), **settings
-    ))  # fmt: skip
+    model = model_class(
+        config_class(
+            transformer_layer_config=package.layer_config(raw["transformer_layer_config"]),
+            **settings,
+        )
+    )
     missing, unexpected = model.load_state_dict(build.tensors(folder, ("model.", "")), strict=False)
     assert not unexpected, unexpected
     assert all(m.startswith("verifier_") for m in missing), missing
@@ -63,7 +72,11 @@ def read_model(
 
 
 def rows_and_logits(
-    model: Any, features: torch.Tensor, ids: list[int], at: int, full_window: int | None = None,
+    model: Any,
+    features: torch.Tensor,
+    ids: list[int],
+    at: int,
+    full_window: int | None = None,
     per_row_window: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The block's rows after the final norm [B, H], and the head's logits [B, D]."""
@@ -85,8 +98,9 @@ def wide(model: Any, z: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def chain(model: Any, h: torch.Tensor, z: torch.Tensor, anchor: int, first: int,
-          count: int) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
+def chain(
+    model: Any, h: torch.Tensor, z: torch.Tensor, anchor: int, first: int, count: int
+) -> tuple[torch.Tensor, list[float]]:
     """Biased logits and confidences of a greedy walk, by the package's block functions.
 
     `first` is the first row that drafts: 0 when that is the anchor's. The token before row k stands
@@ -199,8 +213,9 @@ class DeepSpec:
         config = Gemma4TextConfig(**{k: v for k, v in raw.items() if k != "model_type"})
         config._attn_implementation = "eager"
         self.rotary = Gemma4TextRotaryEmbedding(config)
-        self.layers = [Gemma4TextDecoderLayer(config, i).eval() for i in range(len(
-            raw["layer_types"]))]  # fmt: skip
+        self.layers = [
+            Gemma4TextDecoderLayer(config, i).eval() for i in range(len(raw["layer_types"]))
+        ]
         for i, layer in enumerate(self.layers):
             own = f"layers.{i}."
             mine = {k.removeprefix(own): v for k, v in self.w.items() if k.startswith(own)}
@@ -209,8 +224,11 @@ class DeepSpec:
         self.markov_head = None
         if raw["markov_rank"]:
             head = dspark_head(raw)
-            names = {k.removeprefix("markov_head."): v for k, v in self.w.items() if
-                     k.startswith("markov_head.")}  # fmt: skip
+            names = {
+                k.removeprefix("markov_head."): v
+                for k, v in self.w.items()
+                if k.startswith("markov_head.")
+            }
             head.load_state_dict(names)
             self.markov_head = head.eval()
         self.confidence_head = self.d2t = None
@@ -258,9 +276,13 @@ def dspark_head(raw: dict[str, Any]) -> Any:
     from speculators.models.dspark.model_definitions import MarkovHead
 
     vocab = raw["vocab_size"]
-    return MarkovHead(verifier_vocab_size=vocab, draft_vocab_size=vocab,
-                      markov_rank=raw["markov_rank"], hidden_size=raw["hidden_size"],
-                      head_type=raw["markov_head_type"])  # fmt: skip
+    return MarkovHead(
+        verifier_vocab_size=vocab,
+        draft_vocab_size=vocab,
+        markov_rank=raw["markov_rank"],
+        hidden_size=raw["hidden_size"],
+        head_type=raw["markov_head_type"],
+    )
 
 
 DEEPSPEC: dict[str, dict[str, Any]] = {
@@ -273,8 +295,9 @@ DEEPSPEC: dict[str, dict[str, Any]] = {
 
 def deepspec(folder: Path, name: str) -> tuple[drafts.Pair, drafts.Oracle]:
     target = tiny.target(folder / "target", **TARGET)
-    draft = tiny_drafts.deepspec_dspark(folder / "draft", target, block=BLOCK, dtype="F32",
-                                        **DEEPSPEC[name])  # fmt: skip
+    draft = tiny_drafts.deepspec_dspark(
+        folder / "draft", target, block=BLOCK, dtype="F32", **DEEPSPEC[name]
+    )
     model = DeepSpec(draft)
     first = 0 if DEEPSPEC[name].get("sample_from_anchor", True) else 1
 
@@ -317,9 +340,12 @@ def early_cap(draft: Any) -> None:
 
 
 BUGS: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "row": ("vanilla", drafting_one_later), "gate": ("gated", plain_head),
-    "recurrence": ("rnn", plain_head), "bias": ("vanilla", no_bias), "cap": ("vanilla", early_cap),
-}  # fmt: skip
+    "row": ("vanilla", drafting_one_later),
+    "gate": ("gated", plain_head),
+    "recurrence": ("rnn", plain_head),
+    "bias": ("vanilla", no_bias),
+    "cap": ("vanilla", early_cap),
+}
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -29,8 +29,14 @@ from tests.oracle import build, drafts
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
 WINDOW, VOCAB, DRAFTED = 16, 512, 4
-TARGET: dict[str, Any] = {"layers": 6, "period": 3, "window": WINDOW, "vocab": VOCAB,
-                          "dtype": "F32", "nested": False}  # fmt: skip
+TARGET: dict[str, Any] = {
+    "layers": 6,
+    "period": 3,
+    "window": WINDOW,
+    "vocab": VOCAB,
+    "dtype": "F32",
+    "nested": False,
+}
 CASES: dict[str, dict[str, Any]] = {
     "redhat": {},
     "residual-before-norm": {"before_residual": None, "draft_vocab": None},
@@ -57,8 +63,9 @@ def read_model(folder: Path, table: torch.Tensor) -> Any:
     parallel = raw["speculators_model_type"] == "peagle"
     config_class: Any = PEagleSpeculatorConfig if parallel else Eagle3SpeculatorConfig
     inner = {k: v for k, v in raw["transformer_layer_config"].items() if k != "model_type"}
-    layer: Any = (Qwen3Config if raw["transformer_layer_config"]["model_type"] == "qwen3"
-                  else LlamaConfig)(**inner)  # fmt: skip
+    layer: Any = (
+        Qwen3Config if raw["transformer_layer_config"]["model_type"] == "qwen3" else LlamaConfig
+    )(**inner)
     layer._attn_implementation = "eager"
     known = set(config_class.model_fields) - {"transformer_layer_config", "speculators_config"}
     settings = {k: v for k, v in raw.items() if k in known}
@@ -96,14 +103,13 @@ def wide(model: Any, z: torch.Tensor) -> torch.Tensor:
 def chain(model: Any) -> drafts.Oracle:
     """EAGLE-3: token `i` of the shifted text stands beside the feature before it."""
 
-    def oracle(
-        features: torch.Tensor, ids: list[int], at: int, drafted: list[int]
-    ) -> torch.Tensor:
+    def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         text = torch.tensor([[*ids[1 : at + 1], *drafted]])
         padded = torch.zeros(1, text.shape[1], features.shape[1])
         padded[0, :at] = features[:at]
-        seen = heads_of(model, lambda: model(
-            padded, text, torch.zeros_like(text), ttt_steps=len(drafted)))  # fmt: skip
+        seen = heads_of(
+            model, lambda: model(padded, text, torch.zeros_like(text), ttt_steps=len(drafted))
+        )
         return wide(model, torch.cat([rows[at - 1 : at] for rows in seen]))
 
     return oracle
@@ -112,9 +118,7 @@ def chain(model: Any) -> drafts.Oracle:
 def parallel(model: Any) -> drafts.Oracle:
     """P-EAGLE: all tokens so far, and one rollout at the anchor."""
 
-    def oracle(
-        features: torch.Tensor, ids: list[int], at: int, drafted: list[int]
-    ) -> torch.Tensor:
+    def oracle(features: torch.Tensor, ids: list[int], at: int, drafted: list[int]) -> torch.Tensor:
         count = len(drafted)
         total = at + count
         anchors = torch.tensor([*range(at), *[at - 1] * (count - 1)])
@@ -126,10 +130,16 @@ def parallel(model: Any) -> drafts.Oracle:
         peagle_core.generate_cod_sample_indices = lambda **kw: (anchors, depth)
         peagle_core.compute_metrics = lambda **kw: (None, {})
         try:
-            seen = heads_of(model, lambda: model(
-                padded, text[:, :total], torch.zeros(1, total, dtype=torch.long),
-                verifier_last_hidden_states=padded[..., : model.hidden_size], num_depths=count,
-            ))  # fmt: skip
+            seen = heads_of(
+                model,
+                lambda: model(
+                    padded,
+                    text[:, :total],
+                    torch.zeros(1, total, dtype=torch.long),
+                    verifier_last_hidden_states=padded[..., : model.hidden_size],
+                    num_depths=count,
+                ),
+            )
         finally:
             peagle_core.generate_cod_sample_indices, peagle_core.compute_metrics = kept
         return wide(model, seen[0][at - 1 :])
@@ -140,8 +150,9 @@ def parallel(model: Any) -> drafts.Oracle:
 class Opened(drafts.Pair):
     """Converted files, opened anew for each reading of the text."""
 
-    def __init__(self, folder: Path, chunk: int = 64, bound: int | None = None,
-                 **options: Any) -> None:  # fmt: skip
+    def __init__(
+        self, folder: Path, chunk: int = 64, bound: int | None = None, **options: Any
+    ) -> None:
         on = tiny.target(folder / "target", **TARGET)
         self.folder = tiny_drafts.eagle3(folder / "draft", on, dtype="F32", **options)
         self.files = folder / "target.gguf", folder / "draft.gguf"
@@ -150,8 +161,9 @@ class Opened(drafts.Pair):
         self.chunk, self.bound = chunk, bound
 
     def open(self) -> tuple[Any, Any]:
-        engine = Engine.load(*self.files, n_ctx=build.CTX, chunk=self.chunk,
-                             draft_window=self.bound)  # fmt: skip
+        engine = Engine.load(
+            *self.files, n_ctx=build.CTX, chunk=self.chunk, draft_window=self.bound
+        )
         assert engine.draft is not None
         engine.draft.max_tokens = min(engine.draft.max_tokens, DRAFTED)
         return taken(engine)
@@ -215,9 +227,10 @@ def halves(draft: Any) -> None:
 
 
 BUGS: dict[str, Callable[[Any], None]] = {
-    "residual": change(norm_before_residual=False), "feedback": change(norm_output=True),
+    "residual": change(norm_before_residual=False),
+    "feedback": change(norm_output=True),
     "rotation": halves,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bug", BUGS)

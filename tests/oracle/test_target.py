@@ -57,8 +57,9 @@ def greedy(folder: Path, ids: list[int], count: int) -> tuple[list[int], list[in
         row = target.step(text[-1:], len(ids) + i).logits[0]
     assert len(set(text)) > 5, "a text that repeats one token proves little"
     with torch.no_grad():
-        made = hf.target(folder).generate(torch.tensor([ids]), max_new_tokens=count,
-                                          do_sample=False, eos_token_id=None)  # fmt: skip
+        made = hf.target(folder).generate(
+            torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None
+        )
     return text, made[0, len(ids) :].tolist()
 
 
@@ -89,9 +90,12 @@ def planted(name: str) -> Callable[[Target], None]:
     def layers(**change: object) -> Callable[[Target], None]:
         def apply(t: Target) -> None:
             t.model.config = replace(
-                t.config, layers=tuple(replace(s, **{k: v for k, v in change.items()
-                                                     if getattr(s, k) is not None})
-                                       for s in t.config.layers))  # fmt: skip
+                t.config,
+                layers=tuple(
+                    replace(s, **{k: v for k, v in change.items() if getattr(s, k) is not None})
+                    for s in t.config.layers
+                ),
+            )
 
         return apply
 
@@ -106,8 +110,12 @@ def planted(name: str) -> Callable[[Target], None]:
     def unscaled(t: Target) -> None:
         t.model.embed = lambda ids: t.model.w["token_embd.weight"][ids]
 
-    return {"window + 1": layers(window=WINDOW + 1), "layer scalar": scalar,
-            "full rotation": full_rope, "unscaled embedding": unscaled}[name]  # fmt: skip
+    return {
+        "window + 1": layers(window=WINDOW + 1),
+        "layer scalar": scalar,
+        "full rotation": full_rope,
+        "unscaled embedding": unscaled,
+    }[name]
 
 
 @pytest.mark.parametrize(

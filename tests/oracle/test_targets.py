@@ -70,8 +70,10 @@ def planted(target: Any, bug: str) -> None:
     elif bug == "another donor":
         from dataclasses import replace
 
-        layers = tuple(replace(s, kv_from=s.kv_from and 0 if s.window else s.kv_from)
-                       for s in target.config.layers)  # fmt: skip
+        layers = tuple(
+            replace(s, kv_from=s.kv_from and 0 if s.window else s.kv_from)
+            for s in target.config.layers
+        )
         target.model.config = replace(target.config, layers=layers)
     elif bug == "unscaled per-layer table":
         w["per_layer_token_embd.weight"] = w["per_layer_token_embd.weight"] / 8**0.5

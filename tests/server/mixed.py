@@ -29,12 +29,23 @@ WEATHER = {
 }
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}},
-    {"type": "function", "function": {"name": "clock", "description": "Time",
-                                      "parameters": {"type": "object", "properties": {}}}},
-]  # fmt: skip
+    {
+        "type": "function",
+        "function": {
+            "name": "clock",
+            "description": "Time",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
+]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER}}
-QUESTIONS = ("What is 2 + 3?", "Hi", "Write a function that adds.", "Count: 1, 2, 3,",
-             "Ünïcode 😀?")
+QUESTIONS = (
+    "What is 2 + 3?",
+    "Hi",
+    "Write a function that adds.",
+    "Count: 1, 2, 3,",
+    "Ünïcode 😀?",
+)
 STARTS = ("import os\n", "def main(", "class A:", "x", "Once upon a time", "1 2 3 4 5 6 7 8")
 
 
@@ -54,9 +65,26 @@ class Ask:
         return replace(self, body={**self.body, **more})
 
 
-KINDS = ("chat", "chat", "long", "n", "logprobs", "stop", "required", "named", "auto", "schema",
-         "json", "thinking", "penalties", "raw", "raw logprobs", "echo", "llama",
-         "grammar")  # fmt: skip
+KINDS = (
+    "chat",
+    "chat",
+    "long",
+    "n",
+    "logprobs",
+    "stop",
+    "required",
+    "named",
+    "auto",
+    "schema",
+    "json",
+    "thinking",
+    "penalties",
+    "raw",
+    "raw logprobs",
+    "echo",
+    "llama",
+    "grammar",
+)
 
 
 def draw(rng: random.Random, longest: int = 16) -> Ask:
@@ -69,8 +97,10 @@ def draw(rng: random.Random, longest: int = 16) -> Ask:
             body[key] = rng.choice(values)
     if kind in ("raw", "raw logprobs", "echo"):
         body["prompt"] = rng.choice((*STARTS, LONG))
-        more: dict[str, Any] = {"raw logprobs": {"logprobs": rng.randint(0, 3)},
-                                "echo": {"echo": True}}.get(kind, {})  # fmt: skip
+        more: dict[str, Any] = {
+            "raw logprobs": {"logprobs": rng.randint(0, 3)},
+            "echo": {"echo": True},
+        }.get(kind, {})
         return Ask(RAW, body | more, kind)
     if kind in ("llama", "grammar"):
         body["prompt"] = rng.choice(STARTS)
@@ -86,19 +116,27 @@ def draw(rng: random.Random, longest: int = 16) -> Ask:
     if kind in ("required", "named", "schema", "json"):
         body["max_tokens"] *= 2
     named = {"type": "function", "function": {"name": "weather"}}
-    return Ask(CHAT, body | {
-        "n": {"n": rng.randint(2, 4)},
-        "logprobs": {"logprobs": True, "top_logprobs": rng.randint(0, 3)},
-        "stop": {"stop": rng.sample(["e", " the", "\n", "1", "="], 2)},
-        "required": {"tools": TOOLS, "tool_choice": "required"},
-        "named": {"tools": TOOLS, "tool_choice": named, "parallel_tool_calls": False},
-        "auto": {"tools": TOOLS, "logprobs": True},
-        "schema": {"response_format": SCHEMA},
-        "json": {"response_format": {"type": "json_object"}, "logprobs": True},
-        "thinking": {"reasoning_effort": "low"},
-        "penalties": {"presence_penalty": 1, "frequency_penalty": 0.5,
-                      "logit_bias": {str(rng.randrange(300, 400)): 3}},
-    }.get(kind, {}), kind)  # fmt: skip
+    return Ask(
+        CHAT,
+        body
+        | {
+            "n": {"n": rng.randint(2, 4)},
+            "logprobs": {"logprobs": True, "top_logprobs": rng.randint(0, 3)},
+            "stop": {"stop": rng.sample(["e", " the", "\n", "1", "="], 2)},
+            "required": {"tools": TOOLS, "tool_choice": "required"},
+            "named": {"tools": TOOLS, "tool_choice": named, "parallel_tool_calls": False},
+            "auto": {"tools": TOOLS, "logprobs": True},
+            "schema": {"response_format": SCHEMA},
+            "json": {"response_format": {"type": "json_object"}, "logprobs": True},
+            "thinking": {"reasoning_effort": "low"},
+            "penalties": {
+                "presence_penalty": 1,
+                "frequency_penalty": 0.5,
+                "logit_bias": {str(rng.randrange(300, 400)): 3},
+            },
+        }.get(kind, {}),
+        kind,
+    )
 
 
 @dataclass(frozen=True)
@@ -146,8 +184,13 @@ def _choice(texts: list[dict[str, Any]], choice: dict[str, Any]) -> None:
     if told and "content" in told:
         text["logprobs"] += told["content"]
     elif told:
-        text["logprobs"] += zip(told["tokens"], told["token_logprobs"], told["top_logprobs"],
-                                told["text_offset"], strict=True)  # fmt: skip
+        text["logprobs"] += zip(
+            told["tokens"],
+            told["token_logprobs"],
+            told["top_logprobs"],
+            told["text_offset"],
+            strict=True,
+        )
     text["finish"] = choice["finish_reason"] or text["finish"]
 
 

@@ -24,24 +24,43 @@ from tests.server.test_openai import SCHEMAS, WEATHER
 
 TOOLS: Any = [
     {"name": "weather", "input_schema": WEATHER, "strict": True},
-    {"name": "clock", "description": "Time", "input_schema": SCHEMAS["clock"], "type": "custom",
-     "cache_control": {"type": "ephemeral"}},
-]  # fmt: skip
+    {
+        "name": "clock",
+        "description": "Time",
+        "input_schema": SCHEMAS["clock"],
+        "type": "custom",
+        "cache_control": {"type": "ephemeral"},
+    },
+]
 HELLO: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 CALLED: Any = [
     *HELLO,
-    {"role": "assistant", "content": [
-        {"type": "thinking", "thinking": "Hm.", "signature": ""},
-        {"type": "redacted_thinking", "data": "x"},
-        {"type": "text", "text": "I look."},
-        {"type": "tool_use", "id": "t1", "name": "weather", "input": {"unit": "C", "days": 2}},
-        {"type": "tool_use", "id": "t2", "name": "clock", "input": {}}]},
-    {"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "t1", "content": [
-            {"type": "text", "text": "sunny"}, {"type": "text", "text": "and warm"}]},
-        {"type": "text", "text": "Well?"},
-        {"type": "tool_result", "tool_use_id": "t2", "content": "broken", "is_error": True}]},
-]  # fmt: skip
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""},
+            {"type": "redacted_thinking", "data": "x"},
+            {"type": "text", "text": "I look."},
+            {"type": "tool_use", "id": "t1", "name": "weather", "input": {"unit": "C", "days": 2}},
+            {"type": "tool_use", "id": "t2", "name": "clock", "input": {}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "t1",
+                "content": [
+                    {"type": "text", "text": "sunny"},
+                    {"type": "text", "text": "and warm"},
+                ],
+            },
+            {"type": "text", "text": "Well?"},
+            {"type": "tool_result", "tool_use_id": "t2", "content": "broken", "is_error": True},
+        ],
+    },
+]
 
 
 def connect(served: Served, key: str = "none", **more: Any) -> anthropic.Anthropic:
@@ -76,22 +95,34 @@ def flat(message: Any) -> dict[str, Any]:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "max_tokens": 2},
-    "sampled": {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "metadata": {"user_id": "u"},
-                "thinking": {"type": "disabled"}, "service_tier": "auto",
-                "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]},
+    "sampled": {
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 40,
+        "metadata": {"user_id": "u"},
+        "thinking": {"type": "disabled"},
+        "service_tier": "auto",
+        "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}],
+    },
     "stop": {"temperature": 0, "stop_sequences": ["zzz", "e"]},
-    "any": {"tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": 24,
-            "thinking": {"type": "enabled", "budget_tokens": 6}},
+    "any": {
+        "tools": TOOLS,
+        "tool_choice": {"type": "any"},
+        "max_tokens": 24,
+        "thinking": {"type": "enabled", "budget_tokens": 6},
+    },
     "one": {"tools": TOOLS[1:], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
     "tool": {"tools": TOOLS, "max_tokens": 40, "tool_choice": {"type": "tool", "name": "weather"}},
     "cut": {"tools": TOOLS, "max_tokens": 12, "tool_choice": {"type": "tool", "name": "weather"}},
     "auto": {"tools": TOOLS, "tool_choice": {"type": "auto"}, "max_tokens": 8},
     "results": {"tools": TOOLS, "messages": CALLED, "tool_choice": {"type": "none"}},
     "thinking": {"thinking": {"type": "adaptive"}, "max_tokens": 8},
-    "schema": {"max_tokens": 60, "output_config": {"effort": "low", "format": {
-        "type": "json_schema", "schema": WEATHER}}},
+    "schema": {
+        "max_tokens": 60,
+        "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": WEATHER}},
+    },
     "begun": {"messages": [*HELLO, {"role": "assistant", "content": "2 + 3"}], "temperature": 0},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -120,8 +151,10 @@ def test_messages_whole_in_pieces_and_without_a_draft(
 
 def check(name: str, message: Any) -> None:
     """What a request asked for is there."""
-    blocks = {kind: [b for b in message.content if b.type == kind]
-              for kind in ("text", "thinking", "tool_use")}  # fmt: skip
+    blocks = {
+        kind: [b for b in message.content if b.type == kind]
+        for kind in ("text", "thinking", "tool_use")
+    }
     if name == "stop":
         assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "e")
         assert not any("e" in block.text for block in blocks["text"])
@@ -144,19 +177,43 @@ def check(name: str, message: Any) -> None:
 
 
 def test_blocks_follow_the_model() -> None:
-    pieces: list[Event] = [Thought("Hm"), Thought("."), Words("a"), Call(0, "f"), Argument(0, "{"),
-                           Argument(0, "}"), Call(1, "g"), Argument(1, "{}"), Words("b")]
+    pieces: list[Event] = [
+        Thought("Hm"),
+        Thought("."),
+        Words("a"),
+        Call(0, "f"),
+        Argument(0, "{"),
+        Argument(0, "}"),
+        Call(1, "g"),
+        Argument(1, "{}"),
+        Words("b"),
+    ]
 
     def kinds(**thinking: Any) -> list[tuple[int, str]]:
         request = MessagesRequest.model_validate({"messages": HELLO, "max_tokens": 1, **thinking})
         events = [*messages._Blocks(request).events(Delta(pieces, finish="stop"))]
         return [(e["index"], e.get("delta", e.get("content_block", e))["type"]) for e in events]
 
-    shown = [(0, "thinking"), (0, "thinking_delta"), (0, "thinking_delta"), (0, "signature_delta"),
-             (0, "content_block_stop"), (1, "text"), (1, "text_delta"), (1, "content_block_stop"),
-             (2, "tool_use"), (2, "input_json_delta"), (2, "input_json_delta"),
-             (2, "content_block_stop"), (3, "tool_use"), (3, "input_json_delta"),
-             (3, "content_block_stop"), (4, "text"), (4, "text_delta"), (4, "content_block_stop")]
+    shown = [
+        (0, "thinking"),
+        (0, "thinking_delta"),
+        (0, "thinking_delta"),
+        (0, "signature_delta"),
+        (0, "content_block_stop"),
+        (1, "text"),
+        (1, "text_delta"),
+        (1, "content_block_stop"),
+        (2, "tool_use"),
+        (2, "input_json_delta"),
+        (2, "input_json_delta"),
+        (2, "content_block_stop"),
+        (3, "tool_use"),
+        (3, "input_json_delta"),
+        (3, "content_block_stop"),
+        (4, "text"),
+        (4, "text_delta"),
+        (4, "content_block_stop"),
+    ]
     assert kinds() == shown
     hidden = kinds(thinking={"type": "adaptive", "display": "omitted"})
     assert hidden == [each for each in shown if each[1] != "thinking_delta"]
@@ -179,9 +236,13 @@ def test_thoughts_end_when_their_budget_is_spent(
 
 
 def test_the_conversation_as_the_model_reads_it(busy: Served) -> None:
-    asked = given(messages=[*CALLED, {"role": "user", "content": "Now?"}], system=[
-        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f2e3;"},
-        {"type": "text", "text": "Be brief."}])  # fmt: skip
+    asked = given(
+        messages=[*CALLED, {"role": "user", "content": "Now?"}],
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f2e3;"},
+            {"type": "text", "text": "Be brief."},
+        ],
+    )
     del asked["extra_body"]
     request = chat_request(read(MessagesRequest, json.dumps(asked).encode()))
     turns = [m.model_dump(exclude_none=True) for m in request.messages]
@@ -201,13 +262,13 @@ def test_the_conversation_as_the_model_reads_it(busy: Served) -> None:
 
 def test_a_header_that_changes_with_every_request_keeps_the_prefix(busy: Served) -> None:
     text = "You are careful. " * 80
+
     def ask(mark: str, blocks: bool) -> Any:
         header = f"x-anthropic-billing-header: cc_version=2.1; cch={mark};"
         system: Any = f"{header}\n{text}"
         if blocks:
             system = [{"type": "text", "text": header}, {"type": "text", "text": text}]
-        return busy.post("/v1/messages", messages=HELLO, system=system, max_tokens=2,
-                         temperature=0)  # fmt: skip
+        return busy.post("/v1/messages", messages=HELLO, system=system, max_tokens=2, temperature=0)
 
     first = ask("00000", True)
     for mark, blocks in (("11111", True), ("22222", False)):
@@ -221,8 +282,13 @@ def test_a_header_that_changes_with_every_request_keeps_the_prefix(busy: Served)
 
 
 def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
-    for more in ({}, {"system": "Be brief."}, {"tools": TOOLS, "tool_choice": {"type": "any"}},
-                 {"messages": CALLED}, {"thinking": {"type": "adaptive"}}):  # fmt: skip
+    for more in (
+        {},
+        {"system": "Be brief."},
+        {"tools": TOOLS, "tool_choice": {"type": "any"}},
+        {"messages": CALLED},
+        {"thinking": {"type": "adaptive"}},
+    ):
         asked: Any = {"model": "tiny", "messages": HELLO, **more}
         counted = client.messages.count_tokens(**asked).input_tokens
         usage = client.messages.create(**asked, max_tokens=1).usage
@@ -231,30 +297,45 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"fo": 1}, "unknown field fo"),
-    "unknown inside": ({"messages": [{"role": "user", "content": [
-        {"type": "text", "text": "x", "fo": 1}]}]}, r"unknown field messages\[0\].content\[0\].fo"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-              r"messages\[0\].content\[0\].type: 'image' is not supported here"),
+    "unknown inside": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "fo": 1}]}]},
+        r"unknown field messages\[0\].content\[0\].fo",
+    ),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        r"messages\[0\].content\[0\].type: 'image' is not supported here",
+    ),
     "role": ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\].role"),
     "nothing": ({"messages": [{"role": "user", "content": []}]}, "there is no content"),
     "block": ({"messages": [{"role": "user", "content": ["x"]}]}, "expected an object"),
     "kind": ({"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "not supported"),
-    "server tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-                    r"tools\[0\].type: 'web_search_20250305' is not supported here, only custom"),
+    "server tool": (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        r"tools\[0\].type: 'web_search_20250305' is not supported here, only custom",
+    ),
     "no tools": ({"tool_choice": {"type": "any"}}, "there are no tools"),
     "no tool": ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "no tool 'x'"),
     "no name": ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name"),
-    "stray": ({"messages": [{"role": "user", "content": [
-        {"type": "tool_result", "tool_use_id": "x"}]}]}, "no tool_use 'x' in the turn before"),
-    "late": ({"messages": [*CALLED, {"role": "assistant", "content": "x"}, {
-        "role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]},
-        "no tool_use 't1' in the turn before"),
+    "stray": (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+        "no tool_use 'x' in the turn before",
+    ),
+    "late": (
+        {
+            "messages": [
+                *CALLED,
+                {"role": "assistant", "content": "x"},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]},
+            ]
+        },
+        "no tool_use 't1' in the turn before",
+    ),
     "budget": ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, "budget_tokens: only with"),
     "begun": ({"messages": [{"role": "assistant", "content": "x"}]}, "can be continued only"),
     "max": ({"max_tokens": 0}, "max_tokens: .*greater"),
     "stops": ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
     "long": ({"system": "word " * 4000}, "does not fit"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -284,12 +365,17 @@ def test_errors_have_anthropics_form(
         client.messages.create(**given(), extra_headers={"anthropic-version": "2023-01-01"})
     assert busy.http.get("/v1/messages").json()["type"] == "error"
 
-    served = Served(engines(None, parallel=2), Settings("tiny", queue=0, ping=0.001),
-                    keys=["secret"], body_limit=100_000)  # fmt: skip
+    served = Served(
+        engines(None, parallel=2),
+        Settings("tiny", queue=0, ping=0.001),
+        keys=["secret"],
+        body_limit=100_000,
+    )
     try:
-        with connect(served, "wrong") as other, pytest.raises(
-            anthropic.AuthenticationError
-        ) as wrong:
+        with (
+            connect(served, "wrong") as other,
+            pytest.raises(anthropic.AuthenticationError) as wrong,
+        ):
             other.messages.create(**given())
         assert wrong.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
         with connect(served, "secret") as other:

@@ -41,8 +41,9 @@ SETUP: dict[str, Any] = {"n_ctx": 2048, "parallel": 3, "prefix_cache": 64 << 20}
 
 @pytest.fixture(scope="module")
 def client(family: Path) -> Iterator[EngineClient]:
-    with EngineClient(family / "target.gguf", family / "dflash.gguf", make=faulty.load,
-                      **SETUP) as made:  # fmt: skip
+    with EngineClient(
+        family / "target.gguf", family / "dflash.gguf", make=faulty.load, **SETUP
+    ) as made:
         yield made
 
 
@@ -59,24 +60,56 @@ until = partial(wait, seconds=60)
 def test_requests_give_the_same_answers(remote: Served, busy: Served) -> None:
     """With draft lengths, seeds, stop texts, log-probabilities, grammars, thoughts and calls."""
     hello = [{"role": "user", "content": "Say hello to the class."}]
-    tool = {"type": "function", "function": {"name": "add", "parameters": {
-        "type": "object", "properties": {"a": {"type": "integer"}},
-        "required": ["a"]}}}  # fmt: skip
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}},
+                "required": ["a"],
+            },
+        },
+    }
     asked: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": "def area(r):", "seed": 3, "draft_max": 4}),
         ("/v1/completions", {"prompt": "The cat", "seed": 4, "n": 2, "logprobs": 2}),
         ("/v1/completions", {"prompt": "import os\n", "stop": ["\n\n", "e"], "temperature": 0}),
         ("/completion", {"prompt": "1 2 3", "grammar": 'root ::= "a" [0-9]+ "b"', "seed": 1}),
         ("/v1/chat/completions", {"messages": hello, "seed": 5, "stop": ["e"]}),
-        ("/v1/chat/completions", {"messages": hello, "seed": 6, "tools": [tool],
-                                  "tool_choice": "required"}),
-        ("/v1/chat/completions", {"messages": hello, "seed": 7, "thinking_budget_tokens": 4,
-                                  "chat_template_kwargs": {"enable_thinking": True}}),
-        ("/v1/chat/completions", {"messages": hello, "seed": 8, "response_format": {
-            "type": "json_schema", "json_schema": {"name": "x", "schema": {
-                "type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
-                "additionalProperties": False}}}}),
-    ]  # fmt: skip
+        (
+            "/v1/chat/completions",
+            {"messages": hello, "seed": 6, "tools": [tool], "tool_choice": "required"},
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": hello,
+                "seed": 7,
+                "thinking_budget_tokens": 4,
+                "chat_template_kwargs": {"enable_thinking": True},
+            },
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": hello,
+                "seed": 8,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": "x",
+                        "schema": {
+                            "type": "object",
+                            "properties": {"a": {"type": "boolean"}},
+                            "required": ["a"],
+                            "additionalProperties": False,
+                        },
+                    },
+                },
+            },
+        ),
+    ]
     seen = 0
     for path, fields in asked:
         body = {**fields, "max_tokens" if path.startswith("/v1") else "n_predict": 24}
@@ -101,10 +134,11 @@ def test_figures_and_refusals_pass(remote: Served, client: EngineClient) -> None
     assert "GBNF" in error["message"]
     error = remote.refused("/completion", {"prompt": "a", "grammar": 'root ::= "\\q" x'})
     for options, prompt, wanted in (
-        (Options(), [], InputError), (Options(), [10**6], InputError),
+        (Options(), [], InputError),
+        (Options(), [10**6], InputError),
         (Options(), [2] * 2049, PromptTooLong),
         (Options(sampler=Sampler(logit_bias=((10**6, 1.0),))), [2], UsageError),
-    ):  # fmt: skip
+    ):
         with pytest.raises(wanted):
             client.submit(prompt, options)
     request = client.submit([2, 9], Options(n_predict=400, ignore_eos=True))
@@ -124,16 +158,21 @@ def text_of(engine: Engine, prompt: list[int], options: Options) -> list[int]:
     return list(engine.submit(prompt, options).tokens())
 
 
-PHASES = {"reading raises": ([2, faulty.READING, faulty.RAISES], "CUDA error"),
-          "killed": ([2, 31], "SIGKILL"),
-          "hangs": ([2, 31, faulty.HANGS], "no step has ended for 3 seconds")}  # fmt: skip
+PHASES = {
+    "reading raises": ([2, faulty.READING, faulty.RAISES], "CUDA error"),
+    "killed": ([2, 31], "SIGKILL"),
+    "hangs": ([2, 31, faulty.HANGS], "no step has ended for 3 seconds"),
+}
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_failure_ends_what_runs_and_nothing_else(
-    phase: str, remote: Served, client: EngineClient, engines: Callable[..., Engine],
+    phase: str,
+    remote: Served,
+    client: EngineClient,
+    engines: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Three slots: those in them end with an error, those that wait are written as ever.
     `benchmarks/serve_faults.py` does it at every phase, many times."""
     plain, options = engines(None, n_ctx=2048), Options(n_predict=6, ignore_eos=True)
@@ -142,10 +181,18 @@ def test_a_failure_ends_what_runs_and_nothing_else(
     lines, ended = [], threading.Event()
 
     def stream() -> None:
-        with remote.http.stream("POST", "/v1/completions", json={
-            "prompt": "The cat", "max_tokens": 1500, "ignore_eos": True, "stream": True,
-            "temperature": 0, "draft_max": 0,
-        }) as response:  # fmt: skip
+        with remote.http.stream(
+            "POST",
+            "/v1/completions",
+            json={
+                "prompt": "The cat",
+                "max_tokens": 1500,
+                "ignore_eos": True,
+                "stream": True,
+                "temperature": 0,
+                "draft_max": 0,
+            },
+        ) as response:
             for line in response.iter_lines():
                 lines.append(line)
         ended.set()
@@ -212,11 +259,18 @@ def test_loading_fails_as_it_does_in_one_process(family: Path, tmp_path: Path) -
         EngineClient(target, make=faulty.no_memory)
 
 
-@pytest.mark.parametrize("error", [
-    UsageError("-c", expected=1, found=[2], fix="use 1"), PromptTooLong(9, 4, "9 or more"),
-    KernelCompileError("a.cu", ("-O3",), "no", fix="update"), NotFinite("not finite"),
-    InputError("x"), EnvironmentProblem("y"),
-], ids=lambda error: type(error).__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        UsageError("-c", expected=1, found=[2], fix="use 1"),
+        PromptTooLong(9, 4, "9 or more"),
+        KernelCompileError("a.cu", ("-O3",), "no", fix="update"),
+        NotFinite("not finite"),
+        InputError("x"),
+        EnvironmentProblem("y"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_errors_pass_whole(error: G4Error) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is type(error) and str(again) == str(error)
@@ -231,8 +285,12 @@ def test_it_ends_with_the_server(family: Path) -> None:
         "client = EngineClient(Path(sys.argv[1]), n_ctx=256, device='cpu'); "
         "print(client.process, flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program, str(family / "target.gguf")], cwd=ROOT,
-                          stdout=subprocess.PIPE, text=True) as server:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(family / "target.gguf")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
         assert server.stdout is not None
         process = int(server.stdout.readline())
         os.kill(process, signal.SIGINT)  # Ctrl-C is for the server

@@ -82,8 +82,8 @@ CASES: dict[str, list[Event]] = {
     "<|tool_call>call:f<tool_call|>": called(0, "f", {}),
     "<|tool_call><tool_call|>": [],
     "<|tool_call>I will {": [Text("I will {")],
-    "say <|\"|>so<|\"|>": [Text('say "so"')],
-}  # fmt: skip
+    'say <|"|>so<|"|>': [Text('say "so"')],
+}
 
 ARGUMENTS = {
     "": {},
@@ -126,9 +126,7 @@ def test_a_call_that_was_cut_off_stays_open(tokenizer: Tokenizer) -> None:
 
 
 def test_without_tools_calls_are_text(tokenizer: Tokenizer) -> None:
-    assert parse(tokenizer, F, calls=False) == [
-        Text('<|tool_call>call:f{a:"x"}<tool_call|>')
-    ]  # fmt: skip
+    assert parse(tokenizer, F, calls=False) == [Text('<|tool_call>call:f{a:"x"}<tool_call|>')]
 
 
 def test_a_prompt_may_end_in_a_thought(tokenizer: Tokenizer, marks: Marks) -> None:
@@ -151,9 +149,37 @@ def test_the_answer_alone_is_a_stream(tokenizer: Tokenizer, marks: Marks) -> Non
     assert "".join(stream.push([i]) for i in ids) + stream.finish() == "Hi é!"
 
 
-PARTS = ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|turn>", "thought",
-         "thought\n", "call:", ":", "f", "{", "}", "(", ")", "[", "]", ",", "a:", "1", "true", '"',
-         "\\", " ", "\n", "é", "😀", "text", *CASES]  # fmt: skip
+PARTS = [
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "<|turn>",
+    "thought",
+    "thought\n",
+    "call:",
+    ":",
+    "f",
+    "{",
+    "}",
+    "(",
+    ")",
+    "[",
+    "]",
+    ",",
+    "a:",
+    "1",
+    "true",
+    '"',
+    "\\",
+    " ",
+    "\n",
+    "é",
+    "😀",
+    "text",
+    *CASES,
+]
 
 
 @settings(max_examples=150, deadline=None)
@@ -197,10 +223,16 @@ def test_arguments_are_json_whatever_they_are_made_of(pieces: list[str | None]) 
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner) | st.dictionaries(st.from_regex(r"[\w$@.-]+", fullmatch=True),
-                                                    inner), max_leaves=8)  # fmt: skip
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.from_regex(r"[\w$@.-]+", fullmatch=True), inner)
+    ),
+    max_leaves=8,
+)
 
 
 def native(value: Any) -> str:

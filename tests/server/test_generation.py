@@ -29,9 +29,14 @@ def logprobs(token: int) -> tuple[float, list[tuple[int, float]]]:
 
 
 def run(
-    tokenizer: Tokenizer, ids: list[int], cuts: list[int], stops: tuple[str, ...], chat: bool,
-    told: bool = True, end: str = "length",
-) -> tuple[list[Event], Delta, list[Token], Request]:  # fmt: skip
+    tokenizer: Tokenizer,
+    ids: list[int],
+    cuts: list[int],
+    stops: tuple[str, ...],
+    chat: bool,
+    told: bool = True,
+    end: str = "length",
+) -> tuple[list[Event], Delta, list[Token], Request]:
     """What a client gets of a request that chose `ids` in cycles that end at `cuts`."""
     parser = Parser(tokenizer, MARKS)
     stream = (lambda: Answer(Parser(tokenizer, MARKS))) if chat else None
@@ -61,8 +66,22 @@ def answer(events: list[Event]) -> str:
 
 
 CALL = '<|tool_call>call:f{a:<|"|>STOP<|"|>}<tool_call|>'
-PARTS = ["<|channel>thought\n", "hm\n<channel|>", "<channel|>", "STOP", "ST", "OP", "S", "é", "😀",
-         " a", "b", "\n", CALL, "<turn|>"]  # fmt: skip
+PARTS = [
+    "<|channel>thought\n",
+    "hm\n<channel|>",
+    "<channel|>",
+    "STOP",
+    "ST",
+    "OP",
+    "S",
+    "é",
+    "😀",
+    " a",
+    "b",
+    "\n",
+    CALL,
+    "<turn|>",
+]
 
 
 @settings(max_examples=200, deadline=None)

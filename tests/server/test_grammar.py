@@ -75,83 +75,142 @@ SCHEMAS: dict[str, Any] = {
     "free": {"type": "object"},
     "text": {**objects(city={"type": "string"}), "required": ["city"]},
     "many": {
-        **objects(a={"type": "string"}, b={"type": "boolean"}, c={"type": "null"},
-                  d={"type": "number"}, e={"type": "integer"}),
+        **objects(
+            a={"type": "string"},
+            b={"type": "boolean"},
+            c={"type": "null"},
+            d={"type": "number"},
+            e={"type": "integer"},
+        ),
         "required": ["e", "b"],
     },
     "ranges": {
-        **objects(i={"type": "integer", "minimum": -3, "exclusiveMaximum": 12},
-                  x={"type": "number", "minimum": 0.5, "maximum": 2},
-                  m={"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 50}),
+        **objects(
+            i={"type": "integer", "minimum": -3, "exclusiveMaximum": 12},
+            x={"type": "number", "minimum": 0.5, "maximum": 2},
+            m={"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 50},
+        ),
         "required": ["i", "x", "m"],
     },
     "enums": {
-        **objects(u={"enum": ["cel\"sius", "", "é😀", 3, None, True, {"k": ["v", 1]}]},
-                  v={"type": "string", "enum": ["a", "b", 7]}, w={"const": "only"}),
+        **objects(
+            u={"enum": ['cel"sius', "", "é😀", 3, None, True, {"k": ["v", 1]}]},
+            v={"type": "string", "enum": ["a", "b", 7]},
+            w={"const": "only"},
+        ),
         "required": ["u", "v", "w"],
     },
     "lengths": {
-        **objects(s={"type": "string", "minLength": 3, "maxLength": 5},
-                  t={"type": "string", "maxLength": 2}),
+        **objects(
+            s={"type": "string", "minLength": 3, "maxLength": 5},
+            t={"type": "string", "maxLength": 2},
+        ),
         "required": ["s", "t"],
     },
     "patterns": {
-        **objects(p={"type": "string", "pattern": "^[A-Z]{2}-\\d{3}$"},
-                  q={"type": "string", "pattern": "x|^y$", "maxLength": 8}),
+        **objects(
+            p={"type": "string", "pattern": "^[A-Z]{2}-\\d{3}$"},
+            q={"type": "string", "pattern": "x|^y$", "maxLength": 8},
+        ),
         "required": ["p", "q"],
     },
     "formats": {
-        **objects(d={"type": "string", "format": "date"}, u={"type": "string", "format": "uuid"},
-                  t={"type": "string", "format": "date-time"}, o={"type": "string", "format": "x"}),
+        **objects(
+            d={"type": "string", "format": "date"},
+            u={"type": "string", "format": "uuid"},
+            t={"type": "string", "format": "date-time"},
+            o={"type": "string", "format": "x"},
+        ),
         "required": ["d", "u", "t"],
     },
     "arrays": {
-        **objects(a={"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
-                  b={"type": "array", "maxItems": 0},
-                  c={"type": "array", "prefixItems": [{"type": "string"}, {"type": "null"}],
-                     "items": {"type": "boolean"}, "minItems": 1, "maxItems": 4},
-                  d={"type": "array", "items": {"type": "string"}},
-                  e={"type": "array", "prefixItems": [{"type": "null"}], "minItems": 2}),
+        **objects(
+            a={"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+            b={"type": "array", "maxItems": 0},
+            c={
+                "type": "array",
+                "prefixItems": [{"type": "string"}, {"type": "null"}],
+                "items": {"type": "boolean"},
+                "minItems": 1,
+                "maxItems": 4,
+            },
+            d={"type": "array", "items": {"type": "string"}},
+            e={"type": "array", "prefixItems": [{"type": "null"}], "minItems": 2},
+        ),
         "required": ["a", "b", "c", "e"],
     },
     "maps": objects(
         m={"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 2},
         n={**objects(k={"type": "string"}), "additionalProperties": {"type": "boolean"}},
-        o={"type": "object", "patternProperties": {"^x-": {"type": "null"}},
-           "additionalProperties": False},
+        o={
+            "type": "object",
+            "patternProperties": {"^x-": {"type": "null"}},
+            "additionalProperties": False,
+        },
     ),
     "counts": objects(
-        o={**objects(a={"type": "null"}, b={"type": "null"}, c={"type": "null"}),
-           "minProperties": 1, "maxProperties": 2, "additionalProperties": False},
+        o={
+            **objects(a={"type": "null"}, b={"type": "null"}, c={"type": "null"}),
+            "minProperties": 1,
+            "maxProperties": 2,
+            "additionalProperties": False,
+        },
     ),
     "unlisted": {**objects(), "required": ["seen"]},
     "odd keys": {
-        **objects(**{"a:b": {"type": "null"}, "": {"type": "null"}, "with space": {"type": "null"},
-                     "q\"": {"type": "null"}, "}": {"type": "null"}, "$f.x-y": {"type": "null"}}),
-        "required": ["a:b", "", "with space", "q\"", "}", "$f.x-y"],
+        **objects(
+            **{
+                "a:b": {"type": "null"},
+                "": {"type": "null"},
+                "with space": {"type": "null"},
+                'q"': {"type": "null"},
+                "}": {"type": "null"},
+                "$f.x-y": {"type": "null"},
+            }
+        ),
+        "required": ["a:b", "", "with space", 'q"', "}", "$f.x-y"],
     },
     "tree": TREE,
     "all": objects(
-        x={"allOf": [{"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
-                     {"properties": {"b": {"type": "integer"}, "a": {"maxLength": 2}},
-                      "required": ["b"]}]},
+        x={
+            "allOf": [
+                {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]},
+                {
+                    "properties": {"b": {"type": "integer"}, "a": {"maxLength": 2}},
+                    "required": ["b"],
+                },
+            ]
+        },
         y={"type": ["string", "null"], "maxLength": 1},
         z={"minimum": 3, "anyOf": [{"type": "integer", "maximum": 5}, {"type": "null"}]},
         one={"oneOf": [{"type": "string", "enum": ["a"]}, {"enum": ["b", 1]}]},
     ),
     "values with bounds": objects(
-        a={"enum": [1, 5, 12, "a", "abc", [], [1], {}, {"k": 1}, None, True], "maximum": 5,
-           "minLength": 2, "maxItems": 0, "minProperties": 1, "multipleOf": 5}),
+        a={
+            "enum": [1, 5, 12, "a", "abc", [], [1], {}, {"k": 1}, None, True],
+            "maximum": 5,
+            "minLength": 2,
+            "maxItems": 0,
+            "minProperties": 1,
+            "multipleOf": 5,
+        }
+    ),
     "a key without a value": {
-        **objects(a={"type": "boolean", "enum": ["True", "False"]}, b={"type": "null"},
-                  c={"type": "integer", "enum": [1, 2], "minimum": 2}), "required": ["c"],
-        "additionalProperties": False},
+        **objects(
+            a={"type": "boolean", "enum": ["True", "False"]},
+            b={"type": "null"},
+            c={"type": "integer", "enum": [1, 2], "minimum": 2},
+        ),
+        "required": ["c"],
+        "additionalProperties": False,
+    },
     "wide": {
         **objects(**{f"k{i}": {"type": "null"} for i in range(70)}),
-        "required": [f"k{i}" for i in range(0, 70, 9)], "additionalProperties": False,
+        "required": [f"k{i}" for i in range(0, 70, 9)],
+        "additionalProperties": False,
     },
     "wide, none required": objects(**{f"k{i}": {"type": "null"} for i in range(66)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -207,15 +266,20 @@ def test_what_cannot_be_held_is_refused_where_it_has_to_be(
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "string"}, {"type": "object", "properties": []}, {"$ref": "#/nowhere"},
-        objects(a=3), objects(a={"$ref": "http://x/y"}), objects(a={"anyOf": []}),
-        objects(a={"enum": 3}), {**objects(a=False), "required": ["a"]},
+        {"type": "string"},
+        {"type": "object", "properties": []},
+        {"$ref": "#/nowhere"},
+        objects(a=3),
+        objects(a={"$ref": "http://x/y"}),
+        objects(a={"anyOf": []}),
+        objects(a={"enum": 3}),
+        {**objects(a=False), "required": ["a"]},
         {**objects(), "required": ["a"], "additionalProperties": False},
         objects(a={"type": "array", "minItems": 3, "maxItems": 1}),
         objects(a={"type": "array", "minItems": -1}),
         {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"},
     ],
-)  # fmt: skip
+)
 def test_what_is_no_schema_is_said(schema: Any) -> None:
     with pytest.raises(InputError, match="f"):
         grammar.whole(MARKS, calls=[Function("f", parameters=schema)])
@@ -353,8 +417,13 @@ def test_a_draft_changes_nothing_under_a_mask(
         engine = engines(draft, parallel=2)
         free = grammar.in_calls(MARKS, tools, parallel=True)
         for wanted in (grammar.whole(MARKS, calls=tools), free):
-            options = Options(16, Sampler(1.0, seed=7), count, mask=vocabulary.mask(wanted),
-                              stream=lambda: tokenizer.stream(special=True))  # fmt: skip
+            options = Options(
+                16,
+                Sampler(1.0, seed=7),
+                count,
+                mask=vocabulary.mask(wanted),
+                stream=lambda: tokenizer.stream(special=True),
+            )
             request = engine.submit(prompt, options)
             for _ in request:
                 pass

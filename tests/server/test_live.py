@@ -41,8 +41,10 @@ def watching(served: Served, word: str | None = None, key: str = "") -> Iterator
     def read() -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         query = {"of": word} if word else {}
-        with (httpx.Client(base_url=served.url, timeout=30, headers=headers) as http,
-              http.stream("GET", "/v1/live", params=query) as response):  # fmt: skip
+        with (
+            httpx.Client(base_url=served.url, timeout=30, headers=headers) as http,
+            http.stream("GET", "/v1/live", params=query) as response,
+        ):
             assert response.status_code == 200, response.read()
             name = ""
             for line in response.iter_lines():
@@ -79,8 +81,15 @@ def of(found: list[News], name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("draft_max", [0, 4, "auto"])
 def test_events_are_the_requests_own_figures(busy: Served, draft_max: int | str) -> None:
     with watching(busy, WORD) as found:
-        got = busy.post("/v1/completions", prompt="The quick brown fox. The quick", max_tokens=40,
-                        temperature=0, draft_max=draft_max, live=WORD, ignore_eos=True)  # fmt: skip
+        got = busy.post(
+            "/v1/completions",
+            prompt="The quick brown fox. The quick",
+            max_tokens=40,
+            temperature=0,
+            draft_max=draft_max,
+            live=WORD,
+            ignore_eos=True,
+        )
         ended(found)
     first, cycles, (end,) = of(found, "first"), of(found, "cycle"), of(found, "end")
     pieces = [p for each in (*first, *cycles) for p in each["pieces"]]
@@ -132,8 +141,9 @@ def test_prefix_hits_and_company_are_told(busy: Served) -> None:
     prompt = "the long prompt comes again. " * 64
     busy.post("/v1/completions", prompt=prompt, max_tokens=1)
     with watching(busy, WORD) as found:
-        usage = busy.post("/v1/completions", prompt=prompt, max_tokens=12, n=3, seed=1,
-                          ignore_eos=True, live=WORD)["usage"]  # fmt: skip
+        usage = busy.post(
+            "/v1/completions", prompt=prompt, max_tokens=12, n=3, seed=1, ignore_eos=True, live=WORD
+        )["usage"]
         ended(found, 3)
         time.sleep(1.2)
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -157,9 +167,7 @@ def test_a_text_that_nobody_waits_for_ends_here_too(busy: Served) -> None:
     assert of(found, "end")[0]["finish"] == "abort"
 
 
-def test_watchers_are_bounded_and_forgotten(
-    busy: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watchers_are_bounded_and_forgotten(busy: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_module, "MOST_WATCHERS", 1)
     with watching(busy):
         assert busy.http.get("/v1/live").status_code == 429
@@ -214,8 +222,11 @@ def test_the_page_runs_nothing_else(busy: Served) -> None:
 def test_the_page_has_no_way_to_load_or_to_write_markup() -> None:
     assert not re.search(r"https?://|//[a-z]+\.[a-z]", PAGE), "an address elsewhere"
     assert not re.search(r"<[^>]*\son[a-z]+=|<[^>]*\sstyle=", PAGE), "an inline handler or style"
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|"
-                         r"DOMParser|createContextualFragment|new Function", PAGE)  # fmt: skip
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|"
+        r"DOMParser|createContextualFragment|new Function",
+        PAGE,
+    )
     assert len(re.findall("<(?:script|style|link|iframe|img|object|embed)", PAGE)) == 3
     names = set(re.findall(r'\$\("([\w-]+)"\)', PAGE))
     assert names and names <= set(re.findall(r'id="([\w-]+)"', PAGE)), "an element is missing"
@@ -225,8 +236,9 @@ def test_the_page_has_no_way_to_load_or_to_write_markup() -> None:
 def test_the_script_is_one_that_node_parses(tmp_path: Path) -> None:
     (script,) = re.findall("<script>(.*?)</script>", PAGE, re.DOTALL)
     (tmp_path / "page.js").write_text(script)
-    done = subprocess.run(["node", "--check", tmp_path / "page.js"], capture_output=True,
-                          text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        ["node", "--check", tmp_path / "page.js"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

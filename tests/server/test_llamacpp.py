@@ -11,11 +11,23 @@ from tests.server.served import TEMPLATE, Served
 
 
 def test_completion_whole_and_in_pieces(busy: Served, plain: Served) -> None:
-    body: dict[str, Any] = {"prompt": "def main():", "n_predict": 12, "seed": 3, "n_probs": 2,
-                            "return_tokens": True, "draft_max": 3, "temperature": 0.8,
-                            "top_k": 40, "mirostat": 0, "mirostat_tau": 5.0, "typical_p": 1.0,
-                            "repeat_penalty": 1.1, "repeat_last_n": -1, "cache_prompt": True,
-                            "timings_per_token": True}  # fmt: skip
+    body: dict[str, Any] = {
+        "prompt": "def main():",
+        "n_predict": 12,
+        "seed": 3,
+        "n_probs": 2,
+        "return_tokens": True,
+        "draft_max": 3,
+        "temperature": 0.8,
+        "top_k": 40,
+        "mirostat": 0,
+        "mirostat_tau": 5.0,
+        "typical_p": 1.0,
+        "repeat_penalty": 1.1,
+        "repeat_last_n": -1,
+        "cache_prompt": True,
+        "timings_per_token": True,
+    }
     whole = busy.post("/completion", **body)
     pieces = busy.stream("/completion", **body)
     assert "".join(p["content"] for p in pieces) == whole["content"]
@@ -59,11 +71,15 @@ def test_a_prompt_of_texts_and_tokens(busy: Served) -> None:
 
 @pytest.mark.parametrize(
     "more,said",
-    [({"mirostat": 2}, "mirostat: only 0 (off) is possible here"),
-     ({"typical_p": 0.9}, "typical_p: only 1"), ({"fo": 1}, "unknown field fo"),
-     ({"repeat_penalty": 1.2}, "repeat_last_n"), ({"post_sampling_probs": True}, "post_sampling"),
-     ({"grammar": 'root ::= "a"\n', "json_schema": {}}, "exclude each other")],
-)  # fmt: skip
+    [
+        ({"mirostat": 2}, "mirostat: only 0 (off) is possible here"),
+        ({"typical_p": 0.9}, "typical_p: only 1"),
+        ({"fo": 1}, "unknown field fo"),
+        ({"repeat_penalty": 1.2}, "repeat_last_n"),
+        ({"post_sampling_probs": True}, "post_sampling"),
+        ({"grammar": 'root ::= "a"\n', "json_schema": {}}, "exclude each other"),
+    ],
+)
 def test_samplers_that_are_not_there_are_refused(busy: Served, more: Any, said: str) -> None:
     assert said in busy.refused("/completion", {"prompt": "x", **more})["message"]
 
@@ -74,8 +90,9 @@ def test_texts_and_tokens(busy: Served) -> None:
     assert ids[0] == 2 and 105 in ids
     assert busy.post("/detokenize", tokens=ids[1:])["content"] == text
     pieces = busy.post("/tokenize", content="é😀", with_pieces=True)["tokens"]
-    raw = b"".join(p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"])
-                   for p in pieces)  # fmt: skip
+    raw = b"".join(
+        p["piece"].encode() if isinstance(p["piece"], str) else bytes(p["piece"]) for p in pieces
+    )
     assert raw.decode() == "é😀"
     assert (
         "parse_special"
@@ -87,8 +104,10 @@ def test_texts_and_tokens(busy: Served) -> None:
 def test_templates_are_applied(busy: Served) -> None:
     messages = [{"role": "system", "content": " Be brief. "}, {"role": "user", "content": "Hi"}]
     prompt = busy.post("/apply-template", messages=messages)["prompt"]
-    assert prompt == ("<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n"
-                      "<|turn>model\n<|channel>thought\n<channel|>")  # fmt: skip
+    assert prompt == (
+        "<bos><|turn>system\nBe brief.<turn|>\n<|turn>user\nHi<turn|>\n"
+        "<|turn>model\n<|channel>thought\n<channel|>"
+    )
     thinking = busy.post("/apply-template", messages=messages, reasoning_effort="low")["prompt"]
     assert "<|think|>" in thinking and thinking.endswith("<|turn>model\n")
 
@@ -101,8 +120,9 @@ def test_raw_prompts_are_read_as_llama_cpp_reads_them(busy: Served) -> None:
     counts = {}
     for path in ("/v1/chat/completions/input_tokens", "/v1/messages/count_tokens"):
         for word in (said, "x"):
-            counts[word] = busy.post(path, model="tiny", messages=[
-                {"role": "user", "content": word}])["input_tokens"]  # fmt: skip
+            counts[word] = busy.post(
+                path, model="tiny", messages=[{"role": "user", "content": word}]
+            )["input_tokens"]
         spelled = busy.engine.tokenizer.encode(said, bos=False, special=False)
         assert counts[said] - counts["x"] == len(spelled) - 1 > raw["tokens_evaluated"]
 
@@ -172,8 +192,14 @@ def test_biases_of_texts_and_bans(busy: Served) -> None:
 
 def test_progress_of_a_long_prompt(busy: Served) -> None:
     busy.engine.prefix.clear()
-    body = {"prompt": [2] + [300] * 1100, "n_predict": 3, "max_tokens": 3, "seed": 1,
-            "return_progress": True, "timings_per_token": True}  # fmt: skip
+    body = {
+        "prompt": [2] + [300] * 1100,
+        "n_predict": 3,
+        "max_tokens": 3,
+        "seed": 1,
+        "return_progress": True,
+        "timings_per_token": True,
+    }
     for path in ("/completion", "/v1/completions"):
         known = {k: v for k, v in body.items() if path == "/completion" or k != "n_predict"}
         pieces = busy.stream(path, **known)
@@ -199,8 +225,13 @@ def test_fields_of_chat_completions(busy: Served) -> None:
     assert "Hi" in answer["__verbose"]["prompt"] and answer["system_fingerprint"]
     count = busy.post("/chat/completions/input_tokens", **said)["input_tokens"]
     assert count == answer["usage"]["prompt_tokens"]
-    pieces = busy.stream("/chat/completions", **said, return_progress=True, timings_per_token=True,
-                         stream_options={"include_usage": True})  # fmt: skip
+    pieces = busy.stream(
+        "/chat/completions",
+        **said,
+        return_progress=True,
+        timings_per_token=True,
+        stream_options={"include_usage": True},
+    )
     assert pieces[0]["choices"][0]["delta"]["content"] is None and "timings" not in pieces[0]
     assert pieces[1]["prompt_progress"]["total"] == count
     assert all("timings" in p for p in pieces[1:])

@@ -59,8 +59,14 @@ def test_memory_of_who_hangs_up_is_free_within_two_steps(busy: Served) -> None:
 
             async def go(stream: bool, when: str) -> None:
                 prompt = [2] + [300] * (1100 if when == "reading" else 20)
-                body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "draft_max": 2,
-                        "n": 6 if when == "waiting" else 1, "stream": stream}  # fmt: skip
+                body = {
+                    "prompt": prompt,
+                    "max_tokens": 400,
+                    "ignore_eos": True,
+                    "draft_max": 2,
+                    "n": 6 if when == "waiting" else 1,
+                    "stream": stream,
+                }
                 async with httpx.AsyncClient(base_url=busy.url, timeout=60) as client:
                     task = asyncio.ensure_future(client.post("/v1/completions", json=body))
                     while not reached(when):
@@ -94,9 +100,17 @@ def test_a_full_queue_says_when_to_come_again(busy: Served) -> None:
     settings = busy.service.settings
     object.__setattr__(settings, "queue", 0)
     try:
-        with busy.http.stream("POST", "/v1/completions", json={
-            "prompt": "x", "max_tokens": 300, "ignore_eos": True, "n": 3, "stream": True,
-        }) as response:  # fmt: skip
+        with busy.http.stream(
+            "POST",
+            "/v1/completions",
+            json={
+                "prompt": "x",
+                "max_tokens": 300,
+                "ignore_eos": True,
+                "n": 3,
+                "stream": True,
+            },
+        ) as response:
             assert response.status_code == 200
             refused = busy.http.post("/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"

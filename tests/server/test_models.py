@@ -96,8 +96,10 @@ def several(folder: Path, room: Room) -> Iterator[Several]:
 def test_each_target_finds_its_draft(folder: Path, family: Path) -> None:
     found = {model.name: [path.name for path in model.drafts] for model in models.find(folder)}
     assert found == {"first": ["dflash.gguf"], "second": ["dflash.gguf"]}
-    for wrong, said in ((folder / "sub" / "notes.txt", "not a folder"),
-                        (folder / "none", "not a folder")):  # fmt: skip
+    for wrong, said in (
+        (folder / "sub" / "notes.txt", "not a folder"),
+        (folder / "none", "not a folder"),
+    ):
         with pytest.raises(InputError, match=said):
             models.find(wrong)
 
@@ -120,9 +122,11 @@ def test_requests_choose_a_model(several: Several, room: Room, plain: Served) ->
     assert data["draft"] == "dflash.gguf" and data["meta"]["n_ctx"] == 512
     assert http.get("/props?model=first").json()["model_alias"] == "first"
     assert "vllm:" in http.get("/metrics?model=second").text
-    for method, path, body in (("POST", "/v1/completions", {**ASK, "model": "third"}),
-                               ("GET", "/v1/models/third", None),
-                               ("POST", "/models/load", {"model": "third"})):  # fmt: skip
+    for method, path, body in (
+        ("POST", "/v1/completions", {**ASK, "model": "third"}),
+        ("GET", "/v1/models/third", None),
+        ("POST", "/models/load", {"model": "third"}),
+    ):
         refused = http.request(method, path, json=body)
         assert refused.status_code == 404, refused.text
         assert refused.json()["error"]["code"] == "model_not_found"
@@ -138,7 +142,8 @@ def test_events_tell_what_loads(several: Several) -> None:
     with several.http.stream("GET", "/models/events") as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         asked = threading.Thread(
-            target=several.http.post, args=("/models/load",), kwargs={"json": {"model": "first"}})
+            target=several.http.post, args=("/models/load",), kwargs={"json": {"model": "first"}}
+        )
         for line in stream.iter_lines():
             if line.startswith("data: "):
                 seen.append(json.loads(line[6:]))
@@ -160,14 +165,29 @@ def test_the_least_recently_used_one_goes(folder: Path, by: str) -> None:
     served = Several(folder, room, most=1 if by == "count" else 9)
     try:
         http, seen = served.http, set()
-        with http.stream("POST", "/v1/completions", json={
-            **ASK, "model": "first", "max_tokens": 60, "ignore_eos": True, "stream": True,
-        }) as response:  # fmt: skip
+        with http.stream(
+            "POST",
+            "/v1/completions",
+            json={
+                **ASK,
+                "model": "first",
+                "max_tokens": 60,
+                "ignore_eos": True,
+                "stream": True,
+            },
+        ) as response:
             lines = response.iter_lines()
             next(lines)
             answers: list[Any] = []
-            asks = threading.Thread(target=lambda: answers.append(httpx.post(
-                f"{http.base_url}/v1/completions", json={**ASK, "model": "second"}, timeout=60)))
+            asks = threading.Thread(
+                target=lambda: answers.append(
+                    httpx.post(
+                        f"{http.base_url}/v1/completions",
+                        json={**ASK, "model": "second"},
+                        timeout=60,
+                    )
+                )
+            )
             asks.start()
             while not seen >= {"loading"}:  # it waits until nobody uses the first one any more
                 seen.add(served.status()["second"])

@@ -19,8 +19,9 @@ HELLO: Any = [{"role": "user", "content": "What is 2 + 3?"}]
 
 @pytest.fixture(scope="module")
 def client(busy: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{busy.url}/v1", api_key="none", max_retries=0,
-                         _strict_response_validation=True)  # fmt: skip
+    return openai.OpenAI(
+        base_url=f"{busy.url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+    )
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
@@ -54,9 +55,13 @@ def flat(choice: Any) -> dict[str, Any]:
     """A message that came whole, in the same form."""
     message = choice.message
     calls = [[c.function.name, c.function.arguments] for c in message.tool_calls or []]
-    return {"content": message.content or "", "calls": calls, "finish": choice.finish_reason,
-            "thought": getattr(message, "reasoning_content", None) or "",
-            "tokens": choice.logprobs.content if choice.logprobs else []}  # fmt: skip
+    return {
+        "content": message.content or "",
+        "calls": calls,
+        "finish": choice.finish_reason,
+        "thought": getattr(message, "reasoning_content", None) or "",
+        "tokens": choice.logprobs.content if choice.logprobs else [],
+    }
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -65,23 +70,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "several": {"n": 3, "temperature": 1.5},
     "logprobs": {"logprobs": True, "top_logprobs": 2, "temperature": 0.7},
     "stop": {"temperature": 0, "stop": [" +", "zzz"]},
-    "penalties": {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"300": -50},
-                  "extra_body": {"repetition_penalty": 1.2}},
+    "penalties": {
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {"300": -50},
+        "extra_body": {"repetition_penalty": 1.2},
+    },
     "json": {"response_format": {"type": "json_object"}},
-    "schema": {"max_tokens": 60, "response_format": {"type": "json_schema", "json_schema": {
-        "name": "w", "schema": WEATHER, "strict": True}}},
+    "schema": {
+        "max_tokens": 60,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "w", "schema": WEATHER, "strict": True},
+        },
+    },
     "grammar": {"extra_body": {"grammar": 'root ::= "yes" | "no"\n'}},
     "lark": {"extra_body": {"grammar": '%llguidance {}\nstart: "yes" | "no"'}},
     "required": {"tools": TOOLS, "tool_choice": "required", "max_tokens": 60},
-    "named": {"tools": TOOLS, "max_tokens": 60,
-              "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+    "named": {
+        "tools": TOOLS,
+        "max_tokens": 60,
+        "tool_choice": {"type": "function", "function": {"name": "weather"}},
+    },
     "auto": {"tools": TOOLS, "temperature": 1.2},
     "none": {"tools": TOOLS, "tool_choice": "none"},
     "thinking": {"reasoning_effort": "low", "extra_body": {"thinking_budget_tokens": 8}},
     "thinking json": {"reasoning_effort": "high", "response_format": {"type": "json_object"}},
-    "hints": {"user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
-              "max_completion_tokens": 9, "parallel_tool_calls": True, "top_p": 0},
-}  # fmt: skip
+    "hints": {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "service_tier": "auto",
+        "max_completion_tokens": 9,
+        "parallel_tool_calls": True,
+        "top_p": 0,
+    },
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -153,27 +177,45 @@ def test_a_seed_repeats_a_text_and_none_does_not(client: openai.OpenAI) -> None:
 
 
 def test_calls_and_results_go_on(client: openai.OpenAI, busy: Served) -> None:
-    call = {"id": "c1", "type": "function",
-            "function": {"name": "weather", "arguments": '{"unit":"C","days":2}'}}  # fmt: skip
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"unit":"C","days":2}'},
+    }
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": t} for t in ("Be", "brief")]},
         *HELLO,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-    ]  # fmt: skip
+    ]
     assert ask(client, messages=messages, tools=TOOLS).choices[0].finish_reason
     prompt = busy.post("/apply-template", messages=messages, tools=TOOLS)["prompt"]
     assert "<|turn>system\nBe\nbrief<|tool>declaration:weather{" in prompt
-    assert prompt.endswith('<|tool_call>call:weather{days:2,unit:<|"|>C<|"|>}<tool_call|>'
-                           '<|tool_response>response:weather{value:<|"|>sunny<|"|>}'
-                           "<tool_response|>")  # fmt: skip
+    assert prompt.endswith(
+        '<|tool_call>call:weather{days:2,unit:<|"|>C<|"|>}<tool_call|>'
+        '<|tool_response>response:weather{value:<|"|>sunny<|"|>}'
+        "<tool_response|>"
+    )
 
 
 def test_parallel_calls_can_be_switched_off(client: openai.OpenAI) -> None:
-    many = ask(client, tools=TOOLS, tool_choice="required", max_tokens=90, temperature=3.0,
-               extra_body={"top_k": 8})  # fmt: skip
-    one = ask(client, tools=TOOLS, tool_choice="required", max_tokens=90, temperature=3.0,
-              parallel_tool_calls=False, extra_body={"top_k": 8})  # fmt: skip
+    many = ask(
+        client,
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=90,
+        temperature=3.0,
+        extra_body={"top_k": 8},
+    )
+    one = ask(
+        client,
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=90,
+        temperature=3.0,
+        parallel_tool_calls=False,
+        extra_body={"top_k": 8},
+    )
     assert len(one.choices[0].message.tool_calls) == 1 <= len(many.choices[0].message.tool_calls)
     assert one.choices[0].finish_reason == "tool_calls"
 
@@ -201,9 +243,11 @@ def test_completions_whole_in_pieces_and_without_a_draft(
     # The client's type of a piece has no null for finish_reason, which OpenAI sends in all but one.
     loose = client.with_options()
     loose._strict_response_validation = False
-    stream = list(loose.completions.create(
-        **given, extra_body=extra, stream=True, stream_options={"include_usage": True}
-    ))  # fmt: skip
+    stream = list(
+        loose.completions.create(
+            **given, extra_body=extra, stream=True, stream_options={"include_usage": True}
+        )
+    )
     texts = [c.text for c in whole.choices]
     for choice in whole.choices:
         parts = [c for chunk in stream for c in chunk.choices if c.index == choice.index]
@@ -234,40 +278,83 @@ def test_models(client: openai.OpenAI) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"fo": 1}, "unknown field fo"),
-    "unknown inside": ({"messages": [{"role": "user", "content": "x", "fo": 1}]},
-                       r"unknown field messages\[0\].fo"),
+    "unknown inside": (
+        {"messages": [{"role": "user", "content": "x", "fo": 1}]},
+        r"unknown field messages\[0\].fo",
+    ),
     "type": ({"temperature": "1"}, "temperature: .*number"),
     "range": ({"top_p": 2}, "top_p: .*less than or equal to 1"),
     "no messages": ({"messages": []}, "messages: .*at least 1"),
     "role": ({"messages": [{"role": "x", "content": "x"}]}, r"messages\[0\].role"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-              "image_url is not supported"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "image_url is not supported",
+    ),
     "bias": ({"logit_bias": {"99999": 1}}, "logit_bias: '99999' is no token id"),
     "top": ({"top_logprobs": 2}, "top_logprobs needs logprobs"),
     "many": ({"n": 999}, "n: at most 128 texts"),
     "stops": ({"stop": ["a"] * 17}, "stop: at most 16"),
     "choice": ({"tool_choice": "required"}, "there are no tools"),
-    "tool": ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-             "there is no tool 'x'"),
+    "tool": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "there is no tool 'x'",
+    ),
     "twice": ({"tools": [TOOLS[0], TOOLS[0]]}, "two functions have the same name"),
-    "schema": ({"response_format": {"type": "json_schema", "json_schema": {
-        "name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}}},
-        "cannot be used: found.*uniqueItems"),
+    "schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "x",
+                    "strict": True,
+                    "schema": {"type": "array", "uniqueItems": True},
+                },
+            }
+        },
+        "cannot be used: found.*uniqueItems",
+    ),
     "no schema": ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),
-    "strict": ({"tools": [{"type": "function", "function": {"name": "f", "strict": True,
-        "parameters": {"type": "object", "not": {}}}}]}, "not cannot be enforced"),
+    "strict": (
+        {
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "f",
+                        "strict": True,
+                        "parameters": {"type": "object", "not": {}},
+                    },
+                }
+            ]
+        },
+        "not cannot be enforced",
+    ),
     "grammar": ({"grammar": "root ::= x\n"}, "no GBNF"),
-    "both": ({"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
-             "exclude each other"),
+    "both": (
+        {"grammar": 'root ::= "x"\n', "response_format": {"type": "json_object"}},
+        "exclude each other",
+    ),
     "eos": ({"grammar": 'root ::= "x"\n', "ignore_eos": True}, "contradict each other"),
     "budget": ({"thinking_budget_tokens": 9}, "needs thinking, which is off"),
     "continued": ({"continue_final_message": True}, "can be continued only"),
-    "thinking": ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
-                 "contradict each other"),
-    "arguments": ({"messages": [*HELLO, {"role": "assistant", "tool_calls": [{
-        "function": {"name": "f", "arguments": "[1]"}}]}]}, r"tool_calls\[0\].*a JSON object"),
+    "thinking": (
+        {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        "contradict each other",
+    ),
+    "arguments": (
+        {
+            "messages": [
+                *HELLO,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}],
+                },
+            ]
+        },
+        r"tool_calls\[0\].*a JSON object",
+    ),
     "long": ({"messages": [{"role": "user", "content": "word " * 4000}]}, "context size of 2048"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -291,11 +378,14 @@ def test_another_model_is_not_found(busy: Served) -> None:
 
 def test_completions_say_what_cannot_be(busy: Served) -> None:
     for more, said in (
-        ({"best_of": 2}, "best_of"), ({"echo": True, "logprobs": 1}, "echo with logprobs"),
-        ({"suffix": "x"}, "suffix"), ({"prompt": ["a"] * 99, "n": 2}, "at most 128 texts"),
-        ({"prompt": []}, "empty"), ({"prompt": [99999]}, "outside the vocabulary"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True, "logprobs": 1}, "echo with logprobs"),
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": ["a"] * 99, "n": 2}, "at most 128 texts"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": [99999]}, "outside the vocabulary"),
         ({"prompt": [2] * 3000}, "3000 exceeds the available context size of 2048"),
         ({"prompt": "\ud800"}, "JSON"),
-    ):  # fmt: skip
+    ):
         body = {"prompt": "x", "max_tokens": 1, **more}
         assert said in busy.refused("/v1/completions", body)["message"]

@@ -35,9 +35,12 @@ def body(told: Any, path: str) -> jsonschema.Draft202012Validator:
 
 
 def test_every_route_is_listed(told: Any) -> None:
-    routes = {(re.sub(r":\w+}", "}", route.path), method.lower())
-              for route in one.routes(one.Endpoints) for method in route.methods or ()
-              if method != "HEAD"}  # fmt: skip
+    routes = {
+        (re.sub(r":\w+}", "}", route.path), method.lower())
+        for route in one.routes(one.Endpoints)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
     assert {(path, method) for path, method, _ in operations(told)} == routes
     assert ("/openapi.json", "get") in routes and ("/v1/responses/{id}", "delete") in routes
     several = document([*one.routes(one.Endpoints), *OWN])
@@ -68,8 +71,10 @@ def test_requests_that_are_taken_are_valid(told: Any) -> None:
         asked = draw(rng).drafted(rng.choice(["auto", 3]), stream=True)
         body(told, asked.path).validate(asked.body)
         assert not body(told, asked.path).is_valid({**asked.body, "no_such_field": 1})
-    said = [{"role": "user", "content": "x"},
-            {"role": "assistant", "content": [{"type": "text", "text": "y"}]}]  # fmt: skip
+    said = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "text", "text": "y"}]},
+    ]
     body(told, "/v1/messages").validate({"model": "m", "max_tokens": 1, "messages": said})
     for input_ in ("x", said):
         body(told, "/v1/responses").validate({"input": input_})

@@ -30,19 +30,47 @@ from g4spec.server.service import Settings
 from tests.server.served import Served
 
 ROOT = Path(__file__).resolve().parents[2]
-POSTS = ["/v1/chat/completions", "/v1/completions", "/completion", "/tokenize", "/detokenize",
-         "/apply-template", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-         "/v1/responses/input_tokens"]  # fmt: skip
+POSTS = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/completion",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/responses",
+    "/v1/responses/input_tokens",
+]
 DEEP = b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
-BODIES = [b"", b"null", b"[]", b"{", b"\xff\xfe", DEEP, b'{"prompt": NaN}',
-          b'{"prompt": "\\ud800"}', b'{"prompt": 1e999}', b'"x"', b'{"messages": null}',
-          b'{"prompt": {}}', b'{"prompt": [[]]}', b'{"tokens": [-1]}', b'{"tokens": [1e3]}',
-          b'{"content": 3}', b'{"messages": [{}]}', b'{"messages": [[]]}',
-          b'{"prompt":"x","max_tokens":0}', b'{"prompt":"x","max_tokens":1e3}',
-          b'{"prompt":"x","seed":1e30}', b'{"prompt":"x","stop":""}'[:-1],
-          b'{"prompt":"x","logit_bias":{"-1":1}}', b'{"prompt":"x","grammar":"root ::= \\u0000"}',
-          b'{"prompt":"x","json_schema":{"$ref":"#"}}',
-          b'{"tokens":[99999999999999999999]}']  # fmt: skip
+BODIES = [
+    b"",
+    b"null",
+    b"[]",
+    b"{",
+    b"\xff\xfe",
+    DEEP,
+    b'{"prompt": NaN}',
+    b'{"prompt": "\\ud800"}',
+    b'{"prompt": 1e999}',
+    b'"x"',
+    b'{"messages": null}',
+    b'{"prompt": {}}',
+    b'{"prompt": [[]]}',
+    b'{"tokens": [-1]}',
+    b'{"tokens": [1e3]}',
+    b'{"content": 3}',
+    b'{"messages": [{}]}',
+    b'{"messages": [[]]}',
+    b'{"prompt":"x","max_tokens":0}',
+    b'{"prompt":"x","max_tokens":1e3}',
+    b'{"prompt":"x","seed":1e30}',
+    b'{"prompt":"x","stop":""}'[:-1],
+    b'{"prompt":"x","logit_bias":{"-1":1}}',
+    b'{"prompt":"x","grammar":"root ::= \\u0000"}',
+    b'{"prompt":"x","json_schema":{"$ref":"#"}}',
+    b'{"tokens":[99999999999999999999]}',
+]
 
 
 @pytest.mark.parametrize("path", POSTS)
@@ -55,21 +83,77 @@ def test_wrong_bodies_are_refused(busy: Served, path: str) -> None:
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats(allow_nan=False)
-    | st.text(max_size=5) | st.sampled_from(["user", "x", "auto", "function", "object", "$ref"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-        ["role", "content", "type", "function", "name", "parameters", "properties", "schema",
-         "items", "anyOf", "enum", "$ref", "pattern", "text", "json_schema", "strict"]), inner,
-        max_size=4), max_leaves=10)  # fmt: skip
-FIELDS = ["messages", "prompt", "tools", "tool_choice", "response_format", "stop", "logit_bias",
-          "n", "temperature", "grammar", "json_schema", "stream_options", "logprobs", "seed",
-          "top_logprobs", "n_probs", "content", "tokens", "reasoning_effort", "input", "system",
-          "text", "thinking", "reasoning", "output_config", "include"]  # fmt: skip
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10**20)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=5)
+    | st.sampled_from(["user", "x", "auto", "function", "object", "$ref"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "role",
+                    "content",
+                    "type",
+                    "function",
+                    "name",
+                    "parameters",
+                    "properties",
+                    "schema",
+                    "items",
+                    "anyOf",
+                    "enum",
+                    "$ref",
+                    "pattern",
+                    "text",
+                    "json_schema",
+                    "strict",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=10,
+)
+FIELDS = [
+    "messages",
+    "prompt",
+    "tools",
+    "tool_choice",
+    "response_format",
+    "stop",
+    "logit_bias",
+    "n",
+    "temperature",
+    "grammar",
+    "json_schema",
+    "stream_options",
+    "logprobs",
+    "seed",
+    "top_logprobs",
+    "n_probs",
+    "content",
+    "tokens",
+    "reasoning_effort",
+    "input",
+    "system",
+    "text",
+    "thinking",
+    "reasoning",
+    "output_config",
+    "include",
+]
 
 
 @settings(max_examples=120, deadline=None)
-@given(st.sampled_from(POSTS), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
-       st.booleans())  # fmt: skip
+@given(
+    st.sampled_from(POSTS),
+    st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4),
+    st.booleans(),
+)
 def test_bodies_of_any_kind_never_break_the_server(
     busy: Served, path: str, body: dict[str, Any], sound: bool
 ) -> None:
@@ -115,14 +199,20 @@ def test_bodies_and_headers_have_a_limit(engines: Callable[..., Engine]) -> None
 def test_keys_origins_and_the_log(
     engines: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    served = Served(engines(None, parallel=2), keys=["secret-one", "two"],
-                    origins=["http://page.example"])  # fmt: skip
+    served = Served(
+        engines(None, parallel=2), keys=["secret-one", "two"], origins=["http://page.example"]
+    )
     logging.getLogger("g4spec.server").setLevel(logging.INFO)
     try:
         get = served.http.get
         assert get("/health").status_code == 200
-        for headers in ({}, {"authorization": "Bearer secret"}, {"authorization": "two"},
-                        {"authorization": "Bearer " + "x" * 5000}, {"x-api-key": "é"}):  # fmt: skip
+        for headers in (
+            {},
+            {"authorization": "Bearer secret"},
+            {"authorization": "two"},
+            {"authorization": "Bearer " + "x" * 5000},
+            {"x-api-key": "é"},
+        ):
             raw = {k: v.encode() for k, v in headers.items()}
             response = get("/v1/models", headers=raw)
             assert response.status_code == 401
@@ -156,8 +246,9 @@ def test_figures(busy: Served) -> None:
         return {name: float(value) for name, value in lines}
 
     before = read()
-    answer = busy.post("/v1/completions", prompt="def main():", max_tokens=20, temperature=0,
-                       draft_max=3)  # fmt: skip
+    answer = busy.post(
+        "/v1/completions", prompt="def main():", max_tokens=20, temperature=0, draft_max=3
+    )
     after = read()
     label = '{model_name="tiny"}'
 
@@ -177,9 +268,14 @@ def test_figures(busy: Served) -> None:
     assert grown(f"vllm:inter_token_latency_seconds_count{label}") == 19
     assert grown(f"vllm:e2e_request_latency_seconds_count{label}") == 1
     assert grown('vllm:request_success_total{finished_reason="length",model_name="tiny"}') == 1
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
-                 "prefix_cache_queries_total", "prefix_cache_hits_total",
-                 "num_preemptions_total"):  # fmt: skip
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "num_preemptions_total",
+    ):
         assert f"vllm:{name}{label}" in after
     assert grown("llamacpp:tokens_predicted_total") == 20
     assert grown("llamacpp:spec_decode_num_accepted_tokens_total") == accepted
@@ -206,8 +302,9 @@ def test_health_is_green_only_while_steps_make_progress(
         assert served.http.get("/health").json() == {"status": "ok"}
         monkeypatch.setattr(served.engine.scheduler, "_cycle", stuck)
         done = []
-        thread = threading.Thread(target=lambda: done.append(
-            served.post("/v1/completions", prompt="x", max_tokens=2)))  # fmt: skip
+        thread = threading.Thread(
+            target=lambda: done.append(served.post("/v1/completions", prompt="x", max_tokens=2))
+        )
         thread.start()
         end = time.monotonic() + 20
         while (response := served.http.get("/health")).status_code == 200:
@@ -234,10 +331,28 @@ def test_places(capfd: pytest.CaptureFixture[str]) -> None:
 
 def start(family: Path, *more: str) -> tuple[subprocess.Popen[str], str]:
     """`g4spec serve` in a process of its own, and its address."""
-    command = [sys.executable, "-m", "g4spec", "serve", "-m", str(family / "target.gguf"), "-md",
-               str(family / "dflash.gguf"), "--port", "0", "--device", "cpu", *more]  # fmt: skip
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "g4spec",
+        "serve",
+        "-m",
+        str(family / "target.gguf"),
+        "-md",
+        str(family / "dflash.gguf"),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        *more,
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"target is served at (http://127.0.0.1:\d+)$", line.strip()):

@@ -29,13 +29,18 @@ USER: Any = {"role": "user", "content": "Hi"}
 TOOL: Any = {"type": "function", "function": {"name": "f", "description": ""}}
 CALLED: Any = [
     USER,
-    {"role": "assistant", "content": None, "tool_calls": [
-        {"id": i, "function": {"name": f"f{i}", "arguments": '{"a": 1}'}} for i in ("1", "2")]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": i, "function": {"name": f"f{i}", "arguments": '{"a": 1}'}} for i in ("1", "2")
+        ],
+    },
     {"role": "tool", "tool_call_id": "2", "content": "two"},
     {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "one"}]},
     {"role": "assistant", "content": "Done"},
     {"role": "user", "content": "Thanks"},
-]  # fmt: skip
+]
 FIRST = (  # Gemma 4's first templates knew no messages of the role tool
     "{% for m in messages %}<{{ m.role }}>{% for c in m.tool_calls or [] %}"
     "call:{{ c.function.name }}{{ c.function.arguments.a }};{% endfor %}"
@@ -52,7 +57,7 @@ def tokenizer(family: Any) -> Tokenizer:
 
 def run(
     tokenizer: Tokenizer, template: str | None, use: Callable[[Prompter], Awaitable[Any]]
-) -> Any:  # fmt: skip
+) -> Any:
     """What `use` makes of a prompter with that template."""
 
     async def work() -> Any:
@@ -81,8 +86,9 @@ def test_what_templates_can_do_is_found_out(tokenizer: Tokenizer) -> None:
 
 def test_results_go_where_the_template_takes_them(tokenizer: Tokenizer) -> None:
     prompt: Prompt = run(tokenizer, FIRST, lambda p: p.chat(CALLED, [TOOL]))
-    assert prompt.text == ("<user>Hi<assistant>call:f11;call:f21;response:f2=two;"
-                           "response:f1=one;Done<user>Thanksf")  # fmt: skip
+    assert prompt.text == (
+        "<user>Hi<assistant>call:f11;call:f21;response:f2=two;response:f1=one;Done<user>Thanksf"
+    )
     prompt = run(tokenizer, TEMPLATE, lambda p: p.chat(CALLED, [TOOL]))
     assert "<|tool_call>call:f1{a:1}<tool_call|>" in prompt.text
     assert 'response:f2{value:<|"|>two<|"|>}' in prompt.text
@@ -92,9 +98,11 @@ def test_results_go_where_the_template_takes_them(tokenizer: Tokenizer) -> None:
 def test_what_the_template_has_no_place_for_is_refused(tokenizer: Tokenizer) -> None:
     own = tokenizer.template
     for template, how, said in (
-        (None, {}, "no chat template"), (own, {"tools": [TOOL]}, "no tools"),
-        (own, {"thinking": True}, "no thinking"), (own, {"messages": CALLED}, "no tools"),
-    ):  # fmt: skip
+        (None, {}, "no chat template"),
+        (own, {"tools": [TOOL]}, "no tools"),
+        (own, {"thinking": True}, "no thinking"),
+        (own, {"messages": CALLED}, "no tools"),
+    ):
         given: dict[str, Any] = {"messages": [USER], **how}
         with pytest.raises(Refused, match=said):
             run(tokenizer, template, lambda p, given=given: p.chat(**given))
@@ -155,8 +163,10 @@ def test_words_before_calls_stay_there(tokenizer: Tokenizer, template: str) -> N
     first, *results = CALLED[1:4]
     asked = [USER, {**first, "content": " I look. "}, *results]
     tool = {"type": "function", "function": {"name": "g4spec_probe", "description": ""}}
-    texts: list[str] = [run(tokenizer, template, lambda p, m=m: p.chat(m, [tool])).text
-                        for m in ([USER, first, *results], asked, [*asked, CALLED[4]])]  # fmt: skip
+    texts: list[str] = [
+        run(tokenizer, template, lambda p, m=m: p.chat(m, [tool])).text
+        for m in ([USER, first, *results], asked, [*asked, CALLED[4]])
+    ]
     call = "<|tool_call>call:f1{"
     assert call in texts[0] and "response:f1" in texts[0]
     assert texts[1] == texts[0].replace(call, f"I look.{call}")
@@ -170,8 +180,10 @@ def everywhere(word: str) -> tuple[Any, Any]:
     """A conversation that says `word` wherever users, functions and models can."""
     called = {"id": "1", "function": {"name": "f", "arguments": {"a": word, word: [{word: 1}]}}}
     parameters = {"type": "object", "properties": {word: {"description": word, "enum": [word]}}}
-    tool = {"type": "function", "function": {"name": "f", "description": word,
-                                             "parameters": parameters}}  # fmt: skip
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": word, "parameters": parameters},
+    }
     return [
         {"role": "system", "content": "<|think|>"},
         {"role": "user", "content": word},
@@ -180,7 +192,7 @@ def everywhere(word: str) -> tuple[Any, Any]:
         {"role": "tool", "tool_call_id": "1", "content": word},
         {"role": "assistant", "content": word, "reasoning_content": word},
         {"role": "user", "content": word},
-    ], [tool]  # fmt: skip
+    ], [tool]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, FIRST], ids=["messages", "field"])
@@ -194,8 +206,9 @@ def test_marks_that_anyone_but_the_system_spells_are_text(
 
     def made(word: str, **more: Any) -> Prompt:
         messages, tools = everywhere(word)
-        said: Prompt = run(tokenizer, template, lambda p: p.chat(
-            messages, tools, thinking=thinking, **more))  # fmt: skip
+        said: Prompt = run(
+            tokenizer, template, lambda p: p.chat(messages, tools, thinking=thinking, **more)
+        )
         return said
 
     def marks(prompt: Prompt) -> list[int]:
@@ -204,12 +217,14 @@ def test_marks_that_anyone_but_the_system_spells_are_text(
     harmless, attacked = made("zzz"), made(ATTACK)
     assert marks(attacked) == marks(harmless) and attacked.thinking == harmless.thinking
     assert attacked.text == tokenizer.decode(attacked.ids, special=True).removeprefix(
-        "" if template == TEMPLATE else "<bos>")  # fmt: skip
+        "" if template == TEMPLATE else "<bos>"
+    )
     assert attacked.text.count(ATTACK) == harmless.text.count("zzz") > 4
     if template == TEMPLATE:
         assert tokenizer.encode("<|think|>", bos=False)[0] in marks(harmless)
-        assert marks(attacked) != [i for i in tokenizer.encode(attacked.text)
-                                   if i in tokenizer.special_ids]  # fmt: skip
+        assert marks(attacked) != [
+            i for i in tokenizer.encode(attacked.text) if i in tokenizer.special_ids
+        ]
 
 
 def test_a_beginning_that_is_continued_spells_marks(tokenizer: Tokenizer) -> None:
@@ -220,7 +235,9 @@ def test_a_beginning_that_is_continued_spells_marks(tokenizer: Tokenizer) -> Non
 
 def test_arguments_are_objects_of_json(tokenizer: Tokenizer) -> None:
     for arguments in ("[1]", "{", '{"a": NaN}', '{"a":' * 5_000, '{"a": "\\ud800"}'):
-        called = {**CALLED[1], "tool_calls": [
-            {"id": "1", "function": {"name": "f", "arguments": arguments}}]}  # fmt: skip
+        called = {
+            **CALLED[1],
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}],
+        }
         with pytest.raises(Refused, match="expected a JSON object"):
             run(tokenizer, TEMPLATE, lambda p, m=called: p.chat([USER, m]))

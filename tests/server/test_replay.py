@@ -15,10 +15,14 @@ from g4spec.server.replay import Replay
 from tests.server.served import Served, wait
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Count: 1, 2, 3,"}], "seed": 3}
-ASKED = [("/v1/chat/completions", {**CHAT, "max_tokens": 24}),
-         ("/v1/completions", {"prompt": "def area(r):", "seed": 3, "max_tokens": 24}),
-         ("/v1/messages", {"model": "tiny", "messages": CHAT["messages"], "temperature": 0,
-                           "max_tokens": 24})]  # fmt: skip
+ASKED = [
+    ("/v1/chat/completions", {**CHAT, "max_tokens": 24}),
+    ("/v1/completions", {"prompt": "def area(r):", "seed": 3, "max_tokens": 24}),
+    (
+        "/v1/messages",
+        {"model": "tiny", "messages": CHAT["messages"], "temperature": 0, "max_tokens": 24},
+    ),
+]
 
 
 def read(response: httpx.Response, most: int | None = None) -> list[tuple[int, str]]:
@@ -65,9 +69,13 @@ def test_a_dropped_stream_goes_on(busy: Served, path: str, body: dict[str, Any])
     wait(busy.idle)
 
 
-@pytest.mark.parametrize("error, said", [
-    (Refused(408, "too long"), "too long"), (ValueError("secret"), "an error inside"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (Refused(408, "too long"), "too long"),
+        (ValueError("secret"), "an error inside"),
+    ],
+)
 def test_a_failure_is_the_last_event(error: Exception, said: str) -> None:
     closed = []
 
@@ -103,8 +111,12 @@ def test_a_stream_is_ended_by_delete_or_its_id(busy: Served) -> None:
     assert busy.service.open == 1
     assert busy.http.delete("/v1/stream?conv_id=long").status_code == 204
     wait(busy.idle)
-    for query, status in (("conv_id=long", 404), ("", 404), ("conv_id=long&from=x", 400),
-                          ("conv_id=long&to=1", 400)):  # fmt: skip
+    for query, status in (
+        ("conv_id=long", 404),
+        ("", 404),
+        ("conv_id=long&from=x", 400),
+        ("conv_id=long&to=1", 400),
+    ):
         assert busy.http.get(f"/v1/stream?{query}").status_code == status
     response = busy.http.post("/v1/completions", json=long, headers={"X-Conversation-Id": ""})
     assert response.status_code == 400

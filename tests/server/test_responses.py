@@ -26,24 +26,42 @@ from tests.server.test_openai import SCHEMAS, WEATHER
 
 TOOLS: Any = [
     {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True},
-    {"type": "function", "name": "clock", "description": "Time", "parameters": SCHEMAS["clock"],
-     "strict": None},
-]  # fmt: skip
+    {
+        "type": "function",
+        "name": "clock",
+        "description": "Time",
+        "parameters": SCHEMAS["clock"],
+        "strict": None,
+    },
+]
 HELLO = "What is 2 + 3?"
 CALLED: Any = [
     {"role": "developer", "content": "Be brief."},
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": HELLO}]},
-    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x",
-     "content": [{"type": "reasoning_text", "text": "Hm."}]},
-    {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-     "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+    {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "encrypted_content": "x",
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+    },
+    {
+        "type": "message",
+        "role": "assistant",
+        "id": "msg_1",
+        "status": "completed",
+        "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+    },
     {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"days":2}'},
     {"type": "function_call", "call_id": "c2", "name": "clock", "arguments": ""},
     {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
-    {"type": "function_call_output", "call_id": "c2", "output": [
-        {"type": "input_text", "text": "noon"}]},
+    {
+        "type": "function_call_output",
+        "call_id": "c2",
+        "output": [{"type": "input_text", "text": "noon"}],
+    },
     {"role": "user", "content": "Well?"},
-]  # fmt: skip
+]
 
 
 def connect(served: Served, **more: Any) -> openai.OpenAI:
@@ -81,18 +99,35 @@ def flat(response: Any) -> Any:
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0, "instructions": "Be brief."},
     "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
-    "named": {"tools": TOOLS, "tool_choice": {"type": "function", "name": "weather"},
-              "max_output_tokens": 40},
-    "cut": {"tools": TOOLS, "tool_choice": {"type": "function", "name": "weather"},
-            "max_output_tokens": 8},
+    "named": {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "name": "weather"},
+        "max_output_tokens": 40,
+    },
+    "cut": {
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "name": "weather"},
+        "max_output_tokens": 8,
+    },
     "results": {"tools": TOOLS, "input": CALLED, "tool_choice": "none"},
-    "schema": {"max_output_tokens": 60, "text": {"verbosity": "medium", "format": {
-        "type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}}},
-    "thinking": {"reasoning": {"effort": "low", "summary": "auto"}, "service_tier": "auto",
-                 "include": ["reasoning.encrypted_content"], "metadata": {"a": "b"},
-                 "text": {"format": {"type": "text"}}, "prompt_cache_key": "x", "user": "u",
-                 "extra_body": {"client_metadata": {"session": "x"}}},
-}  # fmt: skip
+    "schema": {
+        "max_output_tokens": 60,
+        "text": {
+            "verbosity": "medium",
+            "format": {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True},
+        },
+    },
+    "thinking": {
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "service_tier": "auto",
+        "include": ["reasoning.encrypted_content"],
+        "metadata": {"a": "b"},
+        "text": {"format": {"type": "text"}},
+        "prompt_cache_key": "x",
+        "user": "u",
+        "extra_body": {"client_metadata": {"session": "x"}},
+    },
+}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -156,8 +191,16 @@ def check(name: str, response: Any) -> None:
 
 
 def test_items_follow_the_model(busy: Served) -> None:
-    pieces: list[Event] = [Thought("Hm"), Thought("."), Words("a"), Call(0, "f"), Argument(0, "{"),
-                           Argument(0, "}"), Call(1, "g"), Argument(1, '{"a')]  # fmt: skip
+    pieces: list[Event] = [
+        Thought("Hm"),
+        Thought("."),
+        Words("a"),
+        Call(0, "f"),
+        Argument(0, "{"),
+        Argument(0, "}"),
+        Call(1, "g"),
+        Argument(1, '{"a'),
+    ]
     request = ResponsesRequest.model_validate({"input": "x"})
     writer = Writer(busy.service, ResponseStore(), request, None)
     events = [*writer._pieces(Delta(pieces, finish="length"))]
@@ -166,13 +209,29 @@ def test_items_follow_the_model(busy: Served) -> None:
     part, parted = "content_part.added", "content_part.done"
     arguments = "function_call_arguments"
     assert kinds == [
-        (0, added), (0, part), (0, "reasoning_text.delta"), (0, "reasoning_text.delta"),
-        (0, "reasoning_text.done"), (0, parted), (0, done),
-        (1, added), (1, part), (1, "output_text.delta"), (1, "output_text.done"), (1, parted),
-        (1, done), (2, added), (2, f"{arguments}.delta"), (2, f"{arguments}.delta"),
-        (2, f"{arguments}.done"), (2, done),
-        (3, added), (3, f"{arguments}.delta"), (3, f"{arguments}.done"), (3, done),
-    ]  # fmt: skip
+        (0, added),
+        (0, part),
+        (0, "reasoning_text.delta"),
+        (0, "reasoning_text.delta"),
+        (0, "reasoning_text.done"),
+        (0, parted),
+        (0, done),
+        (1, added),
+        (1, part),
+        (1, "output_text.delta"),
+        (1, "output_text.done"),
+        (1, parted),
+        (1, done),
+        (2, added),
+        (2, f"{arguments}.delta"),
+        (2, f"{arguments}.delta"),
+        (2, f"{arguments}.done"),
+        (2, done),
+        (3, added),
+        (3, f"{arguments}.delta"),
+        (3, f"{arguments}.done"),
+        (3, done),
+    ]
     output = writer.response["output"]
     assert [i["status"] for i in output] == ["completed"] * 3 + ["incomplete"]
     assert output[0]["content"] == [{"type": "reasoning_text", "text": "Hm."}]
@@ -202,8 +261,11 @@ def test_the_conversation_as_the_model_reads_it(client: openai.OpenAI, busy: Ser
 def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI) -> None:
     first = client.responses.create(**given(instructions="Be kind.", metadata={"a": "b"}))
     assert flat(client.responses.retrieve(first.id)) == flat(first)
-    whole: Any = [{"role": "user", "content": HELLO}, *first.output,
-                  {"role": "user", "content": "And now?"}]  # fmt: skip
+    whole: Any = [
+        {"role": "user", "content": HELLO},
+        *first.output,
+        {"role": "user", "content": "And now?"},
+    ]
     by_hand = client.responses.create(**given(input=whole, store=False))
     second = client.responses.create(**given(input="And now?", previous_response_id=first.id))
     assert second.output_text == by_hand.output_text
@@ -211,7 +273,8 @@ def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI) -> None:
     assert second.usage.input_tokens == by_hand.usage.input_tokens
     count = client.responses.input_tokens.count
     assert count(input="And now?", previous_response_id=first.id).input_tokens == (
-        second.usage.input_tokens)  # fmt: skip
+        second.usage.input_tokens
+    )
 
     listed = list(client.responses.input_items.list(second.id, order="asc", limit=2))
     assert [item.type for item in listed] == ["message"] * 3  # two pages of them
@@ -222,8 +285,12 @@ def test_a_response_is_kept_and_gone_on_from(client: openai.OpenAI) -> None:
     assert referred.output_text == second.output_text
 
     client.responses.delete(first.id)
-    for do in (client.responses.retrieve, client.responses.delete,
-               client.responses.input_items.list, client.responses.cancel):  # fmt: skip
+    for do in (
+        client.responses.retrieve,
+        client.responses.delete,
+        client.responses.input_items.list,
+        client.responses.cancel,
+    ):
         for name in (first.id, by_hand.id, "x"):  # deleted, never stored, unknown
             with pytest.raises(openai.NotFoundError, match="there is no response"):
                 do(name)
@@ -277,8 +344,9 @@ def test_a_dropped_stream_is_resumed(client: openai.OpenAI, busy: Served) -> Non
     text = "".join(e.delta for e in seen if e.type == "response.output_text.delta")
     assert text == whole.output_text == client.responses.retrieve(name).output_text
 
-    long = given(background=True, stream=True, max_output_tokens=1500,
-                 extra_body={"ignore_eos": True})  # fmt: skip
+    long = given(
+        background=True, stream=True, max_output_tokens=1500, extra_body={"ignore_eos": True}
+    )
     stream = client.responses.create(**long)
     first = next(iter(stream))
     client.responses.cancel(first.response.id)
@@ -319,16 +387,24 @@ def test_what_is_kept_is_bounded_and_its_owners() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"fo": 1}, "unknown field fo"),
-    "unknown inside": ({"input": [{"role": "user", "content": "x", "fo": 1}]},
-                       r"unknown field input\[0\].fo"),
-    "image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-              r"input\[0\].content\[0\].type: 'input_image' is not supported"),
+    "unknown inside": (
+        {"input": [{"role": "user", "content": "x", "fo": 1}]},
+        r"unknown field input\[0\].fo",
+    ),
+    "image": (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        r"input\[0\].content\[0\].type: 'input_image' is not supported",
+    ),
     "item": ({"input": [{"type": "computer_call"}]}, r"input\[0\].type: 'computer_call'"),
     "nothing": ({"input": []}, "there is no content"),
-    "stray": ({"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},
-              "no function_call before it with the call_id 'x'"),
-    "arguments": ({"input": [{"type": "function_call", "call_id": "x", "name": "f",
-                              "arguments": "[1]"}]}, r"input\[0\].arguments: expected a JSON"),
+    "stray": (
+        {"input": [{"type": "function_call_output", "call_id": "x", "output": ""}]},
+        "no function_call before it with the call_id 'x'",
+    ),
+    "arguments": (
+        {"input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "[1]"}]},
+        r"input\[0\].arguments: expected a JSON",
+    ),
     "reference": ({"input": [{"type": "item_reference", "id": "x"}]}, "no item 'x'"),
     "tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\].type: 'web_search'"),
     "choice": ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
@@ -340,7 +416,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "background": ({"background": True, "store": False}, "background: only with store"),
     "summary": ({"reasoning": {"summary": "concise"}}, "reasoning.summary"),
     "max": ({"max_output_tokens": 0}, "max_output_tokens"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -353,8 +429,13 @@ def test_what_cannot_be_is_said_in_one_sentence(busy: Served, name: str) -> None
 
 def test_options_of_what_is_kept_are_refused(client: openai.OpenAI, busy: Served) -> None:
     name = client.responses.create(**given()).id
-    for path in (f"{name}?stream=true", f"{name}/input_items?limit=0", f"{name}/input_items?fo=1",
-                 f"{name}/input_items?order=x", f"{name}/input_items?after=x"):  # fmt: skip
+    for path in (
+        f"{name}?stream=true",
+        f"{name}/input_items?limit=0",
+        f"{name}/input_items?fo=1",
+        f"{name}/input_items?order=x",
+        f"{name}/input_items?after=x",
+    ):
         assert busy.http.get(f"/v1/responses/{path}").status_code == 400
 
 

@@ -40,8 +40,10 @@ ROOT = Path(__file__).resolve().parents[2]
 HELLO = [{"role": "user", "content": "Tell me about numbers."}]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"}
 ENVIRONMENT.pop("NO_COLOR", None)
-IN_TERMINAL = ("import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-               "from g4spec.cli import main; main()")  # fmt: skip
+IN_TERMINAL = (
+    "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "from g4spec.cli import main; main()"
+)
 """Makes the terminal the one whose Ctrl-C reaches the program."""
 
 
@@ -98,9 +100,14 @@ class Screen:
     def __init__(self, *argv: str) -> None:
         self._far, near = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", IN_TERMINAL, "chat", *argv], stdin=near, stdout=near,
-            stderr=near, env=ENVIRONMENT, cwd=ROOT, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-c", IN_TERMINAL, "chat", *argv],
+            stdin=near,
+            stdout=near,
+            stderr=near,
+            env=ENVIRONMENT,
+            cwd=ROOT,
+            start_new_session=True,
+        )
         os.close(near)
         self.text = ""
 
@@ -160,9 +167,15 @@ def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Scree
     screen.until(PROMPT)
     screen.type('"""one\ntwo"""\n')
     first = screen.until(f"ended by (length|stop).*{PROMPT}")
-    body = {"messages": [{"role": "system", "content": "be brief"},
-                         {"role": "user", "content": "one\ntwo"}],
-            "seed": 7, "temperature": 0.7, "max_tokens": 12}  # fmt: skip
+    body = {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "one\ntwo"},
+        ],
+        "seed": 7,
+        "temperature": 0.7,
+        "max_tokens": 12,
+    }
     said = busy.post("/v1/chat/completions", **body)["choices"][0]["message"]["content"]
     assert said.replace("\n", "\r\n") in first
     screen.type("/regen\n")
@@ -204,8 +217,9 @@ class Hostile(http.server.BaseHTTPRequestHandler):
         bad = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\rY"
         deltas = [{"reasoning_content": "hm " + bad}, {"content": "so " + bad}]
         chunks = [{"choices": [{"delta": d, "finish_reason": None}]} for d in deltas]
-        chunks.append({"choices": [{"delta": {}, "finish_reason": bad}],
-                       "timings": {"notes": [bad]}})  # fmt: skip
+        chunks.append(
+            {"choices": [{"delta": {}, "finish_reason": bad}], "timings": {"notes": [bad]}}
+        )
         events = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
         self._send("".join(f"data: {event}\n\n" for event in events).encode())
 
@@ -258,8 +272,9 @@ def test_with_a_model_in_this_process(
     typed = "Tell me about numbers.\n/system x\n/regen\n"
     model = ("-m", family / "target.gguf")
     plain, told = chat(*model, "-n", 12, "--seed", 5, typed=typed)
-    drafted, more = chat(*model, "-md", "ngram", "--draft-max", 3, "-n", 12, "--seed", 5,
-                         "--quiet", typed=typed)  # fmt: skip
+    drafted, more = chat(
+        *model, "-md", "ngram", "--draft-max", 3, "-n", 12, "--seed", 5, "--quiet", typed=typed
+    )
     assert plain == drafted and more == ""
     assert "top_k 64, top_p 0.95, from general.sampling.* of target.gguf" in told
     with Engine.load(family / "target.gguf", n_ctx=512) as engine:
@@ -269,12 +284,15 @@ def test_with_a_model_in_this_process(
         assert plain.startswith(request.text)
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    ((), "by -m"),
-    (("-m", "x", "--url", "http://127.0.0.1:9"), "by -m"),
-    (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: the server"),
-    (("-m", "x", "--show-draft"), "needs a draft"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "by -m"),
+        (("-m", "x", "--url", "http://127.0.0.1:9"), "by -m"),
+        (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: the server"),
+        (("-m", "x", "--show-draft"), "needs a draft"),
+    ],
+)
 def test_options_that_cannot_mean_anything(
     argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -298,11 +316,23 @@ class Client:
         self.tokens, write = os.pipe()
         path = {"PATH": f"{folder}:{os.environ['PATH']}"}
         self.process = subprocess.Popen(
-            [folder / "daemon", *map(str, argv), "--daemon", "--fast-rollback", "--ddtree",
-             "--ddtree-budget=22", "--max-ctx=512", f"--stream-fd={write}"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(write,),
-            env=ENVIRONMENT | path, cwd=ROOT,
-        )  # fmt: skip
+            [
+                folder / "daemon",
+                *map(str, argv),
+                "--daemon",
+                "--fast-rollback",
+                "--ddtree",
+                "--ddtree-budget=22",
+                "--max-ctx=512",
+                f"--stream-fd={write}",
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(write,),
+            env=ENVIRONMENT | path,
+            cwd=ROOT,
+        )
         os.close(write)
         assert self.process.stdin is not None and self.process.stdout is not None
         assert self.process.stdout.readline() == b"[daemon] ready\n"
@@ -348,8 +378,16 @@ def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> No
         new = [client.ask(f"{path} 9 samp=9,1,0,1") for _ in range(2)]
         assert new[0] != new[1], "without a seed each text is another one"
         (tmp_path / "odd.bin").write_bytes(b"12345")
-        for wrong in ("RESTORE 3", f"{path}", f"{path} 0", f"{path} 5000", f"{path} 5 samp=1,2",
-                      f"{tmp_path}/none.bin 5", f"{tmp_path}/odd.bin 5", f"{path} 5 snap=1:2"):
+        for wrong in (
+            "RESTORE 3",
+            f"{path}",
+            f"{path} 0",
+            f"{path} 5000",
+            f"{path} 5 samp=1,2",
+            f"{tmp_path}/none.bin 5",
+            f"{tmp_path}/odd.bin 5",
+            f"{path} 5 snap=1:2",
+        ):
             assert client.ask(wrong) == [], wrong
         assert client.ask(f"{path} 4 samp=0,1,0,1") == alone(4)
     said = client.end()
@@ -357,9 +395,11 @@ def test_the_daemon_speaks_the_line_protocol(family: Path, tmp_path: Path) -> No
 
 
 def test_the_daemon_ends_when_nobody_reads(
-    family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    family: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     read, write = os.pipe()
     os.close(read)
     (tmp_path / "p.bin").write_bytes(struct.pack("<2i", 2, 9))
@@ -369,12 +409,15 @@ def test_the_daemon_ends_when_nobody_reads(
     assert "nobody reads" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("argv", "said"), [
-    (("--daemon",), "need each other"),
-    (("--stream-fd", "1"), "need each other"),
-    (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: --daemon speaks no HTTP"),
-    (("--daemon", "--stream-fd", "999"), "a file descriptor that is open"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--daemon",), "need each other"),
+        (("--stream-fd", "1"), "need each other"),
+        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: --daemon speaks no HTTP"),
+        (("--daemon", "--stream-fd", "999"), "a file descriptor that is open"),
+    ],
+)
 def test_options_that_no_daemon_has(
     argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,18 +449,29 @@ def test_files_name_their_sampling(
 # ---- servers that are none, and files that ask for what cannot be
 
 NO_EVENTS: list[Any] = [
-    {"choices": 1}, {"choices": {"a": 1}}, {"choices": ["x"]}, {"choices": [{"delta": []}]},
-    {"choices": [{"delta": {"content": 7}}]}, {"choices": [{"delta": {"reasoning": [1]}}]},
-    {"timings": [1]}, {"timings": {"notes": 3}}, {"error": 5}, {"error": {"code": 1}}, [1],
-]  # fmt: skip
+    {"choices": 1},
+    {"choices": {"a": 1}},
+    {"choices": ["x"]},
+    {"choices": [{"delta": []}]},
+    {"choices": [{"delta": {"content": 7}}]},
+    {"choices": [{"delta": {"reasoning": [1]}}]},
+    {"timings": [1]},
+    {"timings": {"notes": 3}},
+    {"error": 5},
+    {"error": {"code": 1}},
+    [1],
+]
 
 
 @pytest.mark.parametrize("event", NO_EVENTS)
 @pytest.mark.parametrize("live", [False, True])
 def test_what_is_no_chat_ends_an_answer_and_not_the_conversation(
-    event: Any, live: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    event: Any,
+    live: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """Each of them was a traceback."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
@@ -446,8 +500,11 @@ def test_a_key_that_no_header_can_hold() -> None:
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_a_file_that_recommends_no_number(value: float, tmp_path: Path) -> None:
-    write(tmp_path / "t.gguf", {"general.architecture": string("gemma4"),
-                                "general.sampling.top_k": Value(T.F32, value)}, [])  # fmt: skip
+    write(
+        tmp_path / "t.gguf",
+        {"general.architecture": string("gemma4"), "general.sampling.top_k": Value(T.F32, value)},
+        [],
+    )
     with pytest.raises(InputError, match=r"sampling\.top_k: expected a finite number"):
         _defaults.sampler(tmp_path / "t.gguf", Output())
 

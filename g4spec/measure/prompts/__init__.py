@@ -91,8 +91,9 @@ def check(categories: Sequence[str], count: int | None = None) -> None:
         # Long prompts are put together, as many as are wanted.
         texts = [] if category == "long" else _category(category)[0]
         if not 1 <= count <= (len(texts) or count):
-            raise UsageError("--prompts", expected=f"1 to {len(texts) or LONG_PROMPTS}",
-                             found=count)  # fmt: skip
+            raise UsageError(
+                "--prompts", expected=f"1 to {len(texts) or LONG_PROMPTS}", found=count
+            )
 
 
 @functools.cache
@@ -109,8 +110,12 @@ def room(asked: int | None, n_ctx: int, n_predict: int, usual: int) -> int:
     """
     free = n_ctx - n_predict
     if asked is not None and asked > max(free, 0):
-        raise UsageError("--long-tokens", expected=f"at most {free}, the context less -n",
-                         found=asked, fix="raise -c or lower -n")  # fmt: skip
+        raise UsageError(
+            "--long-tokens",
+            expected=f"at most {free}, the context less -n",
+            found=asked,
+            fix="raise -c or lower -n",
+        )
     return asked or min(usual, free)
 
 
@@ -160,10 +165,11 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
     wanted = "one JSON object a line with question_id, category and turns"
     if not path.is_file():
         raise InputError(
-            f"{path}: no such file", expected=f"MT-Bench's question.jsonl: {wanted}",
+            f"{path}: no such file",
+            expected=f"MT-Bench's question.jsonl: {wanted}",
             fix="it is part of FastChat, in fastchat/llm_judge/data/mt_bench; pass it with "
             "--dataset",
-        )  # fmt: skip
+        )
     found: list[Prompt] = []
     for number, line in enumerate(regular.read(path).decode(errors="replace").splitlines()):
         if line.strip():

@@ -33,13 +33,22 @@ def decode(raw: Bytes) -> Floats:
     scale = (2 * (words[..., None] >> _PLACES & 7) + 1).reshape(-1, 8, 2)
     values = codebook.grid("iq1")[index]
     values += np.where(high & 8, -codebook.DELTA, codebook.DELTA)[..., None]
-    return codebook.spread(factor(words)[:, None, None] * scale.astype(F),
-                           values.reshape(-1, 8, 2, 16))  # fmt: skip
+    return codebook.spread(
+        factor(words)[:, None, None] * scale.astype(F), values.reshape(-1, 8, 2, 16)
+    )
 
 
 def _factors(blocks: Bytes) -> Floats:
     return factor(np.ascontiguousarray(blocks).view(DTYPE)["scales"].reshape(-1, 4))[None]
 
 
-FORMAT = Format("iq1_m", 29, BLOCK, DTYPE.itemsize, 31, decode=decode, fallback="iq4_nl",
-                factors=Factors(_factors, 15 * 1.125))  # fmt: skip
+FORMAT = Format(
+    "iq1_m",
+    29,
+    BLOCK,
+    DTYPE.itemsize,
+    31,
+    decode=decode,
+    fallback="iq4_nl",
+    factors=Factors(_factors, 15 * 1.125),
+)

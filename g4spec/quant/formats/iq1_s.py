@@ -27,5 +27,13 @@ def decode(raw: Bytes) -> Floats:
     return codebook.spread(factor, values)
 
 
-FORMAT = Format("iq1_s", 19, BLOCK, DTYPE.itemsize, 24, decode=decode, fallback="iq4_nl",
-                factors=Factors(halves(0), 15 * 1.125))  # fmt: skip
+FORMAT = Format(
+    "iq1_s",
+    19,
+    BLOCK,
+    DTYPE.itemsize,
+    24,
+    decode=decode,
+    fallback="iq4_nl",
+    factors=Factors(halves(0), 15 * 1.125),
+)

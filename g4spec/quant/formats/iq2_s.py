@@ -12,8 +12,15 @@ from g4spec.quant import codebook
 from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
 
 BLOCK = 256
-DTYPE = np.dtype([("d", "<f2"), ("q", "u1", (8, 4)), ("signs", "u1", (8, 4)), ("high", "u1", 8),
-                  ("scales", "u1", 8)])  # fmt: skip
+DTYPE = np.dtype(
+    [
+        ("d", "<f2"),
+        ("q", "u1", (8, 4)),
+        ("signs", "u1", (8, 4)),
+        ("high", "u1", 8),
+        ("scales", "u1", 8),
+    ]
+)
 _PLACES = np.arange(0, 8, 2, dtype=np.uint8)
 F = np.float32
 
@@ -28,5 +35,13 @@ def decode(raw: Bytes) -> Floats:
     return codebook.spread(factor, values, codebook.signs(blocks["signs"]).reshape(values.shape))
 
 
-FORMAT = Format("iq2_s", 22, BLOCK, DTYPE.itemsize, 28, decode=decode, fallback="iq4_nl",
-                factors=Factors(halves(0), 3.875 * 43))  # fmt: skip
+FORMAT = Format(
+    "iq2_s",
+    22,
+    BLOCK,
+    DTYPE.itemsize,
+    28,
+    decode=decode,
+    fallback="iq4_nl",
+    factors=Factors(halves(0), 3.875 * 43),
+)

@@ -25,5 +25,13 @@ def decode(raw: Bytes) -> Floats:
     return codebook.spread(factor, values, signs.reshape(values.shape))
 
 
-FORMAT = Format("iq2_xs", 17, BLOCK, DTYPE.itemsize, 20, decode=decode, fallback="iq4_nl",
-                factors=Factors(halves(0), 3.875 * 43))  # fmt: skip
+FORMAT = Format(
+    "iq2_xs",
+    17,
+    BLOCK,
+    DTYPE.itemsize,
+    20,
+    decode=decode,
+    fallback="iq4_nl",
+    factors=Factors(halves(0), 3.875 * 43),
+)

@@ -26,5 +26,13 @@ def decode(raw: Bytes) -> Floats:
     return codebook.spread(factor, values, codebook.even_signs(word[..., None] >> _PLACES & 127))
 
 
-FORMAT = Format("iq2_xxs", 16, BLOCK, DTYPE.itemsize, 19, decode=decode, fallback="iq4_nl",
-                factors=Factors(halves(0), 3.875 * 43))  # fmt: skip
+FORMAT = Format(
+    "iq2_xxs",
+    16,
+    BLOCK,
+    DTYPE.itemsize,
+    19,
+    decode=decode,
+    fallback="iq4_nl",
+    factors=Factors(halves(0), 3.875 * 43),
+)

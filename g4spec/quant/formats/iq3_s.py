@@ -12,8 +12,15 @@ from g4spec.quant import codebook
 from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
 
 BLOCK, GROUPS = 256, 8
-DTYPE = np.dtype([("d", "<f2"), ("q", "u1", (GROUPS, 8)), ("high", "u1", GROUPS),
-                  ("signs", "u1", (GROUPS, 4)), ("scales", "u1", 4)])  # fmt: skip
+DTYPE = np.dtype(
+    [
+        ("d", "<f2"),
+        ("q", "u1", (GROUPS, 8)),
+        ("high", "u1", GROUPS),
+        ("signs", "u1", (GROUPS, 4)),
+        ("scales", "u1", 4),
+    ]
+)
 
 
 def decode(raw: Bytes) -> Floats:
@@ -26,5 +33,13 @@ def decode(raw: Bytes) -> Floats:
     return codebook.spread(factor, values, codebook.signs(blocks["signs"]))
 
 
-FORMAT = Format("iq3_s", 21, BLOCK, DTYPE.itemsize, 26, decode=decode, fallback="iq4_nl",
-                factors=Factors(halves(0), 31 * 15))  # fmt: skip
+FORMAT = Format(
+    "iq3_s",
+    21,
+    BLOCK,
+    DTYPE.itemsize,
+    26,
+    decode=decode,
+    fallback="iq4_nl",
+    factors=Factors(halves(0), 31 * 15),
+)

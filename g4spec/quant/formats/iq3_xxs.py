@@ -25,5 +25,13 @@ def decode(raw: Bytes) -> Floats:
     return codebook.spread(factor, values, codebook.even_signs(word[..., None] >> _PLACES & 127))
 
 
-FORMAT = Format("iq3_xxs", 18, BLOCK, DTYPE.itemsize, 23, decode=decode, fallback="iq4_nl",
-                factors=Factors(halves(0), 7.75 * 62))  # fmt: skip
+FORMAT = Format(
+    "iq3_xxs",
+    18,
+    BLOCK,
+    DTYPE.itemsize,
+    23,
+    decode=decode,
+    fallback="iq4_nl",
+    factors=Factors(halves(0), 7.75 * 62),
+)

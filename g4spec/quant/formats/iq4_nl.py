@@ -50,5 +50,15 @@ def bound(x: Floats) -> Floats:
     return np.repeat(allowed, BLOCK)
 
 
-FORMAT = Format("iq4_nl", 20, BLOCK, DTYPE.itemsize, 25, encode, decode, bound=bound,
-                weighted=True, factors=Factors(halves(0), 127, b"\x88" * 16))  # fmt: skip
+FORMAT = Format(
+    "iq4_nl",
+    20,
+    BLOCK,
+    DTYPE.itemsize,
+    25,
+    encode,
+    decode,
+    bound=bound,
+    weighted=True,
+    factors=Factors(halves(0), 127, b"\x88" * 16),
+)

@@ -46,5 +46,16 @@ def bound(x: Floats) -> Floats:
     return out
 
 
-FORMAT = Format("iq4_xs", 23, BLOCK, DTYPE.itemsize, 30, encode, decode, bound=bound,
-                fallback="iq4_nl", weighted=True, factors=Factors(halves(0), 32 * 127))  # fmt: skip
+FORMAT = Format(
+    "iq4_xs",
+    23,
+    BLOCK,
+    DTYPE.itemsize,
+    30,
+    encode,
+    decode,
+    bound=bound,
+    fallback="iq4_nl",
+    weighted=True,
+    factors=Factors(halves(0), 32 * 127),
+)

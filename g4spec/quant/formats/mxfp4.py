@@ -35,5 +35,4 @@ def _factors(blocks: Bytes) -> Floats:
     return np.where(e > LAST, np.float32(np.inf), power(e))[None]
 
 
-FORMAT = Format("mxfp4", 39, BLOCK, DTYPE.itemsize, decode=decode,
-                factors=Factors(_factors, 12))  # fmt: skip
+FORMAT = Format("mxfp4", 39, BLOCK, DTYPE.itemsize, decode=decode, factors=Factors(_factors, 12))

@@ -20,8 +20,9 @@ def _halved() -> Floats:
     """Half of each scale, by its byte: the sign bit does not count, but for the byte 127."""
     code = np.arange(256)
     exponent, fraction = code >> 3 & 15, code & 7
-    value = np.where(exponent == 0, fraction * 2.0**-9,
-                     (1 + fraction / 8) * 2.0 ** (exponent - 7.0))  # fmt: skip
+    value = np.where(
+        exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7.0)
+    )
     value[127] = 0
     return (value / 2).astype(np.float32)
 
@@ -40,5 +41,6 @@ def _factors(blocks: Bytes) -> Floats:
     return factors
 
 
-FORMAT = Format("nvfp4", 40, BLOCK, DTYPE.itemsize, 39, decode=decode,
-                factors=Factors(_factors, 12))  # fmt: skip
+FORMAT = Format(
+    "nvfp4", 40, BLOCK, DTYPE.itemsize, 39, decode=decode, factors=Factors(_factors, 12)
+)

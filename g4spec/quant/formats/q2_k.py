@@ -51,5 +51,16 @@ def bound(x: Floats) -> Floats:
     return affine.bound(x, LAYOUT)
 
 
-FORMAT = Format("q2_k", 10, BLOCK, DTYPE.itemsize, 10, encode, decode, bound=bound, fallback="q4_0",
-                weighted=True, factors=Factors(halves(80, 82), 15 * 3))  # fmt: skip
+FORMAT = Format(
+    "q2_k",
+    10,
+    BLOCK,
+    DTYPE.itemsize,
+    10,
+    encode,
+    decode,
+    bound=bound,
+    fallback="q4_0",
+    weighted=True,
+    factors=Factors(halves(80, 82), 15 * 3),
+)

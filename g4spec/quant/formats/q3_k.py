@@ -65,5 +65,16 @@ def bound(x: Floats) -> Floats:
     return scaled.bound(x, CODES)
 
 
-FORMAT = Format("q3_k", 11, BLOCK, DTYPE.itemsize, 11, encode, decode, bound=bound, fallback="q4_0",
-                weighted=True, factors=Factors(halves(108), 32 * 4))  # fmt: skip
+FORMAT = Format(
+    "q3_k",
+    11,
+    BLOCK,
+    DTYPE.itemsize,
+    11,
+    encode,
+    decode,
+    bound=bound,
+    fallback="q4_0",
+    weighted=True,
+    factors=Factors(halves(108), 32 * 4),
+)

@@ -38,5 +38,15 @@ def bound(x: Floats) -> Floats:
     return plain.symmetric_bound(x, 8)
 
 
-FORMAT = Format("q4_0", 2, plain.BLOCK, DTYPE.itemsize, 2, encode, decode, bound=bound,
-                weighted=True, factors=Factors(halves(0), 8, b"\x88" * 16))  # fmt: skip
+FORMAT = Format(
+    "q4_0",
+    2,
+    plain.BLOCK,
+    DTYPE.itemsize,
+    2,
+    encode,
+    decode,
+    bound=bound,
+    weighted=True,
+    factors=Factors(halves(0), 8, b"\x88" * 16),
+)

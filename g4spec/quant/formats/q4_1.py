@@ -38,5 +38,15 @@ def bound(x: Floats) -> Floats:
     return plain.shifted_bound(x, 15)
 
 
-FORMAT = Format("q4_1", 3, plain.BLOCK, DTYPE.itemsize, 3, encode, decode, bound=bound,
-                weighted=True, factors=Factors(halves(0, 2), 15))  # fmt: skip
+FORMAT = Format(
+    "q4_1",
+    3,
+    plain.BLOCK,
+    DTYPE.itemsize,
+    3,
+    encode,
+    decode,
+    bound=bound,
+    weighted=True,
+    factors=Factors(halves(0, 2), 15),
+)

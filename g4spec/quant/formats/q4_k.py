@@ -34,5 +34,16 @@ def bound(x: Floats) -> Floats:
     return affine.bound(x, LAYOUT)
 
 
-FORMAT = Format("q4_k", 12, affine.BLOCK, DTYPE.itemsize, None, encode, decode, bound=bound,
-                fallback="q5_0", weighted=True, factors=Factors(halves(0, 2), 63 * 15))  # fmt: skip
+FORMAT = Format(
+    "q4_k",
+    12,
+    affine.BLOCK,
+    DTYPE.itemsize,
+    None,
+    encode,
+    decode,
+    bound=bound,
+    fallback="q5_0",
+    weighted=True,
+    factors=Factors(halves(0, 2), 63 * 15),
+)

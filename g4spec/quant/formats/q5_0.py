@@ -38,5 +38,15 @@ def bound(x: Floats) -> Floats:
     return plain.symmetric_bound(x, 16)
 
 
-FORMAT = Format("q5_0", 6, plain.BLOCK, DTYPE.itemsize, 8, encode, decode, bound=bound,
-                weighted=True, factors=Factors(halves(0), 16, b"\xff" * 4 + bytes(16)))  # fmt: skip
+FORMAT = Format(
+    "q5_0",
+    6,
+    plain.BLOCK,
+    DTYPE.itemsize,
+    8,
+    encode,
+    decode,
+    bound=bound,
+    weighted=True,
+    factors=Factors(halves(0), 16, b"\xff" * 4 + bytes(16)),
+)

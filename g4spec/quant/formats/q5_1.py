@@ -39,5 +39,15 @@ def bound(x: Floats) -> Floats:
     return plain.shifted_bound(x, 31)
 
 
-FORMAT = Format("q5_1", 7, plain.BLOCK, DTYPE.itemsize, 9, encode, decode, bound=bound,
-                weighted=True, factors=Factors(halves(0, 2), 31))  # fmt: skip
+FORMAT = Format(
+    "q5_1",
+    7,
+    plain.BLOCK,
+    DTYPE.itemsize,
+    9,
+    encode,
+    decode,
+    bound=bound,
+    weighted=True,
+    factors=Factors(halves(0, 2), 31),
+)

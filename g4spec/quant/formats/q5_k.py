@@ -12,8 +12,9 @@ from g4spec.quant import affine
 from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
 
 LAYOUT = affine.Layout(top=31, rounds=1)
-DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32),
-                  ("q", "u1", (4, 32))])  # fmt: skip
+DTYPE = np.dtype(
+    [("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("q", "u1", (4, 32))]
+)
 _GROUP = np.arange(affine.GROUPS, dtype=np.uint8)
 
 
@@ -39,5 +40,16 @@ def bound(x: Floats) -> Floats:
     return affine.bound(x, LAYOUT)
 
 
-FORMAT = Format("q5_k", 13, affine.BLOCK, DTYPE.itemsize, 16, encode, decode, bound=bound,
-                fallback="q5_1", weighted=True, factors=Factors(halves(0, 2), 63 * 31))  # fmt: skip
+FORMAT = Format(
+    "q5_k",
+    13,
+    affine.BLOCK,
+    DTYPE.itemsize,
+    16,
+    encode,
+    decode,
+    bound=bound,
+    fallback="q5_1",
+    weighted=True,
+    factors=Factors(halves(0, 2), 63 * 31),
+)

@@ -17,8 +17,9 @@ BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-29.6, -30.2, -30.8, -31.4, -31.7, -32.0, -32.3, -32.6, -32.9)
 CODES = scaled.Codes(GROUPS, SIZE, ENDS, -32, -128, 127, scaled.linear(-32, 31), rms=False)
 F = np.float32
-DTYPE = np.dtype([("low", "u1", (2, 2, 32)), ("high", "u1", (2, 32)), ("scale", "i1", GROUPS),
-                  ("d", "<f2")])  # fmt: skip
+DTYPE = np.dtype(
+    [("low", "u1", (2, 2, 32)), ("high", "u1", (2, 32)), ("scale", "i1", GROUPS), ("d", "<f2")]
+)
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
@@ -61,6 +62,16 @@ def bound(x: Floats) -> Floats:
     return scaled.bound(x, CODES)
 
 
-FORMAT = Format("q6_k", 14, BLOCK, DTYPE.itemsize, 18, encode, decode,
-                bound=bound, fallback="q8_0", weighted=True,
-                factors=Factors(halves(208), 127 * 32))  # fmt: skip
+FORMAT = Format(
+    "q6_k",
+    14,
+    BLOCK,
+    DTYPE.itemsize,
+    18,
+    encode,
+    decode,
+    bound=bound,
+    fallback="q8_0",
+    weighted=True,
+    factors=Factors(halves(208), 127 * 32),
+)

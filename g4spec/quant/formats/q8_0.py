@@ -55,5 +55,14 @@ def bound(x: Floats) -> Floats:
     return np.repeat(step * np.float32(0.5 + 127 * 2.0**-11) + np.float32(127 * 2.0**-25), BLOCK)
 
 
-FORMAT = Format("q8_0", 8, BLOCK, DTYPE.itemsize, 7, encode, decode, bound=bound,
-                factors=Factors(halves(0), 127, bytes(32)))  # fmt: skip
+FORMAT = Format(
+    "q8_0",
+    8,
+    BLOCK,
+    DTYPE.itemsize,
+    7,
+    encode,
+    decode,
+    bound=bound,
+    factors=Factors(halves(0), 127, bytes(32)),
+)

@@ -3,8 +3,17 @@
 from g4spec.quant import get
 from g4spec.quant.mix import Better, Mix
 
-MIX = Mix("iq4_nl", get("iq4_nl"), 25, (
-    Better("attn_v.weight", get("q5_k"), "shared by many heads", lambda p: p.gqa >= 4),
-    Better("ffn_down", get("q5_k"), "the first eighth, without an imatrix",
-           lambda p: p.first_eighth and not p.imatrix),
-))  # fmt: skip
+MIX = Mix(
+    "iq4_nl",
+    get("iq4_nl"),
+    25,
+    (
+        Better("attn_v.weight", get("q5_k"), "shared by many heads", lambda p: p.gqa >= 4),
+        Better(
+            "ffn_down",
+            get("q5_k"),
+            "the first eighth, without an imatrix",
+            lambda p: p.first_eighth and not p.imatrix,
+        ),
+    ),
+)

@@ -3,9 +3,14 @@
 from g4spec.quant import get
 from g4spec.quant.mix import Better, Mix
 
-MIX = Mix("q2_k", get("q2_k"), 10, (
-    Better("attn_v.weight", get("q4_k"), "shared by many heads", lambda p: p.gqa >= 4),
-    Better("attn_v.weight", get("q3_k")),
-    Better("ffn_down", get("q3_k")),
-    Better("attn_output.weight", get("q3_k")),
-))  # fmt: skip
+MIX = Mix(
+    "q2_k",
+    get("q2_k"),
+    10,
+    (
+        Better("attn_v.weight", get("q4_k"), "shared by many heads", lambda p: p.gqa >= 4),
+        Better("attn_v.weight", get("q3_k")),
+        Better("ffn_down", get("q3_k")),
+        Better("attn_output.weight", get("q3_k")),
+    ),
+)

@@ -3,8 +3,13 @@
 from g4spec.quant import get
 from g4spec.quant.mix import Better, Mix
 
-MIX = Mix("q3_k_l", get("q3_k"), 13, (
-    Better("attn_v.weight", get("q5_k")),
-    Better("ffn_down", get("q5_k")),
-    Better("attn_output.weight", get("q5_k")),
-))  # fmt: skip
+MIX = Mix(
+    "q3_k_l",
+    get("q3_k"),
+    13,
+    (
+        Better("attn_v.weight", get("q5_k")),
+        Better("ffn_down", get("q5_k")),
+        Better("attn_output.weight", get("q5_k")),
+    ),
+)

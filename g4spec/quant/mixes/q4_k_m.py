@@ -4,7 +4,12 @@ from g4spec.quant import get
 from g4spec.quant.mix import Better, Mix
 
 SOME = "more bits in some layers"
-MIX = Mix("q4_k_m", get("q4_k"), 15, (
-    Better("attn_v.weight", get("q6_k"), SOME, lambda p: p.more_bits),
-    Better("ffn_down", get("q6_k"), SOME, lambda p: p.more_bits),
-))  # fmt: skip
+MIX = Mix(
+    "q4_k_m",
+    get("q4_k"),
+    15,
+    (
+        Better("attn_v.weight", get("q6_k"), SOME, lambda p: p.more_bits),
+        Better("ffn_down", get("q6_k"), SOME, lambda p: p.more_bits),
+    ),
+)

@@ -3,7 +3,12 @@
 from g4spec.quant import get
 from g4spec.quant.mix import Better, Mix
 
-MIX = Mix("q4_k_s", get("q4_k"), 14, (
-    Better("attn_v.weight", get("q5_k"), "the first four", lambda p: p.i < 4),
-    Better("ffn_down", get("q5_k"), "the first eighth", lambda p: p.first_eighth),
-))  # fmt: skip
+MIX = Mix(
+    "q4_k_s",
+    get("q4_k"),
+    14,
+    (
+        Better("attn_v.weight", get("q5_k"), "the first four", lambda p: p.i < 4),
+        Better("ffn_down", get("q5_k"), "the first eighth", lambda p: p.first_eighth),
+    ),
+)

@@ -3,7 +3,16 @@
 from g4spec.quant import get
 from g4spec.quant.mix import Better, Mix
 
-MIX = Mix("q5_0", get("q5_0"), get("q5_0").file_type, (
-    Better("ffn_down", get("q5_1"), "the first eighth, with an imatrix",
-           lambda p: p.first_eighth and p.imatrix),
-))  # fmt: skip
+MIX = Mix(
+    "q5_0",
+    get("q5_0"),
+    get("q5_0").file_type,
+    (
+        Better(
+            "ffn_down",
+            get("q5_1"),
+            "the first eighth, with an imatrix",
+            lambda p: p.first_eighth and p.imatrix,
+        ),
+    ),
+)

@@ -79,8 +79,14 @@ class CudaBackend:
         self._upload = self._upload or Uploader(self.device)
         width = columns * 2 if plain else form.row_bytes(columns)
         raw = self._upload(file.raw(name)).view(-1, width)
-        return Matrix("" if plain else form.name, raw.view(plain) if plain else raw, rows_, columns,
-                      len(raw) // rows_, keeps=ops.portable)  # fmt: skip
+        return Matrix(
+            "" if plain else form.name,
+            raw.view(plain) if plain else raw,
+            rows_,
+            columns,
+            len(raw) // rows_,
+            keeps=ops.portable,
+        )
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Space:
         """Slots and pages. Behind the table's rows of the slots is that of a spare slot, where

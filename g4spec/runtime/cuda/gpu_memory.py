@@ -96,10 +96,18 @@ class Card:
         is fixed."""
         logits = 4 * FLOAT * MAX_STEP_ROWS * sequences * config.n_vocab
         sums = max(
-            (attention.partial_bytes(CacheShape(s.n_kv, s.head_dim, s.window), s.n_head,
-                                     pages_of(n_ctx + BEHIND) * PAGE, sequences)
-             for s in config.layers if s.window is None), default=0,
-        )  # fmt: skip
+            (
+                attention.partial_bytes(
+                    CacheShape(s.n_kv, s.head_dim, s.window),
+                    s.n_head,
+                    pages_of(n_ctx + BEHIND) * PAGE,
+                    sequences,
+                )
+                for s in config.layers
+                if s.window is None
+            ),
+            default=0,
+        )
         # Residual, taps, and a draft's features.
         wide = 12 * FLOAT * plan.most_rows(chunk, n_ctx) * config.n_embd
         arch = "" if self.portable else launch.arch(self.device.index)

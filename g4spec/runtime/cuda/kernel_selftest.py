@@ -81,8 +81,14 @@ def _attention(
     want = Ops().attend(q.float(), reference, here, first, last, 1.0)
 
     def run(n: int) -> torch.Tensor:
-        found = ops.attend(q[:n].to(ops.device), ours, there.columns(0, n),
-                           first[:n].to(ops.device), last[:n].to(ops.device), 1.0)  # fmt: skip
+        found = ops.attend(
+            q[:n].to(ops.device),
+            ours,
+            there.columns(0, n),
+            first[:n].to(ops.device),
+            last[:n].to(ops.device),
+            1.0,
+        )
         return products.numbers(found)
 
     whole = run(16).clone()

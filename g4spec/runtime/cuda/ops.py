@@ -151,9 +151,7 @@ class CudaOps(Ops):
         y, (normed,) = end.rows(h, x, [following])
         return y, normed
 
-    def qkv(
-        self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True
-    ) -> Any:
+    def qkv(self, h: Any, a: Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
         weights = [w for w in (a.q, a.k, a.v) if w is not None]
         if a.head_dim not in HEAD_DIMS:
             self.without_kernel.add(f"qkv (heads of {a.head_dim})")
@@ -187,9 +185,7 @@ class CudaOps(Ops):
             return self._attend_each(q, kv, batch, first, last, scale)
         if isinstance(q, Unfinished):
             by = self._exchange
-            return attention_window.attend(
-                q, kv, batch, first, last, scale, by.arrived, by.count
-            )
+            return attention_window.attend(q, kv, batch, first, last, scale, by.arrived, by.count)
         if q.dtype is torch.float16:
             out = attention.attend(q, kv, batch, first, last, scale, plain=self.portable)
             return out.values if self.portable else out.rows
@@ -293,8 +289,9 @@ class CudaOps(Ops):
         to = None if following is None else rows.empty(len(x), x.shape[1], x.device)
         for group in range(rows.groups(len(x))):
             at = slice(group * rows.MOST, (group + 1) * rows.MOST)
-            y, (dense, routed) = end.rows(h[..., at, :].contiguous(), x[at],
-                                          [e.ffn_norm, e.expert_norm])  # fmt: skip
+            y, (dense, routed) = end.rows(
+                h[..., at, :].contiguous(), x[at], [e.ffn_norm, e.expert_norm]
+            )
             layer(y, dense, routed)
             layer.finish(y, following, out[at], to and to.part(group, group + 1))
         return out, to

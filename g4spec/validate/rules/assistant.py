@@ -24,12 +24,14 @@ def width(s: Subject) -> Findings:
     and abort ("same reduction dim"), or share the wrong embedding."""
     target = s.target
     if target is not None and s.config.backbone != target.config.n_embd:
-        yield Finding("gemma4-assistant.embedding_length_out", target.config.n_embd,
-                      s.config.backbone, OTHER)  # fmt: skip
+        yield Finding(
+            "gemma4-assistant.embedding_length_out", target.config.n_embd, s.config.backbone, OTHER
+        )
 
 
-@rule("G4-DON-002", ERROR, "KV heads and head size are the donor layer's", on=ASSISTANT,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-DON-002", ERROR, "KV heads and head size are the donor layer's", on=ASSISTANT, needs=TARGET
+)
 def geometry(s: Subject) -> Findings:
     """The donor is the target's *last* layer of the same kind: 58 for sliding, 59 for full
     layers of the 31B. A test that asked only for a number inside 0..59 passed with them
@@ -37,9 +39,12 @@ def geometry(s: Subject) -> Findings:
     for spec, donor in _donors(s):
         mine, its = (spec.n_kv, spec.head_dim), (donor.n_kv, donor.head_dim)
         if mine != its:
-            yield Finding(f"assistant layer {spec.index}",
-                          f"{its[0]} KV heads of {its[1]}, as target layer {donor.index}",
-                          f"{mine[0]} of {mine[1]}", OTHER)  # fmt: skip
+            yield Finding(
+                f"assistant layer {spec.index}",
+                f"{its[0]} KV heads of {its[1]}, as target layer {donor.index}",
+                f"{mine[0]} of {mine[1]}",
+                OTHER,
+            )
 
 
 @rule("G4-DON-003", ERROR, "windows are the donor layer's", on=ASSISTANT, needs=TARGET)
@@ -47,9 +52,12 @@ def windows(s: Subject) -> Findings:
     """A longer window than the donor's reads cache slots that were already reused."""
     for spec, donor in _donors(s):
         if spec.window != donor.window:
-            yield Finding(f"assistant layer {spec.index}",
-                          f"window {donor.window}, as target layer {donor.index}", spec.window,
-                          OTHER)  # fmt: skip
+            yield Finding(
+                f"assistant layer {spec.index}",
+                f"window {donor.window}, as target layer {donor.index}",
+                spec.window,
+                OTHER,
+            )
 
 
 @rule("G4-DON-004", ERROR, "rotation is the donor layer's", on=ASSISTANT, needs=TARGET)
@@ -59,8 +67,12 @@ def rotation(s: Subject) -> Findings:
     for spec, donor in _donors(s):
         mine, its = (spec.rope_base, spec.rope_partial), (donor.rope_base, donor.rope_partial)
         if mine != its:
-            yield Finding(f"assistant layer {spec.index}", f"base {its[0]:g}, part {its[1]:g}",
-                          f"base {mine[0]:g}, part {mine[1]:g}", OTHER)  # fmt: skip
+            yield Finding(
+                f"assistant layer {spec.index}",
+                f"base {its[0]:g}, part {its[1]:g}",
+                f"base {mine[0]:g}, part {mine[1]:g}",
+                OTHER,
+            )
 
 
 @rule("G4-DON-005", ERROR, "nextn_predict_layers is the number of layers", on=ASSISTANT, needs=FILE)
@@ -71,14 +83,16 @@ def nextn(s: Subject) -> Findings:
         yield Finding("gemma4-assistant.nextn_predict_layers", n, found, RECONVERT)
 
 
-@rule("G4-DON-006", ERROR, "backbone width differs from the own hidden size", on=ASSISTANT,
-      needs=FILE)  # fmt: skip
+@rule(
+    "G4-DON-006", ERROR, "backbone width differs from the own hidden size", on=ASSISTANT, needs=FILE
+)
 def two_widths(s: Subject) -> Findings:
     """Upstream refuses equal ones: `embedding_length_out` was filled from the wrong field."""
     own, out = s.integer(".embedding_length"), s.integer(".embedding_length_out")
     if own is not None and own == out:
-        yield Finding("gemma4-assistant.embedding_length_out", "the target's hidden size", out,
-                      RECONVERT)  # fmt: skip
+        yield Finding(
+            "gemma4-assistant.embedding_length_out", "the target's hidden size", out, RECONVERT
+        )
 
 
 @rule("G4-DON-007", WARNING, "all layers share the target's cache", on=ASSISTANT, needs=FILE)
@@ -87,8 +101,12 @@ def shared(s: Subject) -> Findings:
     fills, or, in one engine, wrote the draft's keys into the target's."""
     n, found = s.integer(".block_count"), s.integer(".attention.shared_kv_layers")
     if n is not None and found != n:
-        yield Finding("gemma4-assistant.attention.shared_kv_layers", n,
-                      "nothing" if found is None else found, RECONVERT)  # fmt: skip
+        yield Finding(
+            "gemma4-assistant.attention.shared_kv_layers",
+            n,
+            "nothing" if found is None else found,
+            RECONVERT,
+        )
 
 
 @rule("G4-CEN-001", ERROR, "a centroid head is complete", on=ASSISTANT, needs=FILE)
@@ -128,8 +146,12 @@ def direction(s: Subject) -> Findings:
     ordering it names the first few tokens over and over."""
     order = s.numbers(ORDERING)
     if order is not None and _is_inverse(order):
-        yield Finding(ORDERING, "a permutation of token ids",
-                      f"only {int(order.max()) + 1} values, each repeated", RECONVERT)  # fmt: skip
+        yield Finding(
+            ORDERING,
+            "a permutation of token ids",
+            f"only {int(order.max()) + 1} values, each repeated",
+            RECONVERT,
+        )
 
 
 @rule("G4-CEN-005", ERROR, "the ordering is a permutation", on=ASSISTANT, needs=FILE)
@@ -148,8 +170,12 @@ def finite(s: Subject) -> Findings:
     """NaN never wins a comparison, so its cluster is never chosen, and no one notices."""
     found = s.numbers(CENTROIDS)
     if found is not None and found.dtype.kind == "f" and not np.isfinite(found).all():
-        yield Finding(CENTROIDS, "finite numbers", f"{int((~np.isfinite(found)).sum())} that are "
-                      "not", RECONVERT)  # fmt: skip
+        yield Finding(
+            CENTROIDS,
+            "finite numbers",
+            f"{int((~np.isfinite(found)).sum())} that are not",
+            RECONVERT,
+        )
 
 
 @rule("G4-CEN-007", ERROR, "as many clusters are chosen as there are", on=ASSISTANT, needs=FILE)
@@ -175,5 +201,8 @@ def _donors(s: Subject) -> list[tuple[LayerSpec, LayerSpec]]:
     target = s.target
     assert target is not None
     kinds = {spec.window is not None for spec in target.config.layers}
-    return [(spec, target.config.layers[target.config.donor(spec.window is not None)])
-            for spec in s.config.layers if (spec.window is not None) in kinds]  # fmt: skip
+    return [
+        (spec, target.config.layers[target.config.donor(spec.window is not None)])
+        for spec in s.config.layers
+        if (spec.window is not None) in kinds
+    ]

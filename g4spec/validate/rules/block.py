@@ -49,8 +49,9 @@ def short_enough(s: Subject) -> Findings:
     Files by other tools hold the context length here."""
     size = s.integer(".block_size")
     if size is not None and size > MAX_STEP_ROWS:
-        yield Finding(s.name(".block_size"), f"at most {MAX_STEP_ROWS}", size,
-                      f"set it to {MAX_STEP_ROWS}")  # fmt: skip
+        yield Finding(
+            s.name(".block_size"), f"at most {MAX_STEP_ROWS}", size, f"set it to {MAX_STEP_ROWS}"
+        )
 
 
 @rule("G4-BLK-003", WARNING, "a z-lab draft has an embedding scale", on=DFLASH, needs=FILE)
@@ -60,12 +61,21 @@ def scale_missing(s: Subject) -> Findings:
     small."""
     hidden = s.integer(".embedding_length")
     if hidden and not from_speculators(s) and not s.has(SCALE):
-        yield Finding(s.name(SCALE), f"{math.sqrt(hidden):.4f} = sqrt({hidden})", "nothing",
-                      "convert again with g4spec convert")  # fmt: skip
+        yield Finding(
+            s.name(SCALE),
+            f"{math.sqrt(hidden):.4f} = sqrt({hidden})",
+            "nothing",
+            "convert again with g4spec convert",
+        )
 
 
-@rule("G4-BLK-004", ERROR, "an embedding scale is the square root of the hidden size", on=DFLASH,
-      needs=FILE)  # fmt: skip
+@rule(
+    "G4-BLK-004",
+    ERROR,
+    "an embedding scale is the square root of the hidden size",
+    on=DFLASH,
+    needs=FILE,
+)
 def scale_wrong(s: Subject) -> Findings:
     """hidden instead of its root, the root of the target of another size, or the root applied
     twice. bfloat16 rounding (73.5 for 73.32) is allowed."""
@@ -73,8 +83,9 @@ def scale_wrong(s: Subject) -> Findings:
     if hidden and found is not None and not from_speculators(s):
         expected = math.sqrt(hidden)
         if not abs(found - expected) <= 0.005 * expected:
-            yield Finding(s.name(SCALE), f"{expected:.4f}", found,
-                          "convert again with g4spec convert")  # fmt: skip
+            yield Finding(
+                s.name(SCALE), f"{expected:.4f}", found, "convert again with g4spec convert"
+            )
 
 
 @rule("G4-BLK-005", ERROR, "a speculators draft has no embedding scale", on=DFLASH, needs=FILE)
@@ -98,8 +109,12 @@ def causal_unknown(s: Subject) -> Findings:
     """Upstream has one flag for all layers, off by default; the vendor's own code makes sliding
     layers causal inside the block. Run the other way, acceptance falls silently."""
     if not s.has(CAUSAL) and any(pattern(s)):
-        yield Finding(CAUSAL, "true for sliding layers, false for full ones", "nothing",
-                      "convert again from the original checkpoint")  # fmt: skip
+        yield Finding(
+            CAUSAL,
+            "true for sliding layers, false for full ones",
+            "nothing",
+            "convert again from the original checkpoint",
+        )
 
 
 @rule("G4-BLK-008", WARNING, "full layers see the whole block", on=DFLASH, needs=FILE)
@@ -109,8 +124,12 @@ def full_is_causal(s: Subject) -> Findings:
     sliding, causal = pattern(s), causality(s)
     for i, flag in enumerate(causal):
         if flag and not (i < len(sliding) and sliding[i]):
-            yield Finding(f"{CAUSAL}[{i}]", "false on a full layer", "true",
-                          "check is_causal in the draft's configuration")  # fmt: skip
+            yield Finding(
+                f"{CAUSAL}[{i}]",
+                "false on a full layer",
+                "true",
+                "check is_causal in the draft's configuration",
+            )
 
 
 @rule("G4-BLK-009", NOTE, "upstream runs the same draft", on=DFLASH, needs=FILE)
@@ -120,9 +139,12 @@ def mixed(s: Subject) -> Findings:
     same."""
     causal = causality(s)
     if len(set(causal)) > 1:
-        yield Finding(CAUSAL, "one value for all layers",
-                      f"{sum(causal)} of {len(causal)} layers causal",
-                      "nothing; expect slightly lower acceptance there")  # fmt: skip
+        yield Finding(
+            CAUSAL,
+            "one value for all layers",
+            f"{sum(causal)} of {len(causal)} layers causal",
+            "nothing; expect slightly lower acceptance there",
+        )
 
 
 @rule("G4-BLK-015", WARNING, "upstream is told what most layers are", on=DFLASH, needs=FILE)
@@ -131,9 +153,12 @@ def shared(s: Subject) -> Findings:
     causality loses half of its tokens; our own runtime does not look at the flag."""
     causal, found = causality(s), bool(s.flag(".attention.causal"))
     if causal and shared_causality(causal) != found:
-        yield Finding(s.name(".attention.causal"), str(not found).lower(),
-                      str(found).lower() if s.has(".attention.causal") else "nothing, so false",
-                      "convert again with g4spec convert")  # fmt: skip
+        yield Finding(
+            s.name(".attention.causal"),
+            str(not found).lower(),
+            str(found).lower() if s.has(".attention.causal") else "nothing, so false",
+            "convert again with g4spec convert",
+        )
 
 
 @rule("G4-BLK-010", ERROR, "window and pattern come together", on=DFLASH, needs=FILE)
@@ -142,11 +167,19 @@ def window(s: Subject) -> Findings:
     A pattern without a window makes sliding layers see nothing or everything."""
     size, sliding = s.integer(WINDOW) or 0, pattern(s)
     if size > 0 and not s.has(".attention.sliding_window_pattern"):
-        yield Finding(s.name(".attention.sliding_window_pattern"), "an array", "nothing",
-                      "take layer_types from the draft's configuration")  # fmt: skip
+        yield Finding(
+            s.name(".attention.sliding_window_pattern"),
+            "an array",
+            "nothing",
+            "take layer_types from the draft's configuration",
+        )
     if size <= 0 and any(sliding):
-        yield Finding(s.name(WINDOW), "the window in tokens", size or "nothing",
-                      "take sliding_window from the draft's configuration")  # fmt: skip
+        yield Finding(
+            s.name(WINDOW),
+            "the window in tokens",
+            size or "nothing",
+            "take sliding_window from the draft's configuration",
+        )
 
 
 @rule("G4-BLK-011", ERROR, "a window is longer than a block", on=DFLASH, needs=FILE)
@@ -154,8 +187,9 @@ def window_holds_block(s: Subject) -> Findings:
     """A window shorter than the block hides the anchor from the last rows."""
     size, block = s.integer(WINDOW) or 0, s.integer(".block_size") or 0
     if 0 < size < block:
-        yield Finding(s.name(WINDOW), f"{block} or more", size,
-                      "take it from the draft's configuration")  # fmt: skip
+        yield Finding(
+            s.name(WINDOW), f"{block} or more", size, "take it from the draft's configuration"
+        )
 
 
 @rule("G4-BLK-012", ERROR, "a draft with two norms a layer uses SiLU", on=DFLASH, needs=FILE)
@@ -167,8 +201,13 @@ def activation(s: Subject) -> Findings:
         yield Finding(s.name(".hidden_activation"), "silu", found, "remove the key")
 
 
-@rule("G4-BLK-013", ERROR, "a draft with four norms a layer uses GELU and scale 1", on=DFLASH,
-      needs=FILE)  # fmt: skip
+@rule(
+    "G4-BLK-013",
+    ERROR,
+    "a draft with four norms a layer uses GELU and scale 1",
+    on=DFLASH,
+    needs=FILE,
+)
 def gemma_layers(s: Subject) -> Findings:
     """DeepSpec's layers are Gemma 4's. Without the two keys upstream runs them with SiLU and
     divides by the root of the head size."""

@@ -19,6 +19,7 @@ from g4spec.validate.subject import Subject
 HEADER = Needs.HEADER
 AGAIN = "download or convert the file again"
 
+
 @rule("G4-GGUF-001", ERROR, "the file begins with GGUF", needs=HEADER)
 def magic(s: Subject) -> Findings:
     """A download that failed leaves a web page, a Git LFS pointer or an empty file under the
@@ -27,16 +28,16 @@ def magic(s: Subject) -> Findings:
         with regular.opened(s.path) as file:
             pointer = regular.is_pointer(file.read(64))
         found = "a Git LFS pointer" if pointer else s.header.magic.hex(" ") or "an empty file"
-        yield Finding("byte 0", "47 47 55 46 (GGUF)", found,
-                      regular.LFS_FIX if pointer else AGAIN)  # fmt: skip
+        yield Finding("byte 0", "47 47 55 46 (GGUF)", found, regular.LFS_FIX if pointer else AGAIN)
 
 
 @rule("G4-GGUF-002", ERROR, "the container version is 2 or 3", needs=HEADER)
 def version(s: Subject) -> Findings:
     """Loaders refuse 0, 1 and unknown versions; a value in the high half is a big-endian file."""
     if s.header.magic == b"GGUF" and s.header.version not in (2, 3):
-        yield Finding("byte 4", "2 or 3", s.header.version,
-                      "convert the model again with a current converter")  # fmt: skip
+        yield Finding(
+            "byte 4", "2 or 3", s.header.version, "convert the model again with a current converter"
+        )
 
 
 @rule("G4-GGUF-003", ERROR, "the header is whole", needs=HEADER)
@@ -70,8 +71,9 @@ def known_types(s: Subject) -> Findings:
     TQ3_0 in one fork, TURBO3_0 in another; the wrong guess decodes to noise."""
     for t in s.entries.values():
         if t.format is None:
-            yield Finding(t.name, "a type of ggml", f"type {t.type}",
-                          "convert from the original checkpoint")  # fmt: skip
+            yield Finding(
+                t.name, "a type of ggml", f"type {t.type}", "convert from the original checkpoint"
+            )
 
 
 @rule("G4-GGUF-007", ERROR, "shapes are possible and rows divide into blocks", needs=HEADER)
@@ -81,8 +83,12 @@ def rows_divide(s: Subject) -> Findings:
         if not t.shape or min(t.shape) <= 0:
             yield Finding(t.name, "positive dimensions", t.shape, AGAIN)
         elif t.format is not None and t.nbytes is None:
-            yield Finding(t.name, f"rows of a multiple of {t.format.block}", t.shape[-1],
-                          "store this tensor as F16")  # fmt: skip
+            yield Finding(
+                t.name,
+                f"rows of a multiple of {t.format.block}",
+                t.shape[-1],
+                "store this tensor as F16",
+            )
 
 
 @rule("G4-GGUF-008", ERROR, "the alignment is a power of two", needs=HEADER)
@@ -124,8 +130,12 @@ def trailing(s: Subject) -> Findings:
     for header in s.headers:
         end = header.pad(_data_end(header))
         if header.broken is None and header.tensors and header.size > end:
-            yield Finding("end of file", f"{end} bytes", f"{header.size} bytes",
-                          "write the file again if you did not append to it")  # fmt: skip
+            yield Finding(
+                "end of file",
+                f"{end} bytes",
+                f"{header.size} bytes",
+                "write the file again if you did not append to it",
+            )
 
 
 @rule("G4-GGUF-012", ERROR, "there are tensors and metadata", needs=HEADER)
@@ -134,8 +144,9 @@ def not_empty(s: Subject) -> Findings:
     that they succeeded."""
     h = s.header
     if h.broken is None and not (s.entries and h.keys):
-        yield Finding("header", "tensors and metadata",
-                      f"{len(s.entries)} tensors, {len(h.keys)} keys", AGAIN)  # fmt: skip
+        yield Finding(
+            "header", "tensors and metadata", f"{len(s.entries)} tensors, {len(h.keys)} keys", AGAIN
+        )
 
 
 @rule("G4-GGUF-013", ERROR, "all parts of a split model are there", needs=HEADER)
@@ -143,8 +154,12 @@ def split(s: Subject) -> Findings:
     """Parts find each other by their names: one that was renamed, or whose download failed, leaves
     a model that lacks layers."""
     if s.split_refusal:
-        yield Finding("split.count", "all parts, named as they were published", s.split_refusal,
-                      "download all parts into one folder")  # fmt: skip
+        yield Finding(
+            "split.count",
+            "all parts, named as they were published",
+            s.split_refusal,
+            "download all parts into one folder",
+        )
 
 
 @rule("G4-GGUF-014", ERROR, "the reader opens the file", needs=HEADER, fallback=True)
@@ -161,10 +176,17 @@ def architecture(s: Subject) -> Findings:
     if s.header.broken is None and s.kind is None:
         names = [k.name for k in s.header.keys] + [t.name for t in s.header.tensors]
         dialect = dialects.recognise(s.arch, names)
-        fix = ("rewrite it with g4spec convert FILE --target TARGET -o NEW.gguf" if dialect
-               else "convert from the original checkpoint with g4spec convert")  # fmt: skip
-        yield Finding("general.architecture", ", ".join(models.architectures()),
-                      f"{s.arch!r}" + (f" (by {dialect.title})" if dialect else ""), fix)
+        fix = (
+            "rewrite it with g4spec convert FILE --target TARGET -o NEW.gguf"
+            if dialect
+            else "convert from the original checkpoint with g4spec convert"
+        )
+        yield Finding(
+            "general.architecture",
+            ", ".join(models.architectures()),
+            f"{s.arch!r}" + (f" (by {dialect.title})" if dialect else ""),
+            fix,
+        )
 
 
 @rule("G4-GGUF-016", ERROR, "texts are UTF-8", needs=Needs.FILE)

@@ -52,9 +52,12 @@ def absolute(s: Subject) -> Findings:
     right, so nothing but the speed tells. RedHat's 31B map read that way names 21,639 tokens
     for 32,000 rows."""
     if s.d2t is not None and looks_like_deltas(s.d2t):
-        yield Finding("d2t", "ids that increase", f"{len(np.unique(s.d2t))} different values in "
-                      f"{len(s.d2t)} rows, never decreasing",
-                      "add its row number to each entry")  # fmt: skip
+        yield Finding(
+            "d2t",
+            "ids that increase",
+            f"{len(np.unique(s.d2t))} different values in {len(s.d2t)} rows, never decreasing",
+            "add its row number to each entry",
+        )
 
 
 @rule("G4-D2T-004", ERROR, "d2t stays inside the target's vocabulary", on=TAPPED, needs=FILE)
@@ -76,8 +79,9 @@ def unique(s: Subject) -> Findings:
     values, counts = np.unique(s.d2t, return_counts=True)
     if (counts > 1).any():
         first = int(values[np.argmax(counts > 1)])
-        yield Finding("d2t", "different ids", f"{int((counts > 1).sum())} repeated, first {first}",
-                      RECONVERT)  # fmt: skip
+        yield Finding(
+            "d2t", "different ids", f"{int((counts > 1).sum())} repeated, first {first}", RECONVERT
+        )
 
 
 @rule("G4-D2T-006", WARNING, "d2t increases", on=TAPPED, needs=FILE)
@@ -97,8 +101,9 @@ def own_head(s: Subject) -> Findings:
     """Converters whose tensor list has no output.weight dropped the reduced head and kept the
     map; loaders then gave the token table the head's shape and failed."""
     if s.shape("d2t") is not None and s.shape("output.weight") is None:
-        yield Finding("output.weight", f"[{(s.shape('d2t') or ('?',))[0]}, hidden]", "nothing",
-                      RECONVERT)  # fmt: skip
+        yield Finding(
+            "output.weight", f"[{(s.shape('d2t') or ('?',))[0]}, hidden]", "nothing", RECONVERT
+        )
 
 
 @rule("G4-D2T-008", ERROR, "a reduced head comes with its map", on=TAPPED, needs=FILE)
@@ -131,9 +136,13 @@ def stop_tokens(s: Subject) -> Findings:
         return
     lacking = sorted(GEMMA_STOP_IDS - set(s.d2t.tolist()))
     if lacking:
-        yield Finding("d2t", f"rows for {sorted(GEMMA_STOP_IDS)}", f"none for {lacking}",
-                      "harmless but for one wasted draft at the end of each answer; "
-                      "nothing can be done short of training")  # fmt: skip
+        yield Finding(
+            "d2t",
+            f"rows for {sorted(GEMMA_STOP_IDS)}",
+            f"none for {lacking}",
+            "harmless but for one wasted draft at the end of each answer; "
+            "nothing can be done short of training",
+        )
 
 
 @rule("G4-D2T-011", WARNING, "row numbers were added to d2t once", on=TAPPED, needs=FILE)
@@ -141,5 +150,9 @@ def added_twice(s: Subject) -> Findings:
     """Ids that go through a delta-to-absolute step again grow by their row: no two neighbours of
     the vocabulary are left, which no real selection of frequent tokens looks like."""
     if s.d2t is not None and len(s.d2t) >= 32 and (np.diff(s.d2t) >= 2).all():
-        yield Finding("d2t", "some neighbouring ids", "none: every step is 2 or more",
-                      "subtract its row number from each entry")  # fmt: skip
+        yield Finding(
+            "d2t",
+            "some neighbouring ids",
+            "none: every step is 2 or more",
+            "subtract its row number from each entry",
+        )

@@ -31,8 +31,9 @@ def first_row(s: Subject) -> Findings:
         yield Finding(s.name(".sample_from_anchor"), "true or false", "nothing", RECONVERT)
 
 
-@rule("G4-HEAD-002", ERROR, "the confidence head is there if the file says so", on=DFLASH,
-      needs=FILE)  # fmt: skip
+@rule(
+    "G4-HEAD-002", ERROR, "the confidence head is there if the file says so", on=DFLASH, needs=FILE
+)
 def confidence(s: Subject) -> Findings:
     """Upstream with --spec-draft-p-min drafts nothing at all, without a word, when the key is
     true or missing and the head is not there."""
@@ -56,8 +57,9 @@ def refused(s: Subject) -> Findings:
     verdict = upstream.judge(getattr(s.kind, "LIMITS", ()), s.config)
     if verdict.case == "refused" and s.arch in upstream.ARCHITECTURES:
         why = next(limit for limit in verdict.reasons if limit.case == "refused")
-        yield Finding("general.architecture", f"{s.arch}{upstream.OWN}, for {why.what}", s.arch,
-                      RECONVERT)  # fmt: skip
+        yield Finding(
+            "general.architecture", f"{s.arch}{upstream.OWN}, for {why.what}", s.arch, RECONVERT
+        )
 
 
 @rule("G4-HEAD-005", NOTE, "nothing keeps upstream from loading the draft", on=DRAFTS)
@@ -66,8 +68,9 @@ def needlessly(s: Subject) -> Findings:
     trained, the name is a mistake."""
     verdict = upstream.judge(getattr(s.kind, "LIMITS", ()), s.config)
     if verdict.case != "refused" and str(s.arch).endswith(upstream.OWN):
-        yield Finding("general.architecture", str(s.arch).removesuffix(upstream.OWN), s.arch,
-                      RECONVERT)  # fmt: skip
+        yield Finding(
+            "general.architecture", str(s.arch).removesuffix(upstream.OWN), s.arch, RECONVERT
+        )
 
 
 @rule("G4-HEAD-006", WARNING, "a DeepSpec draft begins in its anchor's row", on=DFLASH, needs=FILE)

@@ -103,12 +103,22 @@ KEYS = {
     "tokenizer.ggml.add_space_prefix": Want((T.BOOL,)),
     "tokenizer.chat_template": Want((T.STRING,)),
 }
-PER_LAYER = (".feed_forward_length", ".attention.head_count", ".attention.head_count_kv",
-             ".attention.sliding_window_pattern")  # fmt: skip
+PER_LAYER = (
+    ".feed_forward_length",
+    ".attention.head_count",
+    ".attention.head_count_kv",
+    ".attention.sliding_window_pattern",
+)
 REMOVED_FILE_TYPES = (4, 5, 6)
 """Numbers that llama.cpp gave to types which it removed in 2023."""
-POSITIVE = (".block_count", ".context_length", ".embedding_length", ".attention.key_length",
-            ".attention.layer_norm_rms_epsilon", ".rope.freq_base")  # fmt: skip
+POSITIVE = (
+    ".block_count",
+    ".context_length",
+    ".embedding_length",
+    ".attention.key_length",
+    ".attention.layer_norm_rms_epsilon",
+    ".rope.freq_base",
+)
 
 
 @rule("G4-KEY-001", ERROR, "every key that a loader requires is there", needs=FILE)
@@ -165,8 +175,12 @@ def grouped(s: Subject) -> Findings:
     a count that does not divide has no right answer at all."""
     for spec in s.config.layers:
         if spec.n_kv <= 0 or spec.n_head % spec.n_kv:
-            yield Finding(f"layer {spec.index}", f"a divisor of {spec.n_head}", spec.n_kv,
-                          "take head_count and head_count_kv from the checkpoint")  # fmt: skip
+            yield Finding(
+                f"layer {spec.index}",
+                f"a divisor of {spec.n_head}",
+                spec.n_kv,
+                "take head_count and head_count_kv from the checkpoint",
+            )
 
 
 @rule("G4-KEY-007", ERROR, "rotation covers the whole head", needs=FILE)
@@ -197,15 +211,25 @@ def file_type(s: Subject) -> Findings:
     said = policy.of_file_type(number) if number is not None else None
     most = most_type(s)
     if number in REMOVED_FILE_TYPES:
-        yield Finding("general.file_type", "a type that llama.cpp has", number,
-                      "quantize again with g4spec quantize")  # fmt: skip
+        yield Finding(
+            "general.file_type",
+            "a type that llama.cpp has",
+            number,
+            "quantize again with g4spec quantize",
+        )
     if said and most and most.lower() not in policy.types(said):
-        yield Finding("general.file_type", most, said.name.upper(),
-                      "quantize again with g4spec quantize")  # fmt: skip
+        yield Finding(
+            "general.file_type", most, said.name.upper(), "quantize again with g4spec quantize"
+        )
 
 
-@rule("G4-KEY-009", ERROR, "the metadata describes a model that can be loaded", needs=FILE,
-      fallback=True)  # fmt: skip
+@rule(
+    "G4-KEY-009",
+    ERROR,
+    "the metadata describes a model that can be loaded",
+    needs=FILE,
+    fallback=True,
+)
 def describes(s: Subject) -> Findings:
     """What the rules above do not name: whatever the model's own parser refuses."""
     if s.config_refusal:
@@ -219,18 +243,31 @@ def both_kinds(s: Subject) -> Findings:
     found = s.numbers(".attention.sliding_window_pattern")
     if found is not None and (found.all() or not found.any()):
         kind = "only sliding ones" if len(found) and found.all() else "only full ones"
-        yield Finding(s.name(".attention.sliding_window_pattern"), "both kinds", kind,
-                      "take layer_types from the checkpoint")  # fmt: skip
+        yield Finding(
+            s.name(".attention.sliding_window_pattern"),
+            "both kinds",
+            kind,
+            "take layer_types from the checkpoint",
+        )
 
 
-@rule("G4-KEY-011", WARNING, "this version has code for all that the file uses", needs=FILE,
-      fallback=True)  # fmt: skip
+@rule(
+    "G4-KEY-011",
+    WARNING,
+    "this version has code for all that the file uses",
+    needs=FILE,
+    fallback=True,
+)
 def supported(s: Subject) -> Findings:
     """A valid file of a kind that is not implemented here: most rules could not be asked, and
     silence must not pass for health."""
     if s.unsupported:
-        yield Finding("metadata", "features of this version", s.unsupported,
-                      "use a newer version, or upstream llama.cpp")  # fmt: skip
+        yield Finding(
+            "metadata",
+            "features of this version",
+            s.unsupported,
+            "use a newer version, or upstream llama.cpp",
+        )
 
 
 @rule("G4-KEY-012", ERROR, f"there are at most {MAX_LAYERS} layers", needs=FILE)

@@ -39,8 +39,12 @@ def scaled(s: Subject) -> Findings:
             off = min((abs(mine - x) for x in others), default=0.0)
             if off > OFF and spread <= min(SPREAD * (len(others) - 1), WIDEST):
                 times = 2.0 ** (mine - float(np.mean(others)))
-                yield Finding(name, "weights as large as in other layers", f"{times:.2f} times as "
-                              "large", COMPARE)  # fmt: skip
+                yield Finding(
+                    name,
+                    "weights as large as in other layers",
+                    f"{times:.2f} times as large",
+                    COMPARE,
+                )
 
 
 @rule("G4-VAL-012", WARNING, "no two norms are identical", needs=FILE)
@@ -66,8 +70,7 @@ def positive(s: Subject) -> Findings:
             yield Finding(name, "weights above 0", f"{x:.0%} below", COMPARE)
 
 
-@rule("G4-PAIR-020", WARNING, "rows of both token tables are equally long", on=DRAFTS,
-      needs=TARGET)  # fmt: skip
+@rule("G4-PAIR-020", WARNING, "rows of both token tables are equally long", on=DRAFTS, needs=TARGET)
 def lengths(s: Subject) -> Findings:
     """A draft's own copy of the target's table, scaled once too often or stored in a type that was
     read with the wrong scale."""
@@ -76,8 +79,12 @@ def lengths(s: Subject) -> Findings:
         return
     mine, its = (float(np.sqrt(np.square(x, dtype=np.float64).mean())) for x in pair)
     if its > 0 and mine > 0 and abs(math.log2(mine / its)) > OFF:
-        yield Finding("token_embd.weight", "rows as long as the target's",
-                      f"{mine / its:.3g} times as long", COMPARE)  # fmt: skip
+        yield Finding(
+            "token_embd.weight",
+            "rows as long as the target's",
+            f"{mine / its:.3g} times as long",
+            COMPARE,
+        )
 
 
 def like(s: Subject) -> Like:
@@ -114,5 +121,3 @@ def _same_shape(s: Subject) -> Iterator[list[str]]:
     for name in _norms(s):
         groups.setdefault(s.shape(name) or (), []).append(name)
     yield from groups.values()
-
-

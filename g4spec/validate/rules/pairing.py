@@ -69,8 +69,9 @@ def special(s: Subject) -> Findings:
             yield Finding(f"tokenizer.ggml.{role}_token_id", its[role], mine[role], FROM_TARGET)
 
 
-@rule("G4-PAIR-006", ERROR, "the target has the depth it had at conversion", on=DRAFTS,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-006", ERROR, "the target has the depth it had at conversion", on=DRAFTS, needs=TARGET
+)
 def depth(s: Subject) -> Findings:
     """Two targets of the same width and another depth: layer ids then name other layers."""
     said, n = s.integer(provenance.TARGET_LAYERS), len(_target(s).config.layers)
@@ -78,8 +79,13 @@ def depth(s: Subject) -> Findings:
         yield Finding("target layers", said, n, OTHER)
 
 
-@rule("G4-PAIR-007", WARNING, "the target's tokenizer is the one of the conversion", on=DRAFTS,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-007",
+    WARNING,
+    "the target's tokenizer is the one of the conversion",
+    on=DRAFTS,
+    needs=TARGET,
+)
 def tokenizer(s: Subject) -> Findings:
     """The draft was converted beside another revision of the target. Quantizing a target does
     not change its tokenizer."""
@@ -91,8 +97,13 @@ def tokenizer(s: Subject) -> Findings:
             yield Finding(provenance.TARGET_TOKENIZER, said[:16], found[:16], FROM_TARGET)
 
 
-@rule("G4-PAIR-015", WARNING, "the target's weights are those of the conversion", on=DRAFTS,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-015",
+    WARNING,
+    "the target's weights are those of the conversion",
+    on=DRAFTS,
+    needs=TARGET,
+)
 def weights(s: Subject) -> Findings:
     """The draft was converted beside another revision of the target, a fine-tune, or a checkpoint
     that was quantized already. It runs, and accepts as much as the two targets agree. Judged by a
@@ -102,12 +113,15 @@ def weights(s: Subject) -> Findings:
     if said and found and said != found:
         mine = s.text(provenance.TARGET_SOURCE), s.text(provenance.TARGET_REVISION)
         its = _target(s).text(provenance.SOURCE), _target(s).text(provenance.REVISION)
-        yield Finding(provenance.TARGET_WEIGHTS, _origin(said, *mine), _origin(found, *its),
-                      OTHER + ", or if this is it, " + FROM_TARGET)  # fmt: skip
+        yield Finding(
+            provenance.TARGET_WEIGHTS,
+            _origin(said, *mine),
+            _origin(found, *its),
+            OTHER + ", or if this is it, " + FROM_TARGET,
+        )
 
 
-@rule("G4-PAIR-016", NOTE, "the target's commit is that of the conversion", on=DRAFTS,
-      needs=TARGET)  # fmt: skip
+@rule("G4-PAIR-016", NOTE, "the target's commit is that of the conversion", on=DRAFTS, needs=TARGET)
 def commit(s: Subject) -> Findings:
     """Asked where one of the two does not know its weights' digest: a draft converted with the id
     of a target on the hub, of which only the small files are fetched. Two commits of a repository
@@ -118,8 +132,12 @@ def commit(s: Subject) -> Findings:
     mine = s.text(provenance.TARGET_SOURCE), s.text(provenance.TARGET_REVISION)
     its = target.text(provenance.SOURCE), target.text(provenance.REVISION)
     if all(mine) and all(its) and mine[0] == its[0] and mine[1] != its[1]:
-        yield Finding(provenance.TARGET_REVISION, mine[1], its[1],
-                      "compare the two commits; if weights changed, " + FROM_TARGET)  # fmt: skip
+        yield Finding(
+            provenance.TARGET_REVISION,
+            mine[1],
+            its[1],
+            "compare the two commits; if weights changed, " + FROM_TARGET,
+        )
 
 
 @rule("G4-PAIR-008", WARNING, "logits are capped alike", on=DFLASH, needs=TARGET)
@@ -128,19 +146,28 @@ def softcap(s: Subject) -> Findings:
     changes nothing at temperature 0 and costs acceptance above."""
     target = _target(s)
     if not s.config.own_head and s.config.softcap != target.config.softcap:
-        yield Finding(s.name(".final_logit_softcapping"), target.config.softcap, s.config.softcap,
-                      "take final_logit_softcapping from the draft's configuration")  # fmt: skip
+        yield Finding(
+            s.name(".final_logit_softcapping"),
+            target.config.softcap,
+            s.config.softcap,
+            "take final_logit_softcapping from the draft's configuration",
+        )
 
 
-@rule("G4-PAIR-009", NOTE, "the draft was trained for the target's context", on=DRAFTS,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-009", NOTE, "the draft was trained for the target's context", on=DRAFTS, needs=TARGET
+)
 def context(s: Subject) -> Findings:
     """Beyond its own context a draft proposes worse: one reported 10.7 accepted tokens at 32,768
     and 1.2 at 65,536 (there a cache bug had its part)."""
     mine, its = s.integer(".context_length"), _target(s).integer(".context_length")
     if mine is not None and its is not None and mine < its:
-        yield Finding(s.name(".context_length"), f"{its} or more", mine,
-                      "expect fewer accepted tokens beyond it")  # fmt: skip
+        yield Finding(
+            s.name(".context_length"),
+            f"{its} or more",
+            mine,
+            "expect fewer accepted tokens beyond it",
+        )
 
 
 @rule("G4-LAY-002", WARNING, "the target says whether it caps its logits", on=TARGETS)
@@ -148,8 +175,12 @@ def capped(s: Subject) -> Findings:
     """Gemma 4 caps at 30. Where the key is missing upstream caps at 30 and this runtime does not
     cap at all: what the model was trained with, nobody can tell. 0 says that there is no cap."""
     if not s.has(".final_logit_softcapping"):
-        yield Finding("gemma4.final_logit_softcapping", "30, or 0 for none", "nothing",
-                      "take final_logit_softcapping from the checkpoint")  # fmt: skip
+        yield Finding(
+            "gemma4.final_logit_softcapping",
+            "30, or 0 for none",
+            "nothing",
+            "take final_logit_softcapping from the checkpoint",
+        )
 
 
 def _origin(digest: str, name: str | None, revision: str | None) -> str:

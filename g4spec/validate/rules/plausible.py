@@ -60,8 +60,12 @@ def pattern(s: Subject) -> Findings:
     period = PERIODS.get(n) if s.arch in TARGETS else None
     wanted = period or (full[0] if full else n)
     if full != _every(wanted, n) or (period is None and full and full[0] < 2 < n):
-        yield Finding(s.name(PATTERN), f"full layers {_every(max(wanted, 2), n)}, counted from 1",
-                      full or "none", "take layer_types from the checkpoint")  # fmt: skip
+        yield Finding(
+            s.name(PATTERN),
+            f"full layers {_every(max(wanted, 2), n)}, counted from 1",
+            full or "none",
+            "take layer_types from the checkpoint",
+        )
 
 
 @rule("G4-KEY-014", WARNING, "epsilon and rotation bases are ones that models have", needs=FILE)
@@ -75,8 +79,9 @@ def constants(s: Subject) -> Findings:
     for key, allowed in checks.items():
         found = s.number(key)
         if found is not None and not any(np.float32(found) == np.float32(x) for x in allowed):
-            yield Finding(s.name(key), " or ".join(f"{x:g}" for x in allowed), f"{found:g}",
-                          COMPARE)  # fmt: skip
+            yield Finding(
+                s.name(key), " or ".join(f"{x:g}" for x in allowed), f"{found:g}", COMPARE
+            )
 
 
 @rule("G4-KEY-015", WARNING, "context and window are round numbers", needs=FILE)
@@ -97,8 +102,9 @@ def container(s: Subject) -> Findings:
     if kind not in (None, "model"):
         yield Finding("general.type", "model", kind, "convert again with g4spec convert")
     if version not in (None, 2):
-        yield Finding("general.quantization_version", 2, version,
-                      "convert again with g4spec convert")  # fmt: skip
+        yield Finding(
+            "general.quantization_version", 2, version, "convert again with g4spec convert"
+        )
 
 
 @rule("G4-KEY-017", WARNING, "digests are whole", needs=FILE)
@@ -108,8 +114,9 @@ def digests(s: Subject) -> Findings:
     for key, form in DIGESTS.items():
         found = s.text(key)
         if found is not None and not re.fullmatch(form, found):
-            yield Finding(key, "64 hexadecimal digits", f"{found!r:.40}",
-                          "convert again with g4spec convert")  # fmt: skip
+            yield Finding(
+                key, "64 hexadecimal digits", f"{found!r:.40}", "convert again with g4spec convert"
+            )
 
 
 @rule("G4-KEY-018", WARNING, "a converted draft knows its target", on=DRAFTS, needs=FILE)
@@ -120,8 +127,9 @@ def remembers(s: Subject) -> Findings:
         keys = (provenance.TARGET_LAYERS, provenance.TARGET_HIDDEN, provenance.TARGET_TOKENIZER)
         for key in keys:
             if not s.has(key):
-                yield Finding(key, "what was recorded at conversion", "nothing",
-                              "convert again with --target")  # fmt: skip
+                yield Finding(
+                    key, "what was recorded at conversion", "nothing", "convert again with --target"
+                )
 
 
 @rule("G4-KEY-019", WARNING, "recommended sampling is possible", on=TARGETS, needs=FILE)
@@ -131,8 +139,12 @@ def sampling(s: Subject) -> Findings:
     for name, low, high in (("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("temp", 0.0, 1.5)):
         found = s.number(f"general.sampling.{name}")
         if found is not None and not low <= found <= high:
-            yield Finding(f"general.sampling.{name}", f"{low:g} to {high:g}", found,
-                          "take it from generation_config.json")  # fmt: skip
+            yield Finding(
+                f"general.sampling.{name}",
+                f"{low:g} to {high:g}",
+                found,
+                "take it from generation_config.json",
+            )
 
 
 @rule("G4-LAY-003", WARNING, "the target caps its logits at 30", on=TARGETS, needs=FILE)
@@ -157,8 +169,9 @@ def block(s: Subject) -> Findings:
         yield Finding(s.name(".block_size"), "4, 8 or 16 rows", size, COMPARE)
 
 
-@rule("G4-PAIR-018", WARNING, "the draft was not made for a longer context", on=TAPPED,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-018", WARNING, "the draft was not made for a longer context", on=TAPPED, needs=TARGET
+)
 def longer(s: Subject) -> Findings:
     """Trainers give a draft its target's context length; one for more positions than the target
     has was made for another one, or the number is wrong."""
@@ -168,8 +181,13 @@ def longer(s: Subject) -> Findings:
         yield Finding(s.name(".context_length"), f"at most {its}", mine, COMPARE)
 
 
-@rule("G4-PAIR-019", WARNING, "logits are capped as the target's, or not at all", on=TAPPED,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-019",
+    WARNING,
+    "logits are capped as the target's, or not at all",
+    on=TAPPED,
+    needs=TARGET,
+)
 def same_cap(s: Subject) -> Findings:
     """A draft with its own head caps as its target does, or was trained without a cap."""
     assert s.target is not None

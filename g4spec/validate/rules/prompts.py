@@ -19,15 +19,35 @@ ADD_BOS = "tokenizer.ggml.add_bos_token"
 MASK = "tokenizer.ggml.mask_token_id"
 COMPARED = {TOKENS, "tokenizer.ggml.merges"} | {
     f"tokenizer.ggml.{name}"
-    for name in ("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id",
-                 "add_bos_token", "add_eos_token", "add_space_prefix")
-}  # fmt: skip
+    for name in (
+        "bos_token_id",
+        "eos_token_id",
+        "unknown_token_id",
+        "padding_token_id",
+        "add_bos_token",
+        "add_eos_token",
+        "add_space_prefix",
+    )
+}
 """Keys of the tokenizer that have rules of their own."""
 CONTROLS = ("<bos>", "<eos>", "<pad>")
-ROLES = {"eos": ("<eos>", "<turn|>", "<|tool_response>"), "eot": ("<turn|>",),
-         "unknown": ("<unk>",), "padding": ("<pad>",)}  # fmt: skip
-MARKS = ("<start_of_turn>", "<end_of_turn>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
-         "<|eot_id|>", "[INST]", "<|turn>", "<turn|>")  # fmt: skip
+ROLES = {
+    "eos": ("<eos>", "<turn|>", "<|tool_response>"),
+    "eot": ("<turn|>",),
+    "unknown": ("<unk>",),
+    "padding": ("<pad>",),
+}
+MARKS = (
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|eot_id|>",
+    "[INST]",
+    "<|turn>",
+    "<turn|>",
+)
 """Marks of turns that chat templates write; those of Gemma 4 are the last two."""
 
 
@@ -37,8 +57,12 @@ def chat_bos(s: Subject) -> Findings:
     prompt gets one, and the model writes degenerate text."""
     template = s.text(TEMPLATE)
     if template and not _writes_bos(template) and s.flag(ADD_BOS) is False:
-        yield Finding(ADD_BOS, "true, as the template writes no BOS", "false",
-                      "set it to true; no prompt ever gets a second one")  # fmt: skip
+        yield Finding(
+            ADD_BOS,
+            "true, as the template writes no BOS",
+            "false",
+            "set it to true; no prompt ever gets a second one",
+        )
 
 
 @rule("G4-VOC-013", ERROR, "the BOS is `<bos>`", needs=FILE)
@@ -47,8 +71,9 @@ def bos(s: Subject) -> Findings:
     that other tokenizers use for both, and the first words are already wrong."""
     tokens, i = s.strings(TOKENS) or [], special_ids(s).get("bos")
     if i is not None and 0 <= i < len(tokens) and tokens[i] != "<bos>":
-        yield Finding("tokenizer.ggml.bos_token_id", "<bos>", f"{i}, {tokens[i]!r:.40}",
-                      FROM_TARGET)  # fmt: skip
+        yield Finding(
+            "tokenizer.ggml.bos_token_id", "<bos>", f"{i}, {tokens[i]!r:.40}", FROM_TARGET
+        )
 
 
 @rule("G4-VOC-014", WARNING, "no EOS is put after a prompt", needs=FILE)
@@ -66,8 +91,12 @@ def marks(s: Subject) -> Findings:
     template, tokens = s.text(TEMPLATE), set(s.strings(TOKENS) or [])
     for mark in MARKS:
         if template and mark in template and mark not in tokens:
-            yield Finding(TEMPLATE, "marks of turns that are tokens", mark,
-                          "take the template of the target's checkpoint")  # fmt: skip
+            yield Finding(
+                TEMPLATE,
+                "marks of turns that are tokens",
+                mark,
+                "take the template of the target's checkpoint",
+            )
 
 
 @rule("G4-PAIR-010", WARNING, "both have the same chat template", on=DRAFTS, needs=TARGET)
@@ -76,10 +105,16 @@ def template(s: Subject) -> Findings:
     revision, and a server that reads the draft's writes prompts the target does not know."""
     mine, its = s.text(TEMPLATE), _target(s).text(TEMPLATE)
     if mine and its and mine != its:
-        same = next((i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b),
-                    min(len(mine), len(its)))  # fmt: skip
-        yield Finding(TEMPLATE, f"the target's: {its[same : same + 30]!r} at {same}",
-                      f"{mine[same : same + 30]!r}", FROM_TARGET)  # fmt: skip
+        same = next(
+            (i for i, (a, b) in enumerate(zip(mine, its, strict=False)) if a != b),
+            min(len(mine), len(its)),
+        )
+        yield Finding(
+            TEMPLATE,
+            f"the target's: {its[same : same + 30]!r} at {same}",
+            f"{mine[same : same + 30]!r}",
+            FROM_TARGET,
+        )
 
 
 @rule("G4-PAIR-011", WARNING, "both add the same tokens to prompts", on=DRAFTS, needs=TARGET)
@@ -102,15 +137,17 @@ def stops(s: Subject) -> Findings:
         yield Finding(STOP_IDS, sorted(its.tolist()), sorted(mine.tolist()), FROM_TARGET)
 
 
-@rule("G4-PAIR-013", ERROR, "the target has the width it had at conversion", on=DRAFTS,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-013", ERROR, "the target has the width it had at conversion", on=DRAFTS, needs=TARGET
+)
 def width(s: Subject) -> Findings:
     """A draft for another size of target whose own shapes happen to fit, as those of EAGLE-3 do
     that project the target's features first."""
     said, found = s.integer(provenance.TARGET_HIDDEN), int(_target(s).config.n_embd)
     if said is not None and said != found:
-        yield Finding("target hidden size", said, found, "use the target this draft was trained "
-                      "for")  # fmt: skip
+        yield Finding(
+            "target hidden size", said, found, "use the target this draft was trained for"
+        )
 
 
 def _writes_bos(template: str) -> bool:
@@ -134,8 +171,9 @@ def settings(s: Subject) -> Findings:
             continue
         mine, its = _value(s, key), _value(target, key)
         if mine != its and key != MASK:
-            yield Finding(key, "the target's", "another value" if key in s.keys else "nothing",
-                          FROM_TARGET)  # fmt: skip
+            yield Finding(
+                key, "the target's", "another value" if key in s.keys else "nothing", FROM_TARGET
+            )
 
 
 @rule("G4-VOC-016", WARNING, "tokens have the type of their text", needs=FILE)
@@ -148,8 +186,12 @@ def token_types(s: Subject) -> Findings:
     for i, text in enumerate(tokens):
         wanted = BYTE if BYTE_TOKEN.fullmatch(text) else CONTROL if text in CONTROLS else None
         if (wanted is not None and types[i] != wanted) or not 1 <= types[i] <= BYTE:
-            yield Finding(f"tokenizer.ggml.token_type[{i}]", wanted or f"1 to {BYTE}",
-                          f"{int(types[i])} for {text!r}", FROM_TARGET)  # fmt: skip
+            yield Finding(
+                f"tokenizer.ggml.token_type[{i}]",
+                wanted or f"1 to {BYTE}",
+                f"{int(types[i])} for {text!r}",
+                FROM_TARGET,
+            )
             return
 
 
@@ -161,15 +203,18 @@ def merged(s: Subject) -> Findings:
         return
     if len(set(found)) != len(found):
         twice = next(a for a, b in pairwise(sorted(found)) if a == b)
-        yield Finding("tokenizer.ggml.merges", "each pair once", f"{twice!r:.40} twice",
-                      FROM_TARGET)  # fmt: skip
+        yield Finding(
+            "tokenizer.ggml.merges", "each pair once", f"{twice!r:.40} twice", FROM_TARGET
+        )
     joined = ((m, "".join(m.split(" ", 1))) for m in found)  # U+0120 stands for a space
-    unknown = (m for m, text in joined
-               if text not in tokens and text.replace("\u0120", " ") not in tokens)  # fmt: skip
+    unknown = (
+        m for m, text in joined if text not in tokens and text.replace("\u0120", " ") not in tokens
+    )
     lost = next(unknown, None)
     if lost is not None:
-        yield Finding("tokenizer.ggml.merges", "pairs that make a token", f"{lost!r:.40}",
-                      FROM_TARGET)  # fmt: skip
+        yield Finding(
+            "tokenizer.ggml.merges", "pairs that make a token", f"{lost!r:.40}", FROM_TARGET
+        )
 
 
 @rule("G4-VOC-018", WARNING, "special tokens are Gemma's", needs=FILE)
@@ -180,8 +225,12 @@ def roles(s: Subject) -> Findings:
     for role, text in ROLES.items():
         i = special_ids(s).get(role)
         if i is not None and 0 <= i < len(tokens) and tokens[i] not in text:
-            yield Finding(f"tokenizer.ggml.{role}_token_id", " or ".join(text),
-                          f"{i}, {tokens[i]!r:.40}", FROM_TARGET)  # fmt: skip
+            yield Finding(
+                f"tokenizer.ggml.{role}_token_id",
+                " or ".join(text),
+                f"{i}, {tokens[i]!r:.40}",
+                FROM_TARGET,
+            )
 
 
 @rule("G4-VOC-019", WARNING, "recorded stop tokens end texts", needs=FILE)
@@ -190,8 +239,9 @@ def recorded_stops(s: Subject) -> Findings:
     tokens, found = s.strings(TOKENS) or [], s.numbers(STOP_IDS)
     for i in found if found is not None else ():
         if 0 <= i < len(tokens) and not (tokens[i].startswith("<") and tokens[i].endswith(">")):
-            yield Finding(STOP_IDS, "ids of control tokens", f"{int(i)}, {tokens[i]!r:.40}",
-                          FROM_TARGET)  # fmt: skip
+            yield Finding(
+                STOP_IDS, "ids of control tokens", f"{int(i)}, {tokens[i]!r:.40}", FROM_TARGET
+            )
 
 
 @rule("G4-VOC-020", WARNING, "the chat template compiles", needs=FILE)

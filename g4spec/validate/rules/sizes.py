@@ -15,8 +15,13 @@ FROM_CONFIG = "take the number from the checkpoint's config.json"
 CONVERT = "convert again with g4spec convert"
 
 
-@rule("G4-MOE-001", ERROR, "a token visits at least one expert, and no more than there are",
-      on=TARGETS, needs=FILE)  # fmt: skip
+@rule(
+    "G4-MOE-001",
+    ERROR,
+    "a token visits at least one expert, and no more than there are",
+    on=TARGETS,
+    needs=FILE,
+)
 def used(s: Subject) -> Findings:
     """Gemma calls it `top_k_experts`, other models `num_experts_per_tok`: a converter that looks
     for the other name writes 0, and upstream refuses the file."""
@@ -43,20 +48,30 @@ def router(s: Subject) -> Findings:
             yield Finding(name, "F32", kind, CONVERT)
 
 
-@rule("G4-PLE-001", ERROR, "per-layer embeddings are there if the metadata says so, and only then",
-      on=TARGETS, needs=FILE)  # fmt: skip
+@rule(
+    "G4-PLE-001",
+    ERROR,
+    "per-layer embeddings are there if the metadata says so, and only then",
+    on=TARGETS,
+    needs=FILE,
+)
 def per_layer(s: Subject) -> Findings:
     """A key lost in a rewrite turns E2B into a model that ignores a third of its weights; it
     still writes sentences."""
     said = s.integer(".embedding_length_per_layer_input") or 0
     there = "per_layer_token_embd.weight" in s.open_file.tensors
     if bool(said) != there:
-        yield Finding("gemma4.embedding_length_per_layer_input",
-                      "> 0" if there else 0, said, FROM_CONFIG)  # fmt: skip
+        yield Finding(
+            "gemma4.embedding_length_per_layer_input", "> 0" if there else 0, said, FROM_CONFIG
+        )
 
 
-@rule("G4-PLE-002", ERROR, "layers that share keys and values find them where upstream looks",
-      on=TARGETS)  # fmt: skip
+@rule(
+    "G4-PLE-002",
+    ERROR,
+    "layers that share keys and values find them where upstream looks",
+    on=TARGETS,
+)
 def donors(s: Subject) -> Findings:
     """Sliding layers read the last layer but one that has its own, full layers the last one.
     Another pattern before them makes upstream read the other kind's keys."""
@@ -64,21 +79,33 @@ def donors(s: Subject) -> Findings:
         n_own = sum(x.kv_from is None for x in s.config.layers)
         reads = n_own - (1 if spec.window is None else 2)
         if spec.kv_from not in (None, reads):
-            yield Finding(f"layer {spec.index}", f"keys and values of layer {reads}",
-                          f"of layer {spec.kv_from}", FROM_CONFIG)  # fmt: skip
+            yield Finding(
+                f"layer {spec.index}",
+                f"keys and values of layer {reads}",
+                f"of layer {spec.kv_from}",
+                FROM_CONFIG,
+            )
 
 
-@rule("G4-PLE-003", NOTE, "layers that share keys and values have no projections for them",
-      on=TARGETS)  # fmt: skip
+@rule(
+    "G4-PLE-003", NOTE, "layers that share keys and values have no projections for them", on=TARGETS
+)
 def spare(s: Subject) -> Findings:
     """Published checkpoints bring them along; nothing reads them, but they take memory."""
     shared = {spec.index for spec in s.config.layers if spec.kv_from is not None}
-    found = [name for name in s.open_file.tensors
-             if (m := re.fullmatch(r"blk\.(\d+)\.attn_[kv](_norm)?\.weight", name))
-             and int(m[1]) in shared]  # fmt: skip
+    found = [
+        name
+        for name in s.open_file.tensors
+        if (m := re.fullmatch(r"blk\.(\d+)\.attn_[kv](_norm)?\.weight", name))
+        and int(m[1]) in shared
+    ]
     if found:
-        yield Finding(found[0], "nothing", f"{len(found)} tensors that nothing reads",
-                      "leave them if upstream's file has them too")  # fmt: skip
+        yield Finding(
+            found[0],
+            "nothing",
+            f"{len(found)} tensors that nothing reads",
+            "leave them if upstream's file has them too",
+        )
 
 
 @rule("G4-SUP-001", ERROR, "suppressed tokens are tokens, and none of them ends a text", needs=FILE)

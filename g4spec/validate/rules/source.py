@@ -26,8 +26,12 @@ RECONVERT = "convert again from this source"
 def same_kind(s: Subject) -> Findings:
     """The folder of the target was given for that of its draft, or the other way round."""
     if s.comparison.kind is not None:
-        yield Finding(str(s.source), getattr(s.kind, "TITLE", s.arch), s.comparison.kind,
-                      "give the checkpoint this file was made from")  # fmt: skip
+        yield Finding(
+            str(s.source),
+            getattr(s.kind, "TITLE", s.arch),
+            s.comparison.kind,
+            "give the checkpoint this file was made from",
+        )
 
 
 @rule("G4-CMP-002", ERROR, "every tensor of the source has a place in the file", needs=SOURCE)
@@ -66,17 +70,19 @@ def bounded(s: Subject) -> Findings:
     a few per cent instead of half of one."""
     for t in s.comparison.tensors:
         if not t.exact and t.first is not None:
-            yield Finding(f"{t.name}{list(t.first)}", f"about {t.expected:.6g}",
-                          f"{t.found:.6g}; relative RMS error {t.relative_rms:.2%}",
-                          RECONVERT)  # fmt: skip
+            yield Finding(
+                f"{t.name}{list(t.first)}",
+                f"about {t.expected:.6g}",
+                f"{t.found:.6g}; relative RMS error {t.relative_rms:.2%}",
+                RECONVERT,
+            )
 
 
 @rule("G4-CMP-007", ERROR, "the source's own maps make sense", needs=SOURCE)
 def sensible(s: Subject) -> Findings:
     """d2t and t2d of the checkpoint must say the same; one export had them sorted apart."""
     for name, reason in s.comparison.refused.items():
-        yield Finding(name, "a usable map in the source", reason,
-                      "download the checkpoint again")  # fmt: skip
+        yield Finding(name, "a usable map in the source", reason, "download the checkpoint again")
 
 
 @rule("G4-CMP-008", WARNING, "the source is the one that was recorded", needs=SOURCE)
@@ -87,15 +93,23 @@ def recorded(s: Subject) -> Findings:
         yield Finding(provenance.DIGEST, said, found, RECONVERT)
 
 
-@rule("G4-CMP-009", ERROR, "metadata is what a conversion of the source writes",
-      needs=Needs.CONVERSION)  # fmt: skip
+@rule(
+    "G4-CMP-009",
+    ERROR,
+    "metadata is what a conversion of the source writes",
+    needs=Needs.CONVERSION,
+)
 def described(s: Subject) -> Findings:
     """Layer ids, rotation base, window, epsilon, block size, context: each can be wrong while every
     tensor is right. The draft loads, the text is right, and a third of the acceptance is gone. The
     expected values come from the functions that `convert` itself uses."""
     if s.conversion.refusal:
-        yield Finding(str(s.source), "a checkpoint that can be converted", s.conversion.refusal,
-                      "give the checkpoint this file was made from")  # fmt: skip
+        yield Finding(
+            str(s.source),
+            "a checkpoint that can be converted",
+            s.conversion.refusal,
+            "give the checkpoint this file was made from",
+        )
         return
     wanted, arch, ours = s.conversion.keys, str(s.arch), s.has(provenance.VERSIONS)
     optional = expected.OPTIONAL

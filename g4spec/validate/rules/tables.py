@@ -23,8 +23,13 @@ MEMBERS = 16  # tokens that stand for a cluster
 Rows = NDArray[np.float32]
 
 
-@rule("G4-BLK-014", WARNING, "the draft's own token table is not scaled already", on=TAPPED,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-BLK-014",
+    WARNING,
+    "the draft's own token table is not scaled already",
+    on=TAPPED,
+    needs=TARGET,
+)
 def scaled_table(s: Subject) -> Findings:
     """Gemma multiplies its embedding by the root of the hidden size. An export that saved the
     product instead of the table gives rows 73 times too large, squared where a loader scales
@@ -35,13 +40,17 @@ def scaled_table(s: Subject) -> Findings:
     mine, its = (float(np.sqrt((x.astype(np.float64) ** 2).mean())) for x in pair)
     root = math.sqrt(pair[0].shape[1])
     if its > 0 and 0.8 * root < mine / its < 1.25 * root:
-        yield Finding(TABLE, "rows as long as the target's", f"{mine / its:.1f} times as long, "
-                      f"sqrt({pair[0].shape[1]}) = {root:.1f}",
-                      "divide the table by it, or take it from the checkpoint")  # fmt: skip
+        yield Finding(
+            TABLE,
+            "rows as long as the target's",
+            f"{mine / its:.1f} times as long, sqrt({pair[0].shape[1]}) = {root:.1f}",
+            "divide the table by it, or take it from the checkpoint",
+        )
 
 
-@rule("G4-PAIR-014", WARNING, "the draft's own token table is the target's", on=TAPPED,
-      needs=TARGET)  # fmt: skip
+@rule(
+    "G4-PAIR-014", WARNING, "the draft's own token table is the target's", on=TAPPED, needs=TARGET
+)
 def same_table(s: Subject) -> Findings:
     """Trainers copy the target's table into the draft and freeze it. Rows that point elsewhere
     come from another revision of the target, another size, or another order of tokens."""
@@ -52,9 +61,12 @@ def same_table(s: Subject) -> Findings:
     norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
     cosine = np.median((a * b).sum(1)[norms > 0] / norms[norms > 0]) if norms.any() else 1.0
     if cosine < 0.9:
-        yield Finding(TABLE, "rows that point where the target's do",
-                      f"a median cosine of {cosine:.2f}",
-                      "use the target this draft was trained for")  # fmt: skip
+        yield Finding(
+            TABLE,
+            "rows that point where the target's do",
+            f"a median cosine of {cosine:.2f}",
+            "use the target this draft was trained for",
+        )
 
 
 @rule("G4-CEN-008", WARNING, "clusters hold tokens that are alike", on=ASSISTANT, needs=FILE)
@@ -72,9 +84,12 @@ def alike(s: Subject) -> Findings:
     inverse = np.argsort(order)
     stored, other = (_likeness(s, x.reshape(n, -1)) for x in (order, inverse))
     if stored is not None and other is not None and other > 0.05 and other > 3 * stored:
-        yield Finding(ORDERING, "tokens of a cluster side by side", "token -> slot: likeness "
-                      f"{stored:.2f}, that of the inverse {other:.2f}",
-                      "store the ordering of the checkpoint, slot -> token")  # fmt: skip
+        yield Finding(
+            ORDERING,
+            "tokens of a cluster side by side",
+            f"token -> slot: likeness {stored:.2f}, that of the inverse {other:.2f}",
+            "store the ordering of the checkpoint, slot -> token",
+        )
 
 
 def _likeness(s: Subject, clusters: NDArray[np.integer]) -> float | None:

@@ -48,8 +48,12 @@ def width(s: Subject) -> Findings:
     shape, hidden, n = s.shape("fc.weight"), s.integer(".embedding_length"), len(ids(s))
     its = s.integer(".target_hidden_size") or hidden
     if shape and hidden and its and (n == 0 or shape != (hidden, n * its)):
-        yield Finding("fc.weight", f"[{hidden}, {n} x {its} = {n * its}]", list(shape),
-                      f"{s.name(KEY)} must name {shape[-1] / its:g} layers")  # fmt: skip
+        yield Finding(
+            "fc.weight",
+            f"[{hidden}, {n} x {its} = {n * its}]",
+            list(shape),
+            f"{s.name(KEY)} must name {shape[-1] / its:g} layers",
+        )
 
 
 @rule("G4-TAP-002", ERROR, "layer ids are unique", on=TAPPED, needs=FILE)
@@ -66,8 +70,9 @@ def increasing(s: Subject) -> Findings:
     set that went through a Python `set` does not."""
     found = ids(s)
     if found != sorted(found):
-        yield Finding(s.name(KEY), sorted(found), found,
-                      "keep the order of the checkpoint's configuration")  # fmt: skip
+        yield Finding(
+            s.name(KEY), sorted(found), found, "keep the order of the checkpoint's configuration"
+        )
 
 
 @rule("G4-TAP-004", ERROR, "layer ids are inputs of target layers", on=TAPPED, needs=FILE)
@@ -79,9 +84,14 @@ def in_range(s: Subject) -> Findings:
     for i in ids(s):
         if i < 1 or (n is not None and i >= n):
             top = f"1 to {n - 1}" if n is not None else "1 or more"
-            yield Finding(s.name(KEY), top, i, "count layer inputs: a z-lab id plus one, a "
-                          "speculators id as it is, and use the target this draft was trained "
-                          "for")  # fmt: skip
+            yield Finding(
+                s.name(KEY),
+                top,
+                i,
+                "count layer inputs: a z-lab id plus one, a "
+                "speculators id as it is, and use the target this draft was trained "
+                "for",
+            )
 
 
 @rule("G4-TAP-005", ERROR, "layer ids are not off by one", on=TAPPED, needs=FILE)
@@ -109,9 +119,13 @@ def published(s: Subject) -> Findings:
     sets = [p for p in PUBLISHED if p.n_layer == n]
     if sets and found and not _trained(found, n or 0) and _computed(found, n or 0) is None:
         known = "; ".join(f"{list(p.ids)} ({p.who})" for p in sets)
-        yield Finding(s.name(KEY), known, list(found),
-                      "compare with the checkpoint's configuration; ignore this if the draft was "
-                      "trained with these ids")  # fmt: skip
+        yield Finding(
+            s.name(KEY),
+            known,
+            list(found),
+            "compare with the checkpoint's configuration; ignore this if the draft was "
+            "trained with these ids",
+        )
 
 
 @rule("G4-TAP-007", ERROR, "layer ids are for a target of this depth", on=TAPPED, needs=FILE)
@@ -120,9 +134,12 @@ def other_depth(s: Subject) -> Findings:
     found, n = tuple(ids(s)), s.n_target_layers
     its = [p for p in _near(found) if p.n_layer != n]
     if n is not None and its and len(its) == len(_near(found)):
-        yield Finding(s.name(KEY), f"ids for {n} layers",
-                      f"{list(found)}, for {its[0].n_layer} ({its[0].who})",
-                      "use the target this draft was trained for")  # fmt: skip
+        yield Finding(
+            s.name(KEY),
+            f"ids for {n} layers",
+            f"{list(found)}, for {its[0].n_layer} ({its[0].who})",
+            "use the target this draft was trained for",
+        )
 
 
 @rule("G4-TAP-008", WARNING, "layer ids were read, not computed", on=TAPPED, needs=FILE)
@@ -132,9 +149,12 @@ def computed(s: Subject) -> Findings:
     found, n = tuple(ids(s)), s.n_target_layers or 0
     convention = _computed(found, n)
     if any(p.n_layer == n for p in PUBLISHED) and not _trained(found, n) and convention:
-        yield Finding(s.name(KEY), "the ids of the checkpoint's configuration",
-                      f"{list(found)}, {convention}",
-                      "take the ids from the checkpoint, counted as inputs")  # fmt: skip
+        yield Finding(
+            s.name(KEY),
+            "the ids of the checkpoint's configuration",
+            f"{list(found)}, {convention}",
+            "take the ids from the checkpoint, counted as inputs",
+        )
 
 
 def _trained(found: tuple[int, ...], n: int) -> bool:

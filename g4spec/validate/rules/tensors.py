@@ -13,15 +13,20 @@ RECONVERT = "convert again from the original checkpoint"
 
 KNOWN_EXTRAS = (
     (r"t2d", "drop it: it repeats what d2t says"),
-    (r"(mtp\.|mtp_)?(masked_embd_|centroids|token_ordering).*",
-     "the centroid head belongs into g4spec.assistant.* metadata; upstream crashes on the tensor"),
-    (r"blk\.\d+\.attn_[kv](_norm)?\.weight",
-     "an assistant has no keys and values of its own, it reads its target's"),
+    (
+        r"(mtp\.|mtp_)?(masked_embd_|centroids|token_ordering).*",
+        "the centroid head belongs into g4spec.assistant.* metadata; upstream crashes on the "
+        "tensor",
+    ),
+    (
+        r"blk\.\d+\.attn_[kv](_norm)?\.weight",
+        "an assistant has no keys and values of its own, it reads its target's",
+    ),
     (r"output\.weight", "the head of this model is tied to token_embd.weight"),
     (r"verifier_.*", "drop it: it is a copy of the target's tensor"),
     (r"dflash[._].*", "the file is in a fork's dialect; convert from the original checkpoint"),
     (r"(v|a|mm)\..*", "vision and audio belong into a separate mmproj file"),
-)  # fmt: skip
+)
 """Extra tensors that files in the wild carry, and what to do about each."""
 
 
@@ -52,8 +57,12 @@ def shapes(s: Subject) -> Findings:
     for spec in s.specs.values():
         found = s.shape(spec.name)
         if found is not None and found != spec.shape and spec.name not in ("d2t", "fc.weight"):
-            yield Finding(spec.name, list(spec.shape), list(found),
-                          "use the configuration that belongs to these weights")  # fmt: skip
+            yield Finding(
+                spec.name,
+                list(spec.shape),
+                list(found),
+                "use the configuration that belongs to these weights",
+            )
 
 
 @rule("G4-TNS-004", ERROR, "norms and scales are F32")
@@ -83,9 +92,12 @@ def empty_success(s: Subject) -> Findings:
     have = {name.split(".")[1] for name in s.open_file.tensors if name.startswith("blk.")}
     lacking = [i for i in range(min(n, MAX_LAYERS)) if str(i) not in have]
     if lacking:
-        yield Finding(s.name(".block_count"), f"tensors for {n} layers",
-                      f"none for {len(lacking)} of them, blk.{lacking[0]} the first",
-                      RECONVERT)  # fmt: skip
+        yield Finding(
+            s.name(".block_count"),
+            f"tensors for {n} layers",
+            f"none for {len(lacking)} of them, blk.{lacking[0]} the first",
+            RECONVERT,
+        )
 
 
 @rule("G4-TNS-007", ERROR, "tensor types are ones that can be read", needs=Needs.FILE)
@@ -95,5 +107,9 @@ def readable(s: Subject) -> Findings:
     for name, info in s.open_file.tensors.items():
         form = info.format
         if form.decode is None and form.stored is None:
-            yield Finding(name, "a type that can be dequantized", form.name.upper(),
-                          "use a file of another type, or convert the checkpoint")  # fmt: skip
+            yield Finding(
+                name,
+                "a type that can be dequantized",
+                form.name.upper(),
+                "use a file of another type, or convert the checkpoint",
+            )

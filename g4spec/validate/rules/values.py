@@ -36,8 +36,12 @@ def finite_scales(s: Subject) -> Findings:
     its check option says so."""
     for name, stats in s.stats.items():
         if stats.first_bad is not None and s.type_name(name) in BLOCKS:
-            yield Finding(name, "finite scales", f"a bad scale in block {stats.first_bad}",
-                          "store this tensor as BF16")  # fmt: skip
+            yield Finding(
+                name,
+                "finite scales",
+                f"a bad scale in block {stats.first_bad}",
+                "store this tensor as BF16",
+            )
 
 
 @rule("G4-VAL-003", ERROR, "no tensor is all zero", needs=FILE)
@@ -77,8 +81,9 @@ def underflow(s: Subject) -> Findings:
     for name, stats in s.stats.items():
         if stats.lost_blocks > LOST * stats.blocks:
             found = f"{stats.lost_blocks} of {stats.blocks} blocks lost"
-            yield Finding(name, "scales above zero", found,
-                          "store this tensor as BF16 if it matters")  # fmt: skip
+            yield Finding(
+                name, "scales above zero", found, "store this tensor as BF16 if it matters"
+            )
 
 
 @rule("G4-VAL-007", ERROR, "rope_freqs rotates a quarter of each global head", on=GEMMA)
@@ -100,8 +105,9 @@ def implausible(s: Subject) -> Findings:
     finite, so that checks for NaN pass, and louder than everything else in its layer."""
     for name, stats in s.stats.items():
         if len(s.shape(name) or ()) > 1 and LARGEST_WEIGHT < stats.largest < float("inf"):
-            yield Finding(name, f"weights within {LARGEST_WEIGHT:g}", f"up to {stats.largest:.4g}",
-                          RECONVERT)  # fmt: skip
+            yield Finding(
+                name, f"weights within {LARGEST_WEIGHT:g}", f"up to {stats.largest:.4g}", RECONVERT
+            )
 
 
 @rule("G4-VAL-009", WARNING, "one was not taken from the norms", needs=FILE)

@@ -83,17 +83,24 @@ def add_bos(s: Subject) -> Findings:
     """Gemma without `<bos>` at position 0 writes degenerate text, and its draft proposes
     nothing that is accepted. Instruction-tuned checkpoints say false, as their template adds it."""
     if s.flag("tokenizer.ggml.add_bos_token") is not True:
-        yield Finding("tokenizer.ggml.add_bos_token", "true",
-                      s.flag("tokenizer.ggml.add_bos_token"),
-                      "set it to true; no prompt ever gets a second one")  # fmt: skip
+        yield Finding(
+            "tokenizer.ggml.add_bos_token",
+            "true",
+            s.flag("tokenizer.ggml.add_bos_token"),
+            "set it to true; no prompt ever gets a second one",
+        )
 
 
 @rule("G4-VOC-007", WARNING, "the target has a chat template", on=TARGETS, needs=FILE)
 def template(s: Subject) -> Findings:
     """Without one, chat prompts are guessed, and an instruction-tuned model answers badly."""
     if not s.text("tokenizer.chat_template"):
-        yield Finding("tokenizer.chat_template", "a template", "nothing",
-                      "add the checkpoint's template if this is a chat model")  # fmt: skip
+        yield Finding(
+            "tokenizer.chat_template",
+            "a template",
+            "nothing",
+            "add the checkpoint's template if this is a chat model",
+        )
 
 
 @rule("G4-VOC-008", ERROR, "the token table has one row a token", needs=FILE)
@@ -123,8 +130,12 @@ def newline(s: Subject) -> Findings:
     for role in ("eos", "eot"):
         i = special_ids(s).get(role)
         if i is not None and 0 <= i < len(tokens) and not tokens[i].strip():
-            yield Finding(f"tokenizer.ggml.{role}_token_id", "1 or 106", f"{i}, a line break",
-                          "set it to 106 (<turn|>)")  # fmt: skip
+            yield Finding(
+                f"tokenizer.ggml.{role}_token_id",
+                "1 or 106",
+                f"{i}, a line break",
+                "set it to 106 (<turn|>)",
+            )
 
 
 @rule("G4-VOC-011", ERROR, "no space is put before a prompt", needs=FILE)

@@ -134,8 +134,10 @@ class Kernel:
             )
         (status,) = driver.cuKernelSetAttribute(
             driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            shared, driver.CUkernel(int(self._handle.handle)), driver.CUdevice(self.device),
-        )  # fmt: skip
+            shared,
+            driver.CUkernel(int(self._handle.handle)),
+            driver.CUdevice(self.device),
+        )
         if status != driver.CUresult.CUDA_SUCCESS:
             raise EnvironmentProblem(f"{self.name}: {shared} bytes of shared memory", found=status)
         self._shared = shared

@@ -23,9 +23,16 @@ from g4spec.errors import EnvironmentProblem, KernelCompileError, Unsupported, U
 ARCHS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "sm_121")
 # Bytes of shared memory a block may have (CUDA programming guide, "Compute Capabilities").
 SHARED_LIMIT = {
-    "sm_70": 98304, "sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376,
-    "sm_90a": 232448, "sm_100": 232448, "sm_120": 101376, "sm_121": 101376,
-}  # fmt: skip
+    "sm_70": 98304,
+    "sm_75": 65536,
+    "sm_80": 166912,
+    "sm_86": 101376,
+    "sm_89": 101376,
+    "sm_90a": 232448,
+    "sm_100": 232448,
+    "sm_120": 101376,
+    "sm_121": 101376,
+}
 PRETEND = "G4SPEC_CUDA_ARCH"
 """Environment variable: the architecture whose kernels a newer GPU runs, to test them there."""
 TEGRA = ((7, 2), (8, 7), (10, 1))  # run cubins of their own alone (CUDA programming guide)
@@ -82,9 +89,11 @@ def arch_of(major: int, minor: int) -> str:
     newest that runs there; its own where none does."""
     if major < 7:
         raise Unsupported(
-            "CUDA kernels", expected="compute capability 7.0 (Volta) or newer",
-            found=f"{major}.{minor}", fix="use --device cpu",
-        )  # fmt: skip
+            "CUDA kernels",
+            expected="compute capability 7.0 (Volta) or newer",
+            found=f"{major}.{minor}",
+            fix="use --device cpu",
+        )
     runs = [a for a in ARCHS if major * 10 <= number(a) <= major * 10 + minor]
     return runs[-1] if runs and (major, minor) not in TEGRA else f"sm_{major}{minor}"
 
@@ -150,10 +159,12 @@ def closure(file: str) -> dict[str, str]:
             places = [folder / name for folder in INCLUDES if (folder / name).is_file()]
             if not name or len(places) != 1:
                 raise KernelCompileError(
-                    str(path), (), f"{user}: #include {text.strip()}",
+                    str(path),
+                    (),
+                    f"{user}: #include {text.strip()}",
                     fix='include "name.cuh", a file that is in just one of '
                     + " and ".join(str(folder) for folder in INCLUDES),
-                )  # fmt: skip
+                )
             found[name] = _read(places[0], user)
             queue.append(name)
     return found
@@ -164,9 +175,10 @@ def _read(path: Path, user: str) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise EnvironmentProblem(
-            f"{user}: kernel source {path} cannot be read", found=error.strerror,
+            f"{user}: kernel source {path} cannot be read",
+            found=error.strerror,
             fix="install g4spec again",
-        ) from None  # fmt: skip
+        ) from None
 
 
 @functools.cache
@@ -246,9 +258,12 @@ def compile(sources: dict[str, str], name: str, arch: str) -> Cubin:
     check_arch(arch)
     nvrtc, (file, text), *headers = _library(), *sources.items()
     status, program = nvrtc.nvrtcCreateProgram(
-        text.encode(), str(source_path(file)).encode(), len(headers),
-        [source.encode() for _, source in headers], [header.encode() for header, _ in headers],
-    )  # fmt: skip
+        text.encode(),
+        str(source_path(file)).encode(),
+        len(headers),
+        [source.encode() for _, source in headers],
+        [header.encode() for header, _ in headers],
+    )
     _check(status, "nvrtcCreateProgram")
     try:
         return _compile(nvrtc, program, file, name, arch)
@@ -265,9 +280,11 @@ def _compile(nvrtc: Any, program: Any, file: str, name: str, arch: str) -> Cubin
     said = log.rstrip(b"\0").decode("utf-8", "replace")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise KernelCompileError(
-            f"{source_path(file)}: {name}", flags, said or status.name,
+            f"{source_path(file)}: {name}",
+            flags,
+            said or status.name,
             fix="correct the kernel, or report this with the lines above",
-        )  # fmt: skip
+        )
     status, symbol = nvrtc.nvrtcGetLoweredName(program, name.encode())
     _check(status, f"{file}: {name}")
     form = "PTX" if arch.startswith("compute") else "CUBIN"
@@ -296,7 +313,9 @@ def resources(log: str) -> dict[str, Resources]:
         registers = re.search(r"Used (\d+) registers", text)
         assert registers, log
         found[match["symbol"]] = Resources(
-            int(registers[1]), numbers["spill stores"] + numbers["spill loads"],
-            numbers["stack frame"], numbers["smem"],
-        )  # fmt: skip
+            int(registers[1]),
+            numbers["spill stores"] + numbers["spill loads"],
+            numbers["stack frame"],
+            numbers["smem"],
+        )
     return found

@@ -66,9 +66,11 @@ class CudaKV:
         self, shape: CacheShape, space: Space, slack: int = MIN_SLACK, kind: Kind = "f16"
     ) -> None:
         if kind != "f16" and shape.head_dim % BLOCK:
-            raise Unsupported(f"a cache of type {kind} for heads of {shape.head_dim} values",
-                              expected=f"a multiple of {BLOCK}",
-                              fix="pass --cache-type f16")  # fmt: skip
+            raise Unsupported(
+                f"a cache of type {kind} for heads of {shape.head_dim} values",
+                expected=f"a multiple of {BLOCK}",
+                fix="pass --cache-type f16",
+            )
         self.n_kv, self.head_dim, self.window = shape.n_kv, shape.head_dim, shape.window
         self.space, self.kind = space, kind
         slots, width = space.table.shape
@@ -147,9 +149,7 @@ class CudaKV:
         at = torch.arange(self.positions, device=self.keys.device)
         return self._numbers(*self.places(slot.expand_as(at), at))
 
-    def _numbers(
-        self, units: torch.Tensor, at: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _numbers(self, units: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of rows `at` [n] of `units` [n], float32 [n, n_kv, head_dim]."""
         out = []
         for plane, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):

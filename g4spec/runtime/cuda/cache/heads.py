@@ -94,12 +94,30 @@ class Heads:
             q8, planes = kv.kind == "q8_0", kv.planes
         name = instance(dim, slices, pairs=self.pairs, q8=q8, turning=turning)
         launch.kernel("heads.cu", name)(
-            (-(-heads // HEADS), count), 32 * HEADS,
-            y, self.q_norm, k_norm, self.freqs, batch.positions, batch.slots, q, *planes, table,
-            *map(np.int32, (count, self.n_q, self.n_kv,
-                            NORM_V * self.v_norm + V_FROM_K * self.v_from_k, width, capacity)),
+            (-(-heads // HEADS), count),
+            32 * HEADS,
+            y,
+            self.q_norm,
+            k_norm,
+            self.freqs,
+            batch.positions,
+            batch.slots,
+            q,
+            *planes,
+            table,
+            *map(
+                np.int32,
+                (
+                    count,
+                    self.n_q,
+                    self.n_kv,
+                    NORM_V * self.v_norm + V_FROM_K * self.v_from_k,
+                    width,
+                    capacity,
+                ),
+            ),
             np.float32(self.eps),
-        )  # fmt: skip
+        )
         return q
 
     def _weight(self, kv: CudaKV) -> torch.Tensor:
@@ -125,10 +143,22 @@ def instance(
 
 
 UNITS = [
-    Unit("heads.cu", tuple(instance(dim, pairs=pairs, q8=q8) for dim in HEAD_DIMS
-                           for pairs in (False, True) for q8 in (False, True)),
-         max_registers=80),
-    Unit("heads.cu", (*(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
-                      *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True))),
-         max_registers=80),
-]  # fmt: skip
+    Unit(
+        "heads.cu",
+        tuple(
+            instance(dim, pairs=pairs, q8=q8)
+            for dim in HEAD_DIMS
+            for pairs in (False, True)
+            for q8 in (False, True)
+        ),
+        max_registers=80,
+    ),
+    Unit(
+        "heads.cu",
+        (
+            *(instance(dim, n, q8=True) for dim in (128, 256) for n in (2, 4)),
+            *(instance(512, q8=q8, turning=TURNING) for q8 in (False, True)),
+        ),
+        max_registers=80,
+    ),
+]

@@ -69,9 +69,15 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         rows = x[at : at + max(ROWS)]
         tokens = next(t for t in ROWS if t >= len(rows))
         launch.kernel("portable.cu", instance(format_of(weight), tokens))(
-            -(-n // (ROWS[tokens] * WARPS)), 32 * WARPS, weight.data, rows, y[at : at + len(rows)],
-            np.int32(n), np.int32(columns), np.int32(len(rows)),
-        )  # fmt: skip
+            -(-n // (ROWS[tokens] * WARPS)),
+            32 * WARPS,
+            weight.data,
+            rows,
+            y[at : at + len(rows)],
+            np.int32(n),
+            np.int32(columns),
+            np.int32(len(rows)),
+        )
     return y
 
 
@@ -92,9 +98,16 @@ def visits(x: torch.Tensor, ids: torch.Tensor, stack: Weight) -> torch.Tensor:
     assert x.shape[1] == stack.columns, (x.shape, stack.columns)
     y = x.new_empty(count, n)
     launch.kernel("portable.cu", instance_of_visits(format_of(stack)))(
-        (-(-n // (ROWS[1] * WARPS)), count), 32 * WARPS, stack.data, x.contiguous(), ids, y,
-        np.int32(n), np.int32(stack.columns), np.int32(count // len(x)),
-    )  # fmt: skip
+        (-(-n // (ROWS[1] * WARPS)), count),
+        32 * WARPS,
+        stack.data,
+        x.contiguous(),
+        ids,
+        y,
+        np.int32(n),
+        np.int32(stack.columns),
+        np.int32(count // len(x)),
+    )
     return y
 
 
@@ -108,6 +121,10 @@ def _all(types: Sequence[str]) -> tuple[str, ...]:
 _SAMPLE = instance("q3_k", max(ROWS))
 
 UNITS = [
-    Unit("portable.cu", (*_all([f for f in FORMATS if f not in _MORE]), _SAMPLE),
-         max_registers=168, more=tuple(name for name in _all(_MORE) if name != _SAMPLE))
-]  # fmt: skip
+    Unit(
+        "portable.cu",
+        (*_all([f for f in FORMATS if f not in _MORE]), _SAMPLE),
+        max_registers=168,
+        more=tuple(name for name in _all(_MORE) if name != _SAMPLE),
+    )
+]

@@ -13,8 +13,10 @@ Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 def allocate(shapes: Shapes, device: torch.device) -> dict[str, torch.Tensor]:
     """The buffers, with whatever is in memory."""
-    return {name: torch.empty(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in shapes.items()}  # fmt: skip
+    return {
+        name: torch.empty(shape, dtype=dtype, device=device)
+        for name, (shape, dtype) in shapes.items()
+    }
 
 
 def nbytes(shapes: Shapes) -> int:

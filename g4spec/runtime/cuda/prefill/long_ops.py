@@ -98,8 +98,10 @@ class LongOps(CudaOps):
         vars(self).update(vars(ops))
         self._config, most = config, most_rows(chunk, n_ctx)
         self._arch = "" if ops.portable else launch.arch(self.device.index)
-        self._ways = {kind: way(spec, most, n_ctx, self.device)
-                      for kind, (spec, way) in ways(config, self._arch).items()}  # fmt: skip
+        self._ways = {
+            kind: way(spec, most, n_ctx, self.device)
+            for kind, (spec, way) in ways(config, self._arch).items()
+        }
         self._experts, first = None, config.layers[0]
         if first.n_expert:
             self._experts = Experts(first, config.n_embd, most, self.device, self._arch)
@@ -168,16 +170,23 @@ class LongOps(CudaOps):
     ) -> tuple[torch.Tensor, Any]:
         assert isinstance(h, Scaled) and weight is not None, type(h)
         rows = None if following is None or numbers else self._normed
-        self._kernel("add_norm", len(x), h.values, x, weight, scale,
-                     None if rows is None else following, rows, _FLOAT(1 / h.factor),
-                     _FLOAT(eps))  # fmt: skip
+        self._kernel(
+            "add_norm",
+            len(x),
+            h.values,
+            x,
+            weight,
+            scale,
+            None if rows is None else following,
+            rows,
+            _FLOAT(1 / h.factor),
+            _FLOAT(eps),
+        )
         if rows is not None:
             return x, Scaled(rows[: len(x)])
         return x, None if following is None else self.rms_norm(x, following, eps)
 
-    def qkv(
-        self, h: Any, a: op.Attention, batch: Batch, kv: Any, *, queries: bool = True
-    ) -> Any:
+    def qkv(self, h: Any, a: op.Attention, batch: Batch, kv: Any, *, queries: bool = True) -> Any:
         assert isinstance(h, Scaled) and isinstance(batch, Chunk) and queries
         assert a.q_norm is not None and a.v_norm and not a.pairs, a
         n_head = a.q.shape[0] // a.head_dim
@@ -185,8 +194,9 @@ class LongOps(CudaOps):
         weights = _below([w for w in (a.q, a.k, a.v) if w is not None])
         x = self._view(self._wide, len(h), sum(w.rows for w in weights))
         self.products.halves(h.values, weights, x, PROJECTED)
-        norms = HeadWeights(a.q_norm, a.k_norm if a.k is not None else None, a.v is not None,
-                            a.eps * PROJECTED**2)  # fmt: skip
+        norms = HeadWeights(
+            a.q_norm, a.k_norm if a.k is not None else None, a.v is not None, a.eps * PROJECTED**2
+        )
         on.prepare(x, norms, self._turns(a.freqs, batch), kv, batch)
         return Queries(on, n_head)
 
@@ -221,9 +231,15 @@ class LongOps(CudaOps):
         inner = self._view(self._inner, n, width)
         halves = "false" if len(pair) == 1 else "true"
         launch.kernel("prefill.cu", f"gated<Half, {halves}>")(
-            (n, -(-width // 2048)), 256, both, inner, _INT(width), _FLOAT(1 / PROJECTED),
-            _FLOAT(HIDDEN), pdl=False,
-        )  # fmt: skip
+            (n, -(-width // 2048)),
+            256,
+            both,
+            inner,
+            _INT(width),
+            _FLOAT(1 / PROJECTED),
+            _FLOAT(HIDDEN),
+            pdl=False,
+        )
         return self._down(Scaled(inner, HIDDEN), down)
 
     def modulated(
@@ -241,9 +257,16 @@ class LongOps(CudaOps):
         self.products.floats(rows, [_weight(gate)], gates)
         told = self._view(self._inner, n, width)
         launch.kernel("prefill.cu", "modulated")(
-            (n, -(-width // 256)), 256, gates, powers, launch.Strided(by),
-            np.int64(by.stride(0)), told, _INT(width), pdl=False,
-        )  # fmt: skip
+            (n, -(-width // 256)),
+            256,
+            gates,
+            powers,
+            launch.Strided(by),
+            np.int64(by.stride(0)),
+            told,
+            _INT(width),
+            pdl=False,
+        )
         return self._down(Scaled(told), down)
 
     def expert_layer(
@@ -256,16 +279,44 @@ class LongOps(CudaOps):
     ) -> tuple[torch.Tensor, Any]:
         on, n, eps = self._experts, len(x), _FLOAT(e.eps)
         assert on is not None and isinstance(h, Scaled) and h.factor == 1.0
-        self._kernel("add_norm_experts", n, h.values, x, e.post_attention, e.ffn_norm, self._normed,
-                     e.expert_norm, on.rows, e.router_norm, on.routed,
-                     _FLOAT(x.shape[1] ** -0.5), eps)  # fmt: skip
-        dense = self.gated(Scaled(self._normed[:n]), e.gate, e.up, e.down, self.gelu_tanh,
-                           parts=True)  # fmt: skip
+        self._kernel(
+            "add_norm_experts",
+            n,
+            h.values,
+            x,
+            e.post_attention,
+            e.ffn_norm,
+            self._normed,
+            e.expert_norm,
+            on.rows,
+            e.router_norm,
+            on.routed,
+            _FLOAT(x.shape[1] ** -0.5),
+            eps,
+        )
+        dense = self.gated(
+            Scaled(self._normed[:n]), e.gate, e.up, e.down, self.gelu_tanh, parts=True
+        )
         y = on(_stacks(e), e.router, e.gains, self.products, n)
         rows = None if following is None else self._normed
-        self._kernel("add_experts", n, dense.values, y, on.places, on.weights, _INT(e.n_used), x,
-                     e.post_dense, e.post_experts, e.post, scale, following, rows,
-                     _FLOAT(1 / dense.factor), eps)  # fmt: skip
+        self._kernel(
+            "add_experts",
+            n,
+            dense.values,
+            y,
+            on.places,
+            on.weights,
+            _INT(e.n_used),
+            x,
+            e.post_dense,
+            e.post_experts,
+            e.post,
+            scale,
+            following,
+            rows,
+            _FLOAT(1 / dense.factor),
+            eps,
+        )
         return x, None if rows is None else Scaled(rows[:n])
 
     # ---- inside
@@ -342,8 +393,9 @@ def row_kernel(name: str, width: int) -> tuple[str, int]:
     quads = width // 4
     assert width % 4 == 0, width
     shapes = [(warps, -(-quads // (32 * warps))) for warps in range(1, 33)]
-    warps, _ = min((s for s in shapes if s[1] <= 8),
-                   key=lambda s: (s[0] * s[1] * 32 - quads, abs(s[0] - 6)))  # fmt: skip
+    warps, _ = min(
+        (s for s in shapes if s[1] <= 8), key=lambda s: (s[0] * s[1] * 32 - quads, abs(s[0] - 6))
+    )
     return f"{name}<{width}, {warps}>", 32 * warps
 
 
@@ -351,18 +403,28 @@ def turning(freqs: torch.Tensor) -> torch.Tensor:
     """The leading pairs that turn. InputError where one that does not stands between them."""
     count = int((freqs > STILL).sum())
     if not bool((freqs[:count] > STILL).all()):
-        raise InputError("rope_freqs.weight", expected="pairs that turn before those that do not",
-                         fix="run it with --device cpu")  # fmt: skip
+        raise InputError(
+            "rope_freqs.weight",
+            expected="pairs that turn before those that do not",
+            fix="run it with --device cpu",
+        )
     return freqs[:count].contiguous()
 
 
 # What the targets launch: hidden size, and experts with how many a token visits.
 UNITS = [
-    Unit("prefill.cu", (
-        "modulated",
-        *(f"gated<{t}, {turns}>" for t in ("Half", "Bfloat") for turns in ("false", "true")),
-        *(row_kernel(name, width)[0] for width in (5376, 3840, 2816, 2560, 1536)
-          for name in ("norm", "add_norm", "convert", "add_norm_experts", "add_experts")),
-    ), max_registers=96),
+    Unit(
+        "prefill.cu",
+        (
+            "modulated",
+            *(f"gated<{t}, {turns}>" for t in ("Half", "Bfloat") for turns in ("false", "true")),
+            *(
+                row_kernel(name, width)[0]
+                for width in (5376, 3840, 2816, 2560, 1536)
+                for name in ("norm", "add_norm", "convert", "add_norm_experts", "add_experts")
+            ),
+        ),
+        max_registers=96,
+    ),
     Unit("prefill_experts.cu", ("order", "route<128, 8>", "gather<2816>"), max_registers=64),
-]  # fmt: skip
+]

@@ -44,11 +44,21 @@ def shared(config: Config, rows: int) -> Shapes:
     h, layers, half = config.n_embd, config.layers, torch.float16
     wide = max(max(s.n_ff * 2, (s.n_head + 2 * s.n_kv) * s.head_dim) for s in layers)
     inner = max(max(s.n_ff, s.n_head * s.head_dim, s.n_ple) for s in layers)
-    largest = max(wide, len(layers) * config.n_ple,
-                  *(max(s.n_expert * s.n_ff_expert * 2, s.n_ple) for s in layers)) * h
-    return {"_normed": ((rows, h), half), "_sums": ((rows, h), torch.float32),
-            "_wide": ((rows * wide,), half), "_inner": ((rows * inner,), half),
-            "_scratch": ((largest,), half)}  # fmt: skip
+    largest = (
+        max(
+            wide,
+            len(layers) * config.n_ple,
+            *(max(s.n_expert * s.n_ff_expert * 2, s.n_ple) for s in layers),
+        )
+        * h
+    )
+    return {
+        "_normed": ((rows, h), half),
+        "_sums": ((rows, h), torch.float32),
+        "_wide": ((rows * wide,), half),
+        "_inner": ((rows * inner,), half),
+        "_scratch": ((largest,), half),
+    }
 
 
 def workspace(config: Config, chunk: int, n_ctx: int, arch: str) -> tuple[int, int]:

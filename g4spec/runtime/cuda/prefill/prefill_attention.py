@@ -128,8 +128,10 @@ class Attention:
         rows = padded(min(padded(n_ctx, PROMPT_BLOCK), before + chunk))
         queries = padded(chunk * (spec.n_head // spec.n_kv), FLASH)
         half, dim = torch.float16, spec.head_dim
-        found = {"queries": ((spec.n_kv, queries, dim), half),
-                 "keys": ((spec.n_kv, rows, dim + cls.extra), half)}  # fmt: skip
+        found = {
+            "queries": ((spec.n_kv, queries, dim), half),
+            "keys": ((spec.n_kv, rows, dim + cls.extra), half),
+        }
         return found if cls.extra else found | {"values": ((spec.n_kv, rows, dim), half)}
 
     def first(self, start: int) -> int:
@@ -159,13 +161,30 @@ class Attention:
         held, of = self._gathered or (None, None)
         assert held is cache and of is chunk, "the keys of another layer or chunk were gathered"
         launch.kernel("prefill_heads.cu", heads(self.dim, *kind))(
-            (count, 1 if n <= 32 else 2), 256, qkv, _INT(qkv.shape[1]), _INT(self.n_head),
-            _INT(self.n_kv), _INT(w.own_values), w.q_norm, w.k_norm,
-            cache.weight if self.fold else None, turns, _INT(turns.shape[1]), self.queries,
-            _INT(self.queries.shape[1]), self.keys, self.values, _INT(self.rows),
-            _INT(chunk.start - first), *_planes(cache, chunk.slot), _INT(chunk.start),
-            _INT(chunk.count), np.float32(w.eps), pdl=False,
-        )  # fmt: skip
+            (count, 1 if n <= 32 else 2),
+            256,
+            qkv,
+            _INT(qkv.shape[1]),
+            _INT(self.n_head),
+            _INT(self.n_kv),
+            _INT(w.own_values),
+            w.q_norm,
+            w.k_norm,
+            cache.weight if self.fold else None,
+            turns,
+            _INT(turns.shape[1]),
+            self.queries,
+            _INT(self.queries.shape[1]),
+            self.keys,
+            self.values,
+            _INT(self.rows),
+            _INT(chunk.start - first),
+            *_planes(cache, chunk.slot),
+            _INT(chunk.start),
+            _INT(chunk.count),
+            np.float32(w.eps),
+            pdl=False,
+        )
 
     def _gather(self, cache: CudaKV, chunk: Chunk, kind: tuple[Any, ...]) -> None:
         """Lay out what the cache holds of positions before the chunk."""
@@ -173,10 +192,18 @@ class Attention:
         if chunk.start == first:
             return
         launch.kernel("prefill_heads.cu", earlier(self.dim, *kind))(
-            (chunk.start - first, -(-self.n_kv // 8)), 256, *_planes(cache, chunk.slot),
-            _INT(first), _INT(self._visible(chunk.start)), self.keys, self.values,
-            _INT(self.rows), _INT(self.n_kv), cache.weight, pdl=False,
-        )  # fmt: skip
+            (chunk.start - first, -(-self.n_kv // 8)),
+            256,
+            *_planes(cache, chunk.slot),
+            _INT(first),
+            _INT(self._visible(chunk.start)),
+            self.keys,
+            self.values,
+            _INT(self.rows),
+            _INT(self.n_kv),
+            cache.weight,
+            pdl=False,
+        )
 
     def attend(self, out: torch.Tensor, start: int) -> None:
         """Attention of the prepared rows -> `out` [T, n_head * D] float16."""
@@ -186,8 +213,15 @@ class Attention:
 def _planes(cache: CudaKV, slot: int) -> tuple[Any, ...]:
     """Planes of a cache and where the slot's rows lie in them, as kernels take it."""
     pages = cache.space.table[slot] if cache.paged else None
-    return (cache.keys, cache.values, cache.key_scales, cache.value_scales, pages, _INT(slot),
-            _INT(cache.capacity))  # fmt: skip
+    return (
+        cache.keys,
+        cache.values,
+        cache.key_scales,
+        cache.value_scales,
+        pages,
+        _INT(slot),
+        _INT(cache.capacity),
+    )
 
 
 class Flash(Attention):
@@ -198,11 +232,21 @@ class Flash(Attention):
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
         launch.kernel("prefill_flash.cu", "flash")(
-            (-(-count * self.group // FLASH), self.n_kv), 384, self.queries, self.keys,
-            self.values, out, _INT(count), _INT(self.group), _INT(self.queries.shape[1]),
-            _INT(self.rows), _INT(start - self.first(start)), _INT(self.window),
-            shared=FLASH_SHARED, pdl=False,
-        )  # fmt: skip
+            (-(-count * self.group // FLASH), self.n_kv),
+            384,
+            self.queries,
+            self.keys,
+            self.values,
+            out,
+            _INT(count),
+            _INT(self.group),
+            _INT(self.queries.shape[1]),
+            _INT(self.rows),
+            _INT(start - self.first(start)),
+            _INT(self.window),
+            shared=FLASH_SHARED,
+            pdl=False,
+        )
 
 
 class Wide(Attention):
@@ -216,10 +260,20 @@ class Wide(Attention):
     def attend(self, out: torch.Tensor, start: int) -> None:
         count = len(out)
         launch.kernel("prefill_flash_wide.cu", "flash_wide")(
-            (-(-count * self.group // WIDE), self.n_kv), 384, self.queries, self.keys, out,
-            _INT(count), _INT(self.group), _INT(self.queries.shape[1]), _INT(self.rows),
-            _INT(start - self.first(start)), _INT(self.window), shared=WIDE_SHARED, pdl=False,
-        )  # fmt: skip
+            (-(-count * self.group // WIDE), self.n_kv),
+            384,
+            self.queries,
+            self.keys,
+            out,
+            _INT(count),
+            _INT(self.group),
+            _INT(self.queries.shape[1]),
+            _INT(self.rows),
+            _INT(start - self.first(start)),
+            _INT(self.window),
+            shared=WIDE_SHARED,
+            pdl=False,
+        )
 
 
 class Scores(Attention):
@@ -233,9 +287,13 @@ class Scores(Attention):
     @classmethod
     def buffers(cls, spec: LayerSpec, chunk: int, n_ctx: int) -> Shapes:
         rows, whole = spec.n_head * cls.block(spec.n_head), torch.float32
-        return {**super().buffers(spec, chunk, n_ctx), "scores": ((rows * KEYS,), whole),
-                "weights": ((rows * KEYS,), torch.float16), "sums": ((rows, spec.head_dim), whole),
-                "state": ((2, rows), whole)}  # fmt: skip
+        return {
+            **super().buffers(spec, chunk, n_ctx),
+            "scores": ((rows * KEYS,), whole),
+            "weights": ((rows * KEYS,), torch.float16),
+            "sums": ((rows, spec.head_dim), whole),
+            "state": ((2, rows), whole),
+        }
 
     @staticmethod
     def block(n_head: int) -> int:
@@ -262,9 +320,21 @@ class Scores(Attention):
             keys, values = self.keys[:, at : at + n], self.values[:, at : at + n]
             torch.bmm(queries, keys.transpose(1, 2), out_dtype=torch.float32, out=s)
             launch.kernel("prefill_softmax.cu", softmax(self.dim))(
-                (rows, heads), 128, s, p, most, total, o, _INT(n), _INT(at), _INT(offset),
-                _INT(self.window), _INT(self.group), _INT(at == low), pdl=False,
-            )  # fmt: skip
+                (rows, heads),
+                128,
+                s,
+                p,
+                most,
+                total,
+                o,
+                _INT(n),
+                _INT(at),
+                _INT(offset),
+                _INT(self.window),
+                _INT(self.group),
+                _INT(at == low),
+                pdl=False,
+            )
             if at == low:
                 torch.bmm(p, values, out_dtype=torch.float32, out=o)
             else:
@@ -301,15 +371,27 @@ def softmax(dim: int) -> str:
 
 
 UNITS = [
-    Unit("prefill_heads.cu", tuple(
-        name(dim, *layouts, cache, turning) for name in (heads, earlier)
-        for cache in _CACHES.values()
-        for dim, layouts, turning in (
-            (256, Scores.layouts, 0), (512, Scores.layouts, 0), (512, Scores.layouts, TURNING),
-            (256, Flash.layouts, 0), (512, Wide.layouts, TURNING))), max_registers=128),
-    Unit("prefill_softmax.cu", tuple(name for dim in (256, 512)
-                                     for name in (softmax(dim), f"normalize<{dim}>")),
-         max_registers=64),
+    Unit(
+        "prefill_heads.cu",
+        tuple(
+            name(dim, *layouts, cache, turning)
+            for name in (heads, earlier)
+            for cache in _CACHES.values()
+            for dim, layouts, turning in (
+                (256, Scores.layouts, 0),
+                (512, Scores.layouts, 0),
+                (512, Scores.layouts, TURNING),
+                (256, Flash.layouts, 0),
+                (512, Wide.layouts, TURNING),
+            )
+        ),
+        max_registers=128,
+    ),
+    Unit(
+        "prefill_softmax.cu",
+        tuple(name for dim in (256, 512) for name in (softmax(dim), f"normalize<{dim}>")),
+        max_registers=64,
+    ),
     Unit("prefill_flash.cu", ("flash",), ("sm_90a",), 168, FLASH_SHARED),
     Unit("prefill_flash_wide.cu", ("flash_wide",), ("sm_90a",), 168, WIDE_SHARED),
-]  # fmt: skip
+]

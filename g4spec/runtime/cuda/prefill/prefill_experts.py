@@ -92,12 +92,17 @@ class Experts:
         given = _given(chunk, arch) * spec.n_expert_used
         whole, floats = torch.int32, torch.float32
         return {
-            "rows": ((chunk, n_embd), brief), "routed": ((chunk, n_embd), floats),
-            "scores": ((chunk, spec.n_expert), floats), "weights": ((visits,), floats),
-            "ids": ((visits,), whole), "places": ((visits,), whole), "visits": ((visits,), whole),
-            "ends": ((spec.n_expert,), whole), "sorted": ((given, n_embd), brief),
+            "rows": ((chunk, n_embd), brief),
+            "routed": ((chunk, n_embd), floats),
+            "scores": ((chunk, spec.n_expert), floats),
+            "weights": ((visits,), floats),
+            "ids": ((visits,), whole),
+            "places": ((visits,), whole),
+            "visits": ((visits,), whole),
+            "ends": ((spec.n_expert,), whole),
+            "sorted": ((given, n_embd), brief),
             "hidden": ((given, spec.n_ff_expert), brief),
-        }  # fmt: skip
+        }
 
     @staticmethod
     def passing(spec: LayerSpec, n_embd: int, chunk: int, arch: str) -> int:
@@ -126,13 +131,25 @@ class Experts:
         products.plain(self.routed[:count], router, self.scores[:count])
         file = "prefill_experts.cu"
         launch.kernel(file, f"route<{spec.n_expert}, {self.k}>")(
-            -(-count // 4), 128, self.scores, gains, self.ids, self.weights, _INT(count),
+            -(-count // 4),
+            128,
+            self.scores,
+            gains,
+            self.ids,
+            self.weights,
+            _INT(count),
             pdl=False,
-        )  # fmt: skip
+        )
         launch.kernel(file, "order")(
-            spec.n_expert, 1024, self.ids, self.places, self.visits, self.ends, _INT(visits),
+            spec.n_expert,
+            1024,
+            self.ids,
+            self.places,
+            self.visits,
+            self.ends,
+            _INT(visits),
             pdl=False,
-        )  # fmt: skip
+        )
         launch.kernel(file, f"gather<{self.n_embd}>")(
             visits, 128, self.rows, self.visits, self.sorted, _INT(self.k), pdl=False
         )
@@ -140,9 +157,15 @@ class Experts:
         both = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         halves = "false" if w.interleaved and len(parts) == 1 else "true"
         launch.kernel("prefill.cu", f"gated<Bfloat, {halves}>")(
-            (visits, -(-spec.n_ff_expert // 2048)), 256, both, self.hidden, _INT(spec.n_ff_expert),
-            np.float32(1), np.float32(1), pdl=False,
-        )  # fmt: skip
+            (visits, -(-spec.n_ff_expert // 2048)),
+            256,
+            both,
+            self.hidden,
+            _INT(spec.n_ff_expert),
+            np.float32(1),
+            np.float32(1),
+            pdl=False,
+        )
         return self._products(self.hidden, w.down, products, visits)
 
     def _products(

@@ -92,10 +92,11 @@ class Reader:
         """16 rows at a time, as a step is computed."""
         self._ops.without_kernel.add("prompts in long chunks")
         parts = [
-            self._forward(self.target.model,
-                          self._batch(slot, ids[at : at + MAX_STEP_ROWS], start + at))
+            self._forward(
+                self.target.model, self._batch(slot, ids[at : at + MAX_STEP_ROWS], start + at)
+            )
             for at in range(0, len(ids), MAX_STEP_ROWS)
-        ]  # fmt: skip
+        ]
         return StepRows(
             self._batch(slot, ids, start),
             torch.cat([part.hidden for part in parts]),

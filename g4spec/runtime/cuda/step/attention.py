@@ -72,8 +72,10 @@ class Shape:
         dims, keys = self.head_dim // self.key_parts, self.keys // self.value_parts
         if self.kind == "f16":
             return self.keys * dims * 2, keys * self.head_dim * 2
-        return (self.keys * (dims + 32 + dims // 16),
-                keys * (self.head_dim + 32 + self.head_dim // 16))  # fmt: skip
+        return (
+            self.keys * (dims + 32 + dims // 16),
+            keys * (self.head_dim + 32 + self.head_dim // 16),
+        )
 
     @property
     def fixed(self) -> int:
@@ -235,10 +237,19 @@ def attend(
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
         kernel = launch.kernel("attention.cu", shape.name, q.device.index)
         kernel(
-            _grid(kernel, shape, kv, chunks, blocks, batch), 32 * sum(shape.warps),
-            q, *cache, first, last, *places, sums, tops, *map(np.int32, (*sizes, sequences)),
-            np.float32(scale), shared=shape.shared,
-        )  # fmt: skip
+            _grid(kernel, shape, kv, chunks, blocks, batch),
+            32 * sum(shape.warps),
+            q,
+            *cache,
+            first,
+            last,
+            *places,
+            sums,
+            tops,
+            *map(np.int32, (*sizes, sequences)),
+            np.float32(scale),
+            shared=shape.shared,
+        )
     return _combine(sums, tops, first, last, tokens, chunks)
 
 
@@ -279,13 +290,21 @@ def _combine(
     out = torch.empty(count, width, device=sums.device)
     packed = empty(count, width, sums.device)
     warps = 8 if chunks.growing and count <= 4 else 1
-    kernel = launch.kernel("attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>",
-                           sums.device.index)  # fmt: skip
+    kernel = launch.kernel(
+        "attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>", sums.device.index
+    )
     sizes = (count, tokens, n_kv, group, room, chunks.shift, chunks.growing)
     kernel(
-        -(-width // 64 * count * warps // 8), 256, sums, tops, first, last, out, packed.data,
+        -(-width // 64 * count * warps // 8),
+        256,
+        sums,
+        tops,
+        first,
+        last,
+        out,
+        packed.data,
         *map(np.int32, sizes),
-    )  # fmt: skip
+    )
     return Attended(out, packed)
 
 

@@ -95,12 +95,26 @@ def attend(
     tops = torch.empty(sequences, room, 2, device=q.y.device)
     turns = max(1, min(chunks, at_once // (h.n_kv * blocks * sequences)))
     launch.kernel("attention_window.cu", instance(tiles, slices, fours), q.y.device.index)(
-        (h.n_kv, blocks * sequences, turns), 512,
-        q.y, h.q_norm, h.k_norm, h.freqs, batch.positions, batch.slots, first, last,
-        *kv.planes, sums, tops, arrived, y.data,
+        (h.n_kv, blocks * sequences, turns),
+        512,
+        q.y,
+        h.q_norm,
+        h.k_norm,
+        h.freqs,
+        batch.positions,
+        batch.slots,
+        first,
+        last,
+        *kv.planes,
+        sums,
+        tops,
+        arrived,
+        y.data,
         *map(np.int32, (tokens, room, NORM_V * h.v_norm, kv.capacity)),
-        np.float32(h.eps), np.float32(scale), shared=_shared(tiles, fours),
-    )  # fmt: skip
+        np.float32(h.eps),
+        np.float32(scale),
+        shared=_shared(tiles, fours),
+    )
     return y
 
 
@@ -135,7 +149,12 @@ def _archs(tiles: int) -> tuple[str, ...]:
 
 # Layers of the 31B and of the 26B-A4B, with products as they come.
 UNITS = [
-    Unit("attention_window.cu", tuple(instance(tiles, n, f) for n in slices for f in FOURS),
-         _archs(tiles), 128, _shared(tiles, max(FOURS)))
+    Unit(
+        "attention_window.cu",
+        tuple(instance(tiles, n, f) for n in slices for f in FOURS),
+        _archs(tiles),
+        128,
+        _shared(tiles, max(FOURS)),
+    )
     for tiles, slices in ((2, (1, 2)), (1, (1, 2, 4)))
-]  # fmt: skip
+]

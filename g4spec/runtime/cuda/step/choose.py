@@ -109,10 +109,14 @@ class Choice:
         self.samplers = samplers
         self.modes = tuple(sorted({mode_of(s, self.columns) for s in samplers}))
         data = b"".join(
-            struct.pack(f"<{''.join(NUMBERS.values())}ii", *(getattr(s, n) for n in NUMBERS),
-                        CODES[mode_of(s, self.columns)], 0)
+            struct.pack(
+                f"<{''.join(NUMBERS.values())}ii",
+                *(getattr(s, n) for n in NUMBERS),
+                CODES[mode_of(s, self.columns)],
+                0,
+            )
             for s in (*samplers, *samplers[:1] * (self.room - len(samplers)))
-        )  # fmt: skip
+        )
         packed = torch.frombuffer(bytearray(data), dtype=torch.uint8).view_as(self._sampling)
         self._sampling.copy_(packed.pin_memory(), non_blocking=True)
 
@@ -176,9 +180,15 @@ class Choice:
         """What all kernels are given first."""
         each, pitch = (rows.each, rows.distance) if rows else (1, 1)
         return (
-            logits, positions, self._suppressed, np.int32(self.columns), np.int32(ahead),
-            np.float32(cap), np.int32(each), np.int32(pitch),
-        )  # fmt: skip
+            logits,
+            positions,
+            self._suppressed,
+            np.int32(self.columns),
+            np.int32(ahead),
+            np.float32(cap),
+            np.int32(each),
+            np.int32(pitch),
+        )
 
     def _new(self, rows: RowLayout) -> Chosen:
         device = self._sampling.device
@@ -199,9 +209,16 @@ class Choice:
         if mode == "top":
             launch.kernel("choose.cu", f"top<{MOST}>")(grid, THREADS, *given, self._sampling, keys)
             launch.kernel("choose.cu", f"top_end<{MOST}>")(
-                rows.count, LAST, *given, self._sampling, keys, np.int32(spans),
-                chosen.ids, chosen.values, chosen.bad,
-            )  # fmt: skip
+                rows.count,
+                LAST,
+                *given,
+                self._sampling,
+                keys,
+                np.int32(spans),
+                chosen.ids,
+                chosen.values,
+                chosen.bad,
+            )
             return
         # Where all rows are greedy, no sampler is looked at.
         sampling = None if self.modes == ("greedy",) else self._sampling
@@ -220,9 +237,17 @@ class Choice:
     ) -> None:
         count = rows.count
         launch.kernel("choose.cu", f"best_end<{CODES[mode]}>")(
-            -(-count // 8), 256, *given, sampling, keys, np.int32(keys.numel() // count),
-            np.int32(count), into.ids, into.values, into.bad,
-        )  # fmt: skip
+            -(-count // 8),
+            256,
+            *given,
+            sampling,
+            keys,
+            np.int32(keys.numel() // count),
+            np.int32(count),
+            into.ids,
+            into.values,
+            into.bad,
+        )
 
     def _sorted(
         self,
@@ -240,9 +265,7 @@ class Choice:
             bits = torch.arange(32, device=z.device, dtype=torch.int32)
             out = (self._suppressed[:, None] >> bits & 1).flatten()[: self.columns]
             z = z.masked_fill(out.bool(), -math.inf)
-        z = torch.stack([
-            _filtered(row, self.samplers[t // rows.each]) for t, row in enumerate(z)
-        ])  # fmt: skip
+        z = torch.stack([_filtered(row, self.samplers[t // rows.each]) for t, row in enumerate(z)])
         given = z, positions, None, *self._given(ahead=ahead, rows=rows)[3:]
         chosen = into or self._new(rows)
         self._launch("sorted", given, rows, chosen)

@@ -37,17 +37,21 @@ class Context:
     heads: Heads
     q8: bool
 
-    def __call__(
-        self, x: Rows, positions: torch.Tensor, slots: torch.Tensor, by: Exchange
-    ) -> None:
+    def __call__(self, x: Rows, positions: torch.Tensor, slots: torch.Tensor, by: Exchange) -> None:
         """Append the keys and values of rows x [T, H] at `positions` [T] of `slots` [T]
         (as in `Heads`)."""
         h, y = self.heads, linear_wide.linear(x, self.weight, by)
         launch.kernel("heads.cu", instance(h.head_dim, self.q8))(
-            (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)), 32 * HEADS,
-            y, self.layers, h.freqs, positions, slots,
-            *map(np.int32, (len(x), h.n_kv, NORM_V * h.v_norm)), np.float32(h.eps),
-        )  # fmt: skip
+            (-(-2 * h.n_kv // HEADS), len(x), len(self.layers)),
+            32 * HEADS,
+            y,
+            self.layers,
+            h.freqs,
+            positions,
+            slots,
+            *map(np.int32, (len(x), h.n_kv, NORM_V * h.v_norm)),
+            np.float32(h.eps),
+        )
 
 
 def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
@@ -67,11 +71,14 @@ def of(layers: Sequence[Attention], kvs: Sequence[CudaKV]) -> Context | None:
     if matrices[0].rows % GROUP or heads[0].head_dim not in HEAD_DIMS:
         return None
     join(matrices)
-    planes = [(h.k_norm, kv.keys, kv.key_scales, kv.values, kv.value_scales, kv.table)
-              for h, kv in zip(heads, kvs, strict=True)]  # fmt: skip
-    rows = [[*(0 if x is None else x.data_ptr() for x in held), kv.space.table.shape[1],
-             kv.capacity]
-            for held, kv in zip(planes, kvs, strict=True)]  # fmt: skip
+    planes = [
+        (h.k_norm, kv.keys, kv.key_scales, kv.values, kv.value_scales, kv.table)
+        for h, kv in zip(heads, kvs, strict=True)
+    ]
+    rows = [
+        [*(0 if x is None else x.data_ptr() for x in held), kv.space.table.shape[1], kv.capacity]
+        for held, kv in zip(planes, kvs, strict=True)
+    ]
     weight = matrices[0].through(matrices[-1], sum(m.rows for m in matrices))
     made = torch.tensor(rows, device=kvs[0].keys.device)
     return Context(weight, made, [x for p in planes for x in p], heads[0], kvs[0].kind == "q8_0")
@@ -83,6 +90,9 @@ def instance(head_dim: int, q8: bool) -> str:
 
 
 UNITS = [
-    Unit("heads.cu", tuple(instance(dim, q8) for dim in HEAD_DIMS
-                           for q8 in (False, True)), max_registers=80),
-]  # fmt: skip
+    Unit(
+        "heads.cu",
+        tuple(instance(dim, q8) for dim in HEAD_DIMS for q8 in (False, True)),
+        max_registers=80,
+    ),
+]

@@ -143,11 +143,17 @@ class CycleState:
         kernel may read them early."""
         alone = sequences == 1
         launch.kernel("accept.cu", "place")(
-            sequences, 32, self.values, np.int32(self.room),
-            self._step, np.int32(self.width if alone else rows),
-            self._draft if draft_rows and not alone else None, np.int32(draft_rows),
-            np.int64(mask), pdl=False,
-        )  # fmt: skip
+            sequences,
+            32,
+            self.values,
+            np.int32(self.room),
+            self._step,
+            np.int32(self.width if alone else rows),
+            self._draft if draft_rows and not alone else None,
+            np.int32(draft_rows),
+            np.int64(mask),
+            pdl=False,
+        )
 
     def chosen(self, sequences: int, rows: int) -> Chosen:
         """Where the choices of a step go."""
@@ -166,10 +172,21 @@ class CycleState:
         """
         chosen, step = self.chosen(sequences, rows), self.rows(sequences, rows)
         launch.kernel("accept.cu", "accept")(
-            sequences, 32, chosen.ids, chosen.values, chosen.bad, step[0], np.int32(rows),
-            self.values, np.int32(self.room), forced, self.unfit if drafted else None,
-            np.int32(self.width), self.seen, np.int32(self.turns),
-        )  # fmt: skip
+            sequences,
+            32,
+            chosen.ids,
+            chosen.values,
+            chosen.bad,
+            step[0],
+            np.int32(rows),
+            self.values,
+            np.int32(self.room),
+            forced,
+            self.unfit if drafted else None,
+            np.int32(self.width),
+            self.seen,
+            np.int32(self.turns),
+        )
 
     def told(self, turn: int, sequences: int) -> list[Seen]:
         """What the cycle with this turn did, once it has ended."""

@@ -64,9 +64,16 @@ def _gated(
     grid = (-(-width // (4 * THREADS)), padded or count)
     name = f"gated<{ACTIVATIONS.index(activation)}, {int(padded > 0)}>"
     launch.kernel("elementwise.cu", name)(
-        grid, THREADS, address(gate), np.int64(gate.stride(0)), address(by),
-        np.int64(by.stride(0)), out, np.int32(count), np.int32(width),
-    )  # fmt: skip
+        grid,
+        THREADS,
+        address(gate),
+        np.int64(gate.stride(0)),
+        address(by),
+        np.int64(by.stride(0)),
+        out,
+        np.int32(count),
+        np.int32(width),
+    )
 
 
 def per_layer_inputs(
@@ -85,9 +92,17 @@ def per_layer_inputs(
     out = torch.empty(len(y), y.shape[1] // size, size, dtype=torch.float32, device=y.device)
     n = out.shape[0] * out.shape[1]
     launch.kernel("elementwise.cu", f"per_layer_inputs<{THREADS // 32}>")(
-        -(-n * 32 // THREADS), THREADS, y, tokens, weight, out, np.int32(n), np.int32(size),
-        np.float32(math.sqrt(width)), np.float32(eps),
-    )  # fmt: skip
+        -(-n * 32 // THREADS),
+        THREADS,
+        y,
+        tokens,
+        weight,
+        out,
+        np.int32(n),
+        np.int32(size),
+        np.float32(math.sqrt(width)),
+        np.float32(eps),
+    )
     return out
 
 
@@ -111,14 +126,26 @@ def spans(batch: Batch, reaches: Sequence[Reach]) -> Spans:
     back += [0] * (MOST_REACHES - len(reaches))
     flags = sum((r.from_first + 2 * r.to_last) << 2 * i for i, r in enumerate(reaches))
     launch.kernel("elementwise.cu", "spans")(
-        (-(-len(positions) // THREADS), len(reaches)), THREADS, positions, out,
-        *map(np.int32, (len(positions), batch.uniform, *back, flags)), pdl=False,
-    )  # fmt: skip
+        (-(-len(positions) // THREADS), len(reaches)),
+        THREADS,
+        positions,
+        out,
+        *map(np.int32, (len(positions), batch.uniform, *back, flags)),
+        pdl=False,
+    )
     return {reach: (first, last) for reach, (first, last) in zip(reaches, out, strict=True)}
 
 
 UNITS = [
-    Unit("elementwise.cu", (*(f"gated<{a}, {r}>" for a in (0, 1) for r in (0, 1)),
-                            f"per_layer_inputs<{THREADS // 32}>", "softcap<true>",
-                            "softcap<false>", "spans"), max_registers=48),
-]  # fmt: skip
+    Unit(
+        "elementwise.cu",
+        (
+            *(f"gated<{a}, {r}>" for a in (0, 1) for r in (0, 1)),
+            f"per_layer_inputs<{THREADS // 32}>",
+            "softcap<true>",
+            "softcap<false>",
+            "spans",
+        ),
+        max_registers=48,
+    ),
+]

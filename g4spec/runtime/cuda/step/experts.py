@@ -134,8 +134,22 @@ class Experts:
             return None
         if shape not in buffers:
             buffers[shape] = Buffers(shape, device)
-        return cls(shape, e.router, e.router_norm, e.gains, dense[0], e.down.alone, up, down,
-                   e.post_dense, e.post_experts, e.post, scale, e.eps, buffers[shape])  # fmt: skip
+        return cls(
+            shape,
+            e.router,
+            e.router_norm,
+            e.gains,
+            dense[0],
+            e.down.alone,
+            up,
+            down,
+            e.post_dense,
+            e.post_experts,
+            e.post,
+            scale,
+            e.eps,
+            buffers[shape],
+        )
 
     def __call__(self, x: torch.Tensor, dense_rows: Rows, expert_rows: Rows) -> None:
         """Fills `buffers`.
@@ -150,13 +164,33 @@ class Experts:
         weights = (self.up, self.down, self.dense_up, self.dense_down)
         types = [(w.type, w.columns // w.data.shape[1]) for w in weights]
         launch.kernel("experts.cu", instance(types, s, dense_rows.tiles, arch))(
-            torch.cuda.get_device_properties(index).multi_processor_count, THREADS,
-            dense_rows.data, expert_rows.data, x, self.router, self.router_norm, self.gains,
-            self.dense_up.data, self.dense_down.data, self.up.data, self.down.data,
-            b.dense_hidden, b.hidden, b.scores, b.arrived, b.y, b.dense, b.chosen, b.weights,
-            np.int32(len(x)), np.int32(s.width), np.int32(s.dense), np.int32(s.expert),
-            np.float32(self.eps), shared=_bytes(arch),
-        )  # fmt: skip
+            torch.cuda.get_device_properties(index).multi_processor_count,
+            THREADS,
+            dense_rows.data,
+            expert_rows.data,
+            x,
+            self.router,
+            self.router_norm,
+            self.gains,
+            self.dense_up.data,
+            self.dense_down.data,
+            self.up.data,
+            self.down.data,
+            b.dense_hidden,
+            b.hidden,
+            b.scores,
+            b.arrived,
+            b.y,
+            b.dense,
+            b.chosen,
+            b.weights,
+            np.int32(len(x)),
+            np.int32(s.width),
+            np.int32(s.dense),
+            np.int32(s.expert),
+            np.float32(self.eps),
+            shared=_bytes(arch),
+        )
 
     def finish(
         self, x: torch.Tensor, following: torch.Tensor | None, out: torch.Tensor, to: Rows | None
@@ -170,12 +204,23 @@ class Experts:
         """
         b, (count, width) = self.buffers, x.shape
         launch.kernel("experts_finish.cu", finish_instance(self.shape))(
-            count if to is None else 8 * to.tiles, 32 * rows.shape(width)[0],
-            b.y, b.dense, x, self.norm_experts, self.norm_dense, self.norm, following, self.scale,
-            out, None if to is None else to.data, b.arrived,
+            count if to is None else 8 * to.tiles,
+            32 * rows.shape(width)[0],
+            b.y,
+            b.dense,
+            x,
+            self.norm_experts,
+            self.norm_dense,
+            self.norm,
+            following,
+            self.scale,
+            out,
+            None if to is None else to.data,
+            b.arrived,
             *map(np.int32, (len(b.arrived), count, to.tiles if to else 0)),
-            *map(np.int32, (to is not None and to.tiled, width)), np.float32(self.eps),
-        )  # fmt: skip
+            *map(np.int32, (to is not None and to.tiled, width)),
+            np.float32(self.eps),
+        )
 
 
 THREADS = 32 * (4 * TEAMS + 2)
@@ -229,8 +274,12 @@ _FILES = [
 """Types that files of it have: of experts and of the dense branch, up and down each."""
 
 UNITS = [
-    Unit("experts.cu", tuple(instance(types, SHAPE, tiles, arch) for types in _FILES
-                             for tiles in (1, 2)),
-         (arch,), max_registers=168, shared=_bytes(arch))
+    Unit(
+        "experts.cu",
+        tuple(instance(types, SHAPE, tiles, arch) for types in _FILES for tiles in (1, 2)),
+        (arch,),
+        max_registers=168,
+        shared=_bytes(arch),
+    )
     for arch in ARCHS
-] + [Unit("experts_finish.cu", (finish_instance(SHAPE),), max_registers=128)]  # fmt: skip
+] + [Unit("experts_finish.cu", (finish_instance(SHAPE),), max_registers=128)]

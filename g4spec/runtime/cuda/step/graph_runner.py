@@ -210,8 +210,9 @@ class GraphRunner:
         if suppress != choice.suppress:
             torch.cuda.synchronize()
             self._graphs.clear()
-            self._choice = Choice(choice.columns, self._target.ops.device, suppress=suppress,
-                                  room=choice.room)  # fmt: skip
+            self._choice = Choice(
+                choice.columns, self._target.ops.device, suppress=suppress, room=choice.room
+            )
         self._choice.set(*samplers)
 
     def _shape(self, part: str, sequences: int, most: int, drafts: int = 0) -> Shape:
@@ -270,8 +271,13 @@ class GraphRunner:
             state.place(n, rows)
         batch = state.step(n, rows)
         read, logits = target.run(batch, capped=False)
-        self._choice(logits.contiguous(), batch.positions, into=state.chosen(n, rows),
-                     cap=target.config.softcap, sequences=n)  # fmt: skip
+        self._choice(
+            logits.contiguous(),
+            batch.positions,
+            into=state.chosen(n, rows),
+            cap=target.config.softcap,
+            sequences=n,
+        )
         state.accept(n, rows, drafted=not plain, forced=self._forced)
         if plain:
             return read.hidden, read.taps

@@ -30,9 +30,20 @@ SCRATCH = {"q4_k": 1664, "q5_k": 1664, "q6_k": 2304}
 """Bytes of shared memory in which a warp keeps a unit's factors, at most."""
 
 CODEBOOKS = {
-    "iq4_nl": 32, "iq4_xs": 32, "mxfp4": 32, "nvfp4": 16, "iq3_s": 32, "iq3_xxs": 32, "q3_k": 16,
-    "q2_k": 16, "iq2_s": 16, "iq2_xs": 16, "iq2_xxs": 32, "iq1_m": 16, "iq1_s": 32,
-}  # fmt: skip
+    "iq4_nl": 32,
+    "iq4_xs": 32,
+    "mxfp4": 32,
+    "nvfp4": 16,
+    "iq3_s": 32,
+    "iq3_xxs": 32,
+    "q3_k": 16,
+    "q2_k": 16,
+    "iq2_s": 16,
+    "iq2_xs": 16,
+    "iq2_xxs": 32,
+    "iq1_m": 16,
+    "iq1_s": 32,
+}
 """Types whose codes are numbers of a table's entries (codebook_product.cuh): values that share a
 factor."""
 
@@ -42,8 +53,20 @@ TILE_BYTES, SUMS = 1024, dict.fromkeys(CODEBOOKS, 0) | {"q6_k": 128, "q2_k": 128
 UPPER_ROWS = 2048 + 32
 """Bytes of a unit of 8 rows as `linear_upper` reads them."""
 
-WIDE = ("q4_k", "q5_k", "iq4_xs", "iq3_s", "iq3_xxs", "q3_k", "q2_k", "iq2_s", "iq2_xs", "iq2_xxs",
-        "iq1_m", "iq1_s")  # fmt: skip
+WIDE = (
+    "q4_k",
+    "q5_k",
+    "iq4_xs",
+    "iq3_s",
+    "iq3_xxs",
+    "q3_k",
+    "q2_k",
+    "iq2_s",
+    "iq2_xs",
+    "iq2_xxs",
+    "iq1_m",
+    "iq1_s",
+)
 """Types whose stages hold 256 rows where they can."""
 
 MOST_STAGES = {128: 8, 256: 5}
@@ -133,11 +156,7 @@ def cut(
 ) -> Cut:
     """How a matrix of so many groups is multiplied, `narrow`: by stages of 128 rows. The rows of a
     stage are a matter of the matrix and its use: they decide how its K is shared out."""
-    wide = (
-        groups % 2 == 0
-        and not narrow
-        and (type in WIDE or (type == "q6_k" and groups >= HUGE))
-    )
+    wide = groups % 2 == 0 and not narrow and (type in WIDE or (type == "q6_k" and groups >= HUGE))
     room = nvrtc.SHARED_LIMIT[arch]
     least = 3 if type in CODEBOOKS else 2
     rows = 256 if wide and Cut(type, unit, 2, 256, least).shared <= room else 128
@@ -201,11 +220,21 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     a, b = cut_of(x, first), cut_of(x, second)
     others, count, runs, (of_first, of_second) = halves(first, a, second, b, by)
     launch.kernel("linear.cu", two(a, b))(
-        count, THREADS, first.data, x.data, x.scale, by.partial, by.arrived,
-        *map(np.int32, (*of_first, runs[0])), second.data, *map(np.int32, (*of_second, runs[1])),
-        np.int32(others), y, *map(np.int32, (first.rows, second.rows, y.shape[1], len(x))),
+        count,
+        THREADS,
+        first.data,
+        x.data,
+        x.scale,
+        by.partial,
+        by.arrived,
+        *map(np.int32, (*of_first, runs[0])),
+        second.data,
+        *map(np.int32, (*of_second, runs[1])),
+        np.int32(others),
+        y,
+        *map(np.int32, (first.rows, second.rows, y.shape[1], len(x))),
         shared=max(a.shared, b.shared),
-    )  # fmt: skip
+    )
     return y
 
 
@@ -307,24 +336,40 @@ def _run(
     assert groups <= len(by.arrived)
     count = groups * parts or split(units, groups, run)
     launch.kernel("linear.cu", how.name(kind))(
-        count, THREADS, weight.data, x.data, x.scale, by.partial, by.arrived,
-        *map(np.int32, (units, groups, run)), y, *map(np.int32, (*numbers, len(x))),
+        count,
+        THREADS,
+        weight.data,
+        x.data,
+        x.scale,
+        by.partial,
+        by.arrived,
+        *map(np.int32, (units, groups, run)),
+        y,
+        *map(np.int32, (*numbers, len(x))),
         shared=how.shared,
-    )  # fmt: skip
+    )
 
 
 def _units() -> list[Unit]:
     """Every instance of one matrix, by architecture; of two, those of common files."""
     out = []
     for arch in ARCHS:
-        cuts = {cut(type, unit, groups, tiles, arch)
-                for type in packing.PARTS for unit in packing.units_of(type)
-                for groups in (1, 2, HUGE) for tiles in (1, 2)}  # fmt: skip
+        cuts = {
+            cut(type, unit, groups, tiles, arch)
+            for type in packing.PARTS
+            for unit in packing.units_of(type)
+            for groups in (1, 2, HUGE)
+            for tiles in (1, 2)
+        }
         names = {c.name(kind): c.shared for c in cuts for kind in ("linear", "gate_up")}
-        shown = {cut(type, 256, 2, 2, arch).name("linear") for type in samples.SAMPLES
-                 if arch in ("sm_86", "sm_90a")}  # fmt: skip
-        more = {c.name(kind) for c in cuts for kind in ("linear", "gate_up")
-                if c.type in CODEBOOKS} - shown  # fmt: skip
+        shown = {
+            cut(type, 256, 2, 2, arch).name("linear")
+            for type in samples.SAMPLES
+            if arch in ("sm_86", "sm_90a")
+        }
+        more = {
+            c.name(kind) for c in cuts for kind in ("linear", "gate_up") if c.type in CODEBOOKS
+        } - shown
         for groups, tiles in ((1, 1), (1, 2), (HUGE, 1), (HUGE, 2)):
             part = cut("q6_k", 256, groups, tiles, arch, upper=True)
             names[part.name("linear")] = part.shared
@@ -333,8 +378,17 @@ def _units() -> list[Unit]:
                 a, b = (cut(type, 256, 2, tiles, arch) for type in types)
                 names[two(a, b)] = max(a.shared, b.shared)
         spill = 36 if arch == "sm_120" else 16  # there gate_up<Q4K, 2, 128, 2> needs as much
-        out.append(Unit("linear.cu", tuple(sorted(names.keys() - more)), (arch,), 168,
-                        max(names.values()), spill, tuple(sorted(more))))  # fmt: skip
+        out.append(
+            Unit(
+                "linear.cu",
+                tuple(sorted(names.keys() - more)),
+                (arch,),
+                168,
+                max(names.values()),
+                spill,
+                tuple(sorted(more)),
+            )
+        )
     return out
 
 

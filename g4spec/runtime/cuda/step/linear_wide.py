@@ -44,10 +44,18 @@ def linear(x: Rows, weight: Weight, by: Exchange, *, parts: bool = False) -> tor
     for at, part, (own,) in _parts(x, how):
         units, groups, run, count = _grid(weight, own, by, n)
         launch.kernel("linear_wide.cu", own.name("linear"))(
-            count, threads(_arch(x)), weight.data, part.data, part.scale, by.partial, by.arrived,
-            *map(np.int32, (units, groups, run)), launch.Strided(y[:, at:]),
-            *map(np.int32, (weight.rows, n, len(part), len(x), part.groups)), shared=own.shared,
-        )  # fmt: skip
+            count,
+            threads(_arch(x)),
+            weight.data,
+            part.data,
+            part.scale,
+            by.partial,
+            by.arrived,
+            *map(np.int32, (units, groups, run)),
+            launch.Strided(y[:, at:]),
+            *map(np.int32, (weight.rows, n, len(part), len(x), part.groups)),
+            shared=own.shared,
+        )
     return y if n > 1 else y[0]
 
 
@@ -60,10 +68,18 @@ def gate_up(x: Rows, weight: Weight, by: Exchange, *, silu: bool = False) -> Row
     for at, part, (own,) in _parts(x, narrow.cut_of(x, weight)):
         units, groups, run, count = _grid(weight, own, by)
         launch.kernel("linear_wide.cu", own.name("gate_up"))(
-            count, threads(_arch(x)), weight.data, part.data, part.scale, by.partial, by.arrived,
-            *map(np.int32, (units, groups, run)), y.data[at // MOST :],
-            *map(np.int32, (channels, silu, len(part), part.groups)), shared=own.shared,
-        )  # fmt: skip
+            count,
+            threads(_arch(x)),
+            weight.data,
+            part.data,
+            part.scale,
+            by.partial,
+            by.arrived,
+            *map(np.int32, (units, groups, run)),
+            y.data[at // MOST :],
+            *map(np.int32, (channels, silu, len(part), part.groups)),
+            shared=own.shared,
+        )
     return replace(y, scale=gated_scale(x.data.device, y.groups))
 
 
@@ -75,12 +91,21 @@ def linear_two(x: Rows, first: Weight, second: Weight, by: Exchange) -> torch.Te
     for at, part, (a, b) in _parts(x, narrow.cut_of(x, first), narrow.cut_of(x, second)):
         others, count, runs, sizes = narrow.halves(first, a, second, b, by)
         launch.kernel("linear_wide.cu", two(a, b))(
-            count, threads(_arch(x)), first.data, part.data, part.scale, by.partial, by.arrived,
-            *map(np.int32, (*sizes[0], runs[0])), second.data,
-            *map(np.int32, (*sizes[1], runs[1])), np.int32(others), y[at:],
+            count,
+            threads(_arch(x)),
+            first.data,
+            part.data,
+            part.scale,
+            by.partial,
+            by.arrived,
+            *map(np.int32, (*sizes[0], runs[0])),
+            second.data,
+            *map(np.int32, (*sizes[1], runs[1])),
+            np.int32(others),
+            y[at:],
             *map(np.int32, (first.rows, second.rows, y.shape[1], len(part), part.groups)),
             shared=max(a.shared, b.shared),
-        )  # fmt: skip
+        )
     return y
 
 
@@ -152,8 +177,10 @@ def _units() -> list[Unit]:
         )
         few = {"sm_86": (q4, q8), "sm_120": (q4, q6)}.get(arch, (q4,))
         warp_groups = WARP_GROUPS if arch == HANDED_ON else 0
-        others = [narrow.cut(type, packing.units_of(type)[-1], 2, 2, arch)
-                  for type in (*samples.SAMPLES, *samples.ALIKE)]  # fmt: skip
+        others = [
+            narrow.cut(type, packing.units_of(type)[-1], 2, 2, arch)
+            for type in (*samples.SAMPLES, *samples.ALIKE)
+        ]
         more = _singles(tuple(others), arch, warp_groups, "linear", "gate_up")
         out.append(_unit(arch, {}, 800, more))
         if arch != HANDED_ON:

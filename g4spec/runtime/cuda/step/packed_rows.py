@@ -129,8 +129,10 @@ def regrouped(parts: Sequence[Rows]) -> Rows:
     raw = [[x[: len(part)] for x in _fields(part)] for part in parts]
     fields, count = [torch.cat(x) for x in zip(*raw, strict=True)], sum(map(len, parts))
     tiled = count > MOST
-    data = [_packed([x[at : at + MOST] for x in fields], tiles(count), tiled)
-            for at in range(0, count, MOST)]  # fmt: skip
+    data = [
+        _packed([x[at : at + MOST] for x in fields], tiles(count), tiled)
+        for at in range(0, count, MOST)
+    ]
     whole = torch.stack(data) if tiled else data[0]
     return Rows(whole, count, parts[0].width, tiled=tiled)
 
@@ -285,8 +287,16 @@ class Residual:
     ) -> tuple[torch.Tensor, list[Rows]]:
         """x', and rms_norm(x') with each of at most three weights as rows."""
         out, to = torch.empty_like(x), [empty(len(x), x.shape[1], x.device) for _ in following]
-        _run(x, h, self, out=out, leave=ROWS, eps=self.eps, following=following,
-             outputs=[r.data for r in to])  # fmt: skip
+        _run(
+            x,
+            h,
+            self,
+            out=out,
+            leave=ROWS,
+            eps=self.eps,
+            following=following,
+            outputs=[r.data for r in to],
+        )
         return out, to
 
     def numbers(
@@ -325,10 +335,21 @@ def _run(
     weights = [*following, None, None, None][:3]
     places = [*outputs, None, None, None][:3]
     launch.kernel("norm.cu", name)(
-        (count, loads if split else 1), 32 * warps,
-        h, address(x), np.int64(x.stride(0)), weight, scale, *weights, *places,
-        row_scale, out, np.int32(count), np.int32(width), np.float32(eps),
-    )  # fmt: skip
+        (count, loads if split else 1),
+        32 * warps,
+        h,
+        address(x),
+        np.int64(x.stride(0)),
+        weight,
+        scale,
+        *weights,
+        *places,
+        row_scale,
+        out,
+        np.int32(count),
+        np.int32(width),
+        np.float32(eps),
+    )
 
 
 def address(x: torch.Tensor) -> launch.Strided:
@@ -343,8 +364,19 @@ def address(x: torch.Tensor) -> launch.Strided:
 UNITS = [
     Unit("norm.cu", tuple(instance(width, *form) for form in forms), max_registers=bound)
     for width, bound, forms in (
-        (5376, 80, [(1, PLAIN, ROWS), (1, NORM, ROWS), (1, NORM, FLOATS), (1, NORM, NOTHING),
-                    (1, ADD, ROWS), (1, PLAIN, SCALED), (1, PLAIN, FLOATS)]),
+        (
+            5376,
+            80,
+            [
+                (1, PLAIN, ROWS),
+                (1, NORM, ROWS),
+                (1, NORM, FLOATS),
+                (1, NORM, NOTHING),
+                (1, ADD, ROWS),
+                (1, PLAIN, SCALED),
+                (1, PLAIN, FLOATS),
+            ],
+        ),
         (5376, 96, [(3, NORM, ROWS), (3, NORM, FLOATS), (3, ADD, ROWS), (3, ADD, FLOATS)]),
         (5376, 128, [(6, NORM, ROWS), (6, NORM, FLOATS)]),
         (2816, 112, [(1, NORM, ROWS, 3), (6, NORM, ROWS, 2)]),
@@ -353,6 +385,9 @@ UNITS = [
         (26880, 64, [(1, PLAIN, SCALED)]),
     )
 ] + [
-    Unit("norm.cu", (instance(5376, 1, NORM, FLOATS, split=False),
-                     instance(5376, 3, NORM, ROWS, split=False)), max_registers=128),
-]  # fmt: skip
+    Unit(
+        "norm.cu",
+        (instance(5376, 1, NORM, FLOATS, split=False), instance(5376, 3, NORM, ROWS, split=False)),
+        max_registers=128,
+    ),
+]

@@ -33,9 +33,12 @@ class Picks:
     def __call__(self, logits: torch.Tensor, at: int) -> torch.Tensor:
         into = self._into(len(logits), at)
         return self.choice(
-            logits.contiguous(), self.positions[at:], into=into,
-            sequences=self.sequences, pitch=self._pitch,
-        ).ids  # fmt: skip
+            logits.contiguous(),
+            self.positions[at:],
+            into=into,
+            sequences=self.sequences,
+            pitch=self._pitch,
+        ).ids
 
     def best(
         self, hidden: torch.Tensor, table: Weight, by: Exchange, at: int, cap: float

@@ -92,9 +92,15 @@ def _tile(
     keys = torch.empty_like(full)
     launch.kernel("screen.cu", LARGEST)(count, THREADS, found, np.int32(found.shape[1]), keys)
     launch.kernel("screen.cu", IN_FULL)(
-        (CANDIDATES, count), THREADS, keys, weight.data, x,
-        *map(np.int32, (weight.columns, size)), np.float32(cap), full,
-    )  # fmt: skip
+        (CANDIDATES, count),
+        THREADS,
+        keys,
+        weight.data,
+        x,
+        *map(np.int32, (weight.columns, size)),
+        np.float32(cap),
+        full,
+    )
 
 
 UNITS = [Unit("screen.cu", ("byte_rows", LARGEST, IN_FULL), linear.ARCHS, max_registers=112)]

@@ -69,9 +69,14 @@ def dequantize(weight: Weight, out: torch.Tensor) -> None:
         assert out.dtype is torch.float16 and weight.columns % 8 == 0, (out.dtype, weight.columns)
         count = out.numel() // 8
         launch.kernel("portable.cu", file_instance(weight.type))(
-            -(-count // 256), 256, weight.data, out, np.uint32(count), np.int32(weight.columns),
+            -(-count // 256),
+            256,
+            weight.data,
+            out,
+            np.uint32(count),
+            np.int32(weight.columns),
             pdl=False,
-        )  # fmt: skip
+        )
         return
     groups = -(-weight.rows // GROUP)
     count, units = weight.data.shape[:2]
@@ -158,8 +163,9 @@ class Products:
 
         self.in_runs(("plain", matrix.shape), x, out, multiply)
 
-    def in_runs(self, what: tuple[object, ...], x: torch.Tensor, out: torch.Tensor,
-                multiply: Multiply) -> None:  # fmt: skip
+    def in_runs(
+        self, what: tuple[object, ...], x: torch.Tensor, out: torch.Tensor, multiply: Multiply
+    ) -> None:
         """Multiply x into out in as few runs of blocks as change no bit. `what`: the kind of
         product and its shape."""
         size = min(self.block, len(x))
@@ -189,16 +195,28 @@ def _same_bits(x: torch.Tensor, out: torch.Tensor, size: int, multiply: Multiply
 
 
 def _instances(types: Iterable[str]) -> tuple[str, ...]:
-    return tuple(instance(type, unit, dtype) for type in types for unit in units_of(type)
-                 for dtype in (torch.float16, torch.bfloat16))  # fmt: skip
+    return tuple(
+        instance(type, unit, dtype)
+        for type in types
+        for unit in units_of(type)
+        for dtype in (torch.float16, torch.bfloat16)
+    )
 
 
 _SAMPLE = instance("q2_k", 256, torch.float16)
 _MORE = (*SAMPLES, *ALIKE)
 
 UNITS = [
-    Unit("dequant.cu", (*_instances(COMPILED), _SAMPLE), max_registers=80,
-         more=tuple(name for name in _instances(_MORE) if name != _SAMPLE)),
-    Unit("portable.cu", tuple(map(file_instance, COMPILED)), max_registers=48,
-         more=tuple(map(file_instance, _MORE))),
-]  # fmt: skip
+    Unit(
+        "dequant.cu",
+        (*_instances(COMPILED), _SAMPLE),
+        max_registers=80,
+        more=tuple(name for name in _instances(_MORE) if name != _SAMPLE),
+    ),
+    Unit(
+        "portable.cu",
+        tuple(map(file_instance, COMPILED)),
+        max_registers=48,
+        more=tuple(map(file_instance, _MORE)),
+    ),
+]

@@ -68,8 +68,9 @@ def _rewritten(name: str, blocks: torch.Tensor) -> torch.Tensor:
         of, start = dtype.fields[key][:2]
         return blocks[:, start : start + of.itemsize]
 
-    return torch.cat([x.reshape(len(blocks), -1).view(torch.uint8) for x in _OF[name](field)],
-                     dim=1)  # fmt: skip
+    return torch.cat(
+        [x.reshape(len(blocks), -1).view(torch.uint8) for x in _OF[name](field)], dim=1
+    )
 
 
 def _words(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -187,10 +188,26 @@ def _iq1_m(f: Fields) -> list[torch.Tensor]:
     return [*_three(codes), _odd(_bits(word, 4, 3)), bits]
 
 
-_FILE = {name: module.DTYPE for name, module in (
-    ("q3_k", q3_k), ("iq3_s", iq3_s), ("iq3_xxs", iq3_xxs), ("iq2_s", iq2_s), ("iq2_xs", iq2_xs),
-    ("iq2_xxs", iq2_xxs), ("iq1_s", iq1_s), ("iq1_m", iq1_m))}  # fmt: skip
+_FILE = {
+    name: module.DTYPE
+    for name, module in (
+        ("q3_k", q3_k),
+        ("iq3_s", iq3_s),
+        ("iq3_xxs", iq3_xxs),
+        ("iq2_s", iq2_s),
+        ("iq2_xs", iq2_xs),
+        ("iq2_xxs", iq2_xxs),
+        ("iq1_s", iq1_s),
+        ("iq1_m", iq1_m),
+    )
+}
 _OF: dict[str, Callable[[Fields], list[torch.Tensor]]] = {
-    "q3_k": _q3_k, "iq3_s": _iq3_s, "iq3_xxs": _iq3_xxs, "iq2_s": _iq2_s, "iq2_xs": _iq2_xs,
-    "iq2_xxs": _iq2_xxs, "iq1_s": _iq1_s, "iq1_m": _iq1_m,
-}  # fmt: skip
+    "q3_k": _q3_k,
+    "iq3_s": _iq3_s,
+    "iq3_xxs": _iq3_xxs,
+    "iq2_s": _iq2_s,
+    "iq2_xs": _iq2_xs,
+    "iq2_xxs": _iq2_xxs,
+    "iq1_s": _iq1_s,
+    "iq1_m": _iq1_m,
+}

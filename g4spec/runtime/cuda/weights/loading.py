@@ -22,8 +22,9 @@ class Uploader:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pool = ThreadPoolExecutor(THREADS)
-        self._pieces = [torch.empty(PIECE, dtype=torch.uint8).pin_memory()
-                        for _ in range(2 * THREADS)]  # fmt: skip
+        self._pieces = [
+            torch.empty(PIECE, dtype=torch.uint8).pin_memory() for _ in range(2 * THREADS)
+        ]
         self._sent: list[Any] = [torch.cuda.Event() for _ in self._pieces]  # type: ignore[no-untyped-call]
         for event in self._sent:
             event.record()

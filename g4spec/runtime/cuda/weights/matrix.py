@@ -197,8 +197,11 @@ def in_turns(gate: Matrix, up: Matrix | None) -> Weight | None:
         return None
     if any(m.packed or m.keeps for m in both):
         return None
-    halves = [half for m in both for half in
-              m.take().view(m.matrices, 2 // len(both), channels // TILE, TILE, -1).unbind(1)]
+    halves = [
+        half
+        for m in both
+        for half in m.take().view(m.matrices, 2 // len(both), channels // TILE, TILE, -1).unbind(1)
+    ]
     turned, rows = torch.stack(halves, dim=2).flatten(0, 3), 2 * channels
     del halves
     data = _pack(gate, turned, rows)

@@ -155,8 +155,17 @@ def _codes(name: str, bits: int, run: int, at_e0: int = 16, place: Places = PLAC
 
     per_row = span * bits // 32
     sizes = {"x": per_row // 4 if lanes else per_row, "t": 4, "k": span // 64, "s": bits}
-    return Part(name, name, 4, span, "c x t" if lanes else "c x", "w p c k g t s", sizes,
-                _moves(places()), swapped=swapped)  # fmt: skip
+    return Part(
+        name,
+        name,
+        4,
+        span,
+        "c x t" if lanes else "c x",
+        "w p c k g t s",
+        sizes,
+        _moves(places()),
+        swapped=swapped,
+    )
 
 
 def _numbers(name: str, bits: int, run: int) -> Part:
@@ -179,8 +188,11 @@ def _rewritten(name: str) -> tuple[np.dtype[np.void], tuple[Part, ...]]:
     dtype = held_size.BLOCKS[name]
     fields = dtype.fields
     assert fields is not None
-    codes = ((_numbers("q", 4, 16),) if "q" in fields else
-             (_numbers("low", 2, 32), _numbers("high", 1, 32)))  # fmt: skip
+    codes = (
+        (_numbers("q", 4, 16),)
+        if "q" in fields
+        else (_numbers("low", 2, 32), _numbers("high", 1, 32))
+    )
     scales = _by_row("scale", "scale", fields["scale"][0].itemsize // 4)
     return dtype, (*codes, scales, _factors("d", 2, 256))
 
@@ -219,16 +231,25 @@ PARTS: dict[str, tuple[np.dtype[np.void], tuple[Part, ...]]] = {
     "q8_0": (q8_0.DTYPE, (_BYTES, _plane("d"))),
     "q4_k": (q4_k.DTYPE, (_codes("q", 4, 32), _AFFINE)),
     "q5_k": (q5_k.DTYPE, (_codes("q", 4, 32), _codes("high", 1, 32), _AFFINE)),
-    "q6_k": (q6_k.DTYPE, (_codes("low", 4, 64), _codes("high", 2, 32),
-                          _by_row("scale", "scale", 4), _factors("d", 2, 256))),
+    "q6_k": (
+        q6_k.DTYPE,
+        (
+            _codes("low", 4, 64),
+            _codes("high", 2, 32),
+            _by_row("scale", "scale", 4),
+            _factors("d", 2, 256),
+        ),
+    ),
     "iq4_nl": (iq4_nl.DTYPE, (_numbers("q", 4, 16), _factors("d", 2, 32))),
     "iq4_xs": (iq4_xs.DTYPE, (_numbers("q", 4, 16), _by_row("d", "low", 2))),
     "mxfp4": (mxfp4.DTYPE, (_numbers("q", 4, 16), _factors("e", 1, 32))),
     "nvfp4": (nvfp4.DTYPE, (_numbers("q", 4, 8), _factors("scale", 4, 64))),
-    "q2_k": (q2_k.DTYPE, (_numbers("q", 2, 32), _by_row("scales", "scales", 4),
-                          _by_row("d", "dmin", 1))),
+    "q2_k": (
+        q2_k.DTYPE,
+        (_numbers("q", 2, 32), _by_row("scales", "scales", 4), _by_row("d", "dmin", 1)),
+    ),
     **{name: _rewritten(name) for name in held_size.BLOCKS},
-}  # fmt: skip
+}
 """Blocks as memory holds them, and the parts of a unit in order."""
 
 
@@ -253,8 +274,10 @@ def unit_of(name: str, columns: int) -> int:
         raise Unsupported(f"weights of type {name.upper()} are not packed")
     unit = 256 if columns % 256 == 0 else 64
     if columns % unit or unit % quant.get(name).block:
-        raise Unsupported(f"a matrix of {columns} columns in {name.upper()} has no packing",
-                          fix="columns must be a multiple of 64")  # fmt: skip
+        raise Unsupported(
+            f"a matrix of {columns} columns in {name.upper()} has no packing",
+            fix="columns must be a multiple of 64",
+        )
     return unit
 
 
@@ -377,8 +400,11 @@ def _carry(part: Part, source: torch.Tensor, target: torch.Tensor, forth: bool) 
         if forth:
             _merge(target[move.target], source[move.source], move.shift, move.mask)
         else:
-            mask = _signed((move.mask & 0xFFFFFFFF) >> move.shift if move.shift >= 0 else
-                           (move.mask << -move.shift) & 0xFFFFFFFF)  # fmt: skip
+            mask = _signed(
+                (move.mask & 0xFFFFFFFF) >> move.shift
+                if move.shift >= 0
+                else (move.mask << -move.shift) & 0xFFFFFFFF
+            )
             _merge(source[move.source], target[move.target], -move.shift, mask)
 
 
@@ -391,5 +417,6 @@ def _merge(into: torch.Tensor, words: torch.Tensor, shift: int, mask: int) -> No
 def _like(words: torch.Tensor, value: int) -> torch.Tensor:
     """`value` as a word of the same type."""
     bits = 8 * words.element_size()
-    return torch.tensor(value - (value >> (bits - 1) << bits), dtype=words.dtype,
-                        device=words.device)  # fmt: skip
+    return torch.tensor(
+        value - (value >> (bits - 1) << bits), dtype=words.dtype, device=words.device
+    )
