@@ -23,7 +23,7 @@ demo: $(VENV)/.package
 	$(BIN)/g4spec demo
 
 test: check
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 $(PYTEST)
 
 check: $(VENV)/.tests
 	$(BIN)/ruff check g4spec tests benchmarks packaging docs

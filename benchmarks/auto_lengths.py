@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec.runtime import length
 from g4spec.runtime.length import MARGIN
-from tests.acceptance import MACHINES, Bill, Recording, best_fixed, recordings, replay
-from tests.one_text import Auto, Costs
+from tests.support.acceptance import MACHINES, Bill, Recording, best_fixed, recordings, replay
+from tests.support.one_text import Auto, Costs
 
 CREDITS = (1, 2, 3, 4, 8, 16, 1000)
 

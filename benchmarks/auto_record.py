@@ -21,7 +21,7 @@ from g4spec.measure import run_record as provenance
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.measuring import costs
-from tests.one_sequence import Drafting, One, borrowed
+from tests.support.one_sequence import Drafting, One, borrowed
 
 ROOT = Path(__file__).parent.parent
 N_CTX, LONG_TOKENS = 2048, 800

@@ -32,7 +32,17 @@ from watch import keep
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from g4spec.runtime.engine import Engine
-from tests.company import IN_MEMORY, KINDS, N_CTX, PARALLEL, Alone, Engines, Verdict, judge, pool_of
+from tests.support.company import (
+    IN_MEMORY,
+    KINDS,
+    N_CTX,
+    PARALLEL,
+    Alone,
+    Engines,
+    Verdict,
+    judge,
+    pool_of,
+)
 
 
 class Files(Engines):

@@ -132,7 +132,7 @@ def problems(seen: dict, data: dict, console: str) -> list[str]:
 def made_up(folder: Path) -> tuple[Path, Path]:
     """A report from made-up numbers."""
     from g4spec.measure import bench_report as report
-    from tests import bench_result
+    from tests.support import bench_result
 
     page, data = folder / "report.html", bench_result.result()
     page.write_text(report.page(data), encoding="utf-8")

@@ -2,9 +2,9 @@
 
     python benchmarks/cpu_faults.py [--kinds dflash eagle3] [--every 1] [--out benchmarks/results]
 
-Faults are those of `tests/faults.py`: for every key and every tensor. Each is looked for twice:
-with target and source, and with the target alone. What stays silent is listed. The trained family
-stands for its kinds; the others are small random checkpoints.
+Faults are those of `tests/support/faults.py`: for every key and every tensor. Each is looked for
+twice: with target and source, and with the target alone. What stays silent is listed. The trained
+family stands for its kinds; the others are small random checkpoints.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from watch import keep  # noqa: E402
 
 from g4spec import convert  # noqa: E402
 from g4spec.validate import validate  # noqa: E402
-from tests import faults, tiny, tiny_drafts  # noqa: E402
+from tests.support import faults, tiny, tiny_drafts  # noqa: E402
 
 FAMILY = ROOT / "examples" / "tiny"
 TRAINED = ("target", "dflash", "dflash-speculators", "assistant")

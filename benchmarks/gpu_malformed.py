@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks import gpu_sanitize, watch
 from g4spec.runtime.cuda.step import graphs
-from tests import malformed
 from tests.emulator import runtime
 from tests.gpu import family, hostile
+from tests.support import malformed
 
 Rows = list[dict[str, Any]]
 PARTS = ("targets", "drafts", "odd targets", "odd drafts")

@@ -42,7 +42,7 @@ from g4spec import convert
 from g4spec.gguf import GGUF
 from g4spec.models.dflash_backbone import shared_causality
 from g4spec.runtime.engine import Engine, Options
-from tests.one_sequence import Drafting, One, borrowed
+from tests.support.one_sequence import Drafting, One, borrowed
 
 TYPES = ("f32", "bf16", "q8_0")
 NEAR_TIE = 2e-3
@@ -296,7 +296,7 @@ def compare_drafts(
 
 def random_family(folder: Path) -> Path:
     """Tiny random checkpoints, with the drafts that upstream can and cannot express."""
-    from tests import tiny
+    from tests.support import tiny
 
     target = tiny.target(folder / "target", nested=False, layers=6, period=3, window=16, vocab=512)
     draft: dict[str, Any] = {"layers": 3, "block": 8, "window": 16}

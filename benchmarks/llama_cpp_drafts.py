@@ -34,8 +34,8 @@ from g4spec.gguf import GGUF
 from g4spec.models import of_gguf
 from g4spec.models.upstream import judge
 from g4spec.runtime.engine import Engine
-from tests import tiny, tiny_drafts
-from tests.one_sequence import Drafting, One, borrowed
+from tests.support import tiny, tiny_drafts
+from tests.support.one_sequence import Drafting, One, borrowed
 
 PROMPT = "The list type has methods that change it in place, and the sorted function returns a new"
 N_MAX = 7  # and at most what a block drafts

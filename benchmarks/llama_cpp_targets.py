@@ -36,7 +36,7 @@ from benchmarks.upstream import CTX, Upstream
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from g4spec.runtime.engine import Engine
-from tests import tiny, tiny_quantized
+from tests.support import tiny, tiny_quantized
 
 SHARED: dict[str, Any] = {"ple": 32, "shared": 6, "k_eq_v": False}
 TARGETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

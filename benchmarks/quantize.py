@@ -31,7 +31,7 @@ from g4spec.gguf import GGUF, imatrix  # noqa: E402
 from g4spec.measure import run_record as provenance  # noqa: E402
 from g4spec.quant import policy  # noqa: E402
 from g4spec.validate.loss import losses, total  # noqa: E402
-from tests import tiny  # noqa: E402
+from tests.support import tiny  # noqa: E402
 
 PLAIN = {"q5_k": "Q5_K_S", "q3_k": "Q3_K_S"}
 """Map types to the mixes under whose names llama-quantize has them. Q4_K alone it has not."""

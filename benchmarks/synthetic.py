@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tests import tiny
-from tests.tiny_tokenizer import dump, tokenizer
+from tests.support import tiny
+from tests.support.tiny_tokenizer import dump, tokenizer
 
 VOCAB, MERGES = 262_144, 514_906
 HIDDEN, LAYERS, TAPS = 5376, 60, [1, 12, 23, 35, 46, 57]

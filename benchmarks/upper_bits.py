@@ -22,7 +22,7 @@ from g4spec.gguf import GGUF
 from g4spec.models.dflash_drafter import Drafter
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine, Options
-from tests.upper_bits import tables
+from tests.support.upper_bits import tables
 
 FAMILY = Path(__file__).parent.parent / "examples" / "tiny"
 PROMPTS = (

@@ -15,11 +15,11 @@ from g4spec.models import gemma4, ngram
 from g4spec.models.spec import DraftConfig, DraftKind
 from g4spec.quant import readable
 from g4spec.quant.sizes import FORMATS
-from tests import memory_engine, tiny
 from tests.cpu import test_convert_kinds, test_hostile_models, test_upstream
 from tests.emulator import test_graph_runner
 from tests.gpu import family
 from tests.oracle import build
+from tests.support import memory_engine, tiny
 
 DRAFTS = models.drafts()
 TABLES: dict[str, list[Any]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import tokens
-from tests.commands import Cli
+from tests.support import tokens
+from tests.support.commands import Cli
 
 
 @pytest.fixture(scope="module")

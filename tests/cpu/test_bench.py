@@ -17,7 +17,7 @@ from g4spec.measure.bench_summary import Sample, summarize
 from g4spec.measure.prompts import CATEGORIES, LONG_PROMPTS, Prompt, long_text, mt_bench, prompts
 from g4spec.measure.recommendation import recommend
 from g4spec.runtime import choosing
-from tests import bench_engine, bench_result, memory_models
+from tests.support import bench_engine, bench_result, memory_models
 
 
 @pytest.fixture(scope="module")

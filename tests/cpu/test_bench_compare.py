@@ -11,7 +11,7 @@ import pytest
 
 from g4spec.errors import InputError, UsageError
 from g4spec.measure.bench_compare import compare, read, tolerance
-from tests import bench_result
+from tests.support import bench_result
 
 Data = dict[str, Any]
 

@@ -15,8 +15,8 @@ from g4spec.measure import bench, bench_streams
 from g4spec.measure.bench_streams import percentile
 from g4spec.measure.prompts import Prompt
 from g4spec.runtime import choosing
-from tests import bench_engine, tokens
-from tests.memory_engine import engine
+from tests.support import bench_engine, tokens
+from tests.support.memory_engine import engine
 
 
 @pytest.fixture(scope="module")

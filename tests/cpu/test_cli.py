@@ -16,7 +16,7 @@ import pytest
 from g4spec import __version__, cli
 from g4spec.cli import render
 from g4spec.errors import CheckFailed, EnvironmentProblem, InputError, UsageError
-from tests import tokens
+from tests.support import tokens
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -20,8 +20,8 @@ from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
-from tests import tiny, tokens
-from tests.commands import Cli
+from tests.support import tiny, tokens
+from tests.support.commands import Cli
 
 PROMPT = ("-p", "hello world", "-n", 24, "-c", 256)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests import tiny, tokens
-from tests.commands import Cli, in_folder
+from tests.support import tiny, tokens
+from tests.support.commands import Cli, in_folder
 
 RUNS = {
     "generate": ("-p", "x", "-n", 4, "-c", 128),

@@ -13,9 +13,9 @@ from g4spec.core import Cycle, Draft, Work
 from g4spec.runtime.request import Options
 from g4spec.runtime.runner import EagerRunner
 from g4spec.runtime.target import Target
-from tests import company, memory_engine
-from tests.company import Alone, Ask
-from tests.memory_engine import DRAFTS
+from tests.support import company, memory_engine
+from tests.support.company import Alone, Ask
+from tests.support.memory_engine import DRAFTS
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from g4spec.convert import convert
 from g4spec.errors import G4Error, InputError
 from g4spec.gguf import GGUF
-from tests import tiny
+from tests.support import tiny
 
 
 def edit(folder: Path, **values: Any) -> Path:

@@ -15,9 +15,9 @@ from g4spec.convert.dialects import DIALECTS
 from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF, T, array, boolean, string, u32
 from g4spec.models.assistant import ORDERING
-from tests import tiny
 from tests.cpu.test_convert_kinds import content
-from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
+from tests.support import tiny
+from tests.support.tiny_dialects import ASSISTANT, DFLASH, Parts
 
 TITLES = {
     "lucebox": "lucebox",

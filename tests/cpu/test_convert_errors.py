@@ -18,7 +18,7 @@ from g4spec.gguf import GGUF
 from g4spec.measure import chunks
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from g4spec import cli
 from g4spec.convert import convert, hub, transfer
 from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
 from g4spec.gguf import GGUF
-from tests import tiny
-from tests.hub_server import (
+from tests.support import tiny
+from tests.support.hub_server import (
     SHA,
     Hub,
     altered,

@@ -14,7 +14,7 @@ from g4spec.convert import convert, quantize
 from g4spec.gguf import GGUF, T
 from g4spec.models import dflash_backbone
 from g4spec.quant import policy
-from tests import tiny, tiny_drafts
+from tests.support import tiny, tiny_drafts
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "zlab": (tiny.zlab_dflash, {}),

@@ -19,7 +19,7 @@ from g4spec.gguf import GGUF, T
 from g4spec.models import gemma4
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import validate
-from tests import tiny, tiny_quantized
+from tests.support import tiny, tiny_quantized
 
 PLE: dict[str, Any] = {"ple": 32, "shared": 6, "k_eq_v": False}
 CASES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import pytest
 from g4spec.convert import convert, tokenizer
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from g4spec.runtime.cuda.cache.cuda_kv import CudaKV
 from g4spec.runtime.cuda.prefill.long_ops import STILL, turning
 from g4spec.runtime.cuda.prefill.reader import fits
 from g4spec.runtime.cuda.step import attention, packed_rows
-from tests import tiny, tiny_drafts
 from tests.gpu.batches import rows_of, spread
+from tests.support import tiny, tiny_drafts
 
 # ---- heads
 

@@ -18,8 +18,8 @@ from g4spec.measure import verify
 from g4spec.measure.bench_compare import read
 from g4spec.runtime import choosing
 from g4spec.runtime.request import Options, Request
-from tests import tiny
 from tests.cpu.test_verify import believe_one
+from tests.support import tiny
 
 SMALL = ["-c", "256", "--long-tokens", "100"]
 

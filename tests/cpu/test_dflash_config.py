@@ -11,8 +11,8 @@ import pytest
 from g4spec.convert import convert
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
-from tests import tiny, tiny_drafts
 from tests.cpu.test_config_keys import edit
+from tests.support import tiny, tiny_drafts
 
 CAUSAL = "g4spec.dflash.layer_causal"
 WINDOW, PATTERN = "dflash.attention.sliding_window", "dflash.attention.sliding_window_pattern"

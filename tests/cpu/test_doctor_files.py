@@ -22,8 +22,8 @@ from g4spec.advisor.facts import facts
 from g4spec.advisor.schema import Size
 from g4spec.core import CacheShape
 from g4spec.errors import InputError, UsageError
-from tests import faults, tiny, tiny_drafts
 from tests.cpu.gguf_fixtures import Entry
+from tests.support import faults, tiny, tiny_drafts
 
 FACTS = facts()
 

@@ -13,8 +13,8 @@ from g4spec.errors import UsageError
 from g4spec.gguf import GGUF, TensorData, f32, write
 from g4spec.models import dspark
 from g4spec.runtime.engine import Engine, Options
-from tests import tiny, tiny_drafts
-from tests.commands import Cli, in_folder
+from tests.support import tiny, tiny_drafts
+from tests.support.commands import Cli, in_folder
 
 PROMPT = ("-p", "hello world", "-n", 24, "-c", 256, "--ignore-eos")
 PROMPT_IDS = [2, *range(40, 60)]

@@ -20,8 +20,8 @@ from g4spec.ops.sampling import NotFinite, Sampler
 from g4spec.runtime import scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
-from tests import company, memory_engine
-from tests import memory_models as mm
+from tests.support import company, memory_engine
+from tests.support import memory_models as mm
 
 PROMPTS = [[2, *company.tokens(random.Random(i), 20 + 7 * i)] for i in range(6)]
 OPTIONS = Options(24, Sampler(temperature=1.0, seed=3), 4, ignore_eos=True)

@@ -18,11 +18,11 @@ from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending import flush
 from g4spec.runtime.request import Options, Request
 from g4spec.runtime.runner import EagerRunner
-from tests import memory_engine
-from tests import memory_models as mm
-from tests.bench_engine import Liar
-from tests.memory_engine import DRAFTS
-from tests.one_sequence import One
+from tests.support import memory_engine
+from tests.support import memory_models as mm
+from tests.support.bench_engine import Liar
+from tests.support.memory_engine import DRAFTS
+from tests.support.one_sequence import One
 
 PROMPT = [2, *((i * 37) % 150 + 5 for i in range(3 * mm.WINDOW + 1))]
 

@@ -15,11 +15,11 @@ from g4spec.models.spec import LayerSpec
 from g4spec.ops.reference import TILE, Ops
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
-from tests import memory_engine
-from tests import memory_models as mm
 from tests.cpu.test_exactness import PROMPT, decode
-from tests.memory_engine import DRAFTS, Make
-from tests.one_sequence import One, make_target
+from tests.support import memory_engine
+from tests.support import memory_models as mm
+from tests.support.memory_engine import DRAFTS, Make
+from tests.support.one_sequence import One, make_target
 
 
 def experts(s: LayerSpec) -> LayerSpec:

@@ -17,8 +17,8 @@ import torch
 
 from g4spec import cli
 from g4spec.cli import _llama_flags, _threads, render
-from tests import tiny, tokens
-from tests.commands import Cli
+from tests.support import tiny, tokens
+from tests.support.commands import Cli
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("-p", "hello world", "-n", 4, "-c", 64, "--device", "cpu")

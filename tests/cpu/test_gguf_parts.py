@@ -18,7 +18,7 @@ from g4spec.gguf.values import KV, T, array, string, u32
 from g4spec.measure import run_record as origin
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import validate
-from tests import tiny
+from tests.support import tiny
 
 LIMIT = 60_000
 

@@ -26,10 +26,10 @@ from g4spec.errors import EnvironmentProblem, G4Error, InputError, Unsupported
 from g4spec.gguf import GGUF, TensorData, string, u32, write
 from g4spec.runtime import template
 from g4spec.validate import validate
-from tests import tiny
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz import mutation
 from tests.fuzz import readers as fuzzing
+from tests.support import tiny
 
 NAMES = [
     "gguf",

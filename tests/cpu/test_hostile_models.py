@@ -21,8 +21,8 @@ from g4spec.runtime.engine import Engine, read_tokenizer
 from g4spec.runtime.target import Target
 from g4spec.runtime.tokenizer import SUPPRESS
 from g4spec.server.models import find
-from tests import malformed, tiny, tiny_drafts
-from tests.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
+from tests.support import malformed, tiny, tiny_drafts
+from tests.support.malformed import MASK, Change, changed, missing, not_finite, pointing, shorter
 
 DRAFTS: dict[str, Callable[[Path, Path], Any]] = {
     "dflash": tiny.zlab_dflash,

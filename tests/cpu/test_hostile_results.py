@@ -25,7 +25,7 @@ from g4spec.measure import bench_compare, prompts
 from g4spec.measure.run_record import without_folders
 from g4spec.runtime.cuda.build import disk_cache
 from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
-from tests import bench_result, tiny
+from tests.support import bench_result, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 HUGE = 10**400

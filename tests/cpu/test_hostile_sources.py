@@ -24,9 +24,9 @@ from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.gguf import GGUF, T, array, regular, u32
 from g4spec.gguf.replacing import replacing
 from g4spec.models import eagle3
-from tests import tiny
 from tests.cpu import gguf_fixtures as fixtures
-from tests.tiny_dialects import ASSISTANT, Parts
+from tests.support import tiny
+from tests.support.tiny_dialects import ASSISTANT, Parts
 
 
 @pytest.fixture(scope="module")

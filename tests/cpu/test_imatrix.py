@@ -15,8 +15,8 @@ from g4spec.errors import InputError
 from g4spec.gguf import GGUF, TensorData, imatrix, string, u32, write
 from g4spec.gguf.imatrix import Entry, Imatrix
 from g4spec.quant.format import Floats
-from tests import tiny
-from tests.quant_blocks import tensors
+from tests.support import tiny
+from tests.support.quant_blocks import tensors
 
 ROOT = Path(__file__).parents[2]
 WEIGHTED = [name for name in quant.names() if quant.get(name).weighted]

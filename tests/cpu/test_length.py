@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4spec.runtime.length import CREDIT
-from tests.acceptance import MACHINES, Bill, best_fixed, recordings, replay
-from tests.one_text import Auto, Costs, Fixed
+from tests.support.acceptance import MACHINES, Bill, best_fixed, recordings, replay
+from tests.support.one_text import Auto, Costs, Fixed
 
 Adversary = Callable[[int, Bill], int]
 """Accepted tokens of a cycle, given how many were drafted and what happened so far."""

@@ -21,8 +21,8 @@ from g4spec.runtime.costs import Costs
 from g4spec.runtime.length import CREDIT, PROBE, Lengths, TextState
 from g4spec.runtime.measuring import measured
 from g4spec.runtime.request import Options
-from tests import memory_engine
-from tests.memory_engine import DRAFTS
+from tests.support import memory_engine
+from tests.support.memory_engine import DRAFTS
 
 Table = dict[tuple[int, int], float]
 Held = Callable[[int], int]

@@ -29,7 +29,7 @@ from g4spec.runtime.cuda.gpu_memory import Card
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
-from tests import tiny, tokens
+from tests.support import tiny, tokens
 
 
 def test_cache_bytes_are_those_of_the_caches() -> None:

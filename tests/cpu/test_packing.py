@@ -16,7 +16,7 @@ from g4spec.quant.formats import mxfp4, nvfp4
 from g4spec.runtime.cuda.build import nvrtc
 from g4spec.runtime.cuda.step import linear
 from g4spec.runtime.cuda.weights import held, held_size, packing
-from tests.quant_blocks import random_blocks
+from tests.support.quant_blocks import random_blocks
 
 SHAPES = [(128, 256), (200, 768), (1, 256), (129, 64), (300, 192)]
 CASES = [

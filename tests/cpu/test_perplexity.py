@@ -22,7 +22,7 @@ from g4spec.ops.kv import Space
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS
 from g4spec.runtime.engine import Engine
-from tests import tiny
+from tests.support import tiny
 
 ROOT = Path(__file__).parents[2]
 TEXT = ROOT / "examples" / "tiny" / "needle.txt"

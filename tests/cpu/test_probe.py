@@ -12,7 +12,7 @@ from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.gguf import T
 from g4spec.measure import probe
-from tests import faults
+from tests.support import faults
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 

@@ -10,7 +10,7 @@ import pytest
 from g4spec.cli._prompting import Asked
 from g4spec.errors import InputError, UsageError
 from g4spec.runtime.tokenizer import Tokenizer
-from tests import tokens as tiny
+from tests.support import tokens as tiny
 
 TEMPLATE = (
     "{% if enable_thinking %}<|channel>{% endif %}{% for t in tools or [] %}{{ t.type }}"

@@ -14,7 +14,7 @@ from hypothesis.extra.numpy import arrays
 from g4spec import quant
 from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.quant import codebook, format
-from tests.quant_blocks import (
+from tests.support.quant_blocks import (
     BLOCKS,
     GOLDEN,
     REFERENCE_ERROR,

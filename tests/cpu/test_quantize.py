@@ -18,8 +18,8 @@ from g4spec.quant.policy import Policy
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import scan, validate
 from g4spec.validate.loss import losses, total
-from tests import tiny
-from tests.quant_blocks import random_blocks
+from tests.support import tiny
+from tests.support.quant_blocks import random_blocks
 
 ROOT = Path(__file__).parents[2]
 DEEP = {"layers": 12, "hidden": 256, "inter": 512}

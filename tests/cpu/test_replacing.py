@@ -13,7 +13,7 @@ import pytest
 
 from g4spec.convert import convert
 from g4spec.gguf import replacing, write
-from tests import tiny
+from tests.support import tiny
 
 KILLED = (
     "import os, signal, sys\n"

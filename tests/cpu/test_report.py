@@ -11,7 +11,7 @@ import pytest
 
 from g4spec.measure import bench_report as report
 from g4spec.measure import charts
-from tests import bench_result
+from tests.support import bench_result
 
 VOID = {"meta", "link", "br", "line", "polyline", "circle", "path", "rect"}
 

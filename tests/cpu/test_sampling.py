@@ -16,7 +16,7 @@ from g4spec.errors import UsageError
 from g4spec.ops.sampling import EDITS, NotFinite, Sampler, gumbel, philox
 from g4spec.runtime.cuda.step import choose
 from g4spec.server.fields import Sampling
-from tests import company
+from tests.support import company
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_every_field_has_its_places() -> None:
     still = {
         name for name in names if all(getattr(s, name) == getattr(Sampler(), name) for s in drawn)
     }
-    assert not still, "tests/company.py never draws it"
+    assert not still, "tests/support/company.py never draws it"

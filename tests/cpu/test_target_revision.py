@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from g4spec.convert import convert, provenance, quantize
 from g4spec.gguf import GGUF
 from g4spec.validate import validate
-from tests import tiny
+from tests.support import tiny
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 

@@ -19,8 +19,8 @@ from g4spec import cli
 from g4spec.cli import render
 from g4spec.convert import convert
 from g4spec.gguf import T, array, string, u32
-from tests import tiny, tokens
 from tests.cpu import gguf_fixtures as fixtures
+from tests.support import tiny, tokens
 
 BAD = "x\x1b]0;PWN\x07\x1b[8m\x9b31m\x7f\r\nFORGED: 124 rules, 0 errors\u202e\x1b]52;c;UFdO\x07"
 """A title, hidden text, C1, DEL, a line of its own, text backwards, and the clipboard."""

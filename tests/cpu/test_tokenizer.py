@@ -14,7 +14,7 @@ from g4spec.gguf import GGUF, T, Value, array, boolean, string, u32, write
 from g4spec.gguf.strings import BLOCK
 from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
-from tests import tokens as tiny
+from tests.support import tokens as tiny
 
 SAMPLES = [
     "",

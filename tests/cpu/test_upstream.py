@@ -13,7 +13,7 @@ from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.models.upstream import OWN
 from g4spec.validate import upstream
-from tests import tiny, tiny_drafts
+from tests.support import tiny, tiny_drafts
 
 ROOT = Path(__file__).parents[2]
 DSPARK, EAGLE3 = tiny_drafts.speculators_dspark, tiny_drafts.eagle3

@@ -17,8 +17,8 @@ from g4spec.models import assistant, dflash, gemma4
 from g4spec.quant import policy
 from g4spec.validate import all_rules, validate
 from g4spec.validate.compare import difference
-from tests import tiny
 from tests.cpu import gguf_fixtures as fx
+from tests.support import tiny
 
 Tensors = dict[str, tuple[np.ndarray, str]]
 

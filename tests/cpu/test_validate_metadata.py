@@ -12,7 +12,7 @@ from g4spec.cli import run
 from g4spec.convert import convert
 from g4spec.gguf import T
 from g4spec.validate import Report, validate
-from tests import faults
+from tests.support import faults
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ("dflash", "dflash-speculators", "assistant")

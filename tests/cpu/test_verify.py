@@ -13,7 +13,7 @@ from g4spec.core import Batch
 from g4spec.errors import UsageError
 from g4spec.measure import verify
 from g4spec.runtime import choosing
-from tests import bench_engine, memory_engine, memory_models
+from tests.support import bench_engine, memory_engine, memory_models
 
 
 def todo(count: int = 16) -> list[verify.Case]:

@@ -16,8 +16,8 @@ from g4spec import cli
 from g4spec.cli import _layout, _measured
 from g4spec.cli.render import Output, error
 from g4spec.convert import convert
-from tests import bench_result, tiny
 from tests.cpu.test_terminal import OWN, Terminal
+from tests.support import bench_result, tiny
 
 WIDTHS = (60, 80, 120)
 LONG = "A draft that was trained for another target changes no text either, it only gains nothing."

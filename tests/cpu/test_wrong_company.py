@@ -15,8 +15,8 @@ from g4spec.errors import InputError
 from g4spec.gguf import T
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
-from tests import faults
 from tests.cpu.gguf_fixtures import File
+from tests.support import faults
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 

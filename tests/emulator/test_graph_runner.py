@@ -18,11 +18,11 @@ from g4spec.runtime.cuda.step import graphs
 from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
-from tests import tiny, tiny_drafts
 from tests.emulator import kernels
 from tests.gpu import family
 from tests.gpu.device import EMULATED
 from tests.oracle import build
+from tests.support import tiny, tiny_drafts
 
 pytestmark = pytest.mark.skipif(not EMULATED, reason="the emulator replaces a missing GPU")
 

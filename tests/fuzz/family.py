@@ -13,11 +13,11 @@ from typing import Any
 
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
-from tests import bench_result, tiny, tiny_drafts
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.readers import _every_type
-from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
-from tests.tiny_tokenizer import TEMPLATE
+from tests.support import bench_result, tiny, tiny_drafts
+from tests.support.tiny_dialects import ASSISTANT, DFLASH, Parts
+from tests.support.tiny_tokenizer import TEMPLATE
 
 SMALL = {"inter": 32}
 LOG = """INFO 11-20 vllm serve starts

@@ -71,7 +71,7 @@ class Writer:
 def writers(base: Path) -> list[Writer]:
     """All commands that write files. What they read is made in `base`."""
     from g4spec.convert import convert
-    from tests import tiny
+    from tests.support import tiny
 
     target = tiny.target(base / "T", layers=3, period=3, hidden=64, inter=64, heads=2, kv=1)
     draft = tiny.zlab_dflash(base / "Z", target, inter=64)

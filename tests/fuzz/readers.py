@@ -25,13 +25,13 @@ from g4spec.errors import G4Error
 from g4spec.gguf import GGUF, string
 from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
-from tests import tiny, tiny_drafts
 from tests.cpu import gguf_fixtures as fixtures
 from tests.fuzz.coverage import Lines
 from tests.fuzz.mutation import FILES, mutate_bytes, mutate_gguf, mutate_json
-from tests.quant_blocks import random_blocks
-from tests.tiny_dialects import ASSISTANT, DFLASH, Parts
-from tests.tiny_tokenizer import TEMPLATE
+from tests.support import tiny, tiny_drafts
+from tests.support.quant_blocks import random_blocks
+from tests.support.tiny_dialects import ASSISTANT, DFLASH, Parts
+from tests.support.tiny_tokenizer import TEMPLATE
 
 CORPUS = Path(__file__).parent / "corpus"
 SECONDS, GROWTH = 5, 200 << 20

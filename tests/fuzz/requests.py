@@ -17,7 +17,7 @@ from g4spec.server.service import Service, Settings
 from tests.fuzz.coverage import Lines
 from tests.fuzz.mutation import ODD, mutate_bytes, mutate_json
 from tests.fuzz.watching import CONTROL, Outcome, watched
-from tests.tiny_tokenizer import TEMPLATE
+from tests.support.tiny_tokenizer import TEMPLATE
 
 Rng = random.Random
 SCHEMAS: list[Any] = [

@@ -15,8 +15,8 @@ from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
 from g4spec.runtime.runner import EagerRunner
-from tests import tiny, tiny_drafts
 from tests.oracle import build
+from tests.support import tiny, tiny_drafts
 
 TRAINED = Path(__file__).resolve().parents[2] / "examples" / "tiny"
 WINDOW, VOCAB, CTX = 64, 1024, 512

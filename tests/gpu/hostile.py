@@ -17,11 +17,11 @@ from g4spec.runtime.cuda.build import launch
 from g4spec.runtime.draft_file import DraftFile
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.target import Target
-from tests import malformed, tiny, tiny_drafts
 from tests.emulator import runtime
 from tests.gpu import family
 from tests.gpu.device import EMULATED
-from tests.malformed import Broken
+from tests.support import malformed, tiny, tiny_drafts
+from tests.support.malformed import Broken
 
 CTX, NEW = 256, 6
 PROMPT = [2, *range(20, 60)]
@@ -197,7 +197,7 @@ def wrong_text(
 def first_logits(engine: Engine) -> torch.Tensor:
     """Of the token behind the prompt, [V]."""
     from g4spec.runtime.pending import joined
-    from tests.one_sequence import alone
+    from tests.support.one_sequence import alone
 
     with alone(engine) as one:
         read = joined(list(one.prefill(PROMPT)))

@@ -32,7 +32,7 @@ from g4spec.runtime.cuda.weights import packing, samples
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.batches import rows_of, spread
 from tests.gpu.device import DEVICE, EMULATED
-from tests.quant_blocks import random_blocks
+from tests.support.quant_blocks import random_blocks
 
 Pair = tuple[Any, torch.Tensor, float]
 Case = Callable[[Any, Ops, torch.Generator], Iterator[Pair]]

@@ -24,8 +24,8 @@ from g4spec.runtime.cuda.cache.cuda_kv import (
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from g4spec.runtime.target import Target
-from tests import memory_models as mm
 from tests.gpu.device import DEVICE
+from tests.support import memory_models as mm
 
 SLOT, SLOTS = 1, 3
 """The slot that prompts are read into, and how many there are."""

@@ -17,8 +17,8 @@ from g4spec.runtime.pending import joined
 from g4spec.runtime.request import Options
 from tests.gpu import family
 from tests.gpu.device import needs_gpu
-from tests.one_sequence import alone
 from tests.oracle import build
+from tests.support.one_sequence import alone
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import malformed
 from tests.gpu import family, hostile
 from tests.gpu.device import EMULATED
+from tests.support import malformed
 
 
 @pytest.fixture(autouse=True)

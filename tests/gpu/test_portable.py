@@ -11,7 +11,7 @@ from g4spec.runtime.cuda.portable import portable
 from g4spec.runtime.cuda.weights import dequant, held
 from g4spec.runtime.cuda.weights.dequant import Weight
 from tests.gpu.device import DEVICE
-from tests.quant_blocks import random_blocks
+from tests.support.quant_blocks import random_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -22,8 +22,8 @@ from g4spec.runtime.engine import Engine
 from tests.emulator import kernels
 from tests.gpu import family, parity
 from tests.gpu.device import DEVICE, EMULATED
-from tests.one_sequence import alone
 from tests.oracle import build
+from tests.support.one_sequence import alone
 
 pytestmark = pytest.mark.gpu
 

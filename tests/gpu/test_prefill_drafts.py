@@ -17,9 +17,9 @@ from g4spec.runtime.cuda.cache.cuda_kv_size import KINDS as CACHES
 from g4spec.runtime.cuda.prefill import draft_ops, long_ops, plan, prefill_attention, reader
 from g4spec.runtime.cuda.prefill.reader import Reader
 from g4spec.runtime.cuda.weights.matrix import Matrix
-from tests import memory_models as mm
 from tests.gpu.device import DEVICE, EMULATED
 from tests.gpu.prefill_models import SLOT, SLOTS, dense, small
+from tests.support import memory_models as mm
 
 pytestmark = pytest.mark.gpu
 

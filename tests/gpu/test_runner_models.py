@@ -18,11 +18,11 @@ from g4spec.runtime.cuda.step.graph_runner import GraphRunner
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending import flush
 from g4spec.runtime.request import Options, Request
-from tests import tiny, tiny_drafts
 from tests.emulator import unseen
 from tests.gpu import family
 from tests.gpu.device import DEVICE, EMULATED
 from tests.oracle import build
+from tests.support import tiny, tiny_drafts
 
 pytestmark = pytest.mark.gpu
 

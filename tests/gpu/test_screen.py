@@ -14,7 +14,7 @@ from g4spec.runtime.cuda.step.choose import SPAN, Choice, Chosen
 from g4spec.runtime.cuda.step.picks import Picks
 from g4spec.runtime.cuda.weights.matrix import Matrix
 from tests.gpu.device import DEVICE
-from tests.upper_bits import tables
+from tests.support.upper_bits import tables
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from g4spec import models
 from g4spec.models import assistant, gemma4
 from g4spec.models.spec import Checkpoint, TensorSpec
-from tests.one_sequence import Drafting, One, make_target
+from tests.support.one_sequence import Drafting, One, make_target
 
 CTX = 1024
 

@@ -25,8 +25,8 @@ from transformers.generation.candidate_generator import (
     SinglePositionMultiTokenCandidateGenerator as Generator,
 )
 
-from tests import tiny
 from tests.oracle import build, hf
+from tests.support import tiny
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

@@ -17,8 +17,8 @@ import torch
 
 from g4spec.core import Batch, StepRows
 from g4spec.runtime.target import batch_of
-from tests import tiny
 from tests.oracle import build, package
+from tests.support import tiny
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig
 
-from tests import tiny, tiny_drafts
 from tests.oracle import build, drafts, package
 from tests.oracle.test_dspark import read_model, rows_and_logits
+from tests.support import tiny, tiny_drafts
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

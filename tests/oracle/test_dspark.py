@@ -20,8 +20,8 @@ from transformers.models.gemma4.modeling_gemma4 import (
 )
 
 from g4spec.models import dspark
-from tests import tiny, tiny_drafts
 from tests.oracle import build, drafts, package
+from tests.support import tiny, tiny_drafts
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

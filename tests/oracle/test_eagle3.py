@@ -22,9 +22,9 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from g4spec.convert import convert
 from g4spec.gguf import GGUF
 from g4spec.runtime.engine import Engine
-from tests import tiny, tiny_drafts
-from tests.one_sequence import taken
 from tests.oracle import build, drafts
+from tests.support import tiny, tiny_drafts
+from tests.support.one_sequence import taken
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

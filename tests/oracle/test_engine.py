@@ -22,8 +22,8 @@ from g4spec.ops.sampling import Sampler
 from g4spec.runtime import pending, runner, scheduler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
-from tests import tiny
 from tests.oracle import build
+from tests.support import tiny
 
 pytestmark = pytest.mark.oracle
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from g4spec.runtime.target import Target
-from tests import tiny
 from tests.oracle import build, hf
+from tests.support import tiny
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests import tiny
 from tests.oracle import build, hf
 from tests.oracle.test_assistant import Clean, differences, oracle
 from tests.oracle.test_target import SHAPE, VOCAB, WINDOW, check_logits, greedy, make
+from tests.support import tiny
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 

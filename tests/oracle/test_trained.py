@@ -18,7 +18,7 @@ from g4spec import convert
 from g4spec.core import StepRows
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.pending import merged
-from tests.one_sequence import borrowed
+from tests.support.one_sequence import borrowed
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ["dflash", "dflash-speculators", "assistant"]

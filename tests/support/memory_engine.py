@@ -11,8 +11,8 @@ from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.memory import MemoryPlan, Size
 from g4spec.runtime.target import Target
-from tests import memory_drafts as md
-from tests import memory_models as mm
+from tests.support import memory_drafts as md
+from tests.support import memory_models as mm
 
 Make = Callable[[Target], Draft]
 """Builds a draft for a target, whose taps it sets."""

@@ -1,6 +1,7 @@
 """Tiny checkpoints whose weights are quantized already, in the layouts that people publish.
 
-Each function rewrites a folder of `tests.tiny` and returns what every quantized weight stands for.
+Each function rewrites a folder of `tests.support.tiny` and returns what every quantized weight
+stands for.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from tests.tiny import save
-from tests.tiny_tokenizer import dump
+from tests.support.tiny import save
+from tests.support.tiny_tokenizer import dump
 
 LINEAR = re.compile(r".*\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight")
 E4M3 = np.array(

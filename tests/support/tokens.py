@@ -12,7 +12,7 @@ import torch
 from g4spec.gguf import KV, T, TensorData, array, boolean, string, u32, write
 from g4spec.models import dflash, gemma4
 from g4spec.models.spec import TensorSpec
-from tests import memory_models
+from tests.support import memory_models
 
 NAMED = {
     0: "<pad>",

@@ -1,5 +1,5 @@
 """Tiny random checkpoints of more kinds of draft: DSpark, EAGLE-3 and DFlash2, in each trainer's
-layout. As in `tests.tiny`, every function writes one folder and returns its path."""
+layout. As in `tests.support.tiny`, every function writes one folder and returns its path."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from g4spec.convert.safetensors import read
-from tests import tiny
-from tests.tiny import Weights, dump, save
+from tests.support import tiny
+from tests.support.tiny import Weights, dump, save
 
 
 def extend(folder: Path, weights: Weights, **config: Any) -> Path:

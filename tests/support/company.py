@@ -18,9 +18,9 @@ from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options, Request
-from tests import memory_engine
-from tests import memory_models as mm
-from tests.memory_engine import DRAFTS
+from tests.support import memory_engine
+from tests.support import memory_models as mm
+from tests.support.memory_engine import DRAFTS
 
 N_CTX = 1536
 PREFIX_BYTES = 1 << 22

@@ -1,4 +1,4 @@
-"""More kinds of small random drafts built in memory (see `tests.memory_models`)."""
+"""More kinds of small random drafts built in memory (see `tests.support.memory_models`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from g4spec.models import dflash2, dspark, eagle3
 from g4spec.models import dflash_backbone as backbone
 from g4spec.runtime.target import Target
-from tests import memory_models as mm
+from tests.support import memory_models as mm
 
 
 def build(kind: Any, config: Any, on: Target, seed: int, window: int | None = None) -> Any:

@@ -12,7 +12,7 @@ from g4spec.core import CacheShape
 from g4spec.models import assistant, dflash, gemma4
 from g4spec.models.spec import LayerSpec, TensorSpec
 from g4spec.runtime.target import Target
-from tests.one_sequence import make_target
+from tests.support.one_sequence import make_target
 
 V, H, WINDOW = 160, 48, 24
 

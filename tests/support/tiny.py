@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.tiny_tokenizer import NEWLINE, SPECIALS, VOCAB, dump, tokenizer
+from tests.support.tiny_tokenizer import NEWLINE, SPECIALS, VOCAB, dump, tokenizer
 
 __all__ = [
     "NEWLINE",

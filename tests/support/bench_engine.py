@@ -11,8 +11,8 @@ from g4spec.core import Batch, Draft, Pick, StepRows
 from g4spec.measure.prompts import Prompt
 from g4spec.models import ngram
 from g4spec.runtime.engine import Engine
-from tests import memory_engine
-from tests.memory_engine import Characters
+from tests.support import memory_engine
+from tests.support.memory_engine import Characters
 
 __all__ = ["Characters", "Liar", "engine", "prompts"]
 

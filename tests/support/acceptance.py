@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.one_text import Costs, Fixed, Policy
+from tests.support.one_text import Costs, Fixed, Policy
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 """Fixed lengths that `auto` is compared with."""
@@ -33,7 +33,7 @@ class Recording:
 
 def recordings() -> dict[str, Recording]:
     """By name of the draft."""
-    data = json.loads((Path(__file__).parent / "data" / "acceptance.json").read_text())
+    data = json.loads((Path(__file__).parents[1] / "data" / "acceptance.json").read_text())
     found = {}
     for name, draft in data["drafts"].items():
         texts: dict[str, list[str]] = {}
