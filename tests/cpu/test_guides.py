@@ -127,3 +127,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             heads = re.findall(r"^#+ (.*)$", to.read_text(encoding="utf-8"), re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in heads}
             assert anchor in slugs, f"{address}#{anchor}"
+
+
+def test_every_result_is_cited() -> None:
+    """A result that no page, script or test names is not kept."""
+    cited = "".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("benchmarks", "docs", "tests", "g4spec")
+        for end in ("*.md", "*.py", "*.toml")
+        for path in (ROOT / folder).rglob(end)
+    ) + (ROOT / "README.md").read_text(encoding="utf-8")
+    kept = {path.name for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert {name for name in kept if name not in cited} == set()
