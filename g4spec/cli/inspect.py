@@ -31,7 +31,7 @@ def command(
     from g4spec.gguf import GGUF
 
     out = Output(json, quiet)
-    path = _inputs.local(path, out)
+    path = _inputs.resolve(path, out)
     if path.is_file() and path.suffix != ".safetensors":
         with GGUF(path) as file:  # any architecture may be looked at
             facts = _gguf(file)

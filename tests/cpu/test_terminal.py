@@ -160,7 +160,7 @@ def test_a_pipe_gets_a_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None
         lambda o, t: o.line(t, "bad"),
         lambda o, t: o.note(t),
         lambda o, t: o.stream(t, "good"),
-        lambda o, t: o.mark(t, "struck"),
+        lambda o, t: o.stream_marked(t, "struck"),
         lambda o, t: o.table(t, [t], [[t]]),
         lambda o, t: render.error(t, 3),
         lambda o, t: render.error(t, 3, json=True),
@@ -209,6 +209,6 @@ def test_lines_of_a_pipe_are_asked_for_one_after_another(monkeypatch: pytest.Mon
     """The second one was a traceback: a stream that was read from cannot be changed."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\nb")))
     out = render.Output()
-    assert [out.ask("> ") for _ in range(3)] == ["a", "\ufffd", "b"]
+    assert [out.read_line("> ") for _ in range(3)] == ["a", "\ufffd", "b"]
     with pytest.raises(EOFError):
-        out.ask("> ")
+        out.read_line("> ")
