@@ -13,7 +13,7 @@ def main() -> None:
     from g4spec import cli
     from g4spec.cli import _threads
 
-    _threads.wait_asleep()
+    _threads.use_passive_wait()
     cli.main()
 
 

@@ -18,8 +18,8 @@ from typing import Annotated
 import typer
 
 from g4spec import __version__
-from g4spec.cli import _pasted, _signals, render
-from g4spec.cli._problems import CLICK_ERROR, as_error
+from g4spec.cli import _flag_translation, _signals, render
+from g4spec.cli._os_errors import CLICK_ERROR, as_error
 from g4spec.errors import G4Error
 
 ORDER = ("demo", "convert", "quantize", "validate", "inspect", "generate", "tokenize", "verify")
@@ -60,16 +60,16 @@ def names() -> list[str]:
 def app() -> typer.Typer:
     """The Typer application with every command registered."""
     # Plain help text: rich's costs 0.1 s of imports, a third of what `--help` may take.
-    made = typer.Typer(name="g4spec", rich_markup_mode=None, pretty_exceptions_enable=False)
+    application = typer.Typer(name="g4spec", rich_markup_mode=None, pretty_exceptions_enable=False)
     settings = {"help_option_names": ["-h", "--help"]}
-    made.callback(invoke_without_command=True, context_settings=settings)(_top)
+    application.callback(invoke_without_command=True, context_settings=settings)(_top)
     for name in names():
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "app"):
-            made.add_typer(module.app, name=name, cls=_pasted.Group)
+            application.add_typer(module.app, name=name, cls=_flag_translation.Group)
         elif hasattr(module, "command"):
-            made.command(name, cls=_pasted.Command)(module.command)
-    return made
+            application.command(name, cls=_flag_translation.Command)(module.command)
+    return application
 
 
 def run(argv: Sequence[str]) -> int:
@@ -84,10 +84,10 @@ def run(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except (G4Error, CLICK_ERROR, ImportError, MemoryError, OSError, RuntimeError) as problem:
-        known = as_error(problem)
-        if known is None:
+        error = as_error(problem)
+        if error is None:
             raise
-        return render.error(str(known), known.exit_code, json=json)
+        return render.error(str(error), error.exit_code, json=json)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli._writing import prepare
+from g4spec.cli._output_files import prepare
 from g4spec.errors import UsageError
 
 MT_BENCH = "mt-bench"
@@ -36,7 +36,7 @@ Save = Annotated[Path | None, typer.Option("-o", "--out", help="Keep the result 
 Report = Annotated[Path | None, typer.Option(help="Write a page with charts (HTML).")]
 
 
-def checked(
+def require_target(
     model: Path | None, preset: str | None, dataset: Path | None, fixed: bool, *writes: Path | None
 ) -> Path:
     """The target, if the options mean something together. `writes`: see `prepare`."""

@@ -29,7 +29,7 @@ StreamFd = Annotated[
         help="File descriptor of --daemon's tokens: int32, -1 at the end of a text.",
     ),
 ]
-OF_HTTP = (
+HTTP_ONLY = (
     "models",
     "models_max",
     "host",
@@ -50,12 +50,12 @@ OF_HTTP = (
 """Parameters of `serve` that say nothing to --daemon."""
 
 
-def check(daemon: bool, stream_fd: int | None, typed: dict[str, str]) -> int:
+def check(daemon: bool, stream_fd: int | None, given_flags: dict[str, str]) -> int:
     """Return the file descriptor of a daemon; UsageError where the options do not go together."""
     if not daemon or stream_fd is None:
         raise UsageError("--daemon and --stream-fd need each other")
-    if given := [flag for name, flag in typed.items() if name in OF_HTTP]:
-        raise UsageError(f"{', '.join(given)}: --daemon speaks no HTTP", fix="leave it out")
+    if refused := [flag for name, flag in given_flags.items() if name in HTTP_ONLY]:
+        raise UsageError(f"{', '.join(refused)}: --daemon speaks no HTTP", fix="leave it out")
     try:
         os.fstat(stream_fd)
     except OSError:
@@ -71,7 +71,7 @@ def run(
     setup: _engine.Setup,
     out: Output,
     fd: int,
-    asked: dict[str, float | None],
+    sampling: dict[str, float | None],
     pool: int | None,
     prefix_cache: int,
 ) -> None:
@@ -85,11 +85,11 @@ def run(
 
     if model is None:
         raise UsageError("--daemon serves one model", fix="name it with -m")
-    sampler = Sampler(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
+    sampler = Sampler(**{k: v for k, v in sampling.items() if v is not None})  # type: ignore[arg-type]
     path, file = _engine.files(model, draft, setup, out)
     with (
         open(fd, "wb", buffering=0) as stream,
         _engine.load(path, file, setup, out, pool=pool, prefix_cache=prefix_cache) as engine,
     ):
         out.stream(f"{daemon.READY}\n")
-        daemon.serve(engine, sys.stdin, stream, sampler, out.say)
+        daemon.serve(engine, sys.stdin, stream, sampler, out.log)

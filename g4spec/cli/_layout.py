@@ -9,15 +9,15 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
 
-LEAST = 20
+MIN_COLUMNS = 20
 """Columns below which nothing is fitted."""
-GAP = 2
+COLUMN_GAP = 2
 """Columns between two columns of a table, and left of the first."""
 
 _WORDS = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 
 
-def cell_len(text: str) -> int:
+def display_width(text: str) -> int:
     """Columns that a text takes: two for a wide character."""
     if text.isascii():
         return len(text)
@@ -26,13 +26,13 @@ def cell_len(text: str) -> int:
 
 def width(file: TextIO) -> int | None:
     """Columns of a terminal; None for a pipe or a file, which gets lines as long as they are."""
-    return max(shutil.get_terminal_size().columns, LEAST) if file.isatty() else None
+    return max(shutil.get_terminal_size().columns, MIN_COLUMNS) if file.isatty() else None
 
 
-def wrapped(text: str, columns: int | None) -> str:
+def wrap(text: str, columns: int | None) -> str:
     """Break a line between words. What follows is indented by two more columns, or to where the
     text begins behind a number, a mark or a name with two spaces after it."""
-    if columns is None or cell_len(text) <= columns:
+    if columns is None or display_width(text) <= columns:
         return text
     begin = re.match(r"\s*(?:[✓!✗·] |# *|\d+\. |\S{1,12} {2,}(?=\S))?", text)
     at, mark = min(begin.end(), columns // 3) if begin else 0, begin[0].strip() if begin else ""
@@ -50,15 +50,15 @@ def wrapped(text: str, columns: int | None) -> str:
     return "\n".join(lines)
 
 
-def command(before: str, text: str, columns: int | None) -> str:
+def command(prefix: str, text: str, columns: int | None) -> str:
     """Break a shell command between words so that it can still be pasted: lines end with a
     backslash. `before`: what stands in front of it."""
-    if columns is None or cell_len(before + text) <= columns:
-        return before + text
+    if columns is None or display_width(prefix + text) <= columns:
+        return prefix + text
     words = _WORDS.findall(text)
-    lines, line = [], before + words[0]
+    lines, line = [], prefix + words[0]
     for word in words[1:]:
-        if cell_len(f"{line} {word} \\") > columns:
+        if display_width(f"{line} {word} \\") > columns:
             lines.append(line + " \\")
             line = "    " + word
         else:
@@ -79,15 +79,15 @@ def script(text: str, columns: int | None) -> str:
 
 
 def _longest_word(cells: Sequence[str]) -> int:
-    return max((cell_len(word) for cell in cells for word in cell.split()), default=1)
+    return max((display_width(word) for cell in cells for word in cell.split()), default=1)
 
 
 def widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
     """Widths of a table's columns (each with its name first) that fit into `room`, widest columns
     shortened first and none below its longest word; None if there are none."""
-    natural = [max(map(cell_len, column)) for column in columns]
+    natural = [max(map(display_width, column)) for column in columns]
     least = [_longest_word(column) for column in columns]
-    room -= GAP * len(columns)
+    room -= COLUMN_GAP * len(columns)
     if sum(least) > room:
         return None
     while sum(natural) > room:
@@ -96,13 +96,13 @@ def widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
     return natural
 
 
-def columns_kept(columns: Sequence[Sequence[str]], spare: Sequence[int], room: int) -> list[int]:
-    """Choose the columns of a table that fit: those of `spare` are left out, last first."""
-    left = list(range(len(columns)))
-    drop = list(spare)
-    while drop and sum(max(map(cell_len, columns[i])) + GAP for i in left) > room:
-        left.remove(drop.pop())
-    return left
+def columns_kept(columns: Sequence[Sequence[str]], optional: Sequence[int], room: int) -> list[int]:
+    """Choose the columns of a table that fit: those of `optional` are left out, last first."""
+    kept = list(range(len(columns)))
+    drop = list(optional)
+    while drop and sum(max(map(display_width, columns[i])) + COLUMN_GAP for i in kept) > room:
+        kept.remove(drop.pop())
+    return kept
 
 
 def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> str:
@@ -111,6 +111,6 @@ def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> s
     for row in rows:
         first, *rest = row
         text = ", ".join(f"{n}: {c}" for n, c in zip(names[1:], rest, strict=True) if c)
-        out.append(wrapped(f"  {first}", room))
-        out.append(wrapped(f"    {text}", room))
+        out.append(wrap(f"  {first}", room))
+        out.append(wrap(f"    {text}", room))
     return "\n".join(out)

@@ -42,12 +42,12 @@ def command(
         out = Path(f"{source.name.split(':')[0]}-{type}.gguf")
     from g4spec import convert
 
-    said, parts = Output(json, quiet), _types.split_size(split_max_size)
+    output, parts = Output(json, quiet), _types.split_size(split_max_size)
     convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
-    source = _inputs.local(source, said)
+    source = _inputs.resolve(source, output)
     if target is not None:
-        target = _inputs.local(target, said, "tokenizer")
-    with said.progress("converting") as progress:
+        target = _inputs.resolve(target, output, "tokenizer")
+    with output.progress("converting") as progress:
         result = convert.convert(
             source,
             out,
@@ -58,4 +58,4 @@ def command(
             dry_run=dry_run,
             progress=progress,
         )
-    _types.show(result, said)
+    _types.show(result, output)

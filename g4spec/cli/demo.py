@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _family, _first_text, _measured, _served
-from g4spec.cli._family import DRAFTS
+from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text
+from g4spec.cli._demo_family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
 
@@ -35,19 +35,21 @@ def command(
     from g4spec.runtime.request import Options
 
     Options(n_predict)  # refuses what no text can have, before anything is converted
-    source = _family.find(family)
+    source = _demo_family.find(family)
     folder.mkdir(parents=True, exist_ok=True)
     from g4spec.measure import bench
 
     idle = bench.memory_in_use()
-    made = _family.convert_all(source, folder)
+    made = _demo_family.convert_all(source, folder)
     files = made.files
-    _first_text.write(files, out)
+    _demo_text.write(files, out)
     made.show(out)
-    _family.validate_all(source, files, out)
+    _demo_family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
-    answer = _served.ask(files["target"], files["dflash"], _first_text.N_CTX, n_predict, out)
+    answer = _demo_serve.serve_and_ask(
+        files["target"], files["dflash"], _demo_text.N_CTX, n_predict, out
+    )
     out.line(
         f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
         f"{time.perf_counter() - began:.0f} s.",
@@ -63,7 +65,7 @@ def command(
             "seconds": time.perf_counter() - began,
         }
     )
-    _measured.require_identical(data)
+    _bench_results.require_identical(data)
 
 
 def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
@@ -73,7 +75,7 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
         out.line(
             "4  Verify: with any draft the text is exactly what it is without.", "bold", gap=True
         )
-    engine = _first_text.load(files, name)
+    engine = _demo_text.load(files, name)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress(f"verifying {name}") as progress:
@@ -103,7 +105,7 @@ def _sweep(
     from g4spec.measure import run_record as provenance
 
     out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
-    engine = _first_text.load(files, DRAFTS[0])
+    engine = _demo_text.load(files, DRAFTS[0])
     assert engine.draft is not None
     lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
@@ -120,8 +122,8 @@ def _sweep(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
     )
     data = result.json(origin, advice.json())
-    _measured.keep(data, out, folder / "bench.json", folder / "report.html")
-    _measured.show(data, out)
+    _bench_results.write_files(data, out, folder / "bench.json", folder / "report.html")
+    _bench_results.show(data, out)
     out.line(
         "A token is accepted when the target would have written it too; the best length "
         "balances that against the time of drafting."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from g4spec.cli import render
-from g4spec.cli._machines import (
+from g4spec.cli._host_options import (
     Assume,
     Context,
     Draft,
@@ -16,8 +16,8 @@ from g4spec.cli._machines import (
     Kv,
     Model,
     With,
-    ask,
-    machine_of,
+    question_from_options,
+    selected_machine,
 )
 from g4spec.errors import CheckFailed, UsageError
 
@@ -38,7 +38,7 @@ def command(
     ] = None,
     gpus: Gpus = None,
     assume: Assume = None,
-    given: With = None,
+    versions: With = None,
     log: Annotated[
         Path | None, typer.Option(help="Explain known errors in a log file; - is stdin.")
     ] = None,
@@ -83,7 +83,7 @@ def command(
         attention_backend,
         gpus,
         assume,
-        given,
+        versions,
     )
     out, known = render.Output(json, quiet), facts()
     if why is not None:
@@ -96,8 +96,10 @@ def command(
         return questions.run_self_test(out)
     if network:
         return questions.watch_network(out)
-    machine = machine_of(known, assume, given)
-    question = ask(known, machine, model, draft, ctx_size, kv, attention_backend, gpus)
+    machine = selected_machine(known, assume, versions)
+    question = question_from_options(
+        known, machine, model, draft, ctx_size, kv, attention_backend, gpus
+    )
     _answer(diagnose(known, machine, question, questions.engine(engine)), out, verbose)
 
 

@@ -26,29 +26,31 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Collect an importance matrix over a text, in llama.cpp's format. Runs on the CPU."""
-    said, text = Output(json, quiet), _inputs.read_text(file)
+    output, text = Output(json, quiet), _inputs.read_text(file)
     from g4spec import gguf
     from g4spec.gguf import imatrix
 
-    gguf.check_place(out)
+    gguf.check_writable(out)
     setup = _engine.Setup(ctx_size, None, None, "cpu", None)
-    model, _ = _engine.files(model, None, setup, said)
+    model, _ = _engine.files(model, None, setup, output)
     from g4spec.measure import chunks as cutting
     from g4spec.measure import importance
 
-    engine = _engine.load(model, None, setup, said)
+    engine = _engine.load(model, None, setup, output)
     parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
-    with said.progress(f"reading {file.name}") as progress:
+    with output.progress(f"reading {file.name}") as progress:
         found = importance.collect(engine, parts, file.name, progress)
     imatrix.save(out, found)
     silent = sum(int((e.counts == 0).sum()) for e in found.entries.values())
     if silent:
-        said.note(f"{silent} experts were never chosen: they get equal weights; take a longer text")
-    said.line(
+        output.note(
+            f"{silent} experts were never chosen: they get equal weights; take a longer text"
+        )
+    output.line(
         f"wrote {out}: {len(found.entries)} matrices, {found.chunks} chunks of "
         f"{found.chunk_size} tokens"
     )
-    said.result(
+    output.result(
         {
             "out": str(out),
             "matrices": len(found.entries),

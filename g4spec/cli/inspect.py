@@ -31,7 +31,7 @@ def command(
     from g4spec.gguf import GGUF
 
     out = Output(json, quiet)
-    path = _inputs.local(path, out)
+    path = _inputs.resolve(path, out)
     if path.is_file() and path.suffix != ".safetensors":
         with GGUF(path) as file:  # any architecture may be looked at
             facts = _gguf(file)
@@ -99,7 +99,7 @@ def _abbreviated(file: GGUF, key: str) -> Any:
     n = file.length(key)
     if n <= 64:
         return file[key]
-    return {"type": file.item(key).name, "length": n, "first": file.first(key, SHOWN)}
+    return {"type": file.value_type(key).name, "length": n, "first": file.first_entries(key, SHOWN)}
 
 
 def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:

@@ -40,29 +40,29 @@ def command(
     Chunks and figures are those of `llama-perplexity --kl-divergence`. `--cache-type` is for the
     model; the base keeps its keys and values as a run without the option does.
     """
-    said, text = Output(json, quiet), _inputs.read_text(file)
+    output, text = Output(json, quiet), _inputs.read_text(file)
     setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
-    model, _ = _engine.files(model, None, setups[0], said)
+    model, _ = _engine.files(model, None, setups[0], output)
     base = None
     if against is not None:
-        against, _ = _engine.files(against, None, setups[1], said)
+        against, _ = _engine.files(against, None, setups[1], output)
     from g4spec.measure import chunks as cutting
     from g4spec.measure import perplexity
 
-    engine = _engine.load(model, None, setups[0], said)
+    engine = _engine.load(model, None, setups[0], output)
     if against is not None:
-        base = _engine.load(against, None, setups[1], said)
+        base = _engine.load(against, None, setups[1], output)
     parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
-    with said.progress(f"reading {file.name}") as progress:
+    with output.progress(f"reading {file.name}") as progress:
         found = perplexity.measure(engine, parts, base, progress)
-    _engine.tell(engine, said)
-    said.line(
+    _engine.note_ops_without_kernel(engine, output)
+    output.line(
         f"perplexity {_shown(found.perplexity)}: {found.tokens:,} tokens, the second halves "
         f"of {found.chunks} chunks of {found.size}"
     )
     if found.against is not None:
-        _compared(found.against, said)
-    said.result(found.json())
+        _compared(found.against, output)
+    output.result(found.json())
 
 
 def _compared(found: Against, out: Output) -> None:

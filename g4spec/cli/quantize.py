@@ -49,11 +49,11 @@ def command(
     from g4spec.gguf import imatrix as importance
     from g4spec.validate import loss
 
-    said, parts = Output(json, quiet), _types.split_size(split_max_size)
+    output, parts = Output(json, quiet), _types.split_size(split_max_size)
     convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
     weights = importance.read(imatrix) if imatrix else None
-    source = _inputs.local(source, said, "gguf")
-    with said.progress(f"quantizing {source.name}") as progress:
+    source = _inputs.resolve(source, output, "gguf")
+    with output.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(
             source,
             out,
@@ -66,19 +66,22 @@ def command(
             progress=progress,
         )
     if not report:
-        _types.show(result, said)
+        _types.show(result, output)
         return
-    with said.progress(f"comparing {result.out.name}") as progress:
+    with output.progress(f"comparing {result.out.name}") as progress:
         found = loss.losses(source, result.out, progress)
     total = loss.total(found)
-    _show(found, said)
+    _show(found, output)
     if total:
-        said.line(
+        output.line(
             f"all of them: {total.bits:.2f} bits a weight, relative RMS error "
             f"{total.relative_rms:.3%}, largest error {total.max_abs:.3g}"
         )
     _types.show(
-        result, said, report=[f.json() for f in found], report_total=total.json() if total else None
+        result,
+        output,
+        report=[f.json() for f in found],
+        report_total=total.json() if total else None,
     )
 
 

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from g4spec.cli import render
-from g4spec.cli._machines import Assume, Context, Draft, Gpus, Kv, With, ask, machine_of
+from g4spec.cli._host_options import (
+    Assume,
+    Context,
+    Draft,
+    Gpus,
+    Kv,
+    With,
+    question_from_options,
+    selected_machine,
+)
 
 if TYPE_CHECKING:
     from g4spec.advisor.recipe import Recipe
@@ -30,7 +39,7 @@ def command(
         int | None, typer.Option(min=1, help="Machines like this one (vllm and sglang).")
     ] = None,
     assume: Assume = None,
-    given: With = None,
+    versions: With = None,
     compose: Annotated[
         bool, typer.Option("--compose", help="Print a compose file instead.")
     ] = False,
@@ -50,8 +59,8 @@ def command(
 
     out, known = render.Output(json, quiet), facts()
     name = questions.engine(engine) or engine
-    machine = recipe.on_nodes(machine_of(known, assume, given), nodes)
-    question = ask(known, machine, model, draft, ctx_size, kv, None, gpus)
+    machine = recipe.on_nodes(selected_machine(known, assume, versions), nodes)
+    question = question_from_options(known, machine, model, draft, ctx_size, kv, None, gpus)
     assert question is not None
     made = recipe.make(known, machine, question, name)
     if made.works and compose:

@@ -25,19 +25,19 @@ def command(
     """Show how the target's tokenizer cuts a text."""
     if (text is None) == (file is None):
         raise UsageError("give either a TEXT or --file")
-    given = text if file is None else _inputs.read_text(file)
+    content = text if file is None else _inputs.read_text(file)
     from g4spec.gguf import GGUF
     from g4spec.runtime.tokenizer import Tokenizer
 
     out = Output(json, quiet)
-    with GGUF(_inputs.local(model, out, "gguf")) as opened:
-        tokenizer = Tokenizer.from_gguf(opened)
-    assert given is not None
+    with GGUF(_inputs.resolve(model, out, "gguf")) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf)
+    assert content is not None
     if ids_to_text:
-        ids = _inputs.parse_ids(given, "TEXT" if file is None else str(file))
-        given = tokenizer.decode(ids, special=True)
-        out.stream(given + "\n")
+        ids = _inputs.parse_ids(content, "TEXT" if file is None else str(file))
+        content = tokenizer.decode(ids, special=True)
+        out.stream(content + "\n")
     else:
-        ids = tokenizer.encode(given, bos=bos)
+        ids = tokenizer.encode(content, bos=bos)
         out.stream(("," if csv else " ").join(map(str, ids)) + "\n")
-    out.result({"ids": ids, "text": given})
+    out.result({"ids": ids, "text": content})

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs, _validated, render
+from g4spec.cli import _inputs, _probe, render
 from g4spec.errors import CheckFailed, UsageError
 
 File = Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")]
@@ -71,25 +71,27 @@ def command(
         "FILE": list_rules and path,
         "--upstream": list_rules and upstream,
     }
-    given = ", ".join(name for name, value in checks.items() if value)
-    if given and (list_rules or upstream):
-        raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")
+    conflicting = ", ".join(name for name, value in checks.items() if value)
+    if conflicting and (list_rules or upstream):
+        raise UsageError(
+            "--list-rules and --upstream check nothing", fix=f"leave out {conflicting}"
+        )
     if path is None and not list_rules:
         raise UsageError("no file given", expected="g4spec validate FILE.gguf")
     if path is None:
         return _list(out)
     if probe:
-        _validated.check(target)
-    path = _inputs.local(path, out, "gguf")
+        _probe.check(target)
+    path = _inputs.resolve(path, out, "gguf")
     if upstream:
         return _upstream(out, path)
-    target = target and _inputs.local(target, out, "gguf")
-    against = against and _inputs.local(against, out)
+    target = target and _inputs.resolve(target, out, "gguf")
+    against = against and _inputs.resolve(against, out)
     with out.progress("reading tensors") as progress:
         report = validate.validate(path, target, against, only=rule or (), progress=progress)
-    if passed := [name for name in rule or () if name not in report.checked]:
-        why = report.skipped.get(passed[0], "it is not about this kind of file")
-        raise UsageError(f"{path}: rule {passed[0]} was not checked", found=why)
+    if unchecked := [name for name in rule or () if name not in report.checked]:
+        why = report.skipped.get(unchecked[0], "it is not about this kind of file")
+        raise UsageError(f"{path}: rule {unchecked[0]} was not checked", found=why)
     report.show(out)
     if report.tensors and not json:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
@@ -98,7 +100,7 @@ def command(
             (t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}") for t in worst
         ]
         out.table("Largest errors against the source", columns, rows)
-    found = _validated.probed(out, path, target) if probe else None
+    found = _probe.run(out, path, target) if probe else None
     out.result(report.json() | ({"probe": found.json()} if found else {}))
     if not report.ok or report.unable or (found and not found.ok):
         raise CheckFailed(report.summary())

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _engine, _options, _prompting, _prompts, _streams
-from g4spec.cli._remarks import strange_draft
+from g4spec.cli import _bench_parallel, _engine, _options, _prompt, _prompt_options
+from g4spec.cli._notes import low_acceptance_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
@@ -33,8 +33,8 @@ LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [a
 def command(
     model: _options.Model,
     draft: _options.DraftModel = None,
-    prompt: _prompts.Prompt = None,
-    file: _prompts.File = None,
+    prompt: _prompt_options.Prompt = None,
+    file: _prompt_options.File = None,
     temp: Temperature = None,
     draft_max: DraftMax = None,
     cases: Cases = 48,
@@ -42,7 +42,7 @@ def command(
     ctx_size: _options.ContextSize = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
-    parallel: _streams.Parallel = 1,
+    parallel: _bench_parallel.Parallel = 1,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     long_tokens: LongTokens = None,
@@ -56,7 +56,7 @@ def command(
     ends it, and what was compared until then counts."""
     if draft is None:
         raise UsageError("nothing to verify without a draft", fix="pass one with -md")
-    own = _own(prompt, file, long_tokens)
+    own = _own_prompt(prompt, file, long_tokens)
     length = None if draft_max is None else _options.draft_max(draft_max)
     from g4spec.measure import prompts, verify
     from g4spec.ops.sampling import Sampler
@@ -77,22 +77,24 @@ def command(
     else:
         room = prompts.room(long_tokens, engine.n_ctx, n_predict, 1024)
         texts = prompts.prompts(engine.tokenizer, long_tokens=room)
-    todo = verify.cases(
+    cases_to_run = verify.cases(
         texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
     )
     with out.progress("verifying") as progress:
-        verdict = verify.verify(engine, todo, n_predict, parallel=parallel, progress=progress)
-    _engine.tell(engine, out)
+        verdict = verify.verify(
+            engine, cases_to_run, n_predict, parallel=parallel, progress=progress
+        )
+    _engine.note_ops_without_kernel(engine, out)
     _show(verdict, out)
 
 
-def _own(prompt: str | None, file: Path | None, long_tokens: int | None) -> str | None:
+def _own_prompt(prompt: str | None, file: Path | None, long_tokens: int | None) -> str | None:
     """The text to continue, if one was given; UsageError where the options contradict that."""
     if prompt is None and file is None:
         return None
     if long_tokens is not None:
         raise UsageError("--long-tokens is for the shipped prompts", fix="leave it out")
-    return _prompting.Asked(prompt, file).read().text
+    return _prompt.PromptOptions(prompt, file).read().text
 
 
 def _show(verdict: Verdict, out: Output) -> None:
@@ -115,7 +117,7 @@ def _show(verdict: Verdict, out: Output) -> None:
         style="good",
     )
     out.line(f"{verdict.drafted} tokens were drafted, {share:.1%} of them accepted")
-    if strange := strange_draft(verdict.first_drafted, verdict.first_accepted):
+    if strange := low_acceptance_note(verdict.first_drafted, verdict.first_accepted):
         out.line(strange, style="warn")
     if verdict.interrupted:
         raise KeyboardInterrupt  # said and counted; the exit code tells of it, too

@@ -19,7 +19,7 @@ def check(target: Path | None) -> None:
     from g4spec.measure import probe  # noqa: F401  (needs torch)
 
 
-def probed(out: Output, path: Path, target: Path | None) -> Probe:
+def run(out: Output, path: Path, target: Path | None) -> Probe:
     """Run the pair, and show what was measured."""
     from g4spec.measure import probe
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from g4spec.cli import _engine, _inputs, _measured
-from g4spec.cli._writing import prepare
+from g4spec.cli import _bench_results, _engine, _inputs
+from g4spec.cli._output_files import prepare
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, UsageError
 
@@ -26,8 +26,8 @@ Accepted = Annotated[
     int, typer.Option("--accept-length", help="With --synthetic: tokens a cycle commits.")
 ]
 
-ONLY = {"mix", "accepted"}
-TAKES = ONLY | {
+SYNTHETIC_ONLY = {"mix", "accepted"}
+ALLOWED = SYNTHETIC_ONLY | {
     "synthetic",
     "draft",
     "ctx_size",
@@ -40,13 +40,13 @@ TAKES = ONLY | {
 }
 
 
-def asked(context: typer.Context, synthetic: str | None) -> str | None:
+def check_options(context: typer.Context, synthetic: str | None) -> str | None:
     """The size that --synthetic names. UsageError for options of `bench` that it would ignore, or
     that are for it alone."""
-    for name, flag in _inputs.typed(context).items():
-        if synthetic and name not in TAKES:
+    for name, flag in _inputs.given_flags(context).items():
+        if synthetic and name not in ALLOWED:
             raise UsageError(f"{flag} does nothing with --synthetic", fix="leave one of them out")
-        if not synthetic and name in ONLY:
+        if not synthetic and name in SYNTHETIC_ONLY:
             raise UsageError(f"{flag} is for --synthetic", fix="leave it out")
     return synthetic
 
@@ -76,7 +76,7 @@ def run(
     except EnvironmentProblem as missing:
         raise EnvironmentProblem(missing.what, fix="see `g4spec doctor`") from None
     data = steps.measure(name, backend, protocol)
-    _measured.keep(data, out, save, None)
+    _bench_results.write_files(data, out, save, None)
     _show(data, out)
     out.result(data)
 

@@ -28,16 +28,16 @@ def as_error(problem: Exception) -> G4Error | None:
         path = context.command_path if context is not None else "g4spec"
         text = problem.format_message().rstrip(".")  # type: ignore[attr-defined]
         return UsageError(text, fix=f"see `{path} --help`")
-    if isinstance(problem, ImportError | MemoryError) or _no_room(problem):
-        return _lacking(problem)
+    if isinstance(problem, ImportError | MemoryError) or _is_out_of_memory(problem):
+        return _missing_resource(problem)
     if isinstance(problem, RecursionError):  # only files nest: nothing here recurses by itself
         return InputError("a file is nested too deep", expected="JSON of a few levels")
     if isinstance(problem, RuntimeError) and "Symlink loop" in str(problem):  # Path.resolve
         return InputError(f"cannot open: {problem}", fix="check the path")
-    return _refused(problem) if isinstance(problem, OSError) else None
+    return _from_os_error(problem) if isinstance(problem, OSError) else None
 
 
-def _lacking(problem: Exception) -> EnvironmentProblem | None:
+def _missing_resource(problem: Exception) -> EnvironmentProblem | None:
     """What this machine lacks: memory, or torch. Another module that is missing is a bug."""
     if not isinstance(problem, ImportError):
         return EnvironmentProblem("out of memory", fix="use a shorter context or smaller files")
@@ -46,14 +46,14 @@ def _lacking(problem: Exception) -> EnvironmentProblem | None:
     return EnvironmentProblem("running a model needs the package torch", fix=INSTALL)
 
 
-def _no_room(problem: Exception) -> bool:
+def _is_out_of_memory(problem: Exception) -> bool:
     """Whether torch could not allocate: on a GPU it has a class for that, on a CPU words."""
     if not isinstance(problem, RuntimeError):
         return False
     return type(problem).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(problem)
 
 
-def _refused(problem: OSError) -> G4Error | None:
+def _from_os_error(problem: OSError) -> G4Error | None:
     """What the operating system refused; None when there is no such refusal in it."""
     if problem.errno is None:
         return None

@@ -1,4 +1,4 @@
-"""Show a text in the colours of its draft, before `demo` explains anything."""
+"""Show a text in the marking of its draft, before `demo` explains anything."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from g4spec.cli import _threads
-from g4spec.cli._family import DRAFTS
-from g4spec.cli._spoken import Writer, figures
+from g4spec.cli._demo_family import DRAFTS
+from g4spec.cli._text_stream import Writer, stats_line
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def load(files: dict[str, Path], draft: str) -> Engine:
     from g4spec.runtime.engine import Engine
 
     engine = Engine.load(files["target"], files[draft], n_ctx=N_CTX)
-    _threads.settle(engine)
+    _threads.limit_threads(engine)
     return engine
 
 
@@ -41,4 +41,4 @@ def write(files: dict[str, Path], out: Output) -> None:
     for cycle in run:
         writer.cycle(cycle, run.text)
     writer.finish(run.text)
-    out.note(figures(run.stats, True))
+    out.note(stats_line(run.stats, True))

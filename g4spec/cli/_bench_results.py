@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli._writing import write
+from g4spec.cli._output_files import write
 from g4spec.cli.render import Output
 from g4spec.errors import CheckFailed
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from g4spec.runtime.engine import Engine
 
 
-def keep(data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None) -> None:
+def write_files(
+    data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None
+) -> None:
     """Write the JSON file and the HTML page, as far as they were asked for (see `prepare`)."""
     if save is not None:
         write(save, json.dumps(data, indent=1) + "\n", out)
@@ -65,7 +67,7 @@ def show(data: Mapping[str, Any], out: Output) -> None:
         out.line(data["recommendation"]["auto_words"])
 
 
-def averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
+def show_averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
     """Throughput over all prompts with its range, the way serving benchmarks report it."""
     for r in (r for r in rows if r["category"] == rows[-1]["category"]):
         name = f"{r['length']} drafted" if r["length"] else "plain"
@@ -102,7 +104,7 @@ def run(
     out: Output,
     save: Path | None,
     report: Path | None,
-    averages_too: bool,
+    with_averages: bool,
 ) -> None:
     """Measure, keep and show; CheckFailed if a draft changed a text."""
     from g4spec.measure import bench, recommendation
@@ -114,14 +116,14 @@ def run(
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")
-    if averages_too:
-        averages(data["rows"], out)
-    keep(data, out, save, report)
+    if with_averages:
+        show_averages(data["rows"], out)
+    write_files(data, out, save, report)
     out.result(data)
-    end(data)
+    raise_failures(data)
 
 
-def end(data: Mapping[str, Any]) -> None:
+def raise_failures(data: Mapping[str, Any]) -> None:
     """Raise CheckFailed if a draft changed a text, KeyboardInterrupt if Ctrl-C ended the
     measurement, now that what was measured is said and written."""
     require_identical(data)

@@ -1,4 +1,4 @@
-"""`serve` over HTTP: one model, or several that are loaded when they are asked for."""
+"""`serve` over HTTP: one model, or several that are loaded when they are sampling for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from g4spec.cli import _defaults, _engine
+from g4spec.cli import _engine, _sampling_defaults
 from g4spec.cli.render import Output
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Web:
+class HttpOptions:
     """Where a server listens, and to whom; certificate and key are PEM files."""
 
     host: str
@@ -37,25 +37,25 @@ class Web:
         return place
 
     @property
-    def guards(self) -> dict[str, Any]:
+    def access(self) -> dict[str, Any]:
         """Arguments of `g4spec.server.app.around`."""
         return {"keys": self.keys, "origins": self.origins}
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class ModelLoader:
     """Opens models alike.
 
     Attributes:
-        template: chat template instead of the models' own. asked: sampling that the command line
+        template: chat template instead of the models' own. sampling: sampling that the command line
             says. more: see `EngineClient`.
     """
 
     setup: _engine.Setup
     out: Output
     template: str | None
-    asked: dict[str, float | None]
-    more: dict[str, Any]
+    sampling: dict[str, float | None]
+    engine_options: dict[str, Any]
 
     def service(
         self,
@@ -68,29 +68,29 @@ class Opened:
         from g4spec.server.engine_client import EngineClient
         from g4spec.server.service import Service
 
-        sampler = _defaults.sampler(target, self.out, **self.asked)
+        sampler = _sampling_defaults.sampler(target, self.out, **self.sampling)
         with self.out.progress(f"loading {target.name}") as progress:
 
-            def told(read: int, whole: int) -> None:
+            def report(read: int, whole: int) -> None:
                 progress(read, whole)
                 tell(read, whole)
 
             engine = EngineClient(
                 target,
                 draft,
-                make=_engine.settled,
-                progress=told,
+                make=_engine.load_with_threads,
+                progress=report,
                 **asdict(self.setup),
-                **self.more,
+                **self.engine_options,
             )
-        _engine.tell_where(engine.title, engine.on_cpu, self.setup, self.out)
+        _engine.note_device(engine.title, engine.on_cpu, self.setup, self.out)
         engine.tokenizer.template = self.template or engine.tokenizer.template
         return Service(engine, replace(settings, sampler=sampler))
 
 
-def one(
-    opened: Opened,
-    web: Web,
+def serve_one(
+    loader: ModelLoader,
+    http: HttpOptions,
     limits: dict[str, Any],
     model: Path,
     draft: str | None,
@@ -100,31 +100,35 @@ def one(
     from g4spec.server import run
     from g4spec.server.service import Settings
 
-    place = web.place(opened.out)
+    place = http.place(loader.out)
     with run.listen(place) as at:
-        target, file = _engine.files(model, draft, opened.setup, opened.out)
+        target, file = _engine.files(model, draft, loader.setup, loader.out)
         names = alias or [target.stem]
-        service = opened.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
+        service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
         note = f"{names[0]} is served at {run.address(place, at)}"
         with service.engine:
-            run.serve(service, place, at, lambda: opened.out.note(note), **web.guards)
+            run.serve(service, place, at, lambda: loader.out.note(note), **http.access)
 
 
-def several(
-    opened: Opened, web: Web, limits: dict[str, Any], folder: Path | None, most: int
+def serve_folder(
+    loader: ModelLoader,
+    http: HttpOptions,
+    limits: dict[str, Any],
+    folder: Path | None,
+    max_loaded: int,
 ) -> None:
-    """Serve all targets in a folder, at most so many loaded at once."""
+    """Serve all targets in a folder, at max_loaded so many loaded at once."""
     from g4spec.server import models, run
     from g4spec.server.service import Settings
 
     def load(
         names: Sequence[str], target: Path, draft: Path | None, tell: models.Progress
     ) -> Service:
-        return opened.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
+        return loader.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
 
-    assert folder is not None  # see `_serving.check_models`
-    place = web.place(opened.out)
+    assert folder is not None  # see `_serve_options.check_models`
+    place = http.place(loader.out)
     with run.listen(place) as at:
-        found = models.Models(models.find(folder), load, most, limits["time_limit"])
+        found = models.Models(models.find(folder), load, max_loaded, limits["time_limit"])
         note = f"{len(found.all)} models are served at {run.address(place, at)}"
-        run.serve_models(found, place, at, lambda: opened.out.note(note), **web.guards)
+        run.serve_models(found, place, at, lambda: loader.out.note(note), **http.access)

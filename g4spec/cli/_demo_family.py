@@ -18,10 +18,10 @@ MARKS = {"bench.json": b'"command": "g4spec demo', "report.html": b"<code>g4spec
 """Results of `demo`, and what each says about the command that wrote it."""
 
 
-def find(given: Path | None) -> Path:
-    """The folder with the checkpoints: as given, here, or beside the source code."""
+def find(folder: Path | None) -> Path:
+    """The folder with the checkpoints: as folder, here, or beside the source code."""
     tree = Path(g4spec.__file__).parent.parent
-    places = [given] if given else [base / "examples" / "tiny" for base in (Path(), tree)]
+    places = [folder] if folder else [base / "examples" / "tiny" for base in (Path(), tree)]
     for place in places:
         if all((place / name / "config.json").is_file() for name in ("target", *DRAFTS)):
             return place
@@ -36,13 +36,13 @@ def find(given: Path | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The family as GGUF files. `rows`: what happened to each checkpoint; `wide`, `small`: bytes of
+    """The family as GGUF files. `rows`: what happened to each checkpoint; `bf16`, `q8_0`: bytes of
     the draft in BF16 and Q8_0."""
 
     files: dict[str, Path]
     rows: list[tuple[object, ...]]
-    wide: int
-    small: int
+    bf16: int
+    q8_0: int
 
     def show(self, out: Output) -> None:
         """Steps 1 and 2, explained."""
@@ -63,7 +63,7 @@ class Converted:
             gap=True,
         )
         out.line(
-            f"BF16 needs {self.wide / 2**20:.1f} MiB and Q8_0 {self.small / 2**20:.1f} MiB: "
+            f"BF16 needs {self.bf16 / 2**20:.1f} MiB and Q8_0 {self.q8_0 / 2**20:.1f} MiB: "
             "half the memory to read for every drafted token."
         )
 
@@ -82,43 +82,43 @@ def convert_all(source: Path, folder: Path) -> Converted:
         made = convert.convert(source / name, files[name], target=target)
         counts = [len(plan.of(a)) for a in ("copy", "make", "metadata", "drop")]
         rows.append((name, *counts, f"{made.nbytes / 2**20:.1f} MiB"))
-    wide = convert.convert(
+    bf16 = convert.convert(
         source / "dflash", folder / "dflash-bf16.gguf", target=files["target"], type="bf16"
     )
-    small = convert.quantize(wide.out, folder / "dflash-q8_0.gguf", "q8_0")
-    return Converted(files, rows, wide.nbytes, small.nbytes)
+    q8_0 = convert.quantize(bf16.out, folder / "dflash-q8_0.gguf", "q8_0")
+    return Converted(files, rows, bf16.nbytes, q8_0.nbytes)
 
 
 def check_folder(source: Path, folder: Path) -> None:
     """Raise UsageError if `demo` would replace a file in `folder` that no earlier demo made."""
     for name in ("target", *DRAFTS):
-        _check_free(folder / f"{name}.gguf", source / name)
+        _check_replaceable(folder / f"{name}.gguf", source / name)
     for type in ("bf16", "q8_0"):
-        _check_free(folder / f"dflash-{type}.gguf", source / "dflash")
+        _check_replaceable(folder / f"dflash-{type}.gguf", source / "dflash")
     for path, mark in ((folder / name, mark) for name, mark in MARKS.items()):
         if os.path.lexists(path) and not (path.is_file() and mark in path.read_bytes()):
-            raise _foreign(path)
+            raise _not_from_demo(path)
 
 
-def _foreign(path: Path) -> UsageError:
+def _not_from_demo(path: Path) -> UsageError:
     fix = "name another folder with -o, or remove the file"
     return UsageError(f"{path} is there and was not made by this demo", fix=fix)
 
 
-def _check_free(path: Path, checkpoint: Path) -> None:
+def _check_replaceable(path: Path, checkpoint: Path) -> None:
     """Raise UsageError for a file that no earlier demo made of this checkpoint."""
     from g4spec.convert import detect, provenance
     from g4spec.gguf import GGUF
 
     if not os.path.lexists(path):
         return
-    said = None
+    recorded = None
     if path.is_file():
         with suppress(InputError), GGUF(path) as file:
-            said = file.get(provenance.DIGEST)
+            recorded = file.get(provenance.DIGEST)
     with detect(checkpoint) as found:
-        if said != provenance.digest(found.source):
-            raise _foreign(path)
+        if recorded != provenance.digest(found.source):
+            raise _not_from_demo(path)
 
 
 def validate_all(source: Path, files: dict[str, Path], out: Output) -> None:

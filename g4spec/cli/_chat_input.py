@@ -21,22 +21,22 @@ Ctrl-C          stop the answer; at the prompt, quit"""
 BLOCK = '"""'
 
 
-def read(out: Output) -> str | None:
+def read_message(out: Output) -> str | None:
     """A message, or None at the end of input."""
     try:
-        text = out.ask("> ")
+        text = out.read_line("> ")
         if not text.startswith(BLOCK):
             return text
         lines = [text.removeprefix(BLOCK)]
         while not lines[-1].endswith(BLOCK):
-            lines.append(out.ask("... "))
+            lines.append(out.read_line("... "))
         return "\n".join(lines).removesuffix(BLOCK).strip("\n")
     except EOFError:
         return None
 
 
 @contextmanager
-def interrupting(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+def ctrl_c_cancels(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
     """Let Ctrl-C cancel a task."""
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, lambda *_: _cancel(loop, task))

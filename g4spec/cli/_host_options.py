@@ -59,7 +59,7 @@ Gpus = Annotated[int | None, typer.Option(min=1, help="Cards to use in all. Defa
 Kv = Annotated[str | None, typer.Option("--kv", help="Cache type: f16, q8_0, q4_0, bf16, fp8, ...")]
 
 
-def ask(
+def question_from_options(
     facts: Facts,
     machine: Machine,
     model: str | None,
@@ -79,8 +79,8 @@ def ask(
     return questions.build(facts, model, draft, context, kv, backend, gpus)
 
 
-def machine_of(facts: Facts, assume: str | None, given: list[str] | None) -> Machine:
+def selected_machine(facts: Facts, assume: str | None, versions: list[str] | None) -> Machine:
     """The machine that is asked about: this one, or an assumed one."""
     from g4spec.advisor import questions
 
-    return questions.machine(facts, assume, given or ())
+    return questions.machine(facts, assume, versions or ())

@@ -39,7 +39,7 @@ Seed = Annotated[
     int | None,
     typer.Option("--seed", help="Seed of the first answer; later ones count up. Default: random."),
 ]
-ONLY_HERE = (
+LOCAL_ONLY = (
     "model",
     "draft",
     "ctx_size",

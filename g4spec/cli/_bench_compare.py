@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from g4spec.measure.bench_compare import Comparison
 
 
-def alone(context: typer.Context) -> None:
+def reject_bench_options(context: typer.Context) -> None:
     """UsageError for options of `bench` in front of `compare`, which has its own."""
-    for flag in _inputs.typed(context).values():
+    for flag in _inputs.given_flags(context).values():
         raise UsageError(
             f"{flag} in front of `compare` does nothing", fix="put it behind, or leave it out"
         )
@@ -35,16 +35,18 @@ def compare(
     from g4spec.measure import bench_compare as comparing
 
     out = Output(json, quiet)
-    found = comparing.compare(
+    comparison = comparing.compare(
         comparing.read(old), comparing.read(new), comparing.tolerance(tolerance), force=force
     )
-    _show(found, out)
-    out.result(found.json())
-    if found.regressions:
-        raise CheckFailed(f"{len(found.regressions)} regressions", found=found.regressions[0])
+    _show(comparison, out)
+    out.result(comparison.json())
+    if comparison.regressions:
+        raise CheckFailed(
+            f"{len(comparison.regressions)} regressions", found=comparison.regressions[0]
+        )
 
 
-def _show(found: Comparison, out: Output) -> None:
+def _show(comparison: Comparison, out: Output) -> None:
     """The table of ratios of `bench compare`, its warnings and its regressions."""
     rows = [
         (
@@ -57,7 +59,7 @@ def _show(found: Comparison, out: Output) -> None:
             f"{c.new_acceptance:.1%}",
             c.worse or "",
         )
-        for c in found.changes
+        for c in comparison.changes
     ]
     columns = (
         "prompts",
@@ -70,9 +72,9 @@ def _show(found: Comparison, out: Output) -> None:
         "worse",
     )
     out.table("New against old", columns, rows)
-    for warning in found.warnings:
+    for warning in comparison.warnings:
         out.note(warning)
-    for regression in found.regressions:
+    for regression in comparison.regressions:
         out.line(regression, style="bad")
-    if not found.regressions:
+    if not comparison.regressions:
         out.line("Nothing became worse.", style="good")

@@ -8,8 +8,8 @@ import secrets
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
-from g4spec.cli._lines import HELP, interrupting, read
-from g4spec.cli._spoken import LEGEND, answer_figures
+from g4spec.cli._chat_input import HELP, ctrl_c_cancels, read_message
+from g4spec.cli._text_stream import LEGEND, answer_stats_line
 from g4spec.cli.render import Output
 from g4spec.errors import G4Error
 
@@ -40,7 +40,7 @@ class Conversation:
         """Talk; answers run in `loop`."""
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (what is typed can be edited)
-        while (text := read(self._out)) is not None:
+        while (text := read_message(self._out)) is not None:
             if text.startswith("/") and "\n" not in text:
                 if not self._command(*text[1:].strip().partition(" ")[::2]):
                     return
@@ -62,37 +62,37 @@ class Conversation:
             while self._messages and self._messages[-1]["role"] == "assistant":
                 self._messages.pop()
             if not self._messages:
-                self._out.say("there is nothing to answer")
+                self._out.log("there is nothing to answer")
         elif name != "exit":
-            self._out.say(HELP if name == "help" else f"there is no /{name}; /help lists what is")
+            self._out.log(HELP if name == "help" else f"there is no /{name}; /help lists what is")
         return name != "exit"
 
     def _reply(self, loop: asyncio.AbstractEventLoop) -> None:
         from g4spec.server.talk import Told
 
-        told = Told()
-        task = loop.create_task(self._answer(told))
-        with interrupting(loop, task):
+        answer = Told()
+        task = loop.create_task(self._stream_answer(answer))
+        with ctrl_c_cancels(loop, task):
             try:
                 loop.run_until_complete(task)
             except asyncio.CancelledError:
-                told.finish = "stopped"
+                answer.finish = "stopped"
             except G4Error as error:  # the next message may be better
                 self._messages.pop()
-                self._out.say(str(error))
+                self._out.log(str(error))
                 return
-        if told.content:
-            self._messages.append({"role": "assistant", "content": told.content})
+        if answer.content:
+            self._messages.append({"role": "assistant", "content": answer.content})
         self._out.stream("\n")
-        for note in [*told.notes, answer_figures(told)]:
-            self._out.say(note)
+        for note in [*answer.notes, answer_stats_line(answer)]:
+            self._out.log(note)
 
-    async def _answer(self, told: Told) -> None:
+    async def _stream_answer(self, answer: Told) -> None:
         first = [{"role": "system", "content": self._system}] if self._system else []
         seed = secrets.randbits(63) if self._seed is None else self._seed
         self._seed = None if self._seed is None else self._seed + 1
         self._part = ""
-        async with aclosing(self._voice.answer([*first, *self._messages], seed, told)) as pieces:
+        async with aclosing(self._voice.answer([*first, *self._messages], seed, answer)) as pieces:
             async for piece in pieces:
                 self._write(piece)
 
@@ -100,12 +100,12 @@ class Conversation:
         if piece.part == "mark":
             return
         if self._part == "thought" and piece.part == "text":
-            self._out.aside("\n\n")
+            self._out.stream_dim("\n\n")
         self._part = piece.part
         style = STYLES.get(piece.kind)
         if style is not None:
-            self._out.mark(piece.text, style)
+            self._out.stream_marked(piece.text, style)
         elif piece.part == "thought":
-            self._out.aside(piece.text)
+            self._out.stream_dim(piece.text)
         else:
             self._out.stream(piece.text)

@@ -12,7 +12,9 @@ from g4spec.cli.render import Output
 PROMPT = "def area(r):"
 
 
-def ask(target: Path, draft: Path, n_ctx: int, n_predict: int, out: Output) -> dict[str, Any]:
+def serve_and_ask(
+    target: Path, draft: Path, n_ctx: int, n_predict: int, out: Output
+) -> dict[str, Any]:
     """Serve a pair for a moment, on a free port of this machine, and ask it over HTTP.
 
     Returns:
@@ -41,8 +43,8 @@ def ask(target: Path, draft: Path, n_ctx: int, n_predict: int, out: Output) -> d
         thread.start()
         ready.wait()
         url = f"{run.address(place, socket)}/v1/completions"
-        asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": n_predict, "temperature": 0}
-        response = httpx.post(url, json=asked, timeout=120)
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": n_predict, "temperature": 0}
+        response = httpx.post(url, json=body, timeout=120)
         server.should_exit = True
         thread.join()
     response.raise_for_status()

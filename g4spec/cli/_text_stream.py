@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from g4spec.runtime.tokenizer import Tokenizer
     from g4spec.server.talk import Told
 
-Colours = Literal["", "first", "all"]
+Marking = Literal["", "first", "all"]
 """What is marked: nothing; accepted tokens and the first rejected one of a proposal; all."""
 
 LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
+def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end of `text` may be the beginning of a stop text."""
     longest = max(map(len, stops), default=0)
     for n in range(min(longest, len(text)), 0, -1):
@@ -33,29 +33,29 @@ class Writer:
     """Writes text as soon as it is certain not to be part of a stop text.
 
     Args:
-        colours: mark drafted tokens as accepted, or as rejected in front of their correction.
+        marking: mark drafted tokens as accepted, or as rejected in front of their correction.
     """
 
     def __init__(
-        self, out: Output, tokenizer: Tokenizer, stops: Sequence[str], colours: Colours
+        self, out: Output, tokenizer: Tokenizer, stops: Sequence[str], marking: Marking
     ) -> None:
         self.out, self._tokenizer, self._stops = out, tokenizer, stops
-        self._colours = colours
+        self._marking = marking
         self._stream = tokenizer.stream()
         self._waiting: deque[tuple[str, str | None]] = deque()
         self._written = 0
-        if colours:
+        if marking:
             out.legend(LEGEND)
 
     def cycle(self, cycle: Cycle, text: str) -> None:
         """Take in a cycle after which the whole text is `text`."""
         accepted, own = cycle.tokens[: cycle.accepted], cycle.tokens[cycle.accepted :]
-        self._waiting.append((self._stream.push(accepted), "good" if self._colours else None))
-        wrong = cycle.drafted[cycle.accepted :] if self._colours and own else []
-        for id in wrong if self._colours == "all" else wrong[:1]:
+        self._waiting.append((self._stream.push(accepted), "good" if self._marking else None))
+        wrong = cycle.drafted[cycle.accepted :] if self._marking and own else []
+        for id in wrong if self._marking == "all" else wrong[:1]:
             self._waiting.append((self._tokenizer.decode([id], special=True), "struck"))
         self._waiting.append((self._stream.push(own), None))
-        self._write(len(text) - held_back(text, self._stops))
+        self._write(len(text) - stop_prefix_length(text, self._stops))
 
     def finish(self, text: str) -> None:
         """Write what is left of `text`, which is now complete."""
@@ -68,16 +68,16 @@ class Writer:
         while self._waiting and (self._written < end or self._waiting[0][0] == ""):
             piece, style = self._waiting.popleft()
             if style == "struck":
-                self.out.mark(piece, style)
+                self.out.stream_marked(piece, style)
                 continue
             now, later = piece[: end - self._written], piece[end - self._written :]
             if later:
                 self._waiting.appendleft((later, style))
             self._written += len(now)
-            self.out.stream(now) if style is None else self.out.mark(now, style)
+            self.out.stream(now) if style is None else self.out.stream_marked(now, style)
 
 
-def figures(stats: Stats, drafting: bool) -> str:
+def stats_line(stats: Stats, drafting: bool) -> str:
     """One line about a run. `drafting`: whether there was a draft to be asked."""
     parts = [f"{stats.tokens} token{'s' * (stats.tokens != 1)}"]
     if stats.tokens_per_second:
@@ -94,13 +94,13 @@ def figures(stats: Stats, drafting: bool) -> str:
     return " | ".join(parts)
 
 
-def answer_figures(told: Told) -> str:
+def answer_stats_line(answer: Told) -> str:
     """One line about an answer in a conversation."""
-    t, parts = told.timings, []
+    t, parts = answer.timings, []
     if "predicted_n" in t:
         parts.append(f"{t['predicted_n']} tokens, {t.get('predicted_per_second', 0):.1f} tok/s")
     if t.get("draft_n"):
         parts.append(f"drafted {t['draft_n']}, accepted {t.get('draft_n_accepted', 0)}")
     if t.get("cache_n"):
         parts.append(f"{t['cache_n']} prompt tokens cached")
-    return " | ".join([*parts, f"ended by {told.finish or 'the server'}"])
+    return " | ".join([*parts, f"ended by {answer.finish or 'the server'}"])

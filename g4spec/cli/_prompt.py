@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptOptions:
     """What the options say about the prompt. `special`: read control tokens in it; None: in raw
     prompts only."""
 
@@ -42,14 +42,14 @@ class Asked:
             ("--thinking", self.thinking),
             ("--tools", self.tools is not None),
         ):
-            if given and not self.templated:
+            if given and not self.uses_template:
                 raise UsageError(f"{name} needs --chat", fix="add --chat, or give --messages")
-        if self.tokens_file is not None and (self.templated or self.special is not None):
-            name = "--chat" if self.templated else "--parse-special"
+        if self.tokens_file is not None and (self.uses_template or self.special is not None):
+            name = "--chat" if self.uses_template else "--parse-special"
             raise UsageError(f"{name} needs a text: ids are read as they are", fix="leave it out")
 
     @property
-    def templated(self) -> bool:
+    def uses_template(self) -> bool:
         """Whether a chat template makes the prompt."""
         return self.chat or self.messages is not None
 
@@ -77,7 +77,7 @@ class Asked:
 class Prompt:
     """A prompt that was read: a text, ids, or messages."""
 
-    asked: Asked
+    options: PromptOptions
     text: str = ""
     ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
@@ -90,15 +90,15 @@ class Prompt:
         if self.messages is not None:
             return tokenizer.chat(
                 self.messages,
-                system=self.asked.system,
+                system=self.options.system,
                 tools=self.tools,
-                thinking=self.asked.thinking,
+                thinking=self.options.thinking,
                 n_ctx=n_ctx,
-                special=bool(self.asked.special),
+                special=bool(self.options.special),
             )
-        return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.asked.special is not False)
+        return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.options.special is not False)
 
-    def advice(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
+    def chat_note(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
         """What to say about a plain text for a model that was trained to chat.
 
         Args:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _measured
-from g4spec.cli._writing import write
+from g4spec.cli import _bench_results
+from g4spec.cli._output_files import write
 from g4spec.cli.render import Output
 from g4spec.errors import UsageError
 
@@ -51,7 +51,7 @@ def run(
     if save is not None:
         write(save, json.dumps(data, indent=1) + "\n", out)
     out.result(data)
-    _measured.end(data)
+    _bench_results.raise_failures(data)
 
 
 def show(data: Mapping[str, Any], out: Output) -> None:
