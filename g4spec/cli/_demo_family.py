@@ -80,7 +80,7 @@ def convert_all(source: Path, folder: Path) -> Converted:
         files[name] = folder / f"{name}.gguf"
         plan = convert.convert(source / name, files[name], target=target, dry_run=True).plan
         made = convert.convert(source / name, files[name], target=target)
-        counts = [len(plan.of(a)) for a in ("copy", "make", "metadata", "drop")]
+        counts = [len(plan.with_action(a)) for a in ("copy", "make", "metadata", "drop")]
         rows.append((name, *counts, f"{made.nbytes / 2**20:.1f} MiB"))
     bf16 = convert.convert(
         source / "dflash", folder / "dflash-bf16.gguf", target=files["target"], type="bf16"

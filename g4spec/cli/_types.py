@@ -73,7 +73,7 @@ def show(result: Result, out: Output, **more: Any) -> None:
     """A plan (after a dry run) or what was written. `more`: further fields of the JSON answer."""
     for note in result.notes:
         out.note(note)
-    rows = result.plan.rows
+    rows = result.plan.tensors
     if not result.written:
         columns = ("source", "", "result", "shape", "type", "why")
         shown = [
@@ -87,7 +87,7 @@ def show(result: Result, out: Output, **more: Any) -> None:
                     f"{row.source}: {'dropped' if row.action == 'drop' else 'kept as '}"
                     f"{row.name or ''} ({row.note})"
                 )
-    types = ", ".join(f"{n} {t}" for t, n in result.plan.types().items())
+    types = ", ".join(f"{n} {t}" for t, n in result.plan.type_counts().items())
     verb = "wrote" if result.written else "would write"
     out.line(f"{verb} {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")
     out.result({**as_json(result), **more})
@@ -100,9 +100,9 @@ def as_json(result: Result) -> dict[str, Any]:
         "written": result.written,
         "bytes": result.nbytes,
         "seconds": result.seconds,
-        "types": result.plan.types(),
+        "types": result.plan.type_counts(),
         "notes": result.notes,
-        "plan": [{f: getattr(row, f) for f in fields} for row in result.plan.rows],
+        "plan": [{f: getattr(row, f) for f in fields} for row in result.plan.tensors],
     }
 
 

@@ -43,7 +43,7 @@ def command(
     from g4spec import convert
 
     output, parts = Output(json, quiet), _types.split_size(split_max_size)
-    convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
+    convert.check_arguments(out, type, dry_run, tensor_type or ())  # before anything is downloaded
     source = _inputs.resolve(source, output)
     if target is not None:
         target = _inputs.resolve(target, output, "tokenizer")

@@ -13,7 +13,7 @@ from g4spec.cli import _inputs, _types
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
-    from g4spec.convert import Folder
+    from g4spec.convert import CheckpointFolder
     from g4spec.gguf import GGUF
 
 SHOWN = 6
@@ -69,7 +69,7 @@ def _gguf(file: GGUF) -> dict[str, Any]:
     }
 
 
-def _folder(folder: Folder, title: str) -> dict[str, Any]:
+def _folder(folder: CheckpointFolder, title: str) -> dict[str, Any]:
     entries = [
         {"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.nbytes}
         for t in folder.tensors.values()

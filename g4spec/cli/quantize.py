@@ -50,7 +50,7 @@ def command(
     from g4spec.validate import loss
 
     output, parts = Output(json, quiet), _types.split_size(split_max_size)
-    convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
+    convert.check_arguments(out, type, dry_run, tensor_type or ())  # before anything is downloaded
     weights = importance.read(imatrix) if imatrix else None
     source = _inputs.resolve(source, output, "gguf")
     with output.progress(f"quantizing {source.name}") as progress:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.convert.experts import stacked
-from g4spec.convert.tensors import BLOCK_VALUES, Packed, Rows, Stored
+from g4spec.convert.tensors import BLOCK_VALUES, LazyTensor, RowReader, StoredTensor
 from g4spec.errors import InputError, Unsupported
 from g4spec.quant import Format, Unrepresentable
 from g4spec.quant.format import Bytes, Floats
@@ -43,10 +43,12 @@ FORMATS = (
 )
 BLOCK = 32
 SAMPLE = 16
-"""Rows from which the error of a type is told."""
+"""RowReader from which the error of a type is told."""
 
 
-def unpack(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def unpack(
+    config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint with quantized ones put together.
 
     Args:
@@ -56,20 +58,20 @@ def unpack(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> dict[str
     """
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, dict) else None
-    given = config.get("quantization_config") or inner
+    settings = config.get("quantization_config") or inner
     out = dict(tensors)
-    if isinstance(given, dict):
-        _known(given)
+    if isinstance(settings, dict):
+        _check_method(settings)
         for name in tensors:
-            for ending, make in MAKERS.items():
+            for ending, make in READERS.items():
                 if name.endswith(ending):
-                    make(name.removesuffix(ending), out, given)
+                    make(name.removesuffix(ending), out, settings)
     return stacked(out)
 
 
-def _known(given: Mapping[str, Any]) -> None:
-    method, form = given.get("quant_method"), given.get("format")
-    packing = str(given.get("packing_format", "auto_gptq"))
+def _check_method(settings: Mapping[str, Any]) -> None:
+    method, form = settings.get("quant_method"), settings.get("format")
+    packing = str(settings.get("packing_format", "auto_gptq"))
     if method not in METHODS or (method == "compressed-tensors" and form not in FORMATS):
         raise Unsupported(
             "config.json: quantization_config",
@@ -82,7 +84,7 @@ def _known(given: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Integers:
+class IntegerCodes:
     """Integer codes: a value is scale * (code - zero).
 
     Attributes:
@@ -96,13 +98,13 @@ class Integers:
     bits: int
     group: int
     label: str
-    codes: Rows
-    scales: Rows
-    zeros: Rows
+    codes: RowReader
+    scales: RowReader
+    zeros: RowReader
     order: NDArray[np.int64] | None = None
 
     def values(self, a: int, b: int) -> Floats:
-        """Rows a .. b - 1 as float32."""
+        """RowReader a .. b - 1 as float32."""
         spread = (
             (lambda x: x[:, self.order])
             if self.order is not None
@@ -111,12 +113,12 @@ class Integers:
         out: Floats = spread(self.scales(a, b)) * (self.codes(a, b) - spread(self.zeros(a, b)))
         return out
 
-    def home(self) -> Format | None:
+    def lossless_type(self) -> Format | None:
         """The type that holds all of it exactly, or None."""
         if self.group % BLOCK or self.shape[1] % BLOCK or self.order is not None:
             return None
         middle, halves = 1 << (self.bits - 1), True
-        for a, b in _steps(self.shape):
+        for a, b in _row_blocks(self.shape):
             scales, zeros = self.scales(a, b), self.zeros(a, b)
             if not _half(scales):
                 return None
@@ -127,7 +129,7 @@ class Integers:
         return quant.get("q8_0" if self.bits == 8 else "q4_0" if halves else "q4_1")
 
     def blocks(self, form: Format, a: int, b: int) -> Bytes:
-        """Rows a .. b - 1 as blocks of `form`, which holds them exactly."""
+        """RowReader a .. b - 1 as blocks of `form`, which holds them exactly."""
         n, count = b - a, self.shape[1] // BLOCK
         scales = np.repeat(self.scales(a, b), self.group // BLOCK, axis=1)
         codes = self.codes(a, b).reshape(n, count, BLOCK)
@@ -142,13 +144,13 @@ class Integers:
         out: Bytes = np.concatenate([*head, body], axis=-1).reshape(n, -1)
         return out
 
-    def packed(self, name: str, size: int) -> Packed:
+    def packed(self, name: str, size: int) -> LazyTensor:
         """As a tensor, exact if a type holds it."""
-        form = self.home()
+        form = self.lossless_type()
         if form is None:
             note = f"{self.label}: no type holds them exactly, multiplied out"
             return _floats(name, self.shape, self.label, self.values, note, size)
-        return Packed(
+        return LazyTensor(
             name,
             self.shape,
             self.label,
@@ -166,24 +168,24 @@ def _half(x: Floats) -> bool:
 
 
 def _floats(
-    name: str, shape: tuple[int, ...], label: str, values: Rows, note: str, size: int
-) -> Packed:
+    name: str, shape: tuple[int, ...], label: str, values: RowReader, note: str, size: int
+) -> LazyTensor:
     def read(a: int, b: int) -> Bytes:
         out: Bytes = np.ascontiguousarray(values(a, b), np.float32).view(np.uint8)
         return out
 
-    return Packed(name, shape, label, quant.get("f32"), read, note, size)
+    return LazyTensor(name, shape, label, quant.get("f32"), read, note, size)
 
 
-def told(tensor: Stored, form: Format) -> str:
+def loss_note(tensor: StoredTensor, form: Format) -> str:
     """What the plan says about a tensor that was quantized in its source, now stored as `form`;
     where it loses something, how much, measured on a few rows. Empty for other tensors."""
-    given = tensor.format
-    if not tensor.note or given is form or given is None or form.name == "f32":
+    settings = tensor.format
+    if not tensor.note or settings is form or settings is None or form.name == "f32":
         return tensor.note
     rows = prod(tensor.shape[:-1])
     raw = np.concatenate([tensor.rows(i, i + 1) for i in range(0, rows, max(1, rows // SAMPLE))])
-    want = given.dequantize(raw)
+    want = settings.dequantize(raw)
     try:
         lost = form.dequantize(form.quantize(want)) - want
     except Unrepresentable:
@@ -192,12 +194,12 @@ def told(tensor: Stored, form: Format) -> str:
     return f"{tensor.note}; relative error as {form.name.upper()} {error:.2%}"
 
 
-def _steps(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     rows, step = prod(shape[:-1]), max(1, BLOCK_VALUES // max(shape[-1], 1))
     return ((a, min(a + step, rows)) for a in range(0, rows, step))
 
 
-def _cut(tensor: Stored, where: Any) -> NDArray[Any]:
+def _plain_values(tensor: StoredTensor, where: Any) -> NDArray[Any]:
     """Part of a tensor of plain numbers; floats as float32."""
     kinds = {
         "BF16": "<u2",
@@ -224,7 +226,7 @@ def _cut(tensor: Stored, where: Any) -> NDArray[Any]:
     return x.astype(np.float32) if tensor.dtype in ("F16", "F32", "F64") else x
 
 
-def _take(out: dict[str, Stored], base: str, *endings: str) -> list[Stored]:
+def _pop_parts(out: dict[str, StoredTensor], base: str, *endings: str) -> list[StoredTensor]:
     """These parts of a weight, which are then gone; InputError if one is missing."""
     missing = [base + e for e in endings if base + e not in out]
     if missing:
@@ -252,13 +254,16 @@ def _check(name: str, what: str, expected: Any, found: Any) -> None:
         raise InputError(f"{name}: {what}", expected=expected, found=found)
 
 
-def _compressed(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> None:
+def _compressed(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) -> None:
     """compressed-tensors' "pack-quantized": codes along the row, zero points down the column."""
     size = sum(out[n].nbytes for n in (base + ".weight_packed", base + ".weight_scale") if n in out)
-    words, scale, shape = _take(out, base, ".weight_packed", ".weight_scale", ".weight_shape")
+    words, scale, shape = _pop_parts(out, base, ".weight_packed", ".weight_scale", ".weight_shape")
     zero, index = out.pop(base + ".weight_zero_point", None), out.pop(base + ".weight_g_idx", None)
     _matrices(words, scale)
-    n, k = words.shape[0], int(_cut(shape, ...).reshape(-1)[-1]) if prod(shape.shape) else 0
+    n, k = (
+        words.shape[0],
+        int(_plain_values(shape, ...).reshape(-1)[-1]) if prod(shape.shape) else 0,
+    )
     bits = _width(base, 32 * words.shape[1], k)
     groups = scale.shape[1]
     _check(base, "rows of the scales", n, scale.shape[0])
@@ -270,18 +275,18 @@ def _compressed(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> 
         if zero is None:
             return np.full((b - a, groups), middle, np.float32)
         per = 32 // bits
-        rows = _unpacked(_cut(zero, slice(a // per, -(-b // per))), bits, 0)
+        rows = _unpacked(_plain_values(zero, slice(a // per, -(-b // per))), bits, 0)
         return rows[a % per : a % per + b - a].astype(np.float32)
 
     group = -(-k // groups)
     label = f"INT{bits} in groups of {group}"
-    out[base + ".weight"] = Integers(
+    out[base + ".weight"] = IntegerCodes(
         (n, k),
         bits,
         group,
         label,
-        lambda a, b: _unpacked(_cut(words, slice(a, b)), bits, 1)[:, :k],
-        lambda a, b: _cut(scale, slice(a, b)),
+        lambda a, b: _unpacked(_plain_values(words, slice(a, b)), bits, 1)[:, :k],
+        lambda a, b: _plain_values(scale, slice(a, b)),
         zeros,
         _order(index, k, groups),
     ).packed(base + ".weight", size)
@@ -299,17 +304,17 @@ def _width(base: str, bits: int, values: int) -> int:
     return found
 
 
-def _matrices(*tensors: Stored) -> None:
+def _matrices(*tensors: StoredTensor) -> None:
     for t in tensors:
         if len(t.shape) != 2 or not prod(t.shape):
             raise InputError(f"{t.name}: shape", expected="rows and columns", found=list(t.shape))
 
 
-def _order(index: Stored | None, k: int, groups: int) -> NDArray[np.int64] | None:
+def _order(index: StoredTensor | None, k: int, groups: int) -> NDArray[np.int64] | None:
     """The group of each of `k` columns, None if neighbours share one."""
     if index is None:
         return None
-    order = _cut(index, ...).astype(np.int64)
+    order = _plain_values(index, ...).astype(np.int64)
     if order.shape == (k,) and (order < 0).all():
         return None  # compressed-tensors' mark for "not used"
     if order.shape != (k,) or order.min() < 0 or order.max() >= groups:
@@ -321,10 +326,10 @@ def _order(index: Stored | None, k: int, groups: int) -> NDArray[np.int64] | Non
     return None if (order == np.arange(k) // -(-k // groups)).all() else order
 
 
-def _gptq(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> None:
+def _gptq(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) -> None:
     """GPTQ and AutoRound: everything stands transposed, and zero points are stored minus one."""
     size = sum(out[n].nbytes for n in (base + ".qweight", base + ".scales") if n in out)
-    words, zero, scale = _take(out, base, ".qweight", ".qzeros", ".scales")
+    words, zero, scale = _pop_parts(out, base, ".qweight", ".qzeros", ".scales")
     index = out.pop(base + ".g_idx", None)
     _matrices(words, zero, scale)
     groups, n = scale.shape
@@ -336,49 +341,51 @@ def _gptq(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> None:
         (n, groups),
         (words.shape[1], zero.shape[0]),
     )
-    one = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    one = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
 
     def zeros(a: int, b: int) -> Floats:
         per = 32 // bits
-        columns = _unpacked(_cut(zero, (slice(None), slice(a // per, -(-b // per)))), bits, 1)
+        columns = _unpacked(
+            _plain_values(zero, (slice(None), slice(a // per, -(-b // per)))), bits, 1
+        )
         out: Floats = columns[:, a % per : a % per + b - a].T.astype(np.float32)
         return np.add(out, one, dtype=np.float32)
 
     group = -(-k // groups)
-    out[base + ".weight"] = Integers(
+    out[base + ".weight"] = IntegerCodes(
         (n, k),
         bits,
         group,
         f"INT{bits} in groups of {group}",
-        lambda a, b: _unpacked(_cut(words, (slice(None), slice(a, b))), bits, 0).T,
-        lambda a, b: _cut(scale, (slice(None), slice(a, b))).T,
+        lambda a, b: _unpacked(_plain_values(words, (slice(None), slice(a, b))), bits, 0).T,
+        lambda a, b: _plain_values(scale, (slice(None), slice(a, b))).T,
         zeros,
         _order(index, k, groups),
     ).packed(base + ".weight", size)
 
 
-def _scaled(ending: str) -> Callable[[str, dict[str, Stored], Mapping[str, Any]], None]:
+def _scaled(ending: str) -> Callable[[str, dict[str, StoredTensor], Mapping[str, Any]], None]:
     """Whole-byte weights beside a scale: FP8, or INT8 (which is what Q8_0 holds)."""
 
-    def make(base: str, out: dict[str, Stored], given: Mapping[str, Any]) -> None:
+    def make(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) -> None:
         if base + ".weight" not in out or base + ending not in out:
             return  # packed in another way
         weight, scale = out[base + ".weight"], out.pop(base + ending)
         shape, size = weight.shape, weight.nbytes + scale.nbytes
-        name, tall, wide = base + ".weight", *_block(base, shape, scale, given)
-        scales = _cut(scale, ...).reshape(-(-shape[0] // tall), -1)
+        name, tall, wide = base + ".weight", *_block(base, shape, scale, settings)
+        scales = _plain_values(scale, ...).reshape(-(-shape[0] // tall), -1)
 
         def rows(a: int, b: int) -> Floats:
             out: Floats = scales[np.arange(a, b) // tall]
             return out
 
         if weight.dtype == "I8":
-            signed = Integers(
+            signed = IntegerCodes(
                 (shape[0], shape[1]),
                 8,
                 wide,
                 "INT8",
-                lambda a, b: _cut(weight, slice(a, b)) ^ 0x80,
+                lambda a, b: _plain_values(weight, slice(a, b)) ^ 0x80,
                 rows,
                 lambda a, b: np.full((b - a, scales.shape[1]), 128, np.float32),
             )
@@ -390,7 +397,7 @@ def _scaled(ending: str) -> Callable[[str, dict[str, Stored], Mapping[str, Any]]
 
         def values(a: int, b: int) -> Floats:
             spread = np.repeat(rows(a, b), wide, axis=1)[:, : shape[1]]
-            codes: Bytes = _cut(weight, slice(a, b))
+            codes: Bytes = _plain_values(weight, slice(a, b))
             out: Floats = table[codes] * spread
             return out
 
@@ -400,9 +407,9 @@ def _scaled(ending: str) -> Callable[[str, dict[str, Stored], Mapping[str, Any]]
 
 
 def _block(
-    base: str, shape: tuple[int, ...], scale: Stored, given: Mapping[str, Any]
+    base: str, shape: tuple[int, ...], scale: StoredTensor, settings: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
+    """RowReader and columns that share a scale."""
     if len(shape) != 2 or not prod(shape):
         raise Unsupported(f"{base}.weight: a scale beside a tensor of shape {list(shape)}")
     count, (n, k) = prod(scale.shape), shape
@@ -411,7 +418,7 @@ def _block(
     if count == n:
         return 1, k
     _matrices(scale)
-    sizes = given.get("weight_block_size")
+    sizes = settings.get("weight_block_size")
     if isinstance(sizes, list) and len(sizes) == 2 and all(type(x) is int for x in sizes):
         tall, wide = (max(x, 1) for x in sizes)
     else:
@@ -435,7 +442,7 @@ TABLES = {
     "F8_E5M2": (np.arange(256, dtype="<u2") << 8).view("<f2").astype(np.float32),
 }
 """Value of each FP8 code."""
-MAKERS: dict[str, Callable[[str, dict[str, Stored], Mapping[str, Any]], None]] = {
+READERS: dict[str, Callable[[str, dict[str, StoredTensor], Mapping[str, Any]], None]] = {
     ".weight_packed": _compressed,
     ".qweight": _gptq,
     ".weight_scale": _scaled(".weight_scale"),
