@@ -1,15 +1,15 @@
 """Checkpoints whose weights are quantized already: compressed-tensors, GPTQ and AutoRound, FP8.
 
-Such a weight lies in several tensors (codes, scales, zero points). Here it becomes one again:
+Such a weight is stored as several tensors (codes, scales, zero points). They become one tensor:
 
-- Integer codes with a scale for groups of 32 values (or multiples) are what Q4_0, Q4_1 and Q8_0
-  hold. If every scale is a half-precision number the weight is moved there bit by bit, whatever
-  type was asked for: nothing is lost, and nothing could be gained.
-- Everything else, FP8 above all, is multiplied out to F32 and then stored in the type asked for.
-  The plan says so, and how large the error is.
+- Integer codes with one scale per group of 32 values (or a multiple) are what Q4_0, Q4_1 and Q8_0
+  hold. If every scale is exact in half precision, the codes and scales are copied into that type,
+  whatever type was requested: nothing is lost, and a larger type could gain nothing.
+- Everything else, mainly FP8, is dequantized to F32 and then stored in the requested type. The plan
+  says so and reports the error.
 
-Widths and groups follow from the shapes of the tensors, not from the configuration, so that
-checkpoints that mix them are read as well.
+Code widths and group sizes are derived from the shapes of the tensors, not from config.json, so
+checkpoints that mix them can be read.
 
 Sources: llama.cpp `conversion/base.py` (dequant_model), compressed-tensors `pack_quantized`,
 AutoRound's `auto_gptq` packing.
@@ -17,17 +17,16 @@ AutoRound's `auto_gptq` packing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec import quant
 from g4spec.convert.experts import stacked
-from g4spec.convert.tensors import BLOCK_VALUES, LazyTensor, RowReader, StoredTensor
+from g4spec.convert.integer_codes import IntegerCodes, float_tensor
+from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
 from g4spec.quant import Format, Unrepresentable
 from g4spec.quant.format import Bytes, Floats
@@ -41,20 +40,19 @@ FORMATS = (
     "dense",
     "mixed-precision",
 )
-BLOCK = 32
 SAMPLE = 16
-"""RowReader from which the error of a type is told."""
+"""Number of rows on which the error of a type is measured."""
 
 
 def unpack(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint with quantized ones put together.
+    """Return the tensors of a checkpoint with the parts of each quantized weight joined.
 
     Args:
-        config: its config.json.
+        config: the parsed config.json of the checkpoint.
 
-    Raises Unsupported for a way of quantizing that is not known.
+    Raises Unsupported for an unknown quantization method.
     """
     text = config.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, dict) else None
@@ -83,103 +81,12 @@ def _check_method(settings: Mapping[str, Any]) -> None:
         raise Unsupported("config.json: packing_format", expected="auto_gptq", found=packing)
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerCodes:
-    """Integer codes: a value is scale * (code - zero).
-
-    Attributes:
-        shape: [N, K]. `bits`: of a code. `label`: what it is, for people.
-        group: values of a row with one scale, neighbours unless `order` says otherwise.
-        codes: codes of rows, [n, K] uint8. `scales`, `zeros`: float32 [n, groups].
-        order: group of each column, [K], where they are not neighbours.
-    """
-
-    shape: tuple[int, int]
-    bits: int
-    group: int
-    label: str
-    codes: RowReader
-    scales: RowReader
-    zeros: RowReader
-    order: NDArray[np.int64] | None = None
-
-    def values(self, a: int, b: int) -> Floats:
-        """RowReader a .. b - 1 as float32."""
-        spread = (
-            (lambda x: x[:, self.order])
-            if self.order is not None
-            else (lambda x: np.repeat(x, self.group, axis=1)[:, : self.shape[1]])
-        )
-        out: Floats = spread(self.scales(a, b)) * (self.codes(a, b) - spread(self.zeros(a, b)))
-        return out
-
-    def lossless_type(self) -> Format | None:
-        """The type that holds all of it exactly, or None."""
-        if self.group % BLOCK or self.shape[1] % BLOCK or self.order is not None:
-            return None
-        middle, halves = 1 << (self.bits - 1), True
-        for a, b in _row_blocks(self.shape):
-            scales, zeros = self.scales(a, b), self.zeros(a, b)
-            if not _half(scales):
-                return None
-            if not (zeros == middle).all():
-                halves = False
-                if self.bits != 4 or not _half(-zeros * scales):
-                    return None
-        return quant.get("q8_0" if self.bits == 8 else "q4_0" if halves else "q4_1")
-
-    def blocks(self, form: Format, a: int, b: int) -> Bytes:
-        """RowReader a .. b - 1 as blocks of `form`, which holds them exactly."""
-        n, count = b - a, self.shape[1] // BLOCK
-        scales = np.repeat(self.scales(a, b), self.group // BLOCK, axis=1)
-        codes = self.codes(a, b).reshape(n, count, BLOCK)
-        heads = [scales]
-        if form.name == "q4_1":
-            heads.append(np.repeat(-self.zeros(a, b), self.group // BLOCK, axis=1) * scales)
-        if form.name == "q8_0":
-            body = (codes ^ 0x80).astype(np.uint8)
-        else:
-            body = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << 4
-        head = [h[..., None].astype("<f2").view(np.uint8) for h in heads]
-        out: Bytes = np.concatenate([*head, body], axis=-1).reshape(n, -1)
-        return out
-
-    def packed(self, name: str, size: int) -> LazyTensor:
-        """As a tensor, exact if a type holds it."""
-        form = self.lossless_type()
-        if form is None:
-            note = f"{self.label}: no type holds them exactly, multiplied out"
-            return _floats(name, self.shape, self.label, self.values, note, size)
-        return LazyTensor(
-            name,
-            self.shape,
-            self.label,
-            form,
-            lambda a, b: self.blocks(form, a, b),
-            f"{self.label}, exact",
-            size,
-        )
-
-
-def _half(x: Floats) -> bool:
-    """Whether half precision holds all of these numbers."""
-    with np.errstate(over="ignore"):
-        return bool((x.astype(np.float16).astype(np.float32) == x).all())
-
-
-def _floats(
-    name: str, shape: tuple[int, ...], label: str, values: RowReader, note: str, size: int
-) -> LazyTensor:
-    def read(a: int, b: int) -> Bytes:
-        out: Bytes = np.ascontiguousarray(values(a, b), np.float32).view(np.uint8)
-        return out
-
-    return LazyTensor(name, shape, label, quant.get("f32"), read, note, size)
-
-
 def loss_note(tensor: StoredTensor, form: Format) -> str:
-    """What the plan says about a tensor that was quantized in its source, now stored as `form`;
-    where it loses something, how much, measured on a few rows. Empty for other tensors."""
+    """Return the plan's note about a tensor that is quantized in its source and stored as `form`.
+
+    It includes the relative error, measured on a few rows, if storing loses precision. Empty for
+    tensors that are not quantized in their source.
+    """
     settings = tensor.format
     if not tensor.note or settings is form or settings is None or form.name == "f32":
         return tensor.note
@@ -189,18 +96,13 @@ def loss_note(tensor: StoredTensor, form: Format) -> str:
     try:
         lost = form.dequantize(form.quantize(want)) - want
     except Unrepresentable:
-        return tensor.note  # writing it says where and what
+        return tensor.note  # writing the tensor raises an error with the position
     error = np.sqrt(np.square(lost, dtype=np.float64).sum() / max(np.square(want).sum(), 1e-30))
     return f"{tensor.note}; relative error as {form.name.upper()} {error:.2%}"
 
 
-def _row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    rows, step = prod(shape[:-1]), max(1, BLOCK_VALUES // max(shape[-1], 1))
-    return ((a, min(a + step, rows)) for a in range(0, rows, step))
-
-
 def _plain_values(tensor: StoredTensor, where: Any) -> NDArray[Any]:
-    """Part of a tensor of plain numbers; floats as float32."""
+    """Return a slice of an unquantized tensor; floats as float32, 8-bit types as raw bytes."""
     kinds = {
         "BF16": "<u2",
         "F16": "<f2",
@@ -227,7 +129,7 @@ def _plain_values(tensor: StoredTensor, where: Any) -> NDArray[Any]:
 
 
 def _pop_parts(out: dict[str, StoredTensor], base: str, *endings: str) -> list[StoredTensor]:
-    """These parts of a weight, which are then gone; InputError if one is missing."""
+    """Remove these tensors of a weight from `out` and return them; InputError if one is missing."""
     missing = [base + e for e in endings if base + e not in out]
     if missing:
         raise InputError(f"{base}: parts of the quantized weight are missing", found=missing)
@@ -235,7 +137,7 @@ def _pop_parts(out: dict[str, StoredTensor], base: str, *endings: str) -> list[S
 
 
 def _unpacked(words: NDArray[np.int32], bits: int, axis: int) -> NDArray[np.uint8]:
-    """Codes out of 32-bit words, lowest bits first, along `axis` of [n, m]."""
+    """Unpack codes from 32-bit words [n, m] along `axis`, lowest bits first."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     words = words.astype(np.uint32)
     if axis == 1:
@@ -255,15 +157,15 @@ def _check(name: str, what: str, expected: Any, found: Any) -> None:
 
 
 def _compressed(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) -> None:
-    """compressed-tensors' "pack-quantized": codes along the row, zero points down the column."""
+    """Read compressed-tensors' "pack-quantized": codes packed along rows, zero points along
+    columns."""
     size = sum(out[n].nbytes for n in (base + ".weight_packed", base + ".weight_scale") if n in out)
     words, scale, shape = _pop_parts(out, base, ".weight_packed", ".weight_scale", ".weight_shape")
     zero, index = out.pop(base + ".weight_zero_point", None), out.pop(base + ".weight_g_idx", None)
     _matrices(words, scale)
-    n, k = (
-        words.shape[0],
-        int(_plain_values(shape, ...).reshape(-1)[-1]) if prod(shape.shape) else 0,
-    )
+    n, k = words.shape[0], 0
+    if prod(shape.shape):
+        k = int(_plain_values(shape, ...).reshape(-1)[-1])
     bits = _width(base, 32 * words.shape[1], k)
     groups = scale.shape[1]
     _check(base, "rows of the scales", n, scale.shape[0])
@@ -289,11 +191,11 @@ def _compressed(base: str, out: dict[str, StoredTensor], settings: Mapping[str, 
         lambda a, b: _plain_values(scale, slice(a, b)),
         zeros,
         _order(index, k, groups),
-    ).packed(base + ".weight", size)
+    ).to_tensor(base + ".weight", size)
 
 
 def _width(base: str, bits: int, values: int) -> int:
-    """Bits of a code, when `values` of them take `bits` with the last word filled up."""
+    """Return the width of a code, given that `values` codes take `bits` bits, padded to a word."""
     found = next((w for w in (4, 8) if -(-values // (32 // w)) * 32 == bits), None)
     if found is None:
         raise Unsupported(
@@ -311,12 +213,13 @@ def _matrices(*tensors: StoredTensor) -> None:
 
 
 def _order(index: StoredTensor | None, k: int, groups: int) -> NDArray[np.int64] | None:
-    """The group of each of `k` columns, None if neighbours share one."""
+    """Return the group of each of `k` columns, or None if the columns of a group are
+    consecutive."""
     if index is None:
         return None
     order = _plain_values(index, ...).astype(np.int64)
     if order.shape == (k,) and (order < 0).all():
-        return None  # compressed-tensors' mark for "not used"
+        return None  # compressed-tensors marks an unused index so
     if order.shape != (k,) or order.min() < 0 or order.max() >= groups:
         raise InputError(
             f"{index.name}: group of each column",
@@ -327,7 +230,7 @@ def _order(index: StoredTensor | None, k: int, groups: int) -> NDArray[np.int64]
 
 
 def _gptq(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) -> None:
-    """GPTQ and AutoRound: everything stands transposed, and zero points are stored minus one."""
+    """Read GPTQ and AutoRound: all parts are transposed, zero points are stored minus one."""
     size = sum(out[n].nbytes for n in (base + ".qweight", base + ".scales") if n in out)
     words, zero, scale = _pop_parts(out, base, ".qweight", ".qzeros", ".scales")
     index = out.pop(base + ".g_idx", None)
@@ -361,15 +264,15 @@ def _gptq(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) 
         lambda a, b: _plain_values(scale, (slice(None), slice(a, b))).T,
         zeros,
         _order(index, k, groups),
-    ).packed(base + ".weight", size)
+    ).to_tensor(base + ".weight", size)
 
 
 def _scaled(ending: str) -> Callable[[str, dict[str, StoredTensor], Mapping[str, Any]], None]:
-    """Whole-byte weights beside a scale: FP8, or INT8 (which is what Q8_0 holds)."""
+    """Return a reader of 8-bit weights with a separate scale: FP8, or INT8 (lossless in Q8_0)."""
 
     def make(base: str, out: dict[str, StoredTensor], settings: Mapping[str, Any]) -> None:
         if base + ".weight" not in out or base + ending not in out:
-            return  # packed in another way
+            return  # another layout, read by another function
         weight, scale = out[base + ".weight"], out.pop(base + ending)
         shape, size = weight.shape, weight.nbytes + scale.nbytes
         name, tall, wide = base + ".weight", *_block(base, shape, scale, settings)
@@ -389,7 +292,7 @@ def _scaled(ending: str) -> Callable[[str, dict[str, StoredTensor], Mapping[str,
                 rows,
                 lambda a, b: np.full((b - a, scales.shape[1]), 128, np.float32),
             )
-            out[name] = signed.packed(name, size)
+            out[name] = signed.to_tensor(name, size)
             return
         table = TABLES.get(weight.dtype)
         if table is None:
@@ -401,7 +304,7 @@ def _scaled(ending: str) -> Callable[[str, dict[str, StoredTensor], Mapping[str,
             out: Floats = table[codes] * spread
             return out
 
-        out[name] = _floats(name, shape, "FP8", values, "FP8 with scales, multiplied out", size)
+        out[name] = float_tensor(name, shape, "FP8", values, "FP8 with scales, dequantized", size)
 
     return make
 
@@ -409,9 +312,9 @@ def _scaled(ending: str) -> Callable[[str, dict[str, StoredTensor], Mapping[str,
 def _block(
     base: str, shape: tuple[int, ...], scale: StoredTensor, settings: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """RowReader and columns that share a scale."""
+    """Return the number of rows and of columns that share a scale."""
     if len(shape) != 2 or not prod(shape):
-        raise Unsupported(f"{base}.weight: a scale beside a tensor of shape {list(shape)}")
+        raise Unsupported(f"{base}.weight: scale for a tensor of shape {list(shape)}")
     count, (n, k) = prod(scale.shape), shape
     if count == 1:
         return n, k
@@ -448,4 +351,4 @@ READERS: dict[str, Callable[[str, dict[str, StoredTensor], Mapping[str, Any]], N
     ".weight_scale": _scaled(".weight_scale"),
     ".weight_scale_inv": _scaled(".weight_scale_inv"),
 }
-"""Ending of the tensor that gives a quantized weight away -> how its parts become one."""
+"""Suffix of a tensor name that marks a quantized weight -> function that joins its parts."""

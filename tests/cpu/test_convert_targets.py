@@ -185,7 +185,7 @@ def test_zero_points(tmp_path: Path) -> None:
 def test_a_loss_is_told(tmp_path: Path) -> None:
     Q.fp8(source(tmp_path / "t"))
     said = notes(convert(tmp_path / "t", tmp_path / "t.gguf", type="q8_0", dry_run=True))
-    assert said["blk.1.attn_q.weight"].startswith("FP8 with scales, multiplied out; relative error")
+    assert said["blk.1.attn_q.weight"].startswith("FP8 with scales, dequantized; relative error")
     assert 0 < float(said["blk.1.attn_q.weight"].split()[-1].rstrip("%")) < 1
 
 
