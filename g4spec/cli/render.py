@@ -24,9 +24,11 @@ import typer
 
 from g4spec.cli import _layout
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, no text.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")
+]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Only errors, and the text or ids asked for.")
+    bool, typer.Option("--quiet", "-q", help="Print only errors and the requested text or ids.")
 ]
 
 CLOSED_PIPE = 141

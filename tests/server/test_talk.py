@@ -414,7 +414,7 @@ def test_the_daemon_ends_when_nobody_reads(
     [
         (("--daemon",), "need each other"),
         (("--stream-fd", "1"), "need each other"),
-        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: --daemon speaks no HTTP"),
+        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: no effect with --daemon"),
         (("--daemon", "--stream-fd", "999"), "a file descriptor that is open"),
     ],
 )
