@@ -20,12 +20,12 @@ NGRAM = "ngram"
 def read_text(path: Path) -> str:
     """A UTF-8 file or pipe, or standard input for `-`, of at most 64 MiB; one newline at its end is
     left out."""
-    from g4spec.gguf.regular import MAX_WHOLE
+    from g4spec.gguf.regular_files import MAX_READ_BYTES
 
     with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
-        data = file.read(MAX_WHOLE + 1)
-    if len(data) > MAX_WHOLE:
-        raise InputError(f"{path}: too large", expected=f"at most {MAX_WHOLE:,} bytes")
+        data = file.read(MAX_READ_BYTES + 1)
+    if len(data) > MAX_READ_BYTES:
+        raise InputError(f"{path}: too large", expected=f"at most {MAX_READ_BYTES:,} bytes")
     try:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:

@@ -34,12 +34,12 @@ def prepare(*paths: Path | None) -> None:
 
 def write(path: Path, text: str, out: Output) -> None:
     """A file becomes the new one when that is whole; what is no file is written to."""
-    from g4spec.gguf.replacing import replacing
+    from g4spec.gguf.atomic import atomic_write
 
     data = text.encode()
     if path.exists() and not path.is_file():
         path.write_bytes(data)
     else:
-        with replacing(path, len(data)) as f:
+        with atomic_write(path, len(data)) as f:
             f.write(data)
     out.note(f"wrote {path}")

@@ -33,7 +33,7 @@ def command(
     from g4spec import gguf
     from g4spec.gguf import imatrix
 
-    gguf.check_place(out)
+    gguf.check_writable(out)
     setup = _engine.Setup(ctx_size, None, None, "cpu", None)
     model, _ = _engine.files(model, None, setup, output)
     from g4spec.measure import chunks as cutting

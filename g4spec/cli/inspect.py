@@ -99,7 +99,7 @@ def _abbreviated(file: GGUF, key: str) -> Any:
     n = file.length(key)
     if n <= 64:
         return file[key]
-    return {"type": file.item(key).name, "length": n, "first": file.first(key, SHOWN)}
+    return {"type": file.value_type(key).name, "length": n, "first": file.first_entries(key, SHOWN)}
 
 
 def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:

@@ -15,7 +15,7 @@ from g4spec.convert.run import convert
 from g4spec.convert.unchanged import stamps
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
-from g4spec.gguf.replacing import clear, replacing
+from g4spec.gguf.atomic import atomic_write, remove_stale
 from g4spec.gguf.writer import Progress
 
 
@@ -42,14 +42,14 @@ def cached(
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
     for path in (out, _beside(out)):
-        clear(path)  # what a run that was killed left
+        remove_stale(path)  # what a run that was killed left
     there = out.exists()
     if there and _whole(out):
         return out, f"{source}: using its conversion {out}"
     out.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     convert(source, out, target=target, type=type, progress=progress)
     digest = _sha256(out).encode()
-    with replacing(_beside(out), len(digest)) as f:
+    with atomic_write(_beside(out), len(digest)) as f:
         f.write(digest)
     again = "damaged in the cache, " if there else ""
     return out, f"{source}: {again}converted into {out}"

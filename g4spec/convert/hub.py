@@ -25,8 +25,8 @@ from g4spec.convert import safetensors
 from g4spec.convert.provenance import SMALL
 from g4spec.convert.transfer import Guard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
-from g4spec.gguf import regular
-from g4spec.gguf.replacing import replacing
+from g4spec.gguf import regular_files
+from g4spec.gguf.atomic import atomic_write
 
 Want = Literal["any", "tokenizer", "gguf"]
 """What for: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
@@ -234,7 +234,7 @@ class _Hub:
         """Bounds of a file: what is read whole is small, all else has room on the disk."""
         whole = name in SMALL or name.endswith(INDEX)
         there = next(p for p in (self.cache, *self.cache.parents) if p.exists())
-        limit = regular.MAX_WHOLE if whole else shutil.disk_usage(there).free
+        limit = regular_files.MAX_READ_BYTES if whole else shutil.disk_usage(there).free
         # The Xet client has none of these bounds, so only the hub itself may use it.
         own = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
         return Guard(f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=own)
@@ -246,7 +246,7 @@ class _Hub:
             storage = next(p for p in path.parents if p.name == "snapshots").parent
             reference = storage / "refs" / name
             reference.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(reference, len(revision)) as file:
+            with atomic_write(reference, len(revision)) as file:
                 file.write(revision.encode())
 
     def _offline(self) -> Path:

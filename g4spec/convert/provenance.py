@@ -17,7 +17,7 @@ from g4spec import __version__
 from g4spec.convert.plan import canonical
 from g4spec.convert.sources import Folder
 from g4spec.convert.tensors import Packed, Stored
-from g4spec.gguf import GGUF, KV, regular, string, u32
+from g4spec.gguf import GGUF, KV, regular_files, string, u32
 from g4spec.models import pairing as pairs
 
 SOURCE = "g4spec.source"
@@ -98,7 +98,11 @@ def digest(source: Folder | GGUF) -> str:
         for small in SMALL:
             path = source.path / small
             if path.exists():
-                sha.update(small.encode() + b"\0" + regular.read(regular.stays(path)))
+                sha.update(
+                    small.encode()
+                    + b"\0"
+                    + regular_files.read_regular(regular_files.check_link(path))
+                )
         files = [(p, 8 + int.from_bytes(_slice(p, 0, 8), "little")) for p in source.files]
     for path, head in files:
         size = path.stat().st_size

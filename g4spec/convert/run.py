@@ -24,7 +24,7 @@ from g4spec.convert.target import Target
 from g4spec.convert.tensors import Stored, recode, workers
 from g4spec.convert.unchanged import Unchanged
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import GGUF, KV, T, TensorData, array, imatrix, parts, string, u32
+from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, parts, string, u32
 from g4spec.gguf.imatrix import Imatrix
 from g4spec.gguf.writer import Progress
 from g4spec.models.spec import check_heads
@@ -198,7 +198,7 @@ def quantize(
 def checked(out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()) -> Mix:
     """The mix of a type's name. UsageError for an unknown one, InputError where `out` cannot be."""
     if not dry_run:
-        gguf.check_place(Path(out))
+        gguf.check_writable(Path(out))
     return policy.asked(type, tensor_types)
 
 
@@ -221,7 +221,7 @@ def _check_output(to: Output, inputs: list[Path]) -> None:
     else's, as a checkpoint's `config.json`."""
     out = to.path
     for path in inputs:
-        if to.max_size and parts.whole(path.absolute()) == out.absolute():
+        if to.max_size and parts.unsplit_path(path.absolute()) == out.absolute():
             raise UsageError(
                 f"the output may have parts named as the input {path.name}",
                 fix="choose another name",
@@ -295,7 +295,9 @@ def _metadata(
     kv |= model
     for row in plan.of("metadata"):
         assert row.name is not None
-        kv[row.name] = array(T.I32 if row.type == "I32" else T.F32, made[row.name].reshape(-1))
+        kv[row.name] = array(
+            ValueType.I32 if row.type == "I32" else ValueType.F32, made[row.name].reshape(-1)
+        )
     if provenance.T2D_SHA256 in made:
         kv[provenance.T2D_SHA256] = string(str(made[provenance.T2D_SHA256]))
     kv |= pair.pairing if target else pair.sampling

@@ -19,7 +19,7 @@ import numpy as np
 from g4spec import quant
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import regular
+from g4spec.gguf import regular_files
 
 MAX_HEADER = 100 << 20
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -47,7 +47,7 @@ DTYPES = {
 def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
     """A JSON object from a file of a checkpoint; InputError says what is wrong with it."""
     try:
-        value = parse_json(regular.read(regular.stays(path)), str(path))
+        value = parse_json(regular_files.read_regular(regular_files.check_link(path)), str(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file", expected=what) from None
     except OSError as e:
@@ -80,7 +80,7 @@ def files(folder: Path) -> list[Path]:
     """The safetensors files that make up a folder's checkpoint, validated against its index."""
     found = sorted(p for p in folder.glob("*.safetensors") if not p.is_dir())
     for path in found:
-        regular.stays(path)
+        regular_files.check_link(path)
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise InputError(f"{folder}: several indexes", found=[p.name for p in indexes])
@@ -165,11 +165,11 @@ def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
 def read(path: Path) -> dict[str, Stored]:
     """The tensors of one file, mapped."""
     try:
-        with regular.opened(path) as f:
+        with regular_files.open_regular(path) as f:
             size = f.seek(0, 2)
             f.seek(0)
             begin = f.read(64)
-            regular.refuse_pointer(path, begin)
+            regular_files.refuse_lfs_pointer(path, begin)
             f.seek(8)
             length = int.from_bytes(begin[:8], "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):

@@ -16,7 +16,7 @@ from g4spec.convert import dialects, packed, safetensors
 from g4spec.convert.dialects import Dialect
 from g4spec.convert.tensors import Stored
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, parts, regular
+from g4spec.gguf import GGUF, parts, regular_files
 from g4spec.models.spec import Checkpoint
 
 MASK_ROW = "mask_embedding.pt"
@@ -97,7 +97,7 @@ def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Foun
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
-        ggufs = parts.firsts(sorted(path.glob("*.gguf")))
+        ggufs = parts.first_parts(sorted(path.glob("*.gguf")))
         both = ggufs and (path / "config.json").exists() and any(path.glob("*.safetensors"))
         if both and not run:
             notes.append(f"{path} holds a checkpoint and GGUF files; took the checkpoint")
@@ -112,7 +112,7 @@ def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Foun
             return _detect_folder(_open_folder(path, weights=weights))
         if any(path.glob("*.safetensors")):
             notes.append(f"{path} holds a GGUF and safetensors; took {ggufs[0].name}")
-        path = regular.stays(ggufs[0])
+        path = regular_files.check_link(ggufs[0])
     elif path.suffix == ".safetensors":
         return _detect_folder(_open_folder(path.parent, [path]))
     return _detect_gguf(GGUF(path), notes)

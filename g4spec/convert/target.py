@@ -11,7 +11,7 @@ from g4spec import models
 from g4spec.convert import provenance, sources, tokenizer
 from g4spec.convert.sources import Found
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF, KV, T, Value
+from g4spec.gguf import GGUF, KV, Value, ValueType
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ def of(found: Found) -> Target:
 def _sampling(generation: Mapping[str, Any]) -> KV:
     kv: KV = {}
     for key, name, kind in (
-        ("top_k", "top_k", T.I32),
-        ("top_p", "top_p", T.F32),
-        ("min_p", "min_p", T.F32),
-        ("temperature", "temp", T.F32),
+        ("top_k", "top_k", ValueType.I32),
+        ("top_p", "top_p", ValueType.F32),
+        ("min_p", "min_p", ValueType.F32),
+        ("temperature", "temp", ValueType.F32),
     ):
         value = generation.get(key)
         if isinstance(value, int | float) and not isinstance(value, bool):

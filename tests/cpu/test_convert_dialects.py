@@ -13,7 +13,7 @@ from g4spec import validate
 from g4spec.convert import cached, convert, detect, dialects
 from g4spec.convert.dialects import DIALECTS
 from g4spec.errors import InputError, Unsupported, UsageError
-from g4spec.gguf import GGUF, T, array, boolean, string, u32
+from g4spec.gguf import GGUF, ValueType, array, boolean, string, u32
 from g4spec.models.assistant import ORDERING
 from tests.cpu.test_convert_kinds import content
 from tests.support import tiny
@@ -188,11 +188,13 @@ WRONG: dict[str, tuple[Callable[[Parts], Any], str]] = {
         "list of integers",
     ),
     "ids beyond": (
-        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5, 12])}),
+        lambda p: p.kv.update(
+            {f"{p.arch}.dflash.target_layer_ids": array(ValueType.I32, [1, 5, 12])}
+        ),
         "do not exist",
     ),
     "count of ids": (
-        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5])}),
+        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(ValueType.I32, [1, 5])}),
         "fc.weight",
     ),
     "width": (lambda p: p.kv.update({f"{p.arch}.embedding_length": u32(96)}), "hidden size"),

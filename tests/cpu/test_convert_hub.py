@@ -475,7 +475,7 @@ def test_compression_is_refused(served: Hub, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_read_whole_is_small(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("g4spec.gguf.regular.MAX_WHOLE", 100)
+    monkeypatch.setattr("g4spec.gguf.regular_files.MAX_READ_BYTES", 100)
     refused("org/draft", InputError, r"model\.safetensors\.index\.json.*at most 100 bytes")
     monkeypatch.setattr(hub, "LISTING", 50)
     refused("org/draft", InputError, "at most 50 bytes")

@@ -11,7 +11,7 @@ import pytest
 
 from g4spec import models
 from g4spec.convert import convert, quantize
-from g4spec.gguf import GGUF, T
+from g4spec.gguf import GGUF, ValueType
 from g4spec.models import dflash_backbone
 from g4spec.quant import policy
 from tests.support import tiny, tiny_drafts
@@ -63,7 +63,7 @@ def test_target(target: Path, tmp_path: Path) -> None:
         assert [s.head_dim for s in config.layers] == [16] * 5 + [32] + [16] * 5 + [32]
         assert [s.n_kv for s in config.layers] == [2] * 5 + [1] + [2] * 5 + [1]
         assert [s.v_from_k for s in config.layers] == [False] * 5 + [True] + [False] * 5 + [True]
-        assert g["general.file_type"] == 32 and g.value("general.file_type").type is T.U32
+        assert g["general.file_type"] == 32 and g.value("general.file_type").type is ValueType.U32
         assert g.array("rope_freqs.weight").tolist() == [1.0] * 4 + [np.float32(1e30)] * 12
         assert set(g.shapes()) == {s.name for s in models.kinds()["gemma4"].tensors(config)}
 
@@ -115,7 +115,7 @@ def test_zlab_facts(target: Path, tmp_path: Path) -> None:
     convert(draft, tmp_path / "d.gguf", target=target)
     with GGUF(tmp_path / "d.gguf") as g:
         assert g["dflash.target_layers"] == [2, 6, 10]  # ids 1, 5, 9 name outputs
-        assert g.value("dflash.target_layers").item is T.I32
+        assert g.value("dflash.target_layers").item is ValueType.I32
         assert g["dflash.embedding_scale"] == 8.0  # sqrt(64)
         assert g["tokenizer.ggml.mask_token_id"] == 60  # not the tokenizer's 4
         assert g["dflash.attention.sliding_window_pattern"] == [True, False]
@@ -159,10 +159,10 @@ def test_centroid_head_travels_as_metadata(target: Path, tmp_path: Path) -> None
     raw = load_file(draft / "model.safetensors")
     with GGUF(tmp_path / "d.gguf") as g:
         assert len(g.tensors) == 49
-        got = g.numbers("g4spec.assistant.centroids").reshape(16, 32)
+        got = g.number_array("g4spec.assistant.centroids").reshape(16, 32)
         assert np.array_equal(got, raw["masked_embedding.centroids.weight"])
         order = g.value("g4spec.assistant.token_ordering")
-        assert order.item is T.I32
+        assert order.item is ValueType.I32
         assert np.array_equal(order.data, raw["masked_embedding.token_ordering"])
 
 

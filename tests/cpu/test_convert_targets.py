@@ -15,7 +15,7 @@ from g4spec.convert import convert
 from g4spec.convert import tensors as stored
 from g4spec.convert.run import Result
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, T
+from g4spec.gguf import GGUF, ValueType
 from g4spec.models import gemma4
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import validate
@@ -54,7 +54,9 @@ def test_keys_of_each_size(tmp_path: Path) -> None:
         convert(tiny.target(tmp_path / name, **case), tmp_path / f"{name}.gguf")
         with GGUF(tmp_path / f"{name}.gguf") as g:
             found[name] = dict(g.kv)
-            assert name != "unified" or g.value("tokenizer.ggml.suppress_tokens").item is T.I32
+            assert (
+                name != "unified" or g.value("tokenizer.ggml.suppress_tokens").item is ValueType.I32
+            )
     a = "gemma4."
     assert [
         found["experts"][a + k]

@@ -183,7 +183,7 @@ class Reading:
         self.at.write_bytes(data)
         with GGUF(self.at) as g:
             for key in g:
-                g.first(key, 3) if g.length(key) > 1 else g[key]
+                g.first_entries(key, 3) if g.length(key) > 1 else g[key]
             kind = models.of_gguf(g.get("general.architecture"), g.tensors)
             if kind is not None:
                 kind.tensors(kind.parse_gguf(g.kv, g.shapes()))

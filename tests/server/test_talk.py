@@ -27,7 +27,7 @@ from g4spec import cli
 from g4spec.cli import _sampling_defaults
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
-from g4spec.gguf import T, Value, string, write
+from g4spec.gguf import Value, ValueType, string, write
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
@@ -439,7 +439,9 @@ def test_files_name_their_sampling(
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 64, pytest.approx(0.95))
     assert "top_k 64, top_p 0.95, from" in capsys.readouterr().err, "temp was given"
     assert _sampling_defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
-    found = _sampling_defaults.sampler(made(top_k=Value(T.I32, -1), mirostat=Value(T.I32, 2)), out)
+    found = _sampling_defaults.sampler(
+        made(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
+    )
     assert found.top_k == 0
     assert "not used: general.sampling.mirostat" in capsys.readouterr().err
     with pytest.raises(InputError, match="expected a finite number"):
@@ -502,7 +504,10 @@ def test_a_key_that_no_header_can_hold() -> None:
 def test_a_file_that_recommends_no_number(value: float, tmp_path: Path) -> None:
     write(
         tmp_path / "t.gguf",
-        {"general.architecture": string("gemma4"), "general.sampling.top_k": Value(T.F32, value)},
+        {
+            "general.architecture": string("gemma4"),
+            "general.sampling.top_k": Value(ValueType.F32, value),
+        },
         [],
     )
     with pytest.raises(InputError, match=r"sampling\.top_k: expected a finite number"):

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from g4spec.errors import InputError
 
-MAX_WHOLE = 64 << 20
+MAX_READ_BYTES = 64 << 20
 """Bytes of a file that is read whole. Gemma's tokenizer.json has 32 MB."""
 _BLOB = re.compile(r".*/blobs/(?:[0-9a-f]{2}/)?(?:[0-9a-f]{40}|[0-9a-f]{64})")
 
@@ -23,20 +23,20 @@ LFS = b"version https://git-lfs.github.com/spec/"
 LFS_FIX = "run git lfs pull in its repository"
 
 
-def is_pointer(begin: bytes) -> bool:
+def is_lfs_pointer(begin: bytes) -> bool:
     """Whether a file that begins so is a Git LFS pointer: the file itself was not fetched."""
     return begin.startswith(LFS)
 
 
-def refuse_pointer(path: Path, begin: bytes) -> None:
+def refuse_lfs_pointer(path: Path, begin: bytes) -> None:
     """InputError for a file that begins as a Git LFS pointer does."""
-    if is_pointer(begin):
+    if is_lfs_pointer(begin):
         raise InputError(
             f"{path}: a Git LFS pointer", expected="the file it points to", fix=LFS_FIX
         )
 
 
-def opened(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """A regular file, open for reading. InputError for a pipe, socket or device; OSError as
     `open` raises it."""
     mode = os.stat(path).st_mode  # before it is opened: a pipe would wait for its writer
@@ -45,9 +45,9 @@ def opened(path: Path) -> BinaryIO:
     return open(path, "rb")
 
 
-def read(path: Path, limit: int = MAX_WHOLE) -> bytes:
+def read_regular(path: Path, limit: int = MAX_READ_BYTES) -> bytes:
     """All bytes of a regular file of at most `limit` bytes, else InputError."""
-    with opened(path) as f:
+    with open_regular(path) as f:
         size = os.fstat(f.fileno()).st_size
         if size > limit:
             raise InputError(
@@ -56,7 +56,7 @@ def read(path: Path, limit: int = MAX_WHOLE) -> bytes:
         return f.read(size)
 
 
-def stays(path: Path) -> Path:
+def check_link(path: Path) -> Path:
     """`path`, if it lies in its folder also when links are followed, or in the blobs of a Hugging
     Face cache. InputError otherwise: what it leads to would become part of a file that may be
     published."""

@@ -27,7 +27,7 @@ except ImportError:  # no such locks on Windows, where nothing is cleared away
     fcntl = None  # type: ignore[assignment]
 
 
-def check_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """InputError where no file can be written, before any work is done for it."""
     if path.is_dir():
         raise InputError(f"{path} is a folder", expected="the name of a file to write")
@@ -42,16 +42,16 @@ def check_place(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, size: int) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
     """A new file beside `path` that becomes `path` if the block ends well, else disappears; where
     that is a link, what it leads to. It keeps the mode of the file it replaces.
 
     Args:
         size: bytes that will be written; EnvironmentProblem if the disk has not that many.
     """
-    check_place(path)
+    check_writable(path)
     path = path.resolve()
-    clear(path)
+    remove_stale(path)
     free = shutil.disk_usage(path.parent).free
     if free < size:
         raise EnvironmentProblem(
@@ -103,7 +103,7 @@ def _sync(folder: Path) -> None:
             os.close(handle)
 
 
-def clear(path: Path) -> None:
+def remove_stale(path: Path) -> None:
     """Remove temporary files of `path` whose writers are gone."""
     if fcntl is None:
         return
