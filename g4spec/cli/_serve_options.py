@@ -11,10 +11,6 @@ import typer
 from g4spec.cli import _inputs
 from g4spec.errors import EnvironmentProblem, UsageError
 
-Model = Annotated[
-    Path | None,
-    typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one."),
-]
 Models = Annotated[
     Path | None,
     typer.Option(
@@ -36,10 +32,7 @@ ModelsMax = Annotated[
 Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
 Parallel = Annotated[
-    int,
-    typer.Option(
-        "-np", "--parallel", min=1, help="Texts generated at once; further requests wait."
-    ),
+    int, typer.Option("-np", "--parallel", min=1, help="Texts generated at once; others wait.")
 ]
 Queue = Annotated[
     int,
@@ -55,9 +48,7 @@ ApiKey = Annotated[
         help="API key that requests must send; may be repeated. Default: no key is needed.",
     ),
 ]
-KeyFile = Annotated[
-    Path | None, typer.Option("--api-key-file", help="File with API keys, one per line.")
-]
+KeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="API keys, one per line.")]
 Alias = Annotated[
     list[str] | None,
     typer.Option(

@@ -20,7 +20,7 @@ from g4spec.cli.render import Output, Quiet
 
 def command(
     context: typer.Context,
-    model: _serve_options.Model = None,
+    model: _chat_options.Model = None,
     draft: _options.DraftModel = None,
     models: _serve_options.Models = None,
     models_max: _serve_options.ModelsMax = 4,
