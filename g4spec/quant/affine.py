@@ -78,6 +78,8 @@ def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
     n, groups, size = len(x) // BLOCK, layout.groups, layout.size
     with np.errstate(all="ignore"):
         search = _Search(x, layout, weights)
+        scale: Floats
+        least: Floats
         scale, least = (a.reshape(groups, n) for a in search.groups())
         d, scale = _whole(scale, layout.most)
         dmin, least = _whole(least, layout.most)
@@ -101,10 +103,12 @@ def fit_alone(
         d, m = scale.astype(np.float16), (above - least).astype(np.float16)
         refuse_infinite(x, d, m)
         inverse = np.where(d > 0, 1 / d.astype(F), F(0))
-        total = search.shift(above - m)  # then the minimum that fits the rounded scale
+        total = search.shift(
+            np.subtract(above, m, dtype=F)
+        )  # then the minimum that fits the rounded scale
         code = np.einsum("ij,ij->j", search.round(inverse), search.weights)
         m = (m + (total - d * code) / search.weight).astype(np.float16)
-        search.shift(above - m)
+        search.shift(np.subtract(above, m, dtype=F))
         codes = search.round(inverse)
     return d, m, codes.astype(np.uint8)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +72,7 @@ def even_signs(index: NDArray[np.integer]) -> Floats:
 
     Source: ggml `ksigns_iq2xs`.
     """
-    byte = index.astype(np.uint8)
+    byte: NDArray[Any] = index.astype(np.uint8)
     odd = byte ^ byte >> 4
     odd ^= odd >> 2
     odd ^= odd >> 1

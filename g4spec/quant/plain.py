@@ -70,7 +70,7 @@ def symmetric(
         largest[tie] = both[(np.abs(both) == high[tie]).argmax(axis=0), np.arange(len(tie))]
     largest += F(0)  # C starts from +0, which -0 does not exceed
     with np.errstate(all="ignore"):
-        scale = largest / F(-half)
+        scale = np.divide(largest, F(-half), dtype=F)
         d = scale.astype(np.float16)
         refuse_infinite(x, d)
     return d, _codes(t, scale, half + 0.5, 2 * half - 1)
@@ -129,7 +129,7 @@ def _codes(t: Floats, scale: Floats, add: float, top: int) -> Bytes:
 
 def nibbles(codes: Bytes) -> Bytes:
     """The lower four bits of codes [32, n] as bytes [n, 16]: value j below value j + 16."""
-    out: Bytes = (codes[:16] & 15 | codes[16:] << 4).T
+    out: Bytes = (codes[:16] & np.uint8(15) | codes[16:] << np.uint8(4)).T
     return out
 
 
@@ -141,9 +141,9 @@ def fifths(codes: Bytes) -> Bytes:
 
 def codes_of(q: Bytes, high: Bytes | None = None) -> Bytes:
     """Codes [n, 32] of bytes [n, 16], and of fifth bits [n, 4]."""
-    codes = np.concatenate((q & 15, q >> 4), axis=1)
+    codes: Bytes = np.concatenate((q & np.uint8(15), q >> np.uint8(4)), axis=1)
     if high is not None:
-        codes |= np.unpackbits(high, axis=1, bitorder="little") << 4
+        codes |= np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
     return codes
 
 
@@ -153,8 +153,7 @@ def symmetric_bound(x: Floats, half: int) -> Floats:
     size = np.abs(x.reshape(-1, BLOCK))
     step = size.max(axis=1, keepdims=True) / F(half)
     rounding = np.maximum(step / 2, size - step * F(half - 1))
-    out: Floats = (rounding + F(half) * (step * HALF + TINY)).reshape(-1)
-    return out
+    return np.asarray(rounding + F(half) * (step * HALF + TINY), F).reshape(-1)
 
 
 def shifted_bound(x: Floats, top: int) -> Floats:

@@ -122,7 +122,8 @@ class Search:
 
     def neighbours(self, d: NDArray[np.float16], scale: Floats) -> Floats:
         """The whole scales that fit best, near the given ones."""
-        least, best = np.full(self.x.shape[1], np.inf, F), scale
+        least: Floats = np.full(self.x.shape[1], np.inf, F)
+        best = scale
         for step in NEIGHBOURS:
             tried = np.clip(scale + F(step), F(self.codes.low), F(self.codes.high))
             s = (d.astype(F) * tried).reshape(-1)

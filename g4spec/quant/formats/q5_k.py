@@ -32,7 +32,7 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
     codes = affine.low_bits(blocks["q"])
-    codes |= (blocks["high"][:, None] >> _GROUP[:, None] & 1) << 4
+    codes |= (blocks["high"][:, None] >> _GROUP[:, None] & np.uint8(1)) << np.uint8(4)
     return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
 
 

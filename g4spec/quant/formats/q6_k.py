@@ -51,7 +51,8 @@ def decode(raw: Bytes) -> Floats:
     low, high = blocks["low"], blocks["high"]
     code = np.empty((len(blocks), 2, 4, 32), np.uint8)
     code[:, :, :2], code[:, :, 2:] = low & 15, low >> 4
-    code |= (high[:, :, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3) << 4
+    upper = high[:, :, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    code |= upper << np.uint8(4)
     out = code.reshape(len(blocks), GROUPS, SIZE).astype(F)
     out -= F(32)
     out *= (blocks["d"].astype(F)[:, None] * blocks["scale"])[:, :, None]
