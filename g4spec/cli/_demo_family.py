@@ -19,7 +19,7 @@ MARKS = {"bench.json": b'"command": "g4spec demo', "report.html": b"<code>g4spec
 
 
 def find(folder: Path | None) -> Path:
-    """Return the folder with the checkpoints: `folder`, or examples/tiny (here, in the repository)."""
+    """Return the folder of the checkpoints: `folder`, or examples/tiny here or in the clone."""
     tree = Path(g4spec.__file__).parent.parent
     places = [folder] if folder else [base / "examples" / "tiny" for base in (Path(), tree)]
     for place in places:
