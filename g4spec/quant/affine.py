@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, refuse_infinite
+from g4spec.quant.format import Bytes, Floats, check_finite
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 BATCH = 384
@@ -87,11 +87,11 @@ def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
             scale, least = search.neighbours(d, dmin, scale, least)
             d, dmin = search.factors(d, dmin, scale, least)
         codes = search.codes(d, dmin, scale, least).reshape(size, groups, n)
-    refuse_infinite(x, d, dmin)
+    check_finite(x, d, dmin)
     return Fitted(d, dmin, scale, least, codes)
 
 
-def fit_alone(
+def fit_single_group(
     x: Floats, layout: Layout, weights: Floats
 ) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
     """Quantize blocks of one group, whose scale d and minimum m, of either sign, are half-precision
@@ -101,7 +101,7 @@ def fit_alone(
         search = _Search(x - np.repeat(above, layout.size), layout, weights)
         scale, least = search.groups()
         d, m = scale.astype(np.float16), (above - least).astype(np.float16)
-        refuse_infinite(x, d, m)
+        check_finite(x, d, m)
         inverse = np.where(d > 0, 1 / d.astype(F), F(0))
         total = search.shift(
             np.subtract(above, m, dtype=F)
@@ -255,7 +255,7 @@ class _Search:
     def factors(
         self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
     ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """Factors that fit codes, scales and minima best, as changes of the given ones."""
+        """ScaleFactors that fit codes, scales and minima best, as changes of the given ones."""
         code = self.codes(d, dmin, scale, least)
         part = np.multiply(code, self.weights, out=self.part)
         sums = np.einsum("ij->j", part), np.einsum("ij,ij->j", part, code)

@@ -62,13 +62,13 @@ def _signs() -> Floats:
 
 
 def signs(byte: Bytes) -> Floats:
-    """Factors 1 and -1 of the bits of each byte, [..., 8]; a bit that is set is a minus."""
+    """ScaleFactors 1 and -1 of the bits of each byte, [..., 8]; a bit that is set is a minus."""
     out: Floats = _signs()[byte]
     return out
 
 
 def even_signs(index: NDArray[np.integer]) -> Floats:
-    """Factors of 7-bit indices [..., 8]: the eighth sign makes the number of minuses even.
+    """ScaleFactors of 7-bit indices [..., 8]: the eighth sign makes the number of minuses even.
 
     Source: ggml `ksigns_iq2xs`.
     """
