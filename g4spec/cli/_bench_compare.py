@@ -1,4 +1,4 @@
-"""`bench compare`: has anything become worse between two results?"""
+"""`bench compare`: find what became slower or worse between two results."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
 
 
 def reject_bench_options(context: typer.Context) -> None:
-    """UsageError for options of `bench` in front of `compare`, which has its own."""
+    """Raise UsageError for options of `bench` before `compare`, which has its own options."""
     for flag in _inputs.given_flags(context).values():
         raise UsageError(
-            f"{flag} in front of `compare` does nothing", fix="put it behind, or leave it out"
+            f"{flag} has no effect before `compare`", fix="put it after `compare`, or leave it out"
         )
 
 
 def compare(
-    old: Annotated[Path, typer.Argument(help="Earlier result (`bench -o`).")],
+    old: Annotated[Path, typer.Argument(help="Earlier result (from `bench -o`).")],
     new: Annotated[Path, typer.Argument(help="Later result.")],
-    tolerance: Annotated[str, typer.Option(help="How much slower is still fine.")] = "5%",
-    force: Annotated[bool, typer.Option(help="Compare what is not alike.")] = False,
+    tolerance: Annotated[str, typer.Option(help="Largest slowdown that is accepted.")] = "5%",
+    force: Annotated[bool, typer.Option(help="Compare even if settings differ.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare two results; exit code 1 when something became worse."""
+    """Compare two results; exit with 1 if something became worse."""
     from g4spec.measure import bench_compare as comparing
 
     out = Output(json, quiet)
@@ -47,7 +47,7 @@ def compare(
 
 
 def _show(comparison: Comparison, out: Output) -> None:
-    """The table of ratios of `bench compare`, its warnings and its regressions."""
+    """Show the table of ratios, the warnings and the regressions."""
     rows = [
         (
             c.category,

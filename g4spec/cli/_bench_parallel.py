@@ -1,4 +1,4 @@
-"""`bench --parallel N`: several streams at once, measured, kept and said."""
+"""`bench --parallel N`: measure several streams at once."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from g4spec.runtime.engine import Engine
 
 Parallel = Annotated[
-    int, typer.Option("-np", "--parallel", metavar="N", help="Texts at once. Default: 1.")
+    int, typer.Option("-np", "--parallel", metavar="N", help="Number of texts generated at once.")
 ]
 
 
 def check(streams: int, report: Path | None = None) -> None:
-    """UsageError for a number of streams that cannot be, or a page that does not show them."""
+    """Raise UsageError for a wrong number of streams, or for --report with more than one."""
     if streams < 1:
         raise UsageError("--parallel", expected="1 or more", found=streams)
     if streams > 1 and report is not None:
-        raise UsageError("--report draws one stream", fix="leave it out, or --parallel")
+        raise UsageError("--report shows one stream only", fix="leave out --report or --parallel")
 
 
 def run(
@@ -41,7 +41,7 @@ def run(
     out: Output,
     save: Path | None,
 ) -> None:
-    """Measure, keep and show; CheckFailed if a draft changed a text."""
+    """Measure, write and show; raise CheckFailed if a draft changed a text."""
     from g4spec.measure import bench_streams
 
     with out.progress("measuring") as progress:
@@ -55,7 +55,7 @@ def run(
 
 
 def show(data: Mapping[str, Any], out: Output) -> None:
-    """The table and the notes."""
+    """Show the table and the notes."""
     rows = [
         (
             "plain" if r["length"] == 0 else str(r["length"]),
@@ -77,7 +77,7 @@ def show(data: Mapping[str, Any], out: Output) -> None:
     ]
     columns = (
         "drafted",
-        "tokens/s in all",
+        "total tokens/s",
         "x plain",
         "first token ms",
         "p95",

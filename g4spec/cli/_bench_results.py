@@ -1,4 +1,4 @@
-"""What `bench` and `demo` do with a finished sweep: keep it, draw it, say it."""
+"""Runs the sweep of `bench`, and writes and shows the results of `bench` and `demo`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def write_files(
     data: Mapping[str, Any], out: Output, save: Path | None, report: Path | None
 ) -> None:
-    """Write the JSON file and the HTML page, as far as they were asked for (see `prepare`)."""
+    """Write the JSON file and the HTML page, each if its path is not None (see `prepare`)."""
     if save is not None:
         write(save, json.dumps(data, indent=1) + "\n", out)
     if report is not None:
@@ -30,7 +30,7 @@ def write_files(
 
 
 def show(data: Mapping[str, Any], out: Output) -> None:
-    """The table, the notes and the recommendation."""
+    """Show the table, the notes and the recommendation."""
     rows = [
         (
             r["category"],
@@ -68,7 +68,7 @@ def show(data: Mapping[str, Any], out: Output) -> None:
 
 
 def show_averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
-    """Throughput over all prompts with its range, the way serving benchmarks report it."""
+    """Show throughput over all prompts with its range, as serving benchmarks report it."""
     for r in (r for r in rows if r["category"] == rows[-1]["category"]):
         name = f"{r['length']} drafted" if r["length"] else "plain"
         low, high = r["prompt_range"]
@@ -83,7 +83,7 @@ def show_averages(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
 
 
 def require_identical(data: Mapping[str, Any]) -> None:
-    """Raises CheckFailed when a draft length changed a text."""
+    """Raise CheckFailed if a draft length changed a text."""
     if data["differences"]:
         d = data["differences"][0]
         raise CheckFailed(
@@ -106,7 +106,7 @@ def run(
     report: Path | None,
     with_averages: bool,
 ) -> None:
-    """Measure, keep and show; CheckFailed if a draft changed a text."""
+    """Measure, write and show; raise CheckFailed if a draft changed a text."""
     from g4spec.measure import bench, recommendation
 
     with out.progress("measuring") as progress:
@@ -115,7 +115,7 @@ def run(
     data = result.json(origin, advice.json())
     show(data, out)
     if names := data["provenance"]["ops_without_kernel"]:
-        out.note(f"ran as torch on the GPU, slower than a kernel: {', '.join(names)}")
+        out.note(f"ran as torch ops on the GPU, slower than a kernel: {', '.join(names)}")
     if with_averages:
         show_averages(data["rows"], out)
     write_files(data, out, save, report)
@@ -124,8 +124,10 @@ def run(
 
 
 def raise_failures(data: Mapping[str, Any]) -> None:
-    """Raise CheckFailed if a draft changed a text, KeyboardInterrupt if Ctrl-C ended the
-    measurement, now that what was measured is said and written."""
+    """Raise CheckFailed if a draft changed a text, KeyboardInterrupt if Ctrl-C ended the run.
+
+    Must be called after the results are shown and written.
+    """
     require_identical(data)
     if data["interrupted"]:
         raise KeyboardInterrupt

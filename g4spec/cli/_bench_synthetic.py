@@ -1,4 +1,4 @@
-"""`bench --synthetic`: speed at a published shape, with random weights and no download."""
+"""`bench --synthetic`: time a published model shape with random weights, without a download."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ Size = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Time random weights at a published shape on the GPU "
-        "instead of a file: 31b, 26b-a4b, 12b, e4b or e2b. Its draft: -md dflash, the "
-        "default where there is one, or -md assistant.",
+        help="Time random weights of a published shape on the GPU instead of a file: 31b, 26b-a4b, "
+        "12b, e4b or e2b. Draft: -md dflash (default where one is published) or -md assistant.",
     ),
 ]
-Type = Annotated[str, typer.Option("--type", help="With --synthetic: of the target's weights.")]
+Type = Annotated[
+    str, typer.Option("--type", help="With --synthetic: quant type of the target's weights.")
+]
 Accepted = Annotated[
-    int, typer.Option("--accept-length", help="With --synthetic: tokens a cycle commits.")
+    int, typer.Option("--accept-length", help="With --synthetic: tokens committed per cycle.")
 ]
 
 SYNTHETIC_ONLY = {"mix", "accepted"}
@@ -41,13 +42,16 @@ ALLOWED = SYNTHETIC_ONLY | {
 
 
 def check_options(context: typer.Context, synthetic: str | None) -> str | None:
-    """The size that --synthetic names. UsageError for options of `bench` that it would ignore, or
-    that are for it alone."""
+    """Return the size given to --synthetic.
+
+    Raises:
+        UsageError: for options of `bench` that --synthetic ignores, or that need --synthetic.
+    """
     for name, flag in _inputs.given_flags(context).items():
         if synthetic and name not in ALLOWED:
-            raise UsageError(f"{flag} does nothing with --synthetic", fix="leave one of them out")
+            raise UsageError(f"{flag} has no effect with --synthetic", fix="leave one of them out")
         if not synthetic and name in SYNTHETIC_ONLY:
-            raise UsageError(f"{flag} is for --synthetic", fix="leave it out")
+            raise UsageError(f"{flag} needs --synthetic", fix="leave it out")
     return synthetic
 
 
@@ -60,7 +64,7 @@ def run(
     out: Output,
     save: Path | None,
 ) -> None:
-    """Measure and show; the context of `setup` is one more that is timed."""
+    """Measure and show; also times the context length of `setup`."""
     from g4spec.measure import synthetic_bench as steps
     from g4spec.runtime import devices
 
@@ -113,14 +117,16 @@ def _show(data: dict[str, Any], out: Output) -> None:
     )
     read = data["read_bytes_per_second"]
     out.line(
-        f"Weights: {data['weight_bytes'] / 1e9:.2f} GB, of which a row reads "
+        f"Weights: {data['weight_bytes'] / 1e9:.2f} GB; a step of one row reads "
         f"{data['step_bytes'] / 1e9:.2f}, at {data['fraction_of_bandwidth']:.0%} of the "
         f"{read / 1e12:.2f} TB/s measured here."
     )
     out.line(
-        'Timed after a rest; "sustained", from which tokens/s follow: after a second of '
-        "cycles, when power may limit the clock."
+        'Times are of a rested GPU. "sustained" is after one second of cycles, when power may '
+        "limit the clock; tokens/s are computed from it."
     )
-    out.line(f"A cycle commits {data['accept_length']} tokens because it was told to.")
+    out.line(
+        f"Each cycle commits {data['accept_length']} tokens: this is --accept-length, not measured."
+    )
     for name in data["ops_without_kernel"]:
         out.note(f"ran as torch on the GPU: {name}")

@@ -1,4 +1,4 @@
-"""The bundled model family: where it is, and its files converted and validated for `demo`."""
+"""The bundled model family of `demo`: finds, converts and validates it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from g4spec.cli.render import Output
 from g4spec.errors import CheckFailed, InputError, UsageError
 
 DRAFTS = ("dflash", "dflash-speculators", "assistant", "dflash-other")
-"""Folders beside `target`; the last one was trained for another target."""
+"""Folders of the drafts; the last draft was trained for another target."""
 
 MARKS = {"bench.json": b'"command": "g4spec demo', "report.html": b"<code>g4spec demo"}
-"""Results of `demo`, and what each says about the command that wrote it."""
+"""Result files of `demo` -> bytes in them that show that `demo` wrote them."""
 
 
 def find(folder: Path | None) -> Path:
-    """The folder with the checkpoints: as folder, here, or beside the source code."""
+    """Return the folder of the checkpoints: `folder`, or examples/tiny here or in the clone."""
     tree = Path(g4spec.__file__).parent.parent
     places = [folder] if folder else [base / "examples" / "tiny" for base in (Path(), tree)]
     for place in places:
         if all((place / name / "config.json").is_file() for name in ("target", *DRAFTS)):
             return place
     raise InputError(
-        "no model family",
-        found=", ".join(map(str, places)),
+        f"no model family in {', '.join(map(str, places))}",
         expected=f"folders target, {', '.join(DRAFTS)}",
-        fix="the family is no part of the package: run this in a clone of the "
-        "repository, or pass its examples/tiny with --family",
+        fix="run this in a clone of the repository, or pass its examples/tiny with --family: the "
+        "package does not contain the family",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The family as GGUF files. `rows`: what happened to each checkpoint; `bf16`, `q8_0`: bytes of
-    the draft in BF16 and Q8_0."""
+    """The family as GGUF files.
+
+    Attributes:
+        rows: rows of the table of converted checkpoints.
+        bf16, q8_0: size of the draft in bytes, as BF16 and as Q8_0.
+    """
 
     files: dict[str, Path]
     rows: list[tuple[object, ...]]
@@ -45,31 +48,31 @@ class Converted:
     q8_0: int
 
     def show(self, out: Output) -> None:
-        """Steps 1 and 2, explained."""
+        """Show and explain steps 1 and 2."""
         out.line(
-            "1  Convert: checkpoints became GGUF files, which g4spec and llama.cpp load.",
+            "1  Convert: write checkpoints as GGUF files, which g4spec and llama.cpp load.",
             "bold",
             gap=True,
         )
         columns = ("checkpoint", "copied", "made", "kept in keys", "dropped", "file")
         out.table("", columns, self.rows)
         out.line(
-            "The plan uses every tensor once or gives a reason for leaving it out; nothing is "
-            "guessed from file names."
+            "Every tensor is either used once or dropped with a reason; nothing is guessed from "
+            "file names."
         )
         out.line(
-            "2  Quantize: the same draft in full precision, then with 8 bits a weight.",
+            "2  Quantize: the same draft with 16 bits per weight, then with 8.",
             "bold",
             gap=True,
         )
         out.line(
-            f"BF16 needs {self.bf16 / 2**20:.1f} MiB and Q8_0 {self.q8_0 / 2**20:.1f} MiB: "
-            "half the memory to read for every drafted token."
+            f"BF16 takes {self.bf16 / 2**20:.1f} MiB and Q8_0 {self.q8_0 / 2**20:.1f} MiB: "
+            "about half the memory to read per drafted token."
         )
 
 
 def convert_all(source: Path, folder: Path) -> Converted:
-    """Convert every checkpoint, and one draft to two types."""
+    """Convert every checkpoint, and one draft to two quant types."""
     from g4spec import convert
 
     check_folder(source, folder)
@@ -80,7 +83,7 @@ def convert_all(source: Path, folder: Path) -> Converted:
         files[name] = folder / f"{name}.gguf"
         plan = convert.convert(source / name, files[name], target=target, dry_run=True).plan
         made = convert.convert(source / name, files[name], target=target)
-        counts = [len(plan.of(a)) for a in ("copy", "make", "metadata", "drop")]
+        counts = [len(plan.with_action(a)) for a in ("copy", "make", "metadata", "drop")]
         rows.append((name, *counts, f"{made.nbytes / 2**20:.1f} MiB"))
     bf16 = convert.convert(
         source / "dflash", folder / "dflash-bf16.gguf", target=files["target"], type="bf16"
@@ -90,7 +93,7 @@ def convert_all(source: Path, folder: Path) -> Converted:
 
 
 def check_folder(source: Path, folder: Path) -> None:
-    """Raise UsageError if `demo` would replace a file in `folder` that no earlier demo made."""
+    """Raise UsageError if `demo` would replace a file in `folder` that `demo` did not write."""
     for name in ("target", *DRAFTS):
         _check_replaceable(folder / f"{name}.gguf", source / name)
     for type in ("bf16", "q8_0"):
@@ -102,11 +105,11 @@ def check_folder(source: Path, folder: Path) -> None:
 
 def _not_from_demo(path: Path) -> UsageError:
     fix = "name another folder with -o, or remove the file"
-    return UsageError(f"{path} is there and was not made by this demo", fix=fix)
+    return UsageError(f"{path} exists and was not written by this demo", fix=fix)
 
 
 def _check_replaceable(path: Path, checkpoint: Path) -> None:
-    """Raise UsageError for a file that no earlier demo made of this checkpoint."""
+    """Raise UsageError if `path` exists and `demo` did not convert it from `checkpoint`."""
     from g4spec.convert import detect, provenance
     from g4spec.gguf import GGUF
 
@@ -122,13 +125,14 @@ def _check_replaceable(path: Path, checkpoint: Path) -> None:
 
 
 def validate_all(source: Path, files: dict[str, Path], out: Output) -> None:
+    """Validate every file, with its target and its checkpoint; raise CheckFailed on errors."""
     from g4spec.validate import validate
 
-    out.line("3  Validate: would a file run as it was trained?", "bold", gap=True)
+    out.line("3  Validate: does each file run as it was trained?", "bold", gap=True)
     for name, path in files.items():
         pair = files["target"] if name != "target" else None
         report = validate(path, pair, source / name)
         out.line(report.summary(), style=None if report.ok else "bad")
         if not report.ok:
             raise CheckFailed(report.summary(), fix=f"see `g4spec validate {path}`")
-    out.line("A draft with a wrong detail still runs, only slowly; these rules find the detail.")
+    out.line("A draft with a wrong setting still runs, but slowly; these rules find the setting.")

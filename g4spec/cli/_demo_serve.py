@@ -1,4 +1,4 @@
-"""The last step of `demo`: the family behind HTTP, and one question to it."""
+"""The last step of `demo`: serve the family over HTTP and send one request."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PROMPT = "def area(r):"
 def serve_and_ask(
     target: Path, draft: Path, n_ctx: int, n_predict: int, out: Output
 ) -> dict[str, Any]:
-    """Serve a pair for a moment, on a free port of this machine, and ask it over HTTP.
+    """Serve a pair on a free local port, send one request, and stop the server.
 
     Returns:
-        The answer of /v1/completions; nothing where the packages of `serve` are not installed.
+        The answer of /v1/completions, or {} if the packages of `serve` are not installed.
     """
     out.line(
-        "6  Serve: the same pair behind HTTP, for any client of OpenAI's or Anthropic's API.",
+        "6  Serve: the same pair over HTTP, for any client of the OpenAI or Anthropic API.",
         "bold",
         gap=True,
     )
     if find_spec("starlette") is None:
-        out.line("Left out here: it needs pip install 'g4spec[serve]'.")
+        out.line("Skipped: it needs pip install 'g4spec[serve]'.")
         return {}
     import httpx
 
@@ -53,5 +53,5 @@ def serve_and_ask(
     out.line(f"POST {url} {PROMPT!r}:")
     out.line(repr(answer["choices"][0]["text"]))
     share = f"{timings['draft_n_accepted']} of {timings['draft_n']} drafted tokens accepted."
-    out.line(f"{share} `g4spec serve -m {target} -md {draft}` keeps it there, with a page at /.")
+    out.line(f"{share} `g4spec serve -m {target} -md {draft}` serves it, with a chat page at /.")
     return answer

@@ -1,4 +1,4 @@
-"""Show a text in the marking of its draft, before `demo` explains anything."""
+"""The first output of `demo`: a generated text with its draft tokens marked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT, TOKENS, DRAFTED = "def area(r):", 80, 7
 
 
 def load(files: dict[str, Path], draft: str) -> Engine:
-    """An engine of the family's target with one of its drafts."""
+    """Load the family's target with one of its drafts."""
     from g4spec.runtime.engine import Engine
 
     engine = Engine.load(files["target"], files[draft], n_ctx=N_CTX)
@@ -27,12 +27,12 @@ def load(files: dict[str, Path], draft: str) -> Engine:
 
 
 def write(files: dict[str, Path], out: Output) -> None:
-    """Write a text and what its draft guessed."""
+    """Generate a text and print it with accepted and rejected draft tokens marked."""
     from g4spec.runtime.request import Options
 
     if out.json or out.quiet:
         return
-    out.line("A small Gemma 4 writes, and a smaller draft guesses ahead.", "bold")
+    out.line("A small Gemma 4 target generates text, and a smaller draft proposes tokens.", "bold")
     engine = load(files, DRAFTS[0])
     options = Options(TOKENS, draft_max=DRAFTED)
     run = engine.generate(engine.tokenizer.encode(PROMPT), options)

@@ -37,7 +37,7 @@ def files(
     draft_path = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
     devices.check(setup.device, setup.cache_type)
     draft_file.check_options(setup.draft_p_min, setup.draft_window, draft_path is not None)
-    remote, path = hub.is_away(model), None
+    remote, path = hub.is_remote(model), None
     if not remote:
         model = _target(model, setup, out)
     if draft_path is not None:

@@ -1,4 +1,4 @@
-"""Options of `doctor` and `recipe`: which pair, on which machine."""
+"""Options of `doctor` and `recipe` that describe the pair and the machine."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Model = Annotated[
         "-hf",
         "--hf-repo",
         metavar="MODEL",
-        help="Target: a GGUF file, a checkpoint folder, a hub id (org/name:Q4_K_M), or a size: "
-        "31b, 26b, 12b, e4b, e2b, with a format if you like (31b:q4_k_m).",
+        help="Target: a GGUF file, a checkpoint folder, a hub id (org/name:Q4_K_M), or a size "
+        "(31b, 26b, 12b, e4b, e2b) with an optional quant type (31b:q4_k_m).",
     ),
 ]
 Draft = Annotated[
@@ -34,16 +34,16 @@ Draft = Annotated[
         "-hfd",
         "--hf-repo-draft",
         metavar="DRAFT",
-        help="Draft: likewise, or a name: mtp, zlab-dflash, redhat-dflash, ...",
+        help="Draft: a file, folder or hub id, or a name: mtp, zlab-dflash, redhat-dflash, ...",
     ),
 ]
 Context = Annotated[
-    int | None, typer.Option("-c", "--ctx-size", min=256, help="Context in tokens.")
+    int | None, typer.Option("-c", "--ctx-size", min=256, help="Context length in tokens.")
 ]
 Assume = Annotated[
     str | None,
     typer.Option(
-        help='Ask about another machine: "2x RTX 3090", "V100 16GB", "4x GB10", "sm_86 24GB".'
+        help='Assume another machine: "2x RTX 3090", "V100 16GB", "4x GB10", "sm_86 24GB".'
     ),
 ]
 With = Annotated[
@@ -51,12 +51,14 @@ With = Annotated[
     typer.Option(
         "--with",
         metavar="NAME=VERSION",
-        help="Suppose this version: vllm=0.19.2, llama.cpp=b9831, transformers=5.15, "
+        help="Assume this version: vllm=0.19.2, llama.cpp=b9831, transformers=5.15, "
         "driver=580. May be repeated.",
     ),
 ]
-Gpus = Annotated[int | None, typer.Option(min=1, help="Cards to use in all. Default: all.")]
-Kv = Annotated[str | None, typer.Option("--kv", help="Cache type: f16, q8_0, q4_0, bf16, fp8, ...")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs to use in total. Default: all.")]
+Kv = Annotated[
+    str | None, typer.Option("--kv", help="KV cache type: f16, q8_0, q4_0, bf16, fp8, ...")
+]
 
 
 def question_from_options(
@@ -69,18 +71,18 @@ def question_from_options(
     backend: str | None,
     gpus: int | None,
 ) -> Question | None:
-    """The question behind the options, or None when no model was named."""
+    """Return the question that the options ask, or None without a model."""
     from g4spec.advisor import questions
 
     if gpus is not None and gpus > machine.total_gpus:
         raise UsageError(
-            "--gpus", expected=f"at most {machine.total_gpus}, the cards there are", found=gpus
+            "--gpus", expected=f"at most {machine.total_gpus}, the number of GPUs", found=gpus
         )
     return questions.build(facts, model, draft, context, kv, backend, gpus)
 
 
 def selected_machine(facts: Facts, assume: str | None, versions: list[str] | None) -> Machine:
-    """The machine that is asked about: this one, or an assumed one."""
+    """Return the machine to answer for: this one, or the assumed one."""
     from g4spec.advisor import questions
 
     return questions.machine(facts, assume, versions or ())

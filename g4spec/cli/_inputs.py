@@ -65,11 +65,11 @@ def open_draft(path: Path, target: Path, out: Output) -> Path:
     from g4spec import convert
 
     if not path.is_dir():
-        with convert.detect(path, run=True) as found:
+        with convert.detect(path, prefer_gguf=True) as found:
             if found.dialect is None:
                 return path
     with out.progress(f"converting {path.name}") as progress:
-        made, note = convert.cached(path, target, cache_folder(), progress=progress)
+        made, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
     out.note(note)
     return made
 
@@ -79,7 +79,7 @@ def check_draft(path: Path, confident: bool = False) -> None:
     must be `confident`."""
     from g4spec import convert, models
 
-    with convert.detect(path, run=True) as found:
+    with convert.detect(path, prefer_gguf=True) as found:
         if found.is_target:
             raise models.misplaced(path, found.kind)
         if confident:
@@ -94,7 +94,7 @@ def check_target(path: Path, n_ctx: int | None) -> None:
         return engine.check(path, n_ctx)
     from g4spec import convert, models
 
-    with convert.detect(path, run=True) as found:
+    with convert.detect(path, prefer_gguf=True) as found:
         if not found.is_target:
             raise models.misplaced(path, found.kind)
         if found.path != path:

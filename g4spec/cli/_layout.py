@@ -1,4 +1,4 @@
-"""Fits text, commands and tables into the width of a terminal: no word and no cell is cut."""
+"""Wraps text, commands and tables to the width of a terminal, without cutting a word or cell."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from collections.abc import Sequence
 from typing import TextIO
 
 MIN_COLUMNS = 20
-"""Columns below which nothing is fitted."""
+"""Smallest terminal width that text is wrapped to."""
 COLUMN_GAP = 2
-"""Columns between two columns of a table, and left of the first."""
+"""Number of spaces between two columns of a table, and left of the first."""
 
 _WORDS = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 
 
 def display_width(text: str) -> int:
-    """Columns that a text takes: two for a wide character."""
+    """Return the number of terminal columns of a text; a wide character takes two."""
     if text.isascii():
         return len(text)
     return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def width(file: TextIO) -> int | None:
-    """Columns of a terminal; None for a pipe or a file, which gets lines as long as they are."""
+    """Return the width of a terminal in columns; None for a pipe or a file: do not wrap."""
     return max(shutil.get_terminal_size().columns, MIN_COLUMNS) if file.isatty() else None
 
 
 def wrap(text: str, columns: int | None) -> str:
-    """Break a line between words. What follows is indented by two more columns, or to where the
-    text begins behind a number, a mark or a name with two spaces after it."""
+    """Wrap a line between words.
+
+    Further lines are indented by two more columns. After a leading number, mark or name with two
+    spaces behind it, they are indented to the beginning of the text.
+    """
     if columns is None or display_width(text) <= columns:
         return text
     begin = re.match(r"\s*(?:[✓!✗·] |# *|\d+\. |\S{1,12} {2,}(?=\S))?", text)
@@ -51,8 +54,10 @@ def wrap(text: str, columns: int | None) -> str:
 
 
 def command(prefix: str, text: str, columns: int | None) -> str:
-    """Break a shell command between words so that it can still be pasted: lines end with a
-    backslash. `before`: what stands in front of it."""
+    """Wrap a shell command between words, with a backslash at line ends.
+
+    `prefix`: text on the same line before the command.
+    """
     if columns is None or display_width(prefix + text) <= columns:
         return prefix + text
     words = _WORDS.findall(text)
@@ -67,7 +72,7 @@ def command(prefix: str, text: str, columns: int | None) -> str:
 
 
 def script(text: str, columns: int | None) -> str:
-    """Break the lines of a shell script as `command` does; its own continuations stay."""
+    """Wrap the lines of a shell script as `command` does; keep its own continuation lines."""
     out = []
     for line in text.split("\n"):
         body = line.removesuffix(" \\").lstrip()
@@ -83,8 +88,14 @@ def _longest_word(cells: Sequence[str]) -> int:
 
 
 def widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Widths of a table's columns (each with its name first) that fit into `room`, widest columns
-    shortened first and none below its longest word; None if there are none."""
+    """Return widths of a table's columns that fit into `room`, or None if that is impossible.
+
+    The widest columns are shortened first, none below its longest word.
+
+    Args:
+        columns: cells of each column, its name included.
+        room: available width in terminal columns.
+    """
     natural = [max(map(display_width, column)) for column in columns]
     least = [_longest_word(column) for column in columns]
     room -= COLUMN_GAP * len(columns)
@@ -97,7 +108,7 @@ def widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
 
 
 def columns_kept(columns: Sequence[Sequence[str]], optional: Sequence[int], room: int) -> list[int]:
-    """Choose the columns of a table that fit: those of `optional` are left out, last first."""
+    """Return the indices of the columns to show: drops those of `optional`, last first, to fit."""
     kept = list(range(len(columns)))
     drop = list(optional)
     while drop and sum(max(map(display_width, columns[i])) + COLUMN_GAP for i in kept) > room:
@@ -106,7 +117,7 @@ def columns_kept(columns: Sequence[Sequence[str]], optional: Sequence[int], room
 
 
 def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> str:
-    """Write rows below one another, `name: value` with commas between, where columns do not fit."""
+    """Format rows as `name: value, ...` below each other, for tables that do not fit."""
     out = []
     for row in rows:
         first, *rest = row

@@ -1,4 +1,4 @@
-"""Options that edit logits before a token is chosen, spelt as llama.cpp spells them."""
+"""Options that edit logits before a token is chosen, spelled as in llama.cpp."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ RepeatPenalty = Annotated[
     float,
     typer.Option(
         "--repeat-penalty",
-        help="Divide positive logits of tokens in the prompt or the output by this, multiply "
-        "negative ones; 1 is off.",
+        help="Repetition penalty for tokens in the prompt or the output: divides positive logits "
+        "and multiplies negative ones; 1 is off.",
     ),
 ]
 PresencePenalty = Annotated[
     float,
     typer.Option(
         "--presence-penalty",
-        help="Subtract this, -2 to 2, from the logit of each token in the output.",
+        help="Subtract this, -2 to 2, from the logit of each token that is in the output.",
     ),
 ]
 FrequencyPenalty = Annotated[
@@ -44,7 +44,7 @@ FrequencyPenalty = Annotated[
 
 
 def logit_bias(texts: Sequence[str] | None) -> tuple[tuple[int, float], ...]:
-    """Parse values of `--logit-bias`; their range is checked by `Sampler`."""
+    """Parse the values of `--logit-bias`; `Sampler` checks their range."""
     return tuple(_bias(text) for text in texts or ())
 
 

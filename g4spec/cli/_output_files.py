@@ -1,4 +1,4 @@
-"""Where results go that commands write beside what they print."""
+"""Writes result files of commands."""
 
 from __future__ import annotations
 
@@ -10,22 +10,24 @@ from g4spec.errors import EnvironmentProblem, UsageError
 
 
 def prepare(*paths: Path | None) -> None:
-    """Make the folders of what will be written: after hours of measuring it is too late to find
-    out that it cannot be."""
+    """Check that all `paths` can be written, and create their folders.
+
+    Call it before measuring: after hours of work it is too late to find out.
+    """
     from g4spec.gguf import is_gguf
 
     written = [path.resolve() for path in paths if path is not None]
     if len(written) != len(set(written)):
-        raise UsageError(f"{written[0]} is to be written twice", fix="choose two names")
+        raise UsageError(f"{written[0]} would be written twice", fix="choose different names")
     for path in paths:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
-                raise UsageError(f"{path} is a folder", expected="the name of a file to write")
+                raise UsageError(f"{path} is a folder", expected="a file name")
             if path.is_file() and is_gguf(path):
                 raise UsageError(
                     f"{path} is a GGUF file",
-                    expected="the name of a result to write",
+                    expected="a name for a result file",
                     fix="choose another name",
                 )
             if not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -33,7 +35,7 @@ def prepare(*paths: Path | None) -> None:
 
 
 def write(path: Path, text: str, out: Output) -> None:
-    """A file becomes the new one when that is whole; what is no file is written to."""
+    """Write a result: replace regular files atomically, write devices and pipes directly."""
     from g4spec.gguf.atomic import atomic_write
 
     data = text.encode()

@@ -1,4 +1,4 @@
-"""Options that give a prompt, spelt as other tools spell them."""
+"""Options that give a prompt, spelled as in other tools."""
 
 from __future__ import annotations
 
@@ -7,37 +7,47 @@ from typing import Annotated
 
 import typer
 
-Prompt = Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt.")]
-File = Annotated[Path | None, typer.Option("-f", "--file", help="Prompt from a file; - is stdin.")]
+Prompt = Annotated[str | None, typer.Option("-p", "--prompt", help="Prompt text.")]
+File = Annotated[
+    Path | None, typer.Option("-f", "--file", help="Read the prompt from a file; - is stdin.")
+]
 TokensFile = Annotated[
     Path | None,
-    typer.Option("--tokens-file", help="Prompt as token ids (see `tokenize`), taken as they are."),
+    typer.Option(
+        "--tokens-file",
+        help="Read the prompt as token ids (see `tokenize`) and use them unchanged.",
+    ),
 ]
 Chat = Annotated[
     bool,
     typer.Option(
-        help="Put the prompt into the file's chat template. Off by default: a prompt then means "
-        "the same here as in other tools, and works with models that have no template."
+        help="Format the prompt with the model's chat template. Off by default, so that a prompt "
+        "means the same as in other tools and works for models without a template."
     ),
 ]
-System = Annotated[str | None, typer.Option("--system", help="System message for --chat.")]
+System = Annotated[
+    str | None, typer.Option("--system", help="System message; needs --chat or --messages.")
+]
 Messages = Annotated[
     Path | None,
     typer.Option(
         "--messages",
         metavar="JSON",
-        help='Conversation for the chat template: [{"role": ..., "content": ...}, ...].',
+        help='JSON file with a conversation: [{"role": ..., "content": ...}, ...].',
     ),
 ]
 Tools = Annotated[
-    Path | None, typer.Option("--tools", metavar="JSON", help="Functions, as in OpenAI's API.")
+    Path | None,
+    typer.Option("--tools", metavar="JSON", help="JSON file with functions, as in OpenAI's API."),
 ]
-Thinking = Annotated[bool, typer.Option(help="Let the model think first; needs a chat template.")]
+Thinking = Annotated[
+    bool, typer.Option(help="Let the model think first; needs --chat or --messages.")
+]
 ParseSpecial = Annotated[
     bool | None,
     typer.Option(
         "--parse-special/--no-parse-special",
-        help="Read control tokens such as <|turn> in a prompt as such. Default: in raw prompts; "
-        "with --chat and --messages not inside what users say.",
+        help="Read text such as <|turn> in the prompt as control tokens. Default: yes in a raw "
+        "prompt, no in the messages of --chat and --messages.",
     ),
 ]

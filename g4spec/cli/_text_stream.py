@@ -1,4 +1,4 @@
-"""Generated text on its way to the terminal, and the figures after it."""
+"""Streams generated text to the terminal, and formats the figures after it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from g4spec.server.talk import Told
 
 Marking = Literal["", "first", "all"]
-"""What is marked: nothing; accepted tokens and the first rejected one of a proposal; all."""
+"""Tokens to mark: none; accepted ones and the first rejected one of each proposal; all."""
 
 LEGEND = (("accepted", "good"), ("rejected", "struck"), ("the target's own", None))
 
 
 def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of `text` may be the beginning of a stop text."""
+    """Return how many characters at the end of `text` may be the beginning of a stop text."""
     longest = max(map(len, stops), default=0)
     for n in range(min(longest, len(text)), 0, -1):
         if any(len(s) > n and s.startswith(text[-n:]) for s in stops):
@@ -30,10 +30,11 @@ def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
 
 
 class Writer:
-    """Writes text as soon as it is certain not to be part of a stop text.
+    """A writer that prints text as soon as it cannot be part of a stop text.
 
     Args:
-        marking: mark drafted tokens as accepted, or as rejected in front of their correction.
+        marking: which drafted tokens to mark as accepted or rejected. A rejected token is printed
+            before its correction.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Writer:
             out.legend(LEGEND)
 
     def cycle(self, cycle: Cycle, text: str) -> None:
-        """Take in a cycle after which the whole text is `text`."""
+        """Add the tokens of a cycle, after which the whole text is `text`."""
         accepted, own = cycle.tokens[: cycle.accepted], cycle.tokens[cycle.accepted :]
         self._waiting.append((self._stream.push(accepted), "good" if self._marking else None))
         wrong = cycle.drafted[cycle.accepted :] if self._marking and own else []
@@ -58,13 +59,13 @@ class Writer:
         self._write(len(text) - stop_prefix_length(text, self._stops))
 
     def finish(self, text: str) -> None:
-        """Write what is left of `text`, which is now complete."""
+        """Print the rest of `text`, which is now complete."""
         self._waiting.append((self._stream.finish(), None))
         self._write(len(text))
         self.out.stream("\n")
 
     def _write(self, end: int) -> None:
-        """Write until `end` characters of text are out; rejected tokens are no part of it."""
+        """Print until `end` characters of text are printed; rejected tokens do not count."""
         while self._waiting and (self._written < end or self._waiting[0][0] == ""):
             piece, style = self._waiting.popleft()
             if style == "struck":
@@ -78,7 +79,7 @@ class Writer:
 
 
 def stats_line(stats: Stats, drafting: bool) -> str:
-    """One line about a run. `drafting`: whether there was a draft to be asked."""
+    """Return one line about a run. `drafting`: True if a draft was used."""
     parts = [f"{stats.tokens} token{'s' * (stats.tokens != 1)}"]
     if stats.tokens_per_second:
         parts[0] += f", {stats.tokens_per_second:.1f} tok/s"
@@ -95,7 +96,7 @@ def stats_line(stats: Stats, drafting: bool) -> str:
 
 
 def answer_stats_line(answer: Told) -> str:
-    """One line about an answer in a conversation."""
+    """Return one line about an answer in a conversation."""
     t, parts = answer.timings, []
     if "predicted_n" in t:
         parts.append(f"{t['predicted_n']} tokens, {t.get('predicted_per_second', 0):.1f} tok/s")

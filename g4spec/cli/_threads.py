@@ -32,8 +32,8 @@ Threads = Annotated[
         "--threads",
         min=1,
         callback=_export,
-        help=f"Threads on the CPU. Default: ${VARIABLE}; without it 1 for a target of less "
-        f"than {SMALL_TARGET // 4 >> 20} million weights, every core for a larger one.",
+        help=f"CPU threads. Default: ${VARIABLE} if set, else 1 for a target of less than "
+        f"{SMALL_TARGET // 4 >> 20} million weights and all cores for a larger one.",
     ),
 ]
 

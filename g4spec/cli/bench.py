@@ -1,4 +1,4 @@
-"""Finds the best draft length by measuring all of them; compares two such measurements."""
+"""`g4spec bench`: measure every draft length and recommend one; compare two results."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def measure(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure draft lengths by kind of prompt and recommend one (`bench compare`: two results)."""
+    """Measure draft lengths per prompt category and recommend one.
+
+    `g4spec bench compare` compares two results.
+    """
     if context.invoked_subcommand is not None:
         return _bench_compare.reject_bench_options(context)
     out = Output(json, quiet)
@@ -96,8 +99,10 @@ def measure(
 def _questions(
     dataset: Path | None, categories: str | None, count: int | None, preset: bool
 ) -> tuple[Sequence[str], list[Prompt]]:
-    """Categories, and the preset's prompts; without one none, and an error for shipped ones that
-    there are not."""
+    """Return the categories, and the prompts of the preset ([] without one).
+
+    Raises an error if a category or the number of prompts does not exist.
+    """
     from g4spec.measure import prompts
 
     names = categories.split(",") if categories else prompts.CATEGORIES

@@ -1,4 +1,4 @@
-"""Talks with a target in the terminal, or with one that a server has."""
+"""`g4spec chat`: chat in the terminal with a local target or with a server."""
 
 from __future__ import annotations
 
@@ -42,14 +42,18 @@ def command(
     threads: _options.Threads = None,
     quiet: Quiet = False,
 ) -> None:
-    """Talk with the model; /help lists what else can be typed."""
+    """Chat with a model in the terminal; /help lists the commands."""
     flags, out = _inputs.given_flags(context), Output(quiet=quiet)
     if (model is None) == (url is None):
-        raise UsageError("give the model by -m, or a server that has it by --url")
+        raise UsageError(
+            "expected either -m or --url", fix="name a model with -m, or a server with --url"
+        )
     if url and (
         local := [flag for name, flag in flags.items() if name in _chat_options.LOCAL_ONLY]
     ):
-        raise UsageError(f"{', '.join(local)}: the server at --url decides that")
+        raise UsageError(
+            f"{', '.join(local)}: no effect with --url, the server decides", fix="leave it out"
+        )
     length = _options.draft_max(draft_max)
     if url is None:
         _inputs.require_draft(
@@ -117,5 +121,5 @@ def _remote(
 
     fields |= {"max_tokens": max_tokens, "reasoning_effort": "high" if think else None}
     voice = Remote(url, key, {k: v for k, v in fields.items() if v is not None}, colours=colours)
-    out.note(f"{loop.run_until_complete(voice.model())} answers, at {voice.url}")
+    out.note(f"model {loop.run_until_complete(voice.model())} at {voice.url}")
     return voice

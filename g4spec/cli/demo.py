@@ -1,4 +1,4 @@
-"""The whole job on the bundled model family, explained step by step."""
+"""`g4spec demo`: run every step on the bundled model family, with explanations."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ if TYPE_CHECKING:
     from g4spec.measure.verify import Verdict
 
 LENGTHS = "2,5,10,15,auto"
-"""Draft lengths of the sweep, up to the longest block."""
+"""Draft lengths that are measured, up to the longest block."""
 LONG, CASES, PROMPTS = 1024, 12, 2
 
 
 def command(
-    family: Annotated[Path | None, typer.Option(help="Folder of the model family.")] = None,
-    folder: Annotated[Path, typer.Option("-o", "--out", help="Where files go.")] = Path("demo"),
-    n_predict: Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of a text.")] = 48,
+    family: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model family. Default: examples/tiny of the repository."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("-o", "--out", help="Folder for the files that are written.")
+    ] = Path("demo"),
+    n_predict: Annotated[int, typer.Option("-n", "--n-predict", help="Tokens per text.")] = 48,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show everything on a small trained family: convert, validate, verify, measure, serve."""
+    """Run every step, convert to serve, on a small bundled model."""
     began = time.perf_counter()
     out = Output(json, quiet)
     from g4spec.runtime.request import Options
 
-    Options(n_predict)  # refuses what no text can have, before anything is converted
+    Options(n_predict)  # raises for a wrong number before anything is converted
     source = _demo_family.find(family)
     folder.mkdir(parents=True, exist_ok=True)
     from g4spec.measure import bench
@@ -51,8 +56,7 @@ def command(
         files["target"], files["dflash"], _demo_text.N_CTX, n_predict, out
     )
     out.line(
-        f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
-        f"{time.perf_counter() - began:.0f} s.",
+        f"Done in {time.perf_counter() - began:.0f} s. Open {folder / 'report.html'} in a browser.",
         style="good",
         gap=True,
     )
@@ -73,7 +77,7 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
 
     if name == DRAFTS[0]:
         out.line(
-            "4  Verify: with any draft the text is exactly what it is without.", "bold", gap=True
+            "4  Verify: with any draft, the text is the same as without one.", "bold", gap=True
         )
     engine = _demo_text.load(files, name)
     assert engine.draft is not None
@@ -88,12 +92,12 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     each = 1 + verdict.accepted / verdict.cycles
     out.line(
         f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
-        f"drafted tokens accepted, {each:.2f} tokens a cycle"
+        f"drafted tokens accepted, {each:.2f} tokens per cycle"
     )
     if name == DRAFTS[-1]:
         out.line(
-            "The last draft was trained for another target: it changes no text either, it "
-            "only gains nothing. So identical text alone proves no draft good."
+            "The last draft was trained for another target. It does not change the text either, "
+            "but it gains no speed: identical text alone does not prove that a draft is good."
         )
     return verdict
 
@@ -104,7 +108,7 @@ def _sweep(
     from g4spec.measure import bench, prompts, recommendation
     from g4spec.measure import run_record as provenance
 
-    out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
+    out.line("5  Measure: the best draft length depends on the kind of text.", "bold", gap=True)
     engine = _demo_text.load(files, DRAFTS[0])
     assert engine.draft is not None
     lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
@@ -125,7 +129,7 @@ def _sweep(
     _bench_results.write_files(data, out, folder / "bench.json", folder / "report.html")
     _bench_results.show(data, out)
     out.line(
-        "A token is accepted when the target would have written it too; the best length "
-        "balances that against the time of drafting."
+        "A token is accepted if the target would have chosen it, too. The best length balances "
+        "accepted tokens against drafting time."
     )
     return data

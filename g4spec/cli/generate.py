@@ -1,4 +1,4 @@
-"""Generates text with a target, with or without a draft."""
+"""`g4spec generate`: generate text with a target, with or without a draft."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def command(
     )
     marking: Marking = "all" if show_rejected else "first" if show_draft else ""
     if marking and json:
-        raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
+        raise UsageError("--show-draft has no effect with --json", fix="leave one of them out")
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
 
@@ -104,7 +104,7 @@ def _run(
     marking: Marking,
     out: Output,
 ) -> None:
-    """Generate and show. `endless`: until the context is full."""
+    """Generate and show a text. `endless`: until the context is full."""
     ids = prompt.encode(engine.tokenizer, engine.n_ctx)
     out.note(prompt.chat_note(engine.tokenizer, ids))
     if endless:
@@ -122,7 +122,7 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
             writer.cycle(cycle, run.text)
             for note in run.notes:
                 out.note(note)
-    except KeyboardInterrupt as keys:  # what there is, and how fast it came, is said all the same
+    except KeyboardInterrupt as keys:  # show the text so far and its speed
         run.stats.stop_reason, pressed = "Ctrl-C", keys
     writer.finish(run.text)
     out.note(stats_line(run.stats, drafting))

@@ -1,4 +1,4 @@
-"""`g4spec recipe`: complete commands for an engine, each flag with its reason."""
+"""`g4spec recipe`: print complete commands for an engine, with a reason for each flag."""
 
 from __future__ import annotations
 
@@ -24,11 +24,16 @@ if TYPE_CHECKING:
 
 
 def command(
-    engine: Annotated[str, typer.Argument(help="vllm, sglang, llama.cpp or g4spec.")],
+    engine: Annotated[str, typer.Argument(help="Engine: vllm, sglang, llama.cpp or g4spec.")],
     model: Annotated[
         str,
         typer.Option(
-            "-m", "--model", "-hf", "--hf-repo", metavar="MODEL", help="Target: see doctor."
+            "-m",
+            "--model",
+            "-hf",
+            "--hf-repo",
+            metavar="MODEL",
+            help="Target: same values as for `g4spec doctor -m`.",
         ),
     ],
     draft: Draft = None,
@@ -36,22 +41,23 @@ def command(
     kv: Kv = None,
     gpus: Gpus = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines like this one (vllm and sglang).")
+        int | None, typer.Option(min=1, help="Number of identical machines (vllm and sglang only).")
     ] = None,
     assume: Assume = None,
     versions: With = None,
     compose: Annotated[
-        bool, typer.Option("--compose", help="Print a compose file instead.")
+        bool, typer.Option("--compose", help="Print a Docker Compose file instead.")
     ] = False,
     out_dir: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Also write scripts into this folder.")
+        Path | None,
+        typer.Option("-o", "--out", help="Also write the commands as scripts into this folder."),
     ] = None,
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:
-    """Commands and files for a pair on a machine, each flag with its reason.
+    """Print complete commands for a pair and explain each flag.
 
-    Exits 1 when the engine cannot run it here; then it names one that can.
+    Exits with 1 if the engine cannot run the pair on this machine, and names one that can.
     """
     from g4spec.advisor import questions, recipe, scripts
     from g4spec.advisor.facts import facts
@@ -69,7 +75,7 @@ def command(
         _show(out, made)
     if made.works and out_dir is not None:
         for path in scripts.write(made, machine, out_dir):
-            out.note(f"written: {path}")
+            out.note(f"wrote {path}")
     out.result(made.json())
     if not made.works:
         what, _, fix = made.blocked[0]

@@ -1,4 +1,4 @@
-"""Serves targets, with or without a draft, over HTTP or a line protocol."""
+"""`g4spec serve`: serve targets, with or without a draft, over HTTP or a line protocol."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from g4spec.cli.render import Output, Quiet
 
 def command(
     context: typer.Context,
-    model: _serve_options.Model = None,
+    model: _chat_options.Model = None,
     draft: _options.DraftModel = None,
     models: _serve_options.Models = None,
     models_max: _serve_options.ModelsMax = 4,
@@ -55,9 +55,11 @@ def command(
     stream_fd: _daemon.StreamFd = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve models to OpenAI's, Anthropic's and llama.cpp's clients, and a page to chat with them;
-    a draft makes them faster and never changes an answer. The first SIGTERM or Ctrl-C lets requests
-    end, a second stops."""
+    """Serve models over HTTP (OpenAI, Anthropic, llama.cpp APIs).
+
+    Includes a web page to chat. A draft makes answers faster and never changes them. The first
+    SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
+    """
     _serve_options.check_models(model, models, draft, alias)
     out = Output(quiet=quiet)
     setup = _engine.Setup(

@@ -1,4 +1,4 @@
-"""Text to token ids, and back."""
+"""`g4spec tokenize`: convert text to token ids, and back."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from g4spec.errors import UsageError
 
 def command(
     model: _options.Model,
-    text: Annotated[str | None, typer.Argument(help="Text, or ids with --ids-to-text.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read it from a file; - is stdin.")] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Commas between ids, not spaces.")] = False,
-    ids_to_text: Annotated[bool, typer.Option("--ids-to-text", help="The other way.")] = False,
-    bos: Annotated[bool, typer.Option(help="Begin with BOS.")] = True,
+    text: Annotated[
+        str | None, typer.Argument(help="Text, or token ids with --ids-to-text.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read the text or ids from a file; - is stdin.")
+    ] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Separate ids by commas, not spaces.")] = False,
+    ids_to_text: Annotated[bool, typer.Option("--ids-to-text", help="Decode ids to text.")] = False,
+    bos: Annotated[bool, typer.Option(help="Begin with the BOS token.")] = True,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show how the target's tokenizer cuts a text."""
+    """Convert a text to the target's token ids, or ids to text."""
     if (text is None) == (file is None):
-        raise UsageError("give either a TEXT or --file")
+        raise UsageError("expected either TEXT or --file", fix="give exactly one of them")
     content = text if file is None else _inputs.read_text(file)
     from g4spec.gguf import GGUF
     from g4spec.runtime.tokenizer import Tokenizer

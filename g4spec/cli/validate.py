@@ -1,4 +1,4 @@
-"""`g4spec validate`: is this the right file, and will it run as it was trained?"""
+"""`g4spec validate`: check a file against every rule of docs/rules.md."""
 
 from __future__ import annotations
 
@@ -10,34 +10,40 @@ import typer
 from g4spec.cli import _inputs, _probe, render
 from g4spec.errors import CheckFailed, UsageError
 
-File = Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")]
+File = Annotated[
+    Path | None, typer.Argument(help="GGUF file of a draft or target, or the hub id of one.")
+]
 Target = Annotated[
     Path | None,
-    typer.Option("--target", "-m", help="GGUF of the target that the draft is paired with."),
+    typer.Option("--target", "-m", help="GGUF file of the draft's target, or the hub id of one."),
 ]
 Against = Annotated[
     Path | None,
-    typer.Option(help="Checkpoint folder it was converted from: compare every tensor and key."),
+    typer.Option(
+        help="Checkpoint that the file was converted from: compares every tensor and key."
+    ),
 ]
-RuleIds = Annotated[list[str] | None, typer.Option(help="Ask only this rule; may be repeated.")]
+RuleIds = Annotated[
+    list[str] | None, typer.Option(help="Check only the rule with this id; may be repeated.")
+]
 Upstream = Annotated[
-    bool, typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file.")
+    bool, typer.Option("--upstream", help="Show how upstream llama.cpp handles this file.")
 ]
 Strict = Annotated[
     bool,
     typer.Option(
-        "--strict", help="Fail on warnings too, and on rules not asked for lack of a target."
+        "--strict", help="Also fail on warnings, and on rules skipped for lack of --target."
     ),
 ]
 ProbeIt = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Run the pair on shipped prompts too, and with single settings "
-        "changed: says what costs acceptance. Fails where the draft falls short.",
+        help="Also run the pair on built-in prompts, and again with single settings changed, to "
+        "find what costs acceptance. Fails if acceptance is too low for this kind of draft.",
     ),
 ]
-ListRules = Annotated[bool, typer.Option("--list-rules", help="Show all rules.")]
+ListRules = Annotated[bool, typer.Option("--list-rules", help="List all rules.")]
 
 
 def command(
@@ -52,10 +58,10 @@ def command(
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:
-    """Check a draft or target for everything that makes it fail, above all silently.
+    """Check a draft or target for errors, including silent ones.
 
-    Exits 1 if there are errors, or rules that the file keeps from being asked. docs/rules.md
-    explains each rule.
+    A silent error does not stop a draft from running, but lowers its acceptance. Exits with 1 on
+    errors, and if the file prevents a rule from being checked. docs/rules.md explains each rule.
     """
     from g4spec import validate
     from g4spec.validate.needs import NO_TARGET
@@ -77,7 +83,7 @@ def command(
             "--list-rules and --upstream check nothing", fix=f"leave out {conflicting}"
         )
     if path is None and not list_rules:
-        raise UsageError("no file given", expected="g4spec validate FILE.gguf")
+        raise UsageError("no file given", fix="run `g4spec validate FILE.gguf`")
     if path is None:
         return _list(out)
     if probe:

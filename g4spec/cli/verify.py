@@ -1,4 +1,4 @@
-"""Proves that a draft changes nothing about the text."""
+"""`g4spec verify`: check that a draft does not change the text."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ from g4spec.errors import CheckFailed, UsageError
 if TYPE_CHECKING:
     from g4spec.measure.verify import Verdict
 
-Temperature = Annotated[float | None, typer.Option("--temp", help="Only this. Default: several.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temp", help="Test only this temperature. Default: several.")
+]
 DraftMax = Annotated[
     str | None,
     typer.Option(
         "--draft-max",
         "--spec-draft-n-max",
         metavar="N|auto",
-        help="Only this draft length. Default: 1 to 15, and auto.",
+        help="Test only this draft length. Default: 1 to 15, and auto.",
     ),
 ]
-Cases = Annotated[int, typer.Option("--cases", help="Comparisons: prompts x lengths x samplers.")]
-Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of each text.")]
-LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [at most 1024]")]
+Cases = Annotated[
+    int, typer.Option("--cases", help="Number of comparisons (prompts x lengths x samplers).")
+]
+Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens per text.")]
+LongTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Length of the long prompts in tokens. Default: what fits, at most 1024."
+    ),
+]
 
 
 def command(
@@ -51,11 +60,14 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate alone without the draft, and with it, several at once if asked for, over prompts,
-    draft lengths, seeds and temperatures; exit code 1 at the first token that differs. Ctrl-C
-    ends it, and what was compared until then counts."""
+    """Check that a draft does not change any generated text.
+
+    Generates texts without and with the draft, over prompts, draft lengths, seeds and temperatures.
+    With --parallel, the texts with the draft are generated several at once. Exits with 1 at the
+    first token that differs. Ctrl-C ends the run and shows the result so far.
+    """
     if draft is None:
-        raise UsageError("nothing to verify without a draft", fix="pass one with -md")
+        raise UsageError("no draft given: there is nothing to verify", fix="pass one with -md")
     own = _own_prompt(prompt, file, long_tokens)
     length = None if draft_max is None else _options.draft_max(draft_max)
     from g4spec.measure import prompts, verify
@@ -63,10 +75,10 @@ def command(
     from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
-    # Typing errors should not cost the time of converting and loading.
+    # Report typing errors before converting and loading.
     Options(n_predict, Sampler(temp or 0.0), "auto" if length is None else length)
     if length == 0:
-        raise UsageError("--draft-max 0 drafts nothing that could be verified")
+        raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
     verify.check(cases, parallel)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     model, draft_file = _engine.files(model, draft, setup, out)
@@ -89,16 +101,16 @@ def command(
 
 
 def _own_prompt(prompt: str | None, file: Path | None, long_tokens: int | None) -> str | None:
-    """The text to continue, if one was given; UsageError where the options contradict that."""
+    """Return the user's prompt or None; raise UsageError for options that do not go with it."""
     if prompt is None and file is None:
         return None
     if long_tokens is not None:
-        raise UsageError("--long-tokens is for the shipped prompts", fix="leave it out")
+        raise UsageError("--long-tokens applies to the built-in prompts only", fix="leave it out")
     return _prompt.PromptOptions(prompt, file).read().text
 
 
 def _show(verdict: Verdict, out: Output) -> None:
-    """The notes, the verdict and what was drafted; CheckFailed for a bad one."""
+    """Show notes, verdict and acceptance; raise CheckFailed for a bad verdict."""
     for note in verdict.notes:
         out.note(note)
     out.result(verdict.json())
@@ -106,18 +118,18 @@ def _show(verdict: Verdict, out: Output) -> None:
         raise CheckFailed(f"the draft changed the text: {verdict.mismatch}")
     if not verdict.drafted:
         raise CheckFailed(
-            "the draft proposed nothing, so nothing about it was verified",
+            "the draft proposed no tokens, so nothing was verified",
             fix="pass a larger -n, or run `g4spec validate` on it",
         )
     share = verdict.accepted / verdict.drafted
     out.line(
         f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft"
         f"{f', {verdict.parallel} at once' * (verdict.parallel > 1)}: "
-        f"{verdict.tokens} tokens, {verdict.same_logits} of them with the very same logit",
+        f"{verdict.tokens} tokens, {verdict.same_logits} of them with the same logit",
         style="good",
     )
     out.line(f"{verdict.drafted} tokens were drafted, {share:.1%} of them accepted")
     if strange := low_acceptance_note(verdict.first_drafted, verdict.first_accepted):
         out.line(strange, style="warn")
     if verdict.interrupted:
-        raise KeyboardInterrupt  # said and counted; the exit code tells of it, too
+        raise KeyboardInterrupt  # after the result is shown: the exit code reports it, too

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from g4spec import quant
-from g4spec.convert.tensors import Stored
+from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import regular_files
 
@@ -136,9 +136,9 @@ def weight_map(index: Path) -> dict[str, str]:
     return got
 
 
-def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
+def read_all(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     """Every tensor of these files. InputError for repeats and for a disagreeing index."""
-    out: dict[str, Stored] = {}
+    out: dict[str, StoredTensor] = {}
     place: dict[str, str] = {}
     folder = None
     for path in paths:
@@ -162,7 +162,7 @@ def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
     return out
 
 
-def read(path: Path) -> dict[str, Stored]:
+def read(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, mapped."""
     try:
         with regular_files.open_regular(path) as f:
@@ -187,7 +187,7 @@ def read(path: Path) -> dict[str, Stored]:
     return {n: _stored(n, entry, data, path, 8 + length) for n, entry in header.items()}
 
 
-def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored:
+def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> StoredTensor:
     where = f"{path}: tensor {name}"
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -195,7 +195,7 @@ def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored
     except (TypeError, KeyError, ValueError) as e:
         raise InputError(f"{where}: its entry needs dtype, shape and data_offsets") from e
     fine = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
-    if not fine or not quant.possible(shape):
+    if not fine or not quant.is_valid_shape(shape):
         raise InputError(f"{where}: malformed entry", found=f"{entry!r:.120}")
     format_name, item = DTYPES.get(dtype, (None, None))
     if end > data.size or start > end:
@@ -209,4 +209,4 @@ def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored
             f"{where}: size of {dtype} {shape}", expected=prod(shape) * item, found=end - start
         )
     form = quant.get(format_name) if format_name else None
-    return Stored(name, tuple(shape), dtype, form, data[start:end], (path, offset + start))
+    return StoredTensor(name, tuple(shape), dtype, form, data[start:end], (path, offset + start))

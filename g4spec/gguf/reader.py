@@ -384,7 +384,7 @@ class GGUF(Mapping[str, Any]):
         number, at = self._take("i", at, f"tensor {name!r}")
         offset, at = self._take("Q", at, f"tensor {name!r}")
         shape = tuple(reversed(dims))
-        if not quant.possible(shape):
+        if not quant.is_valid_shape(shape):
             raise self._bad(f"tensor {name!r}: impossible shape {shape}")
         where = f"{self.path}: tensor {name!r}"
         clashing = number >= quant.FIRST_CLASHING_TYPE  # measured when all offsets are known

@@ -64,7 +64,7 @@ def split(raw: NDArray[np.uint8], count: int) -> list[str] | None:
     if len(text) - np.count_nonzero(text) != 8 * count:  # a text has a NUL
         return None
     try:
-        return str(text[8:], "utf-8").split("\0" * 8)
+        return text[8:].tobytes().decode("utf-8").split("\0" * 8)
     except UnicodeDecodeError:
         return None
 

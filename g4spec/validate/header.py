@@ -62,7 +62,7 @@ class Tensor:
     @cached_property
     def format(self) -> quant.Format | None:
         """None when ggml has no such type."""
-        return quant.known(self.type)
+        return quant.find_type(self.type)
 
     @cached_property
     def type_name(self) -> str:

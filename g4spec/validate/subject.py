@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import models
-from g4spec.convert import expected, provenance
+from g4spec.convert import expected_metadata, provenance
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF, ValueType, parts
 from g4spec.models.spec import TensorSpec
@@ -219,10 +219,10 @@ class Subject:
         return scan.scan(self.open_file, self.entries.values(), self.progress)
 
     @cached_property
-    def conversion(self) -> expected.Conversion:
+    def conversion(self) -> expected_metadata.ExpectedMetadata:
         """The metadata that converting the source would write."""
         assert self.source is not None and self.kind is not None
-        return expected.of_source(
+        return expected_metadata.from_source(
             self.source, self.kind, self.target.file if self.target is not None else None
         )
 

@@ -16,8 +16,8 @@ import numpy as np
 
 from g4spec import quant
 from g4spec.convert import provenance
-from g4spec.convert.make import t2d_sha256
-from g4spec.convert.tensors import Stored
+from g4spec.convert.derived import t2d_sha256
+from g4spec.convert.tensors import StoredTensor
 from g4spec.gguf import KV, Value, ValueType, array, boolean, f32, string, u32
 from g4spec.models import assistant, dflash, dspark, eagle3, gemma4, gemma4_config
 from g4spec.models import dflash_backbone as backbone
@@ -271,7 +271,7 @@ WEIGHTS = string("rows-sha256:" + "5" * 64)
 
 
 def _recorded() -> KV:
-    return provenance.pairing(tokenizer(), H, N_LAYER) | {provenance.TARGET_WEIGHTS: WEIGHTS}
+    return provenance.pairing_keys(tokenizer(), H, N_LAYER) | {provenance.TARGET_WEIGHTS: WEIGHTS}
 
 
 def target(n_layer: int = N_LAYER) -> File:
@@ -312,7 +312,7 @@ def zlab() -> File:
 
 def speculators() -> File:
     file = _build(dflash, speculators_config(), "f16")
-    t2d = Stored("t2d", (V,), "BOOL", None, t2d_mask())
+    t2d = StoredTensor("t2d", (V,), "BOOL", None, t2d_mask())
     file.kv |= {**_recorded(), provenance.T2D_SHA256: string(t2d_sha256(t2d))}
     return file
 

@@ -264,7 +264,7 @@ def test_folder_behind_md_is_converted_once(
 
 
 HALTED = """
-import sys, os, signal, g4spec.convert.run as run, g4spec.cli as cli
+import sys, os, signal, g4spec.convert.pipeline as run, g4spec.cli as cli
 inner, (number, again) = run.gguf.write, map(int, sys.argv.pop().split(","))
 def write(path, kv, tensors, progress=None, check=None):
     def halted():

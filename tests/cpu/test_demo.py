@@ -299,7 +299,7 @@ def test_one_temperature_keeps_what_differs_at_it() -> None:
         (["--draft-max", "0"], "0 drafts"),
         (["--draft-max", "99"], "--draft-max"),
         (["--temp", "-1"], "--temp"),
-        (["-p", "a", "--long-tokens", "9"], "shipped"),
+        (["-p", "a", "--long-tokens", "9"], "built-in"),
     ],
 )
 def test_verify_wrong_use(

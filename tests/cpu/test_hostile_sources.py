@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from g4spec import cli
-from g4spec.convert import cached, convert, quantize, safetensors
+from g4spec.convert import convert, convert_cached, quantize, safetensors
 from g4spec.errors import EnvironmentProblem, InputError
 from g4spec.gguf import GGUF, ValueType, array, regular_files, u32
 from g4spec.gguf.atomic import atomic_write
@@ -375,7 +375,7 @@ def test_a_file_that_is_cut_while_it_is_mapped(command: list[str], tmp_path: Pat
 
 
 def entry(family: Path, draft: Path, cache: Path) -> Path:
-    return cached(draft, family / "target", cache)[0]
+    return convert_cached(draft, family / "target", cache)[0]
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
@@ -401,11 +401,11 @@ def test_a_damaged_entry_is_made_again(
     DAMAGE[kind](path)
     if kind == "digest is a folder":
         with pytest.raises(InputError, match="is a folder"):
-            cached(draft, family / "target", tmp_path / "cache")
+            convert_cached(draft, family / "target", tmp_path / "cache")
         return
-    again, note = cached(draft, family / "target", tmp_path / "cache")
+    again, note = convert_cached(draft, family / "target", tmp_path / "cache")
     assert again == path and path.read_bytes() == want and "converted into" in note
-    assert "using its conversion" in cached(draft, family / "target", tmp_path / "cache")[1]
+    assert "using its conversion" in convert_cached(draft, family / "target", tmp_path / "cache")[1]
 
 
 def test_an_edit_between_the_samples_is_seen(family: Path, draft: Path, tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ def check(
     for line in narrow.splitlines():
         longest = max(map(cell_len, line.split()), default=0)
         assert cell_len(line) <= columns or longest > columns - 10, line
-    lost = words(narrow) - words(pipe) - words("not shown for lack of width --json has all")
+    note = words("columns not shown (terminal too narrow): --json has all")
+    lost = words(narrow) - words(pipe) - note
     assert not {w for w in lost if not set(w) <= set("─-")}, lost
     assert not whole or words(pipe) <= words(narrow)
 

@@ -175,9 +175,9 @@ class Reading:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.at = folder, folder / "fuzzed.gguf"
-        from g4spec.convert import target
+        from g4spec.convert import target_info
 
-        self.target = target.load(folder / "target.gguf")
+        self.target = target_info.load(folder / "target.gguf")
 
     def gguf(self, data: bytes) -> None:
         self.at.write_bytes(data)
@@ -243,7 +243,7 @@ class Reading:
             text = (self.folder / "target" / other).read_bytes()
             (place / other).write_bytes(data if other == name else text)
         kv = tokenizer.from_folder(place, {"eos_token_id": [1, 106]}, {})
-        provenance.pairing(kv, 32, 6)
+        provenance.pairing_keys(kv, 32, 6)
         from g4spec.gguf import write
 
         write(self.folder / "tokenizer.gguf", kv, [])

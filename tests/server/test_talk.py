@@ -162,7 +162,7 @@ PROMPT = "(?<!>)> $"
 
 def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Screen]) -> None:
     screen = screens("--url", busy.url, "-n", "12", "--seed", "7", "--temp", "0.7")
-    screen.until(f"tiny answers, at {busy.url}.*{PROMPT}")
+    screen.until(f"model tiny at {busy.url}.*{PROMPT}")
     screen.type("/system be brief\n")
     screen.until(PROMPT)
     screen.type('"""one\ntwo"""\n')
@@ -287,9 +287,9 @@ def test_with_a_model_in_this_process(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "by -m"),
-        (("-m", "x", "--url", "http://127.0.0.1:9"), "by -m"),
-        (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: the server"),
+        ((), "either -m or --url"),
+        (("-m", "x", "--url", "http://127.0.0.1:9"), "either -m or --url"),
+        (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: no effect with --url"),
         (("-m", "x", "--show-draft"), "needs a draft"),
     ],
 )
@@ -414,8 +414,8 @@ def test_the_daemon_ends_when_nobody_reads(
     [
         (("--daemon",), "need each other"),
         (("--stream-fd", "1"), "need each other"),
-        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: --daemon speaks no HTTP"),
-        (("--daemon", "--stream-fd", "999"), "a file descriptor that is open"),
+        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: no effect with --daemon"),
+        (("--daemon", "--stream-fd", "999"), "an open file descriptor"),
     ],
 )
 def test_options_that_no_daemon_has(

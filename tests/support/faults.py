@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from g4spec import quant
-from g4spec.convert.expected import ORIGIN
+from g4spec.convert.expected_metadata import ORIGIN_KEYS
 from g4spec.gguf import GGUF, Value, ValueType
 from g4spec.validate import Report, validate
 from g4spec.validate.rule import NOTE
 from tests.cpu.gguf_fixtures import Entry, File
 
-IGNORED = (*ORIGIN, "general.name")
+IGNORED = (*ORIGIN_KEYS, "general.name")
 """Keys that say where a file came from: nothing is computed from them."""
 ATTENTION = re.compile(r"blk\.\d+\.attn_[qk]\.weight")
 LAYER = re.compile(r"blk\.(\d+)\.(.*)")

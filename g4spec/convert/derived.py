@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.convert.tensors import Stored
+from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
 
 UNROTATED = np.float32(1e30)
@@ -29,8 +29,8 @@ def rope_freqs(config: Any) -> NDArray[np.float32]:
     return out
 
 
-def absolute_d2t(d2t: Stored, t2d: Stored | None, n_vocab: int) -> NDArray[np.int64]:
-    """Target id of each draft id from speculators' offsets: `i + d2t[i]`, [n_draft].
+def absolute_d2t(d2t: StoredTensor, t2d: StoredTensor | None, n_vocab: int) -> NDArray[np.int64]:
+    """TargetInfo id of each draft id from speculators' offsets: `i + d2t[i]`, [n_draft].
 
     Raises InputError unless the ids lie in the vocabulary, strictly increase, and are those that
     `t2d` marks.
@@ -67,7 +67,7 @@ def absolute_d2t(d2t: Stored, t2d: Stored | None, n_vocab: int) -> NDArray[np.in
     return ids
 
 
-def _check_t2d(t2d: Stored, ids: NDArray[np.int64], n_vocab: int) -> None:
+def _check_t2d(t2d: StoredTensor, ids: NDArray[np.int64], n_vocab: int) -> None:
     if t2d.shape != (n_vocab,) or t2d.raw.size != n_vocab:
         raise InputError(
             f"tensor {t2d.name}",
@@ -84,7 +84,7 @@ def _check_t2d(t2d: Stored, ids: NDArray[np.int64], n_vocab: int) -> None:
         )
 
 
-def paired(tensor: Stored, head_dim: int) -> Stored:
+def interleave_head_rows(tensor: StoredTensor, head_dim: int) -> StoredTensor:
     """Rows of each head reordered from halves to neighbouring pairs (`TensorSpec.pairs`).
 
     Source: llama.cpp `conversion/llama.py` (LlamaModel.permute).
@@ -92,15 +92,15 @@ def paired(tensor: Stored, head_dim: int) -> Stored:
     raw = tensor.read(0, tensor.nbytes)
     halves = raw.reshape(tensor.shape[0] // head_dim, 2, head_dim // 2, -1)
     raw = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
-    return Stored(tensor.name, tensor.shape, tensor.dtype, tensor.format, raw)
+    return StoredTensor(tensor.name, tensor.shape, tensor.dtype, tensor.format, raw)
 
 
-def t2d_sha256(t2d: Stored) -> str:
+def t2d_sha256(t2d: StoredTensor) -> str:
     """sha256 over one byte (0 or 1) for each token of the target."""
     return hashlib.sha256((t2d.raw != 0).tobytes()).hexdigest()
 
 
-def integers(tensor: Stored) -> NDArray[np.int32]:
+def as_int32(tensor: StoredTensor) -> NDArray[np.int32]:
     """A tensor of ids as I32; InputError if one does not fit."""
     values = tensor.array()
     if tensor.format is None or not tensor.format.integer:

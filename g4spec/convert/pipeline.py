@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from g4spec import gguf, quant
-from g4spec.convert import make, provenance, sources
+from g4spec.convert import derived, provenance, sources, target_info
 from g4spec.convert import plan as planning
 from g4spec.convert import rewrite as rewriting
-from g4spec.convert import target as targets
-from g4spec.convert.plan import Plan, Row
-from g4spec.convert.sources import Folder, Found
-from g4spec.convert.target import Target
-from g4spec.convert.tensors import Stored, recode, workers
-from g4spec.convert.unchanged import Unchanged
+from g4spec.convert.plan import Plan, PlannedTensor
+from g4spec.convert.sources import CheckpointFolder, DetectedSource
+from g4spec.convert.target_info import TargetInfo
+from g4spec.convert.tensors import StoredTensor, recode, worker_pool
+from g4spec.convert.unchanged import UnchangedCheck
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, parts, string, u32
 from g4spec.gguf.imatrix import Imatrix
@@ -98,15 +97,15 @@ def convert(
         target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
             shapes come from it.
         type: of matrices, one of `policy.names()`; vectors stay F32.
-        tensor_types: types of some tensors, see `policy.asked`.
+        tensor_types: types of some tensors, see `policy.parse_type`.
         split_max_size: write parts of at most so many bytes, named after `out`.
         dry_run: make the plan only.
 
     Raises:
         InputError: before anything is written, whenever the plan does not work out.
     """
-    asked = checked(out, type, dry_run, tensor_types)
-    to = Output(Path(out), split_max_size, dry_run, progress, Unchanged(Path(source), target))
+    asked = check_arguments(out, type, dry_run, tensor_types)
+    to = Output(Path(out), split_max_size, dry_run, progress, UnchangedCheck(Path(source), target))
     found = sources.detect(Path(source))
     with found:
         if isinstance(found.source, GGUF) and found.dialect is None:
@@ -120,28 +119,28 @@ def convert(
             )
         files = (
             found.source.files
-            if isinstance(found.source, Folder)
+            if isinstance(found.source, CheckpointFolder)
             else [part.path for part in found.source.parts]
         )
         _check_output(to, [*files, *([target] if target else [])])
         return _convert(found, to, asked, target)
 
 
-def _convert(found: Found, to: Output, asked: Mix, target: Path | None) -> Result:
+def _convert(found: DetectedSource, to: Output, asked: Mix, target: Path | None) -> Result:
     """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
     start = time.perf_counter()
-    pair = targets.of(found) if found.is_target else _target_of(found, target)
-    config, tensors, shorts, notes, dropped = read(found, pair)
-    plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, shorts)
-    plan = Plan((*plan.rows, *dropped))
+    pair = target_info.from_source(found) if found.is_target else _target_of(found, target)
+    config, tensors, canonical_names, notes, dropped = read(found, pair)
+    plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, canonical_names)
+    plan = Plan((*plan.tensors, *dropped))
     made = _made(plan, tensors, config)
     kv = _metadata(found, config, asked, pair, made, plan, to.path, target)
     notes = [*found.notes, *pair.notes, *notes]
     if to.dry_run:
         return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
-    with workers() as pool:
-        rows = plan.of("copy") + plan.of("make")
-        order = {r.name: i for i, r in enumerate(plan.rows)}
+    with worker_pool() as pool:
+        rows = plan.with_action("copy") + plan.with_action("make")
+        order = {r.name: i for i, r in enumerate(plan.tensors)}
         rows.sort(key=lambda r: order[r.name])
         data = [_data(r, tensors, made, pool) for r in rows]
         out, size = to.write(kv, data)
@@ -149,15 +148,17 @@ def _convert(found: Found, to: Output, asked: Mix, target: Path | None) -> Resul
 
 
 def read(
-    found: Found, pair: Target
-) -> tuple[Any, Mapping[str, Stored], Mapping[str, str] | None, list[str], list[Row]]:
+    found: DetectedSource, pair: TargetInfo
+) -> tuple[
+    Any, Mapping[str, StoredTensor], Mapping[str, str] | None, list[str], list[PlannedTensor]
+]:
     """Configuration, tensors, their names in the kind's words if they have others, notes, and
     tensors that are left out beforehand."""
     if isinstance(found.source, GGUF):
         assert found.dialect is not None
         got = rewriting.rewrite(found.source, found.dialect, found.kind, pair)
         check_heads(got.config.layers)
-        return got.config, got.tensors, got.shorts, got.notes, got.dropped
+        return got.config, got.tensors, got.canonical_names, got.notes, got.dropped
     checkpoint = found.source.checkpoint
     config = (
         found.kind.parse_hf(checkpoint)
@@ -189,23 +190,28 @@ def quantize(
     Args:
         importance: weights of the columns' errors, see `g4spec.gguf.imatrix.read`.
     """
-    asked, unchanged = checked(out, type, dry_run, tensor_types), Unchanged(Path(source))
+    asked, unchanged = (
+        check_arguments(out, type, dry_run, tensor_types),
+        UnchangedCheck(Path(source)),
+    )
     with GGUF(source) as file:
         to = Output(Path(out), split_max_size, dry_run, progress, unchanged)
         return _requantize(file, to, asked, allow_requantize, [], importance)
 
 
-def checked(out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()) -> Mix:
+def check_arguments(
+    out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()
+) -> Mix:
     """The mix of a type's name. UsageError for an unknown one, InputError where `out` cannot be."""
     if not dry_run:
         gguf.check_writable(Path(out))
-    return policy.asked(type, tensor_types)
+    return policy.parse_type(type, tensor_types)
 
 
-def _target_of(found: Found, target: Path | None) -> Target:
+def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
     if target is not None:
-        return targets.load(Path(target))
-    config = found.source.config if isinstance(found.source, Folder) else {}
+        return target_info.load(Path(target))
+    config = found.source.config if isinstance(found.source, CheckpointFolder) else {}
     spec = config.get("speculators_config")
     verifier = spec.get("verifier") if isinstance(spec, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
@@ -235,28 +241,28 @@ def _check_output(to: Output, inputs: list[Path]) -> None:
 
 
 def _made(
-    plan: Plan, tensors: Mapping[str, Stored], config: Any
+    plan: Plan, tensors: Mapping[str, StoredTensor], config: Any
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Values of the rows that are computed: by tensor name, or metadata key."""
     out: dict[str, np.ndarray[Any, Any]] = {}
     t2d = next((t for n, t in tensors.items() if n.split(".")[-1] == "t2d"), None)
-    for row in plan.rows:
+    for row in plan.tensors:
         if row.action == "metadata":
             tensor = tensors[row.source or ""]
-            out[row.name or ""] = make.integers(tensor) if row.type == "I32" else tensor.array()
+            out[row.name or ""] = derived.as_int32(tensor) if row.type == "I32" else tensor.array()
         elif row.action == "make" and row.source is None:
-            out[row.name or ""] = make.rope_freqs(config)
+            out[row.name or ""] = derived.rope_freqs(config)
         elif row.action == "make":
             source = tensors[row.source or ""]
-            out[row.name or ""] = make.absolute_d2t(source, t2d, config.n_vocab)
+            out[row.name or ""] = derived.absolute_d2t(source, t2d, config.n_vocab)
     if t2d is not None:
-        out[provenance.T2D_SHA256] = np.array(make.t2d_sha256(t2d))
+        out[provenance.T2D_SHA256] = np.array(derived.t2d_sha256(t2d))
     return out
 
 
 def _data(
-    row: Row,
-    tensors: Mapping[str, Stored],
+    row: PlannedTensor,
+    tensors: Mapping[str, StoredTensor],
     made: Mapping[str, Any],
     pool: ThreadPoolExecutor,
     weights: Floats | None = None,
@@ -269,31 +275,31 @@ def _data(
     if tensor.shape != row.shape:
         tensor = tensor.first_rows(row.shape[0])
     if row.pairs:
-        tensor = make.paired(tensor, row.pairs)
+        tensor = derived.interleave_head_rows(tensor, row.pairs)
     return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool, weights))
 
 
 def _metadata(
-    found: Found,
+    found: DetectedSource,
     config: Any,
     asked: Mix,
-    pair: Target,
+    pair: TargetInfo,
     made: Mapping[str, Any],
     plan: Plan,
     out: Path,
     target: Path | None,
 ) -> KV:
     """All keys of the file: general, the kind's own, tokenizer, provenance."""
-    model = described(found.kind, config, pair.tokenizer)
+    model = model_keys(found.kind, config, pair.tokenizer)
     kv: KV = {
         "general.architecture": model.pop("general.architecture"),
         "general.type": string("model"),
-        "general.name": string(provenance.name(found.path).split("/")[-1]),
+        "general.name": string(provenance.checkpoint_name(found.path).split("/")[-1]),
         **_file_type(plan, asked),
         "general.quantization_version": u32(QUANTIZATION_VERSION),
     }
     kv |= model
-    for row in plan.of("metadata"):
+    for row in plan.with_action("metadata"):
         assert row.name is not None
         kv[row.name] = array(
             ValueType.I32 if row.type == "I32" else ValueType.F32, made[row.name].reshape(-1)
@@ -303,13 +309,13 @@ def _metadata(
     kv |= pair.pairing if target else pair.sampling
     if found.is_target and pair.weights:
         kv[provenance.WEIGHTS] = string(pair.weights)
-    with_target = f" --target {provenance.name(Path(target))}" if target else ""
+    with_target = f" --target {provenance.checkpoint_name(Path(target))}" if target else ""
     command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
-    command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in asked.named)
-    return kv | provenance.keys(found.source, command)
+    command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in asked.tensor_types)
+    return kv | provenance.source_keys(found.source, command)
 
 
-def described(kind: ModuleType, config: Any, tokenizer: KV) -> KV:
+def model_keys(kind: ModuleType, config: Any, tokenizer: KV) -> KV:
     """The keys by which a file describes its model and its tokenizer. A draft's own come last: its
     mask token overrides the tokenizer's."""
     own: KV = kind.metadata(config)
@@ -322,9 +328,9 @@ def _file_type(plan: Plan, asked: Mix) -> KV:
     where llama.cpp has no number for it: it then goes by the tensors."""
     number = asked.file_type
     sizes: dict[str, int] = {}
-    for row in plan.of("copy"):
+    for row in plan.with_action("copy"):
         sizes[row.type] = sizes.get(row.type, 0) + row.nbytes
-    kept = any(row.note.startswith("quantized already") for row in plan.rows)
+    kept = any(row.note.startswith("quantized already") for row in plan.tensors)
     if kept and sizes:
         number = quant.get(max(sizes, key=lambda name: sizes[name])).file_type
     return {} if number is None else {"general.file_type": u32(number)}
@@ -351,8 +357,8 @@ def _requantize(
     kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
     kv |= imatrix.keys(importance) if importance and weights else {}
     with ExitStack() as stack:
-        pool = stack.enter_context(workers())
-        stored = {name: rewriting.stored(file, name) for name in file.tensors}
+        pool = stack.enter_context(worker_pool())
+        stored = {name: rewriting.stored_tensor(file, name) for name in file.tensors}
         data = [_data(r, stored, {}, pool, weights.get(r.name or "")) for r in rows]
         out, size = to.write(kv, data)
     return Result(plan, notes, out, time.perf_counter() - start, size, True)
@@ -362,7 +368,7 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
     """Weights of the columns of each matrix that becomes a quantized one; a note says which have
     none. InputError if the imatrix is of another model."""
     out, without = {}, []
-    for row in plan.rows:
+    for row in plan.tensors:
         name = row.name or ""
         if not quant.get(row.type).weighted or file.tensors[name].format.quantized:
             continue
@@ -389,7 +395,7 @@ def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> d
     return out
 
 
-def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> Row:
+def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedTensor:
     info = file.tensors[name]
     form, note = info.format, ""
     kept = len(info.shape) > 1 and not form.quantized and policy.never_quantized(name)
@@ -404,14 +410,14 @@ def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> Row:
             if form.decode is None:
                 form.dequantize(file.raw(name))  # says that there is no code for it
         form = to
-    return Row(
+    return PlannedTensor(
         "copy", name, name, info.shape, form.name.upper(), note, form.nbytes(info.shape, name)
     )
 
 
-def tensors_of(found: Found) -> Iterator[Stored]:
+def tensors_of(found: DetectedSource) -> Iterator[StoredTensor]:
     """Every tensor of a source, for inspection."""
     if isinstance(found.source, GGUF):
-        yield from (rewriting.stored(found.source, name) for name in found.source.tensors)
+        yield from (rewriting.stored_tensor(found.source, name) for name in found.source.tensors)
     else:
         yield from found.source.tensors.values()

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, refuse_infinite
+from g4spec.quant.format import Bytes, Floats, check_finite
 
 BATCH = 384
 """Blocks computed together."""
@@ -31,7 +31,7 @@ F = np.float32
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class CodeSpec:
     """What a type's codes are.
 
     Attributes:
@@ -53,8 +53,8 @@ class Codes:
     rms: bool = True
 
 
-def linear(low: int, high: int) -> Callable[[Floats], Floats]:
-    """A `Codes.round` for whole numbers from `low` to `high`."""
+def integer_codes(low: int, high: int) -> Callable[[Floats], Floats]:
+    """A `CodeSpec.round` for whole numbers from `low` to `high`."""
 
     def nearest(x: Floats) -> Floats:
         np.rint(x, out=x)
@@ -63,9 +63,12 @@ def linear(low: int, high: int) -> Callable[[Floats], Floats]:
     return nearest
 
 
-def table(values: Floats) -> Callable[[Floats], Floats]:
-    """A `Codes.round` for ascending whole numbers from -128 to 127. What lies in the middle of two
-    is a multiple of one half, so between such multiples the nearest is always the same."""
+def table_codes(values: Floats) -> Callable[[Floats], Floats]:
+    """Return a `CodeSpec.round` for a table of ascending integers from -128 to 127.
+
+    The midpoint of two entries is a multiple of 1/2, so all values between two neighbouring
+    multiples of 1/2 have the same nearest entry: a table of 512 answers is exact.
+    """
     middles = np.arange(-256, 256) / 2 + 0.25
     nearest_of = values[np.abs(middles[:, None] - values).argmin(axis=1)]
 
@@ -81,7 +84,7 @@ def table(values: Floats) -> Callable[[Floats], Floats]:
 class Search:
     """One batch, values [size, groups * blocks]. `code`, `part`: scratch."""
 
-    def __init__(self, x: Floats, codes: Codes, weights: Floats | None = None) -> None:
+    def __init__(self, x: Floats, codes: CodeSpec, weights: Floats | None = None) -> None:
         self.codes, self.x = codes, columns(x, codes)
         x = self.x
         self.weights = np.abs(x)
@@ -122,7 +125,8 @@ class Search:
 
     def neighbours(self, d: NDArray[np.float16], scale: Floats) -> Floats:
         """The whole scales that fit best, near the given ones."""
-        least, best = np.full(self.x.shape[1], np.inf, F), scale
+        least: Floats = np.full(self.x.shape[1], np.inf, F)
+        best = scale
         for step in NEIGHBOURS:
             tried = np.clip(scale + F(step), F(self.codes.low), F(self.codes.high))
             s = (d.astype(F) * tried).reshape(-1)
@@ -147,14 +151,14 @@ class Search:
         return np.where(change * (2 * b + change * a) < 0, new, d)
 
 
-def columns(x: Floats, codes: Codes) -> Floats:
+def columns(x: Floats, codes: CodeSpec) -> Floats:
     """Whole blocks as [size, groups * blocks], the groups of a block `blocks` apart."""
     blocks = x.reshape(-1, codes.groups, codes.size)
     return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(codes.size, -1)
 
 
 def fit(
-    x: Floats, codes: Codes, weights: Floats | None = None
+    x: Floats, codes: CodeSpec, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], Floats, Floats]:
     """Quantize whole blocks [groups * size * n] -> d [n], whole scales [groups, n], and values of
     codes [size, groups, n]. Raises Unrepresentable."""
@@ -164,7 +168,7 @@ def fit(
         scale = search.groups()
         largest = scale[np.abs(scale).argmax(axis=0), np.arange(n)]
         d = (largest / F(codes.low)).astype(np.float16)
-        refuse_infinite(x, d)
+        check_finite(x, d)
         inverse = np.where(d != 0, F(codes.low) / largest, F(0))
         scale = np.clip(np.rint(scale * inverse), F(codes.low), F(codes.high))
         scale = search.neighbours(d, scale)
@@ -174,19 +178,19 @@ def fit(
     return d, scale, code.reshape(codes.size, codes.groups, n)
 
 
-def fit_alone(
-    x: Floats, codes: Codes, weights: Floats | None = None
+def fit_single_group(
+    x: Floats, codes: CodeSpec, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], Floats]:
     """`fit` for blocks of one group, whose scale is d itself: d [n], values of codes [size, n]."""
     search = Search(x, codes, weights)
     with np.errstate(all="ignore"):
         d = search.groups()[0].astype(np.float16)
-        refuse_infinite(x, d)
+        check_finite(x, d)
         s = d.astype(F)
         return d, search.round(np.where(s != 0, 1 / s, F(0)))
 
 
-def bound(x: Floats, codes: Codes) -> Floats:
+def bound(x: Floats, codes: CodeSpec) -> Floats:
     """Two steps of the group, what rounding its scale moves, and the least that half precision can
     tell apart; see `g4spec.quant.affine.bound`."""
     top = abs(codes.end)
@@ -197,7 +201,7 @@ def bound(x: Floats, codes: Codes) -> Floats:
     return out
 
 
-def unpacked(code: Floats, low: int) -> Bytes:
-    """Codes from 0 on, of values from `low` on."""
+def to_unsigned(code: Floats, low: int) -> Bytes:
+    """CodeSpec from 0 on, of values from `low` on."""
     code += F(-low)
     return code.astype(np.uint8)

@@ -15,8 +15,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant import affine, scaled
-from g4spec.quant.format import Bytes, Floats, refuse_infinite
+from g4spec.quant import affine, symmetric
+from g4spec.quant.format import Bytes, Floats, check_finite
 
 BLOCK = 32
 BATCH = 1 << 16
@@ -50,7 +50,7 @@ SPANS = (
 """With weights and a minimum: `affine.Layout.steps`."""
 
 
-def symmetric(
+def encode_symmetric(
     x: Floats, half: int, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], Bytes]:
     """Scales [n] and codes [32, n] of values code - `half` times the scale.
@@ -59,8 +59,8 @@ def symmetric(
     Source: ggml `quantize_row_q4_0_ref`, `quantize_row_q5_0_ref`.
     """
     if weights is not None:
-        d, values = scaled.fit_alone(x, _symmetric(half), weights)
-        return d, scaled.unpacked(values, -half)
+        d, values = symmetric.fit_single_group(x, _symmetric(half), weights)
+        return d, symmetric.to_unsigned(values, -half)
     t = _columns(x)
     low, high = t.min(axis=0), t.max(axis=0)
     largest = np.where(-low > high, low, high)
@@ -70,13 +70,13 @@ def symmetric(
         largest[tie] = both[(np.abs(both) == high[tie]).argmax(axis=0), np.arange(len(tie))]
     largest += F(0)  # C starts from +0, which -0 does not exceed
     with np.errstate(all="ignore"):
-        scale = largest / F(-half)
+        scale = np.divide(largest, F(-half), dtype=F)
         d = scale.astype(np.float16)
-        refuse_infinite(x, d)
+        check_finite(x, d)
     return d, _codes(t, scale, half + 0.5, 2 * half - 1)
 
 
-def shifted(
+def encode_affine(
     x: Floats, top: int, weights: Floats | None = None
 ) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
     """Scales and minima [n], and codes [32, n] of values minimum + code * scale, code <= `top`.
@@ -85,7 +85,7 @@ def shifted(
     """
     if weights is not None:
         layout = affine.Layout(top, rounds=0, groups=1, size=BLOCK, steps=SPANS)
-        return affine.fit_alone(x, layout, weights)
+        return affine.fit_single_group(x, layout, weights)
     t = _columns(x)
     low, high = t.min(axis=0), t.max(axis=0)
     zero = np.flatnonzero(low == 0)
@@ -96,16 +96,18 @@ def shifted(
     with np.errstate(all="ignore"):
         scale = (high - low) / F(top)
         d, m = scale.astype(np.float16), low.astype(np.float16)
-        refuse_infinite(x, d, m)
+        check_finite(x, d, m)
     t -= low
     return d, m, _codes(t, scale, 0.5, top)
 
 
 @cache
-def _symmetric(half: int) -> scaled.Codes:
+def _symmetric(half: int) -> symmetric.CodeSpec:
     """Codes - `half` to `half` - 1 with a scale of either sign."""
     ends = (*(STEPS - half), *(STEPS + half - 1))
-    return scaled.Codes(1, BLOCK, ends, -half, -1, 1, scaled.linear(-half, half - 1))
+    return symmetric.CodeSpec(
+        1, BLOCK, ends, -half, -1, 1, symmetric.integer_codes(-half, half - 1)
+    )
 
 
 def _columns(x: Floats) -> Floats:
@@ -127,23 +129,23 @@ def _codes(t: Floats, scale: Floats, add: float, top: int) -> Bytes:
     return codes
 
 
-def nibbles(codes: Bytes) -> Bytes:
+def pack_nibbles(codes: Bytes) -> Bytes:
     """The lower four bits of codes [32, n] as bytes [n, 16]: value j below value j + 16."""
-    out: Bytes = (codes[:16] & 15 | codes[16:] << 4).T
+    out: Bytes = (codes[:16] & np.uint8(15) | codes[16:] << np.uint8(4)).T
     return out
 
 
-def fifths(codes: Bytes) -> Bytes:
+def pack_fifth_bits(codes: Bytes) -> Bytes:
     """The fifth bits of codes [32, n] as bytes [n, 4], value j at bit j."""
     out: Bytes = np.packbits(codes >> 4, axis=0, bitorder="little").T
     return out
 
 
-def codes_of(q: Bytes, high: Bytes | None = None) -> Bytes:
+def unpack_codes(q: Bytes, high: Bytes | None = None) -> Bytes:
     """Codes [n, 32] of bytes [n, 16], and of fifth bits [n, 4]."""
-    codes = np.concatenate((q & 15, q >> 4), axis=1)
+    codes: Bytes = np.concatenate((q & np.uint8(15), q >> np.uint8(4)), axis=1)
     if high is not None:
-        codes |= np.unpackbits(high, axis=1, bitorder="little") << 4
+        codes |= np.unpackbits(high, axis=1, bitorder="little") << np.uint8(4)
     return codes
 
 
@@ -153,11 +155,10 @@ def symmetric_bound(x: Floats, half: int) -> Floats:
     size = np.abs(x.reshape(-1, BLOCK))
     step = size.max(axis=1, keepdims=True) / F(half)
     rounding = np.maximum(step / 2, size - step * F(half - 1))
-    out: Floats = (rounding + F(half) * (step * HALF + TINY)).reshape(-1)
-    return out
+    return np.asarray(rounding + F(half) * (step * HALF + TINY), F).reshape(-1)
 
 
-def shifted_bound(x: Floats, top: int) -> Floats:
+def affine_bound(x: Floats, top: int) -> Floats:
     """Half a step, the error of the minimum, and that of the scale `top` times."""
     t = x.reshape(-1, BLOCK)
     low = t.min(axis=1)

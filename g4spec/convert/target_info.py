@@ -9,13 +9,13 @@ from typing import Any
 
 from g4spec import models
 from g4spec.convert import provenance, sources, tokenizer
-from g4spec.convert.sources import Found
+from g4spec.convert.sources import DetectedSource
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF, KV, Value, ValueType
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TargetInfo:
     """A target, as much of it as its drafts need.
 
     Attributes:
@@ -37,7 +37,7 @@ class Target:
         return len(self.tokenizer["tokenizer.ggml.tokens"].data)
 
 
-def load(path: Path) -> Target:
+def load(path: Path) -> TargetInfo:
     """The target at `path`, a checkpoint folder or a GGUF. A folder need not hold any weights."""
     found = _detect(path)
     if not found.is_target:
@@ -45,11 +45,11 @@ def load(path: Path) -> Target:
         raise models.misplaced(path, found.kind, fix)
     if isinstance(found.source, GGUF):
         with found.source:
-            return of(found)
-    return of(found)
+            return from_source(found)
+    return from_source(found)
 
 
-def _detect(path: Path) -> Found:
+def _detect(path: Path) -> DetectedSource:
     if path.is_dir() and any(path.glob("*.safetensors")):
         try:
             return sources.detect(path)
@@ -58,7 +58,7 @@ def _detect(path: Path) -> Found:
     return sources.detect(path, weights=False)
 
 
-def of(found: Found) -> Target:
+def from_source(found: DetectedSource) -> TargetInfo:
     """The target that was found."""
     source = found.source
     if isinstance(source, GGUF):
@@ -71,9 +71,9 @@ def of(found: Found) -> Target:
     weights = None
     if not isinstance(source, GGUF):
         weights = provenance.weights_digest(found.kind, config, source.tensors)
-    pairing = provenance.pairing(kv, config.n_embd, len(config.layers))
-    pairing |= provenance.target_origin(source, weights)
-    return Target(config, kv, pairing, _sampling(generation), found.notes, weights)
+    pairing = provenance.pairing_keys(kv, config.n_embd, len(config.layers))
+    pairing |= provenance.target_source_keys(source, weights)
+    return TargetInfo(config, kv, pairing, _sampling(generation), found.notes, weights)
 
 
 def _sampling(generation: Mapping[str, Any]) -> KV:
