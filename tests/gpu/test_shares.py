@@ -24,7 +24,8 @@ __global__ void shares(const i64* first, const i64* last, int* found, int* costs
   __shared__ AttentionWork<KEYS> work;
   if (threadIdx.x < 32) {
     const Chunks chunks = {shift, growing};
-    const BlockShare own = work.assign_block(chunks, first, last, sequences, tokens, heads * row_blocks);
+    const BlockShare own =
+        work.assign_block(chunks, first, last, sequences, tokens, heads * row_blocks);
     const int row = own.sequence * tokens;
     work.build_items(chunks, span_of(first + row, last + row, tokens), {nullptr, 0, 0}, 0, heads,
              row_blocks, own);
