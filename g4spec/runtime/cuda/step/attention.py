@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 
 from g4spec.core import Batch, CacheShape
@@ -224,14 +224,33 @@ def attend(
     if plain is None:
         plain = launch.arch(q.device.index) not in TENSOR_ARCHS
     width = kv.space.table.shape[1]
-    sizes = (tokens, kv.n_kv, group, width, kv.capacity, room, chunks.shift, chunks.growing)
-    numbers = (*map(np.int32, sizes), np.float32(scale))
-    cache, places = (*kv.planes, kv.table), (batch.positions, batch.slots)
+    common: dict[str, Any] = {
+        "q": q,
+        "keys": kv.keys,
+        "values": kv.values,
+        "key_scales": kv.key_scales,
+        "value_scales": kv.value_scales,
+        "table": kv.table,
+        "first": first,
+        "last": last,
+        "slots": batch.slots,
+        "sums": sums,
+        "tops": tops,
+        "tokens": tokens,
+        "n_kv": kv.n_kv,
+        "group": group,
+        "width": width,
+        "capacity": kv.capacity,
+        "room": room,
+        "shift": chunks.shift,
+        "growing": chunks.growing,
+        "scale": scale,
+    }
     if plain:
         name = plain_instance(head_dim, kv.kind, kv.turning)
         kernel = launch.kernel("attention_plain.cu", name, q.device.index)
         grid = min(room * kv.n_kv * -(-tokens * group // 8), 8 * _processors(kernel))
-        kernel((grid, sequences), 128, q, *cache, first, last, batch.slots, sums, tops, *numbers)
+        kernel((grid, sequences), 128, **common)
     else:
         arch = launch.arch(q.device.index)
         shape, blocks = choose(head_dim, kv.kind, tokens * group, arch, kv.turning)
@@ -239,15 +258,9 @@ def attend(
         kernel(
             _grid(kernel, shape, kv, chunks, blocks, batch),
             32 * sum(shape.warps),
-            q,
-            *cache,
-            first,
-            last,
-            *places,
-            sums,
-            tops,
-            *map(np.int32, (*sizes, sequences)),
-            np.float32(scale),
+            **common,
+            positions=batch.positions,
+            sequences=sequences,
             shared=shape.shared,
         )
     return _combine(sums, tops, first, last, tokens, chunks)
@@ -293,17 +306,22 @@ def _combine(
     kernel = launch.kernel(
         "attention_combine.cu", f"combine_chunks<{head_dim}, {warps}>", sums.device.index
     )
-    sizes = (count, tokens, n_kv, group, room, chunks.shift, chunks.growing)
     kernel(
         -(-width // 64 * count * warps // 8),
         256,
-        sums,
-        tops,
-        first,
-        last,
-        out,
-        packed.data,
-        *map(np.int32, sizes),
+        sums=sums,
+        tops=tops,
+        first=first,
+        last=last,
+        out=out,
+        rows=packed.data,
+        count=count,
+        tokens=tokens,
+        n_kv=n_kv,
+        group=group,
+        room=room,
+        shift=chunks.shift,
+        growing=chunks.growing,
     )
     return Attended(out, packed)
 
