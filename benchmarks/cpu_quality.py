@@ -78,7 +78,7 @@ def measured(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for name in args.types or names:
         row = found[name] = {}
         for kind in ("plain", "imatrix"):
-            if kind == "imatrix" and not policy.asked(name).base.weighted:
+            if kind == "imatrix" and not policy.parse_type(name).base.weighted:
                 continue
             ours, theirs = folder / "ours.gguf", folder / "theirs.gguf"
             size = quantize(

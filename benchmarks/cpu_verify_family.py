@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from g4spec import convert
-from g4spec.cli._family import DRAFTS
+from g4spec.cli._demo_family import DRAFTS
 from g4spec.measure import prompts, verify
 from g4spec.measure import run_record as provenance
 from g4spec.runtime.engine import Engine

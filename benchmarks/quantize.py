@@ -38,7 +38,7 @@ PLAIN = {"q5_k": "Q5_K_S", "q3_k": "Q3_K_S"}
 NAMES = {
     n: PLAIN.get(n, n.upper())
     for n in policy.names()
-    if policy.asked(n).base.quantized and n != "q4_k"
+    if policy.parse_type(n).base.quantized and n != "q4_k"
 }
 WEIGHTED = ("q4_0", "q4_1", "q5_0", "q5_1")
 """Types that are searched for, too, with an imatrix."""

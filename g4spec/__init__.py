@@ -4,7 +4,7 @@
     request = engine.generate(engine.tokenizer.encode("Hello"), g4spec.Options(n_predict=100))
     for cycle in request: ...
 
-These names are loaded, and torch with them, when they are asked for.
+These names are imported on first use, and torch with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __version__ = "0.2.0"
 
 __all__ = ["Cycle", "Engine", "Options", "Request", "Sampler", "__version__"]
 
-_HOMES = {
+_MODULES = {
     "Cycle": "g4spec.core",
     "Engine": "g4spec.runtime.engine",
     "Options": "g4spec.runtime.request",
@@ -32,10 +32,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

@@ -6,14 +6,16 @@ import signal
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C during its imports, before there is anything to clear away,
-    ends the process without a word."""
+    """Run the command line.
+
+    Ctrl-C during the imports ends the process silently: there is nothing to clean up yet.
+    """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     from g4spec import cli
     from g4spec.cli import _threads
 
-    _threads.wait_asleep()
+    _threads.use_passive_wait()
     cli.main()
 
 

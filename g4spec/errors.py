@@ -1,13 +1,13 @@
-"""The errors g4spec raises on purpose. Everything else is a bug.
+"""The errors that g4spec raises on purpose. Any other exception is a bug.
 
     G4Error
-    ├── CheckFailed         exit 1   a check that was asked for did not hold
-    ├── UsageError          exit 2   the command line cannot mean anything
-    ├── InputError          exit 3   a file, folder or prompt is not what it must be
-    │   ├── Unsupported     exit 3   it is valid, but this version has no code for it
-    │   └── PromptTooLong   exit 3   a prompt has more tokens than a context
+    ├── CheckFailed         exit 1   a requested check failed
+    ├── UsageError          exit 2   options or arguments are wrong or contradict each other
+    ├── InputError          exit 3   a file, folder or prompt is invalid
+    │   ├── Unsupported     exit 3   the input is valid, but this version cannot handle it
+    │   └── PromptTooLong   exit 3   the prompt has more tokens than the context
     └── EnvironmentProblem  exit 4   this machine lacks something: memory, disk, a package
-        └── KernelCompileError       a CUDA kernel that its compiler refused
+        └── KernelCompileError       NVRTC failed to compile a CUDA kernel
 
 A message says what failed, what was expected, what was found, and what to do.
 """
@@ -17,20 +17,20 @@ from __future__ import annotations
 from typing import Any
 
 
-def _shown(value: object) -> object:
+def _joined(value: object) -> object:
     if isinstance(value, list) and all(isinstance(x, str) for x in value):
         return ", ".join(value)
     return value
 
 
 class G4Error(Exception):
-    """Base of all errors a user can cause. Its text is complete: no traceback is needed.
+    """Base class of all errors that a user can cause; its text needs no traceback.
 
     Args:
         what: what failed, naming the file, key or tensor.
-        expected, found: both sides of the comparison, when there is one. Names in a list are shown
-            with commas between them.
-        fix: what the user can do about it.
+        expected, found: both sides of the failed comparison, if there is one. Lists of names are
+            shown separated by commas.
+        fix: what the user can do about it, as an imperative.
     """
 
     exit_code = 3
@@ -46,43 +46,45 @@ class G4Error(Exception):
         self.what, self.expected, self.found, self.fix = what, expected, found, fix
         text = what
         if expected is not None:
-            text += f": expected {_shown(expected)}"
+            text += f": expected {_joined(expected)}"
         if found is not None:
-            text += f"{',' if expected is not None else ':'} found {_shown(found)}"
+            text += f"{',' if expected is not None else ':'} found {_joined(found)}"
         if fix:
             text += f". {fix[0].upper()}{fix[1:]}"
         super().__init__(text)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the text and all attributes, whatever `__init__` of a subclass takes."""
-        return _error, (type(self), str(self), vars(self))
+        """Pickle the text and all attributes, independent of the `__init__` of a subclass."""
+        return _unpickled, (type(self), str(self), vars(self))
 
 
 class CheckFailed(G4Error):
-    """A check that the user asked for did not hold (verify, validate, bench compare)."""
+    """A requested check that failed (verify, validate, bench compare)."""
 
     exit_code = 1
 
 
 class UsageError(G4Error):
-    """Options or arguments that cannot mean anything together."""
+    """Options or arguments that are wrong or contradict each other."""
 
     exit_code = 2
 
 
 class InputError(G4Error):
-    """A file, folder or prompt that is not what it must be."""
+    """A file, folder or prompt that is invalid."""
 
 
 class Unsupported(InputError):
-    """Valid input for which this version has no code; names the missing feature."""
+    """Valid input that this version cannot handle; the text names the missing feature."""
 
 
 class PromptTooLong(InputError):
     """A prompt that does not fit into the context.
 
     Args:
-        tokens: its tokens, at least. n_ctx: of the context. found: as it is said.
+        tokens: number of tokens in the prompt, or a lower bound of it.
+        n_ctx: context length in tokens.
+        found: how the message states the number of tokens.
     """
 
     def __init__(self, tokens: int, n_ctx: int, found: object, fix: str | None = None) -> None:
@@ -102,25 +104,25 @@ class EnvironmentProblem(G4Error):
 
 
 class KernelCompileError(EnvironmentProblem):
-    """A CUDA kernel that NVRTC did not compile.
+    """A CUDA kernel that NVRTC failed to compile.
 
     Args:
-        path: the kernel's file.
-        options: what the compiler was called with, the architecture included.
-        log: what the compiler said, whole; it is also part of the message.
+        path: source file of the kernel.
+        options: compiler options, including the architecture.
+        log: complete compiler output; it is also part of the message.
     """
 
     def __init__(self, path: str, options: tuple[str, ...], log: str, *, fix: str) -> None:
         self.path, self.options, self.log = path, options, log
         super().__init__(
-            f"{path}: kernel not compiled",
+            f"{path}: cannot compile the kernel",
             expected=" ".join(("a cubin from NVRTC", *options)),
             found=f"\n{log.strip()}\n",
             fix=fix,
         )
 
 
-def _error(kind: type[G4Error], text: str, attributes: dict[str, Any]) -> G4Error:
+def _unpickled(kind: type[G4Error], text: str, attributes: dict[str, Any]) -> G4Error:
     error = kind.__new__(kind, text)
     vars(error).update(attributes)
     return error

@@ -21,7 +21,7 @@ from g4spec.advisor.schema import Draft, Size
 from g4spec.advisor.subjects import DraftModel, Option, Target
 from g4spec.core import CacheShape
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF, inside, regular
+from g4spec.gguf import GGUF, folder_hint, regular_files
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.models.spec import Checkpoint
 from g4spec.models.upstream import OWN
@@ -242,12 +242,12 @@ def _with_row(made: DraftModel, row: Draft | None) -> DraftModel:
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
-        raw = json.loads(regular.read(path))
+        raw = json.loads(regular_files.read_regular(path))
     except FileNotFoundError:
         raise InputError(
             f"{folder}: not a checkpoint",
             expected="a config.json in it",
-            fix=inside(folder),
+            fix=folder_hint(folder),
         ) from None
     except (ValueError, RecursionError) as problem:
         raise InputError(f"{path}: not JSON ({problem})") from None

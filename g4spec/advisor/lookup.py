@@ -20,7 +20,7 @@ def target(facts: Facts, text: str) -> Target:
     path = Path(os.path.expanduser(text))  # which takes a user that there is not
     if path.exists():
         return files.target(facts, path, text)
-    id = hub.Id.parse(text)
+    id = hub.HubId.parse(text)
     if text.lower().endswith(".gguf") and (id is None or id.file is None):
         raise InputError(f"{text}: no such file")
     name, _, wanted = text.partition(":")

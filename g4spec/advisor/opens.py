@@ -33,7 +33,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def types() -> list[tuple[str, str, str, str, str, str]]:
     """One row a tensor type: name, bits a weight in a file and in a GPU's memory, opens, has CUDA
     kernels, can be written."""
-    writable, kernels = set(quant.names()), own.with_kernels()
+    writable, kernels = set(quant.writable_names()), own.with_kernels()
     forms = sorted(quant.readable().values(), key=lambda f: -f.block_bytes / f.block)
     return [
         (
@@ -60,7 +60,7 @@ def others() -> list[tuple[str, str, str]]:
 
 def document() -> str:
     """Write the page."""
-    mixes = sorted(set(policy.names()) - set(quant.names()))
+    mixes = sorted(set(policy.names()) - set(quant.writable_names()))
     return "\n".join(
         [
             INTRO,

@@ -9,7 +9,7 @@ from pathlib import Path
 from g4spec.advisor.machine import Machine
 from g4spec.advisor.recipe import PORTS, Recipe
 from g4spec.errors import UsageError
-from g4spec.gguf.replacing import replacing
+from g4spec.gguf.atomic import atomic_write
 
 
 def compose(r: Recipe, machine: Machine) -> str:
@@ -70,7 +70,7 @@ def write(r: Recipe, machine: Machine, folder: Path) -> list[Path]:
     made = []
     for name, text in texts.items():
         path, data = folder / name, text.encode()
-        with replacing(path, len(data)) as f:
+        with atomic_write(path, len(data)) as f:
             f.write(data)
         made.append(path)
     return made

@@ -1,9 +1,11 @@
-"""The command line. A file in this folder that defines `command` is a command of that name, and
-one that defines `app` a command with commands of its own (`bench compare`).
+"""The command line.
+
+A file in this folder that defines `command` is a command of that name. A file that defines `app`
+is a command with subcommands (`bench compare`).
 
 `main` is the only place where errors become messages and exit codes (see `g4spec.errors`).
 Nothing here, and nothing at the top of a command's file, may import torch or numpy: `--help` and
-`--version` have to answer at once.
+`--version` must answer at once.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from typing import Annotated
 import typer
 
 from g4spec import __version__
-from g4spec.cli import _pasted, _signals, render
-from g4spec.cli._problems import CLICK_ERROR, as_error
+from g4spec.cli import _flag_translation, _signals, render
+from g4spec.cli._os_errors import CLICK_ERROR, as_error
 from g4spec.errors import G4Error
 
 ORDER = ("demo", "convert", "quantize", "validate", "inspect", "generate", "tokenize", "verify")
-"""Order in `--help`: the way through the work. Commands that are not named come after, by name."""
+"""Order of commands in `--help`, by workflow. All other commands follow alphabetically."""
 
 
 def _version(value: bool) -> None:
@@ -36,13 +38,15 @@ def _top(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("-V", "--version", callback=_version, is_eager=True, help="Print it."),
+        typer.Option(
+            "-V", "--version", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """Convert, validate, verify and run speculative-decoding drafts for Gemma 4.
 
-    Exit codes: 0 ok, 1 a check failed, 2 usage, 3 bad input, 4 environment. `g4spec help COMMAND`
-    is `g4spec COMMAND --help`.
+    Exit codes: 0 ok, 1 a check failed, 2 wrong usage, 3 bad input, 4 problem of this machine.
+    `g4spec help COMMAND` is the same as `g4spec COMMAND --help`.
     """
     if context.invoked_subcommand is None:
         render.Output().stream(context.get_help() + "\n")
@@ -50,7 +54,7 @@ def _top(
 
 
 def names() -> list[str]:
-    """The files of this folder that may hold a command, in the order of `--help`."""
+    """Return the names of the command files in this folder, in the order of `--help`."""
     found = {info.name for info in pkgutil.iter_modules(__path__)}
     found = {name for name in found if not name.startswith("_") and name != "render"}
     listed = [name for name in ORDER if name in found]
@@ -58,22 +62,22 @@ def names() -> list[str]:
 
 
 def app() -> typer.Typer:
-    """The Typer application with every command registered."""
-    # Plain help text: rich's costs 0.1 s of imports, a third of what `--help` may take.
-    made = typer.Typer(name="g4spec", rich_markup_mode=None, pretty_exceptions_enable=False)
+    """Return the Typer application with every command registered."""
+    # Plain help text: importing rich costs 0.1 s, a third of the time budget of `--help`.
+    application = typer.Typer(name="g4spec", rich_markup_mode=None, pretty_exceptions_enable=False)
     settings = {"help_option_names": ["-h", "--help"]}
-    made.callback(invoke_without_command=True, context_settings=settings)(_top)
+    application.callback(invoke_without_command=True, context_settings=settings)(_top)
     for name in names():
         module = importlib.import_module(f"{__name__}.{name}")
         if hasattr(module, "app"):
-            made.add_typer(module.app, name=name, cls=_pasted.Group)
+            application.add_typer(module.app, name=name, cls=_flag_translation.Group)
         elif hasattr(module, "command"):
-            made.command(name, cls=_pasted.Command)(module.command)
-    return made
+            application.command(name, cls=_flag_translation.Command)(module.command)
+    return application
 
 
 def run(argv: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code."""
+    """Run one command line and return its exit code."""
     json = "--json" in argv
     render.Output.printed = False
     if list(argv[:1]) == ["help"]:
@@ -84,19 +88,19 @@ def run(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except (G4Error, CLICK_ERROR, ImportError, MemoryError, OSError, RuntimeError) as problem:
-        known = as_error(problem)
-        if known is None:
+        error = as_error(problem)
+        if error is None:
             raise
-        return render.error(str(known), known.exit_code, json=json)
+        return render.error(str(error), error.exit_code, json=json)
 
 
 def main() -> None:
     """Run the command line of this process (see `g4spec.__main__`)."""
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character must not end a run.
+        # A character that the terminal cannot show must not end the run.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     code = 130
-    with _signals.handled(), suppress(KeyboardInterrupt):  # before a command began, or after it
+    with _signals.handled(), suppress(KeyboardInterrupt):  # before or after a command
         code = run(sys.argv[1:])
     sys.exit(code)

@@ -17,8 +17,8 @@ Daemon = Annotated[
     bool,
     typer.Option(
         "--daemon",
-        help="Speak no HTTP: read lines `PROMPT_BIN N_GEN [samp=...]` "
-        "from stdin and write tokens to --stream-fd (see docs/serving.md).",
+        help="Use a line protocol instead of HTTP: read lines `PROMPT_BIN N_GEN [samp=...]` from "
+        "stdin and write tokens to --stream-fd (see docs/serving.md).",
     ),
 ]
 StreamFd = Annotated[
@@ -26,10 +26,10 @@ StreamFd = Annotated[
     typer.Option(
         "--stream-fd",
         min=0,
-        help="File descriptor of --daemon's tokens: int32, -1 at the end of a text.",
+        help="File descriptor that --daemon writes tokens to: int32, -1 at the end of a text.",
     ),
 ]
-OF_HTTP = (
+HTTP_ONLY = (
     "models",
     "models_max",
     "host",
@@ -47,20 +47,20 @@ OF_HTTP = (
     "n_predict",
     "chat_template_file",
 )
-"""Parameters of `serve` that say nothing to --daemon."""
+"""Parameters of `serve` that have no effect with --daemon."""
 
 
-def check(daemon: bool, stream_fd: int | None, typed: dict[str, str]) -> int:
-    """Return the file descriptor of a daemon; UsageError where the options do not go together."""
+def check(daemon: bool, stream_fd: int | None, given_flags: dict[str, str]) -> int:
+    """Return the file descriptor to write to; raise UsageError for options that conflict."""
     if not daemon or stream_fd is None:
-        raise UsageError("--daemon and --stream-fd need each other")
-    if given := [flag for name, flag in typed.items() if name in OF_HTTP]:
-        raise UsageError(f"{', '.join(given)}: --daemon speaks no HTTP", fix="leave it out")
+        raise UsageError("--daemon and --stream-fd need each other", fix="give both, or neither")
+    if refused := [flag for name, flag in given_flags.items() if name in HTTP_ONLY]:
+        raise UsageError(f"{', '.join(refused)}: no effect with --daemon", fix="leave it out")
     try:
         os.fstat(stream_fd)
     except OSError:
         raise UsageError(
-            "--stream-fd", expected="a file descriptor that is open", found=stream_fd
+            "--stream-fd", expected="an open file descriptor", found=stream_fd
         ) from None
     return stream_fd
 
@@ -71,11 +71,11 @@ def run(
     setup: _engine.Setup,
     out: Output,
     fd: int,
-    asked: dict[str, float | None],
+    sampling: dict[str, float | None],
     pool: int | None,
     prefix_cache: int,
 ) -> None:
-    """Answer lines of stdin on a file descriptor, with the sampling that was `asked` for.
+    """Answer lines of stdin on the file descriptor `fd`, with the options `sampling`.
 
     Args:
         pool, prefix_cache: as for `Engine.load`.
@@ -84,12 +84,12 @@ def run(
     from g4spec.server import daemon
 
     if model is None:
-        raise UsageError("--daemon serves one model", fix="name it with -m")
-    sampler = Sampler(**{k: v for k, v in asked.items() if v is not None})  # type: ignore[arg-type]
+        raise UsageError("--daemon needs a model", fix="name one with -m")
+    sampler = Sampler(**{k: v for k, v in sampling.items() if v is not None})  # type: ignore[arg-type]
     path, file = _engine.files(model, draft, setup, out)
     with (
         open(fd, "wb", buffering=0) as stream,
         _engine.load(path, file, setup, out, pool=pool, prefix_cache=prefix_cache) as engine,
     ):
         out.stream(f"{daemon.READY}\n")
-        daemon.serve(engine, sys.stdin, stream, sampler, out.say)
+        daemon.serve(engine, sys.stdin, stream, sampler, out.log)

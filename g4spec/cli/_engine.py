@@ -34,44 +34,48 @@ def files(
     from g4spec.convert import hub
     from g4spec.runtime import devices, draft_file
 
-    named = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
+    draft_path = None if draft in (None, _inputs.NGRAM) else Path(str(draft))
     devices.check(setup.device, setup.cache_type)
-    draft_file.check_options(setup.draft_p_min, setup.draft_window, named is not None)
-    away, path = hub.is_away(model), None
-    if not away:
+    draft_file.check_options(setup.draft_p_min, setup.draft_window, draft_path is not None)
+    remote, path = hub.is_remote(model), None
+    if not remote:
         model = _target(model, setup, out)
-    if named is not None:
-        path = _inputs.local(named, out)
+    if draft_path is not None:
+        path = _inputs.resolve(draft_path, out)
         _inputs.check_draft(path, confident=bool(setup.draft_p_min))
-    if away:
+    if remote:
         model = _target(model, setup, out)
     return model, _inputs.open_draft(path, model, out) if path else draft
 
 
 def _target(model: Path, setup: Setup, out: Output) -> Path:
-    path = _inputs.local(model, out, "gguf")
+    path = _inputs.resolve(model, out, "gguf")
     _inputs.check_target(path, setup.n_ctx)
     return path
 
 
-def load(model: Path, draft: Path | str | None, setup: Setup, out: Output, **more: Any) -> Engine:
-    """See `Engine.load`, which takes `more`, too."""
+def load(
+    model: Path, draft: Path | str | None, setup: Setup, out: Output, **options: Any
+) -> Engine:
+    """See `Engine.load`, which takes `options`, too."""
     with out.progress(f"loading {model.name}") as progress:
-        engine = settled(target=model, draft=draft, **asdict(setup), **more, progress=progress)
-    tell_where(engine.backend.title, engine.on_cpu, setup, out)
+        engine = load_with_threads(
+            target=model, draft=draft, **asdict(setup), **options, progress=progress
+        )
+    note_device(engine.backend.title, engine.on_cpu, setup, out)
     return engine
 
 
-def settled(**options: Any) -> Engine:
+def load_with_threads(**options: Any) -> Engine:
     """Load an engine, and settle its threads; see `Engine.load`."""
     from g4spec.runtime.engine import Engine
 
     engine = Engine.load(**options)
-    _threads.settle(engine)
+    _threads.limit_threads(engine)
     return engine
 
 
-def tell_where(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
+def note_device(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
     """Say on which device an engine runs; on a CPU, why on none other if that was left open."""
     if not on_cpu:
         out.note(f"runs on {title}")
@@ -82,7 +86,7 @@ def tell_where(title: str, on_cpu: bool, setup: Setup, out: Output) -> None:
             out.note(f"runs on the CPU: {why}")
 
 
-def tell(engine: Engine, out: Output) -> None:
+def note_ops_without_kernel(engine: Engine, out: Output) -> None:
     """What ran without a kernel of its own."""
     names = sorted(engine.target.ops.without_kernel)
     if names:

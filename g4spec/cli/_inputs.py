@@ -20,12 +20,12 @@ NGRAM = "ngram"
 def read_text(path: Path) -> str:
     """A UTF-8 file or pipe, or standard input for `-`, of at most 64 MiB; one newline at its end is
     left out."""
-    from g4spec.gguf.regular import MAX_WHOLE
+    from g4spec.gguf.regular_files import MAX_READ_BYTES
 
     with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
-        data = file.read(MAX_WHOLE + 1)
-    if len(data) > MAX_WHOLE:
-        raise InputError(f"{path}: too large", expected=f"at most {MAX_WHOLE:,} bytes")
+        data = file.read(MAX_READ_BYTES + 1)
+    if len(data) > MAX_READ_BYTES:
+        raise InputError(f"{path}: too large", expected=f"at most {MAX_READ_BYTES:,} bytes")
     try:
         return data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
     return Path(base) / "g4spec" / "drafts"
 
 
-def local(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:
+def resolve(name: Path, out: Output, want: Literal["any", "tokenizer", "gguf"] = "any") -> Path:
     """What the user named: a path, or a hub id whose files are fetched into the hub's cache."""
     from g4spec.convert import hub
 
@@ -65,11 +65,11 @@ def open_draft(path: Path, target: Path, out: Output) -> Path:
     from g4spec import convert
 
     if not path.is_dir():
-        with convert.detect(path, run=True) as found:
+        with convert.detect(path, prefer_gguf=True) as found:
             if found.dialect is None:
                 return path
     with out.progress(f"converting {path.name}") as progress:
-        made, note = convert.cached(path, target, cache_folder(), progress=progress)
+        made, note = convert.convert_cached(path, target, cache_folder(), progress=progress)
     out.note(note)
     return made
 
@@ -79,7 +79,7 @@ def check_draft(path: Path, confident: bool = False) -> None:
     must be `confident`."""
     from g4spec import convert, models
 
-    with convert.detect(path, run=True) as found:
+    with convert.detect(path, prefer_gguf=True) as found:
         if found.is_target:
             raise models.misplaced(path, found.kind)
         if confident:
@@ -94,7 +94,7 @@ def check_target(path: Path, n_ctx: int | None) -> None:
         return engine.check(path, n_ctx)
     from g4spec import convert, models
 
-    with convert.detect(path, run=True) as found:
+    with convert.detect(path, prefer_gguf=True) as found:
         if not found.is_target:
             raise models.misplaced(path, found.kind)
         if found.path != path:
@@ -104,7 +104,7 @@ def check_target(path: Path, n_ctx: int | None) -> None:
     raise InputError(f"{path}: a folder", expected="a target's GGUF file", fix=fix)
 
 
-def typed(context: typer.Context) -> dict[str, str]:
+def given_flags(context: typer.Context) -> dict[str, str]:
     """The options that were given: name of the parameter -> flag, in the command's order."""
     sources = {o: context.get_parameter_source(o.name or "") for o in context.command.params}
     return {
@@ -114,7 +114,7 @@ def typed(context: typer.Context) -> dict[str, str]:
     }
 
 
-def needs_draft(draft: str | None, **given: object) -> None:
+def require_draft(draft: str | None, **given: object) -> None:
     """UsageError for an option that is about a draft where there is none."""
     for name, value in given.items():
         if draft is None and value:

@@ -1,4 +1,4 @@
-"""Fits text, commands and tables into the width of a terminal: no word and no cell is cut."""
+"""Wraps text, commands and tables to the width of a terminal, without cutting a word or cell."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ import unicodedata
 from collections.abc import Sequence
 from typing import TextIO
 
-LEAST = 20
-"""Columns below which nothing is fitted."""
-GAP = 2
-"""Columns between two columns of a table, and left of the first."""
+MIN_COLUMNS = 20
+"""Smallest terminal width that text is wrapped to."""
+COLUMN_GAP = 2
+"""Number of spaces between two columns of a table, and left of the first."""
 
 _WORDS = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
 
 
-def cell_len(text: str) -> int:
-    """Columns that a text takes: two for a wide character."""
+def display_width(text: str) -> int:
+    """Return the number of terminal columns of a text; a wide character takes two."""
     if text.isascii():
         return len(text)
     return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def width(file: TextIO) -> int | None:
-    """Columns of a terminal; None for a pipe or a file, which gets lines as long as they are."""
-    return max(shutil.get_terminal_size().columns, LEAST) if file.isatty() else None
+    """Return the width of a terminal in columns; None for a pipe or a file: do not wrap."""
+    return max(shutil.get_terminal_size().columns, MIN_COLUMNS) if file.isatty() else None
 
 
-def wrapped(text: str, columns: int | None) -> str:
-    """Break a line between words. What follows is indented by two more columns, or to where the
-    text begins behind a number, a mark or a name with two spaces after it."""
-    if columns is None or cell_len(text) <= columns:
+def wrap(text: str, columns: int | None) -> str:
+    """Wrap a line between words.
+
+    Further lines are indented by two more columns. After a leading number, mark or name with two
+    spaces behind it, they are indented to the beginning of the text.
+    """
+    if columns is None or display_width(text) <= columns:
         return text
     begin = re.match(r"\s*(?:[✓!✗·] |# *|\d+\. |\S{1,12} {2,}(?=\S))?", text)
     at, mark = min(begin.end(), columns // 3) if begin else 0, begin[0].strip() if begin else ""
@@ -50,15 +53,17 @@ def wrapped(text: str, columns: int | None) -> str:
     return "\n".join(lines)
 
 
-def command(before: str, text: str, columns: int | None) -> str:
-    """Break a shell command between words so that it can still be pasted: lines end with a
-    backslash. `before`: what stands in front of it."""
-    if columns is None or cell_len(before + text) <= columns:
-        return before + text
+def command(prefix: str, text: str, columns: int | None) -> str:
+    """Wrap a shell command between words, with a backslash at line ends.
+
+    `prefix`: text on the same line before the command.
+    """
+    if columns is None or display_width(prefix + text) <= columns:
+        return prefix + text
     words = _WORDS.findall(text)
-    lines, line = [], before + words[0]
+    lines, line = [], prefix + words[0]
     for word in words[1:]:
-        if cell_len(f"{line} {word} \\") > columns:
+        if display_width(f"{line} {word} \\") > columns:
             lines.append(line + " \\")
             line = "    " + word
         else:
@@ -67,7 +72,7 @@ def command(before: str, text: str, columns: int | None) -> str:
 
 
 def script(text: str, columns: int | None) -> str:
-    """Break the lines of a shell script as `command` does; its own continuations stay."""
+    """Wrap the lines of a shell script as `command` does; keep its own continuation lines."""
     out = []
     for line in text.split("\n"):
         body = line.removesuffix(" \\").lstrip()
@@ -79,15 +84,21 @@ def script(text: str, columns: int | None) -> str:
 
 
 def _longest_word(cells: Sequence[str]) -> int:
-    return max((cell_len(word) for cell in cells for word in cell.split()), default=1)
+    return max((display_width(word) for cell in cells for word in cell.split()), default=1)
 
 
 def widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Widths of a table's columns (each with its name first) that fit into `room`, widest columns
-    shortened first and none below its longest word; None if there are none."""
-    natural = [max(map(cell_len, column)) for column in columns]
+    """Return widths of a table's columns that fit into `room`, or None if that is impossible.
+
+    The widest columns are shortened first, none below its longest word.
+
+    Args:
+        columns: cells of each column, its name included.
+        room: available width in terminal columns.
+    """
+    natural = [max(map(display_width, column)) for column in columns]
     least = [_longest_word(column) for column in columns]
-    room -= GAP * len(columns)
+    room -= COLUMN_GAP * len(columns)
     if sum(least) > room:
         return None
     while sum(natural) > room:
@@ -96,21 +107,21 @@ def widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
     return natural
 
 
-def columns_kept(columns: Sequence[Sequence[str]], spare: Sequence[int], room: int) -> list[int]:
-    """Choose the columns of a table that fit: those of `spare` are left out, last first."""
-    left = list(range(len(columns)))
-    drop = list(spare)
-    while drop and sum(max(map(cell_len, columns[i])) + GAP for i in left) > room:
-        left.remove(drop.pop())
-    return left
+def columns_kept(columns: Sequence[Sequence[str]], optional: Sequence[int], room: int) -> list[int]:
+    """Return the indices of the columns to show: drops those of `optional`, last first, to fit."""
+    kept = list(range(len(columns)))
+    drop = list(optional)
+    while drop and sum(max(map(display_width, columns[i])) + COLUMN_GAP for i in kept) > room:
+        kept.remove(drop.pop())
+    return kept
 
 
 def records(names: Sequence[str], rows: Sequence[Sequence[str]], room: int) -> str:
-    """Write rows below one another, `name: value` with commas between, where columns do not fit."""
+    """Format rows as `name: value, ...` below each other, for tables that do not fit."""
     out = []
     for row in rows:
         first, *rest = row
         text = ", ".join(f"{n}: {c}" for n, c in zip(names[1:], rest, strict=True) if c)
-        out.append(wrapped(f"  {first}", room))
-        out.append(wrapped(f"    {text}", room))
+        out.append(wrap(f"  {first}", room))
+        out.append(wrap(f"    {text}", room))
     return "\n".join(out)

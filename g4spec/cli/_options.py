@@ -1,4 +1,4 @@
-"""Options that several commands share, spelt as other tools for GGUF files spell them."""
+"""Options that several commands share, spelled as in llama.cpp."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ ContextSize = Annotated[
     typer.Option(
         "-c",
         "--ctx-size",
-        help="Context in tokens; 0: all of the model's. Default: the model's, at most 8192.",
+        help="Context length in tokens; 0: the model's maximum. Default: the model's maximum, but "
+        "at most 8192.",
     ),
 ]
 NPredict = Annotated[
     int,
-    typer.Option("-n", "--n-predict", help="Most new tokens; -1: until the context is full."),
+    typer.Option(
+        "-n", "--n-predict", help="Maximum number of new tokens; -1: until the context is full."
+    ),
 ]
 DraftMax = Annotated[
     str,
@@ -43,14 +46,15 @@ DraftMax = Annotated[
         "--draft-max",
         "--spec-draft-n-max",
         metavar="N|auto",
-        help=f"Most tokens drafted a step, 0 to {MAX_DRAFT}; `auto` picks the length each step "
-        "from measured costs and acceptance.",
+        help=f"Maximum draft length, 0 to {MAX_DRAFT}; `auto` chooses it at each step from "
+        "measured costs and acceptance.",
     ),
 ]
 DraftWindow = Annotated[
     int | None,
     typer.Option(
-        "--draft-window", help="Context that full-attention layers of the draft see. Default: all."
+        "--draft-window",
+        help="Number of tokens that the draft's full-attention layers see. Default: all.",
     ),
 ]
 DraftPMin = Annotated[
@@ -59,53 +63,66 @@ DraftPMin = Annotated[
         "--draft-p-min",
         "--spec-draft-p-min",
         metavar="P",
-        help="For DSpark drafts with a confidence head: end a proposal before the first token of "
-        "less confidence than P, 0 to 1. Default: 0, which keeps all.",
+        help="End a proposal before the first token with a confidence below P, 0 to 1. Needs a "
+        "DSpark draft with a confidence head. Default: 0, which keeps all.",
     ),
 ]
 Device = Annotated[
     str,
     typer.Option(
         metavar="auto|cpu|cuda",
-        help="Where to run; `cuda:1` is the second GPU. By default the first one if there is any. "
-        "`cuda:portable` takes the kernels for GPUs before sm_80, to compare or to work around.",
+        help="Device to run on; `auto`: the first GPU if there is one; `cuda:1`: the second GPU; "
+        "`cuda:portable`: a GPU with the kernels for GPUs before sm_80, as a workaround.",
     ),
 ]
 CacheType = Annotated[
     str | None,
     typer.Option(
         metavar="|".join(KINDS),
-        help="How keys and values are stored. Default: f16 on a "
-        "GPU; a CPU keeps 32 bits, of numbers rounded as this type rounds them.",
+        help="KV cache type. Default: f16 on a GPU. A CPU stores 32-bit floats, rounded to the "
+        "values of this type if it is given.",
     ),
 ]
 Threads = _threads.Threads
 Temperature = Annotated[float, typer.Option("--temp", help="Temperature; 0 is greedy.")]
-TopK = Annotated[int, typer.Option("--top-k", help="Keep the K likeliest tokens; 0 keeps all.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Keep this much probability; 1 keeps all.")]
-MinP = Annotated[
-    float, typer.Option("--min-p", help="Keep tokens this likely relative to the best; 0: all.")
+TopK = Annotated[
+    int, typer.Option("--top-k", help="Keep only the K likeliest tokens; 0 keeps all.")
 ]
-Seed = Annotated[int, typer.Option("--seed", help="The same seed gives the same text.")]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p", help="Keep the likeliest tokens up to this total probability; 1 keeps all."
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        "--min-p",
+        help="Keep tokens with at least this fraction of the top probability; 0 keeps all.",
+    ),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", help="Random seed; the same seed gives the same text.")
+]
 Stop = Annotated[
     list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated."),
+    typer.Option("--stop", metavar="TEXT", help="Stop before this text; may be repeated."),
 ]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after stop tokens.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue after stop tokens.")]
 ShowDraft = Annotated[
-    bool, typer.Option("--show-draft", help="Mark drafted, accepted and corrected tokens.")
+    bool, typer.Option("--show-draft", help="Mark accepted and rejected draft tokens.")
 ]
 ShowRejected = Annotated[
     bool,
     typer.Option(
         "--show-rejected",
-        help="As --show-draft, with every rejected token of a proposal and not only the first.",
+        help="Like --show-draft, but show all rejected tokens of a proposal, not only the first.",
     ),
 ]
 
 
 def draft_max(text: str) -> int | Literal["auto"]:
-    """The value of `--draft-max`; its range is checked where it is used."""
+    """Parse `--draft-max`; its range is checked where it is used."""
     if text == "auto":
         return "auto"
     try:

@@ -1,5 +1,7 @@
-"""What signals do to a command: at Ctrl-C and SIGTERM it unwinds, in silence; a file that is cut
-while it is mapped (SIGBUS) is bad input."""
+"""Signal handling: Ctrl-C and SIGTERM unwind a command silently; SIGBUS is reported as bad input.
+
+SIGBUS occurs if a file is truncated while it is mapped.
+"""
 
 from __future__ import annotations
 
@@ -17,50 +19,52 @@ from g4spec.cli import render
 from g4spec.errors import InputError
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM)
-_TOLD = threading.Lock()
+_REPORTED = threading.Lock()
 
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Unwind at a signal in this block; end at once at a second one, and after it."""
+    """Raise an exception at the first signal in this block; later ones end the process at once."""
     for number in NUMBERS:
-        signal.signal(number, _asked_to_end)
+        signal.signal(number, _unwind)
     sys.unraisablehook = _unraisable
     if hasattr(signal, "SIGBUS"):
-        ctypes.CDLL(None).signal(signal.SIGBUS, _CUT)
+        ctypes.CDLL(None).signal(signal.SIGBUS, _BUS_HANDLER)
     try:
         yield
     finally:
-        _end_at_once()  # nothing is left to clear away
+        _end_at_once()  # nothing is left to clean up
 
 
-def _cut(number: int) -> None:
-    """Say that a mapped file lost its pages, and end the process at once.
+def _truncated(number: int) -> None:
+    """Report that a mapped file lost its pages, and end the process at once.
 
-    The C library calls this from the instruction that read the page. Python's own handlers run
-    between instructions of Python, of which there is no next one: the read would be tried for ever.
+    The C library calls this from the instruction that read the page. A Python handler would run
+    only after that instruction, which would be retried for ever.
     """
-    if not _TOLD.acquire(blocking=False):
-        time.sleep(60)  # another thread says it
+    if not _REPORTED.acquire(blocking=False):
+        time.sleep(60)  # another thread is reporting it
     error = InputError(
         "a file became shorter while it was read",
         found="SIGBUS",
-        fix="run the command again when nothing writes to its files",
+        fix="run the command again when no other program writes to its files",
     )
     try:
         if os.isatty(2):
-            os.write(2, b"\n\x1b[?25h")  # behind a text, or a progress bar that hid the cursor
+            os.write(2, b"\n\x1b[?25h")  # after text, or after a progress bar that hid the cursor
         render.error(str(error), error.exit_code, json="--json" in sys.argv)
     finally:
         os._exit(error.exit_code)
 
 
-_CUT = ctypes.CFUNCTYPE(None, ctypes.c_int)(_cut)
+_BUS_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)(_truncated)
 
 
-def _asked_to_end(number: int, frame: object) -> NoReturn:
-    """Unwind, so that half-written files are removed. Asked again, end at once and in silence:
-    what is left then, the next run removes."""
+def _unwind(number: int, frame: object) -> NoReturn:
+    """Unwind, so that incomplete files are removed.
+
+    A second signal ends the process at once; the next run removes what is left.
+    """
     _end_at_once()
     if number == signal.SIGTERM:
         sys.exit(128 + number)
@@ -68,16 +72,18 @@ def _asked_to_end(number: int, frame: object) -> NoReturn:
 
 
 def _end_at_once() -> None:
-    """Let the next signal end the process, in silence."""
+    """Let the next signal end the process silently."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """End in silence where a signal met code that can raise nothing (`__del__`, callbacks); two
-    signals at once are one. Anything else is told as ever."""
-    if isinstance(what.exc_value, (KeyboardInterrupt, SystemExit)):
-        asked = isinstance(what.exc_value, KeyboardInterrupt)
-        os.kill(os.getpid(), signal.SIGINT if asked else signal.SIGTERM)
-    elif "ignored due to race condition" not in str(what.exc_value):
-        sys.__unraisablehook__(what)
+def _unraisable(event: sys.UnraisableHookArgs) -> None:
+    """End silently if a signal arrived in code that cannot raise (`__del__`, callbacks).
+
+    Two simultaneous signals count as one. All other exceptions are reported as usual.
+    """
+    if isinstance(event.exc_value, (KeyboardInterrupt, SystemExit)):
+        ctrl_c = isinstance(event.exc_value, KeyboardInterrupt)
+        os.kill(os.getpid(), signal.SIGINT if ctrl_c else signal.SIGTERM)
+    elif "ignored due to race condition" not in str(event.exc_value):
+        sys.__unraisablehook__(event)

@@ -1,4 +1,4 @@
-"""`--type`, and how plans and sizes are shown: shared by convert, quantize and inspect."""
+"""`--type`, and the display of plans and sizes, for convert, quantize and inspect."""
 
 from __future__ import annotations
 
@@ -20,23 +20,28 @@ QUANT = Path(package).parent / "quant"
 
 
 def _types() -> list[str]:
-    """Names of types that can be written, and of mixes. Their files are read, not imported:
-    `--help` must not wait for numpy."""
+    """Return the names of all quant types that can be written, and of all mixes.
+
+    Reads their files instead of importing them: `--help` must not wait for numpy.
+    """
     formats = {f.stem for f in (QUANT / "formats").glob("*.py") if "\ndef encode(" in f.read_text()}
     return sorted(formats | {m.name for m in pkgutil.iter_modules([str(QUANT / "mixes")])})
 
 
 TYPES = _types()
 Type = Annotated[
-    str, typer.Option("--type", help=f"Type of matrices: {', '.join(TYPES)}. Vectors stay F32.")
+    str,
+    typer.Option(
+        "--type", help=f"Quant type of the matrices: {', '.join(TYPES)}. Vectors stay F32."
+    ),
 ]
 TensorTypes = Annotated[
     list[str] | None,
     typer.Option(
         "--tensor-type",
         metavar="PATTERN=TYPE",
-        help="Type of the matrices in whose names this regular expression is found; may "
-        "be repeated, the first that fits counts.",
+        help="Quant type of the matrices whose name contains a match of this regular expression. "
+        "May be repeated; the first match counts.",
     ),
 ]
 SplitMaxSize = Annotated[
@@ -44,15 +49,15 @@ SplitMaxSize = Annotated[
     typer.Option(
         "--split-max-size",
         metavar="N(M|G)",
-        help="Write parts of at most so many megabytes or gigabytes (powers of ten), "
-        "NAME-00001-of-0000N.gguf and on.",
+        help="Split the output into files of at most this size (M: 10^6 bytes, G: 10^9 bytes), "
+        "named NAME-00001-of-0000N.gguf and so on.",
     ),
 ]
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(n: float) -> str:
-    """`n` bytes for people."""
+    """Return `n` bytes as text with a unit: "1.5 GiB"."""
     i = 0
     while n >= 1024 and i < len(UNITS) - 1:
         n, i = n / 1024, i + 1
@@ -60,20 +65,22 @@ def size(n: float) -> str:
 
 
 def split_size(text: str | None) -> int | None:
-    """Bytes of `--split-max-size`, in llama-gguf-split's spelling."""
+    """Parse `--split-max-size`, spelled as for llama-gguf-split, into bytes."""
     if text is None:
         return None
     found = re.fullmatch(r"([1-9][0-9]{0,8})([MG])", text)
     if not found:
-        raise UsageError("--split-max-size", expected="a number and M or G, as 40G", found=text)
+        raise UsageError(
+            "--split-max-size", expected="a number and M or G, such as 40G", found=text
+        )
     return int(found[1]) * {"M": 10**6, "G": 10**9}[found[2]]
 
 
 def show(result: Result, out: Output, **more: Any) -> None:
-    """A plan (after a dry run) or what was written. `more`: further fields of the JSON answer."""
+    """Show the plan of a dry run, or what was written. `more`: further fields for `--json`."""
     for note in result.notes:
         out.note(note)
-    rows = result.plan.rows
+    rows = result.plan.tensors
     if not result.written:
         columns = ("source", "", "result", "shape", "type", "why")
         shown = [
@@ -87,22 +94,23 @@ def show(result: Result, out: Output, **more: Any) -> None:
                     f"{row.source}: {'dropped' if row.action == 'drop' else 'kept as '}"
                     f"{row.name or ''} ({row.note})"
                 )
-    types = ", ".join(f"{n} {t}" for t, n in result.plan.types().items())
+    types = ", ".join(f"{n} {t}" for t, n in result.plan.type_counts().items())
     verb = "wrote" if result.written else "would write"
     out.line(f"{verb} {result.out}: {size(result.nbytes)}, {types}, {result.seconds:.1f} s")
     out.result({**as_json(result), **more})
 
 
 def as_json(result: Result) -> dict[str, Any]:
+    """Return a conversion's result as the object that `--json` prints."""
     fields = ("action", "source", "name", "shape", "type", "note", "nbytes")
     return {
         "out": str(result.out),
         "written": result.written,
         "bytes": result.nbytes,
         "seconds": result.seconds,
-        "types": result.plan.types(),
+        "types": result.plan.type_counts(),
         "notes": result.notes,
-        "plan": [{f: getattr(row, f) for f in fields} for row in result.plan.rows],
+        "plan": [{f: getattr(row, f) for f in fields} for row in result.plan.tensors],
     }
 
 

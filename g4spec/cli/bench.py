@@ -1,4 +1,4 @@
-"""Finds the best draft length by measuring all of them; compares two such measurements."""
+"""`g4spec bench`: measure every draft length and recommend one; compare two results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import typer
 
 from g4spec.cli import (
+    _bench_compare,
     _bench_options,
-    _compare,
+    _bench_parallel,
+    _bench_results,
+    _bench_synthetic,
     _engine,
     _inputs,
-    _measured,
     _options,
-    _streams,
-    _synthetic,
 )
 from g4spec.cli.render import Json, Output, Quiet
 
@@ -50,28 +50,33 @@ def measure(
     ignore_eos: _options.IgnoreEos = False,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
-    parallel: _streams.Parallel = 1,
+    parallel: _bench_parallel.Parallel = 1,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     threads: _options.Threads = None,
     save: _bench_options.Save = None,
     report: _bench_options.Report = None,
-    synthetic: _synthetic.Size = None,
-    mix: _synthetic.Type = "q4_k_m",
-    accepted: _synthetic.Accepted = 6,
+    synthetic: _bench_synthetic.Size = None,
+    mix: _bench_synthetic.Type = "q4_k_m",
+    accepted: _bench_synthetic.Accepted = 6,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure draft lengths by kind of prompt and recommend one (`bench compare`: two results)."""
+    """Measure draft lengths per prompt category and recommend one.
+
+    `g4spec bench compare` compares two results.
+    """
     if context.invoked_subcommand is not None:
-        return _compare.alone(context)
+        return _bench_compare.reject_bench_options(context)
     out = Output(json, quiet)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
-    if size := _synthetic.asked(context, synthetic):
-        return _synthetic.run(size, mix, draft, accepted, setup, out, save)
-    _streams.check(parallel, report)
-    _inputs.needs_draft(draft, draft_max=draft_max not in (None, "0"))
-    model = _bench_options.checked(model, preset, dataset, bool(temp or categories), save, report)
+    if size := _bench_synthetic.check_options(context, synthetic):
+        return _bench_synthetic.run(size, mix, draft, accepted, setup, out, save)
+    _bench_parallel.check(parallel, report)
+    _inputs.require_draft(draft, draft_max=draft_max not in (None, "0"))
+    model = _bench_options.require_target(
+        model, preset, dataset, bool(temp or categories), save, report
+    )
     from g4spec.measure import bench, prompts, run_record
     from g4spec.ops.sampling import Sampler
 
@@ -87,15 +92,17 @@ def measure(
     texts = questions or prompts.prompts(engine.tokenizer, names, count, room)
     origin = run_record.describe(model, draft_file, engine.backend, ["g4spec", *sys.argv[1:]])
     if parallel > 1:
-        return _streams.run(engine, texts, protocol, parallel, origin, out, save)
-    _measured.run(engine, texts, protocol, idle, origin, out, save, report, preset is not None)
+        return _bench_parallel.run(engine, texts, protocol, parallel, origin, out, save)
+    _bench_results.run(engine, texts, protocol, idle, origin, out, save, report, preset is not None)
 
 
 def _questions(
     dataset: Path | None, categories: str | None, count: int | None, preset: bool
 ) -> tuple[Sequence[str], list[Prompt]]:
-    """Categories, and the preset's prompts; without one none, and an error for shipped ones that
-    there are not."""
+    """Return the categories, and the prompts of the preset ([] without one).
+
+    Raises an error if a category or the number of prompts does not exist.
+    """
     from g4spec.measure import prompts
 
     names = categories.split(",") if categories else prompts.CATEGORIES
@@ -105,4 +112,4 @@ def _questions(
     return names, []
 
 
-app.command()(_compare.compare)
+app.command()(_bench_compare.compare)

@@ -1,4 +1,4 @@
-"""Talks with a target in the terminal, or with one that a server has."""
+"""`g4spec chat`: chat in the terminal with a local target or with a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from g4spec.cli import _chatting, _defaults, _engine, _inputs, _options
+from g4spec.cli import _chat_options, _engine, _inputs, _options, _sampling_defaults
 from g4spec.cli.render import Output, Quiet
 from g4spec.errors import UsageError
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 def command(
     context: typer.Context,
-    model: _chatting.Model = None,
+    model: _chat_options.Model = None,
     draft: _options.DraftModel = None,
-    url: _chatting.Url = None,
-    api_key: _chatting.ApiKey = None,
-    system: _chatting.System = None,
-    think: _chatting.Think = False,
+    url: _chat_options.Url = None,
+    api_key: _chat_options.ApiKey = None,
+    system: _chat_options.System = None,
+    think: _chat_options.Think = False,
     show_draft: _options.ShowDraft = False,
-    n_predict: _chatting.NPredict = None,
-    temp: _chatting.Temperature = None,
-    top_k: _chatting.TopK = None,
-    top_p: _chatting.TopP = None,
-    min_p: _chatting.MinP = None,
-    seed: _chatting.Seed = None,
+    n_predict: _chat_options.NPredict = None,
+    temp: _chat_options.Temperature = None,
+    top_k: _chat_options.TopK = None,
+    top_p: _chat_options.TopP = None,
+    min_p: _chat_options.MinP = None,
+    seed: _chat_options.Seed = None,
     draft_max: _options.DraftMax = "auto",
     ctx_size: _options.ContextSize = None,
     draft_window: _options.DraftWindow = None,
@@ -42,17 +42,25 @@ def command(
     threads: _options.Threads = None,
     quiet: Quiet = False,
 ) -> None:
-    """Talk with the model; /help lists what else can be typed."""
-    given, out = _inputs.typed(context), Output(quiet=quiet)
+    """Chat with a model in the terminal; /help lists the commands."""
+    flags, out = _inputs.given_flags(context), Output(quiet=quiet)
     if (model is None) == (url is None):
-        raise UsageError("give the model by -m, or a server that has it by --url")
-    if url and (here := [flag for name, flag in given.items() if name in _chatting.ONLY_HERE]):
-        raise UsageError(f"{', '.join(here)}: the server at --url decides that")
+        raise UsageError(
+            "expected either -m or --url", fix="name a model with -m, or a server with --url"
+        )
+    if url and (
+        local := [flag for name, flag in flags.items() if name in _chat_options.LOCAL_ONLY]
+    ):
+        raise UsageError(
+            f"{', '.join(local)}: no effect with --url, the server decides", fix="leave it out"
+        )
     length = _options.draft_max(draft_max)
     if url is None:
-        _inputs.needs_draft(draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft)
-    asked: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    from g4spec.cli._talking import Conversation
+        _inputs.require_draft(
+            draft, draft_max=draft_max not in ("auto", "0"), show_draft=show_draft
+        )
+    sampling: dict[str, Any] = {"temperature": temp, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    from g4spec.cli._conversation import Conversation
 
     with _loop() as loop, ExitStack() as stack:
         voice: Voice
@@ -65,7 +73,7 @@ def command(
                 show_draft,
                 out,
                 loop,
-                asked | {"draft_max": length if "draft_max" in given else None},
+                sampling | {"draft_max": length if "draft_max" in flags else None},
             )
         else:
             from g4spec.server.local import Local
@@ -73,7 +81,7 @@ def command(
             assert model is not None
             setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
             path, file = _engine.files(model, draft, setup, out)
-            sampler = _defaults.sampler(path, out, **asked)
+            sampler = _sampling_defaults.sampler(path, out, **sampling)
             engine = _engine.load(path, file, setup, out, prefix_cache=256 << 20)
             stack.enter_context(engine)
             voice = Local(
@@ -103,7 +111,7 @@ def _remote(
     url: str,
     key: str | None,
     think: bool,
-    most: int | None,
+    max_tokens: int | None,
     colours: bool,
     out: Output,
     loop: asyncio.AbstractEventLoop,
@@ -111,7 +119,7 @@ def _remote(
 ) -> Voice:
     from g4spec.server.talk import Remote
 
-    fields |= {"max_tokens": most, "reasoning_effort": "high" if think else None}
+    fields |= {"max_tokens": max_tokens, "reasoning_effort": "high" if think else None}
     voice = Remote(url, key, {k: v for k, v in fields.items() if v is not None}, colours=colours)
-    out.note(f"{loop.run_until_complete(voice.model())} answers, at {voice.url}")
+    out.note(f"model {loop.run_until_complete(voice.model())} at {voice.url}")
     return voice

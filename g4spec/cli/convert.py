@@ -1,4 +1,4 @@
-"""`g4spec convert`: a published checkpoint becomes one GGUF file."""
+"""`g4spec convert`: write a checkpoint as GGUF."""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from g4spec.errors import UsageError
 def command(
     source: Annotated[
         Path,
-        typer.Argument(help="Checkpoint folder, GGUF in another program's dialect, or hub id."),
+        typer.Argument(help="Checkpoint folder, hub id, or GGUF in another program's dialect."),
     ],
     target: Annotated[
         Path | None,
-        typer.Option(help="The draft's target, folder, GGUF or hub id: gives the tokenizer."),
+        typer.Option(help="The draft's target (folder, GGUF or hub id); provides the tokenizer."),
     ] = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="The file to write.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="GGUF file to write.")] = None,
     type: _types.Type = "q8_0",
     tensor_type: _types.TensorTypes = None,
     split_max_size: _types.SplitMaxSize = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
+        bool,
+        typer.Option("--dry-run", help="Show what would happen to each tensor; write nothing."),
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Convert a draft or a target to GGUF, for llama.cpp and for g4spec.
+    """Convert a draft or target to GGUF, for llama.cpp and g4spec.
 
-    The kind is recognised by content. Every tensor is used once, dropped for a reason that is
-    shown, or the conversion stops before it writes anything.
+    The kind is detected from the content. Every tensor is either used once or dropped with a
+    reason that is shown; otherwise the conversion stops before it writes anything.
     """
     if out is None:
         if not dry_run:
-            raise UsageError("no output named", expected="-o FILE.gguf, or --dry-run")
+            raise UsageError("no output file given", expected="-o FILE.gguf, or --dry-run")
         out = Path(f"{source.name.split(':')[0]}-{type}.gguf")
     from g4spec import convert
 
-    said, parts = Output(json, quiet), _types.split_size(split_max_size)
-    convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
-    source = _inputs.local(source, said)
+    output, parts = Output(json, quiet), _types.split_size(split_max_size)
+    convert.check_arguments(out, type, dry_run, tensor_type or ())  # before anything is downloaded
+    source = _inputs.resolve(source, output)
     if target is not None:
-        target = _inputs.local(target, said, "tokenizer")
-    with said.progress("converting") as progress:
+        target = _inputs.resolve(target, output, "tokenizer")
+    with output.progress("converting") as progress:
         result = convert.convert(
             source,
             out,
@@ -58,4 +59,4 @@ def command(
             dry_run=dry_run,
             progress=progress,
         )
-    _types.show(result, said)
+    _types.show(result, output)

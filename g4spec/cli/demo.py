@@ -1,4 +1,4 @@
-"""The whole job on the bundled model family, explained step by step."""
+"""`g4spec demo`: run every step on the bundled model family, with explanations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from g4spec.cli import _family, _first_text, _measured, _served
-from g4spec.cli._family import DRAFTS
+from g4spec.cli import _bench_results, _demo_family, _demo_serve, _demo_text
+from g4spec.cli._demo_family import DRAFTS
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed
 
@@ -18,39 +18,45 @@ if TYPE_CHECKING:
     from g4spec.measure.verify import Verdict
 
 LENGTHS = "2,5,10,15,auto"
-"""Draft lengths of the sweep, up to the longest block."""
+"""Draft lengths that are measured, up to the longest block."""
 LONG, CASES, PROMPTS = 1024, 12, 2
 
 
 def command(
-    family: Annotated[Path | None, typer.Option(help="Folder of the model family.")] = None,
-    folder: Annotated[Path, typer.Option("-o", "--out", help="Where files go.")] = Path("demo"),
-    n_predict: Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of a text.")] = 48,
+    family: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the model family. Default: examples/tiny of the repository."),
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("-o", "--out", help="Folder for the files that are written.")
+    ] = Path("demo"),
+    n_predict: Annotated[int, typer.Option("-n", "--n-predict", help="Tokens per text.")] = 48,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show everything on a small trained family: convert, validate, verify, measure, serve."""
+    """Run every step, convert to serve, on a small bundled model."""
     began = time.perf_counter()
     out = Output(json, quiet)
     from g4spec.runtime.request import Options
 
-    Options(n_predict)  # refuses what no text can have, before anything is converted
-    source = _family.find(family)
+    Options(n_predict)  # raises for a wrong number before anything is converted
+    source = _demo_family.find(family)
     folder.mkdir(parents=True, exist_ok=True)
     from g4spec.measure import bench
 
     idle = bench.memory_in_use()
-    made = _family.convert_all(source, folder)
+    made = _demo_family.convert_all(source, folder)
     files = made.files
-    _first_text.write(files, out)
+    _demo_text.write(files, out)
     made.show(out)
-    _family.validate_all(source, files, out)
+    _demo_family.validate_all(source, files, out)
     verdicts = {name: _verify(name, files, out) for name in DRAFTS}
     data = _sweep(files, folder, n_predict, idle, out)
-    answer = _served.ask(files["target"], files["dflash"], _first_text.N_CTX, n_predict, out)
+    answer = _demo_serve.serve_and_ask(
+        files["target"], files["dflash"], _demo_text.N_CTX, n_predict, out
+    )
     out.line(
-        f"Open {folder / 'report.html'} in a browser. That was the whole job, in "
-        f"{time.perf_counter() - began:.0f} s.",
+        f"Done in {time.perf_counter() - began:.0f} s. Open {folder / 'report.html'} in a browser.",
         style="good",
         gap=True,
     )
@@ -63,7 +69,7 @@ def command(
             "seconds": time.perf_counter() - began,
         }
     )
-    _measured.require_identical(data)
+    _bench_results.require_identical(data)
 
 
 def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
@@ -71,9 +77,9 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
 
     if name == DRAFTS[0]:
         out.line(
-            "4  Verify: with any draft the text is exactly what it is without.", "bold", gap=True
+            "4  Verify: with any draft, the text is the same as without one.", "bold", gap=True
         )
-    engine = _first_text.load(files, name)
+    engine = _demo_text.load(files, name)
     assert engine.draft is not None
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
     with out.progress(f"verifying {name}") as progress:
@@ -86,12 +92,12 @@ def _verify(name: str, files: dict[str, Path], out: Output) -> Verdict:
     each = 1 + verdict.accepted / verdict.cycles
     out.line(
         f"{name}: {verdict.cases} of {verdict.cases} texts identical, {share:.0%} of the "
-        f"drafted tokens accepted, {each:.2f} tokens a cycle"
+        f"drafted tokens accepted, {each:.2f} tokens per cycle"
     )
     if name == DRAFTS[-1]:
         out.line(
-            "The last draft was trained for another target: it changes no text either, it "
-            "only gains nothing. So identical text alone proves no draft good."
+            "The last draft was trained for another target. It does not change the text either, "
+            "but it gains no speed: identical text alone does not prove that a draft is good."
         )
     return verdict
 
@@ -102,8 +108,8 @@ def _sweep(
     from g4spec.measure import bench, prompts, recommendation
     from g4spec.measure import run_record as provenance
 
-    out.line("5  Measure: how many tokens to draft depends on what is written.", "bold", gap=True)
-    engine = _first_text.load(files, DRAFTS[0])
+    out.line("5  Measure: the best draft length depends on the kind of text.", "bold", gap=True)
+    engine = _demo_text.load(files, DRAFTS[0])
     assert engine.draft is not None
     lengths = bench.lengths_of(LENGTHS, engine.draft.max_tokens)
     texts = prompts.prompts(engine.tokenizer, count=PROMPTS, long_tokens=LONG)
@@ -120,10 +126,10 @@ def _sweep(
         files["target"], files["dflash"], engine.backend, ["g4spec", *sys.argv[1:]]
     )
     data = result.json(origin, advice.json())
-    _measured.keep(data, out, folder / "bench.json", folder / "report.html")
-    _measured.show(data, out)
+    _bench_results.write_files(data, out, folder / "bench.json", folder / "report.html")
+    _bench_results.show(data, out)
     out.line(
-        "A token is accepted when the target would have written it too; the best length "
-        "balances that against the time of drafting."
+        "A token is accepted if the target would have chosen it, too. The best length balances "
+        "accepted tokens against drafting time."
     )
     return data

@@ -1,4 +1,4 @@
-"""`g4spec doctor`: what works on this machine, what breaks, and the exact fix."""
+"""`g4spec doctor`: report what works on this machine, what breaks, and the fix."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from g4spec.cli import render
-from g4spec.cli._machines import (
+from g4spec.cli._host_options import (
     Assume,
     Context,
     Draft,
@@ -16,8 +16,8 @@ from g4spec.cli._machines import (
     Kv,
     Model,
     With,
-    ask,
-    machine_of,
+    question_from_options,
+    selected_machine,
 )
 from g4spec.errors import CheckFailed, UsageError
 
@@ -31,37 +31,42 @@ def command(
     ctx_size: Context = None,
     kv: Kv = None,
     engine: Annotated[
-        str | None, typer.Option(help="Only this engine: vllm, sglang, llama.cpp, g4spec.")
+        str | None, typer.Option(help="Report only this engine: vllm, sglang, llama.cpp, g4spec.")
     ] = None,
     attention_backend: Annotated[
-        str | None, typer.Option(help="Backend that you force on vLLM's target.")
+        str | None, typer.Option(help="Attention backend that you force for vLLM's target.")
     ] = None,
     gpus: Gpus = None,
     assume: Assume = None,
-    given: With = None,
+    versions: With = None,
     log: Annotated[
         Path | None, typer.Option(help="Explain known errors in a log file; - is stdin.")
     ] = None,
-    why: Annotated[str | None, typer.Option(metavar="ID", help="Show a fact, with source.")] = None,
+    why: Annotated[
+        str | None, typer.Option(metavar="ID", help="Show the fact with this id, and its source.")
+    ] = None,
     cards: Annotated[
-        bool, typer.Option("--cards", help="List the cards that --assume knows.")
+        bool, typer.Option("--cards", help="List the GPUs that --assume knows.")
     ] = False,
     self_test: Annotated[
-        bool, typer.Option("--self-test", help="Check what g4spec itself can do here.")
+        bool,
+        typer.Option(
+            "--self-test", help="Check g4spec's kernels against the reference on this machine."
+        ),
     ] = False,
     network: Annotated[
-        bool, typer.Option("--network", help="Watch link error counters for 15 s.")
+        bool, typer.Option("--network", help="Watch network link error counters for 15 s.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Everything, with fact ids for --why.")
+        bool, typer.Option("--verbose", "-v", help="Show everything, with fact ids for --why.")
     ] = False,
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:
-    """What works on this machine, what breaks, and the exact fix.
+    """Report what works on this machine, what breaks, and the fix.
 
-    Marks: ✓ works, ! works with a condition, ✗ does not work, · a figure or a remark.
-    Without -m: every size of Gemma 4. Exits 1 when the run that was asked for cannot work.
+    Marks: ✓ works, ! works under a condition, ✗ does not work, · a figure or remark. Without -m,
+    every size of Gemma 4 is reported. Exits with 1 if the requested run cannot work.
     """
     from g4spec.advisor import questions
     from g4spec.advisor.doctor import diagnose
@@ -83,7 +88,7 @@ def command(
         attention_backend,
         gpus,
         assume,
-        given,
+        versions,
     )
     out, known = render.Output(json, quiet), facts()
     if why is not None:
@@ -96,22 +101,27 @@ def command(
         return questions.run_self_test(out)
     if network:
         return questions.watch_network(out)
-    machine = machine_of(known, assume, given)
-    question = ask(known, machine, model, draft, ctx_size, kv, attention_backend, gpus)
+    machine = selected_machine(known, assume, versions)
+    question = question_from_options(
+        known, machine, model, draft, ctx_size, kv, attention_backend, gpus
+    )
     _answer(diagnose(known, machine, question, questions.engine(engine)), out, verbose)
 
 
 def _answer(d: Diagnosis, out: render.Output, verbose: bool) -> None:
-    """Show a diagnosis; CheckFailed where the run that was asked for cannot work."""
+    """Show a diagnosis; raise CheckFailed if the requested run cannot work."""
     d.show(out, verbose)
     out.result(d.json())
     if not d.works:
         fix = f"first, {d.steps[0]}" if d.steps else None
-        raise CheckFailed(f"{d.question}: cannot work as asked", fix=fix)
+        raise CheckFailed(f"{d.question}: cannot work as requested", fix=fix)
 
 
 def _one_of(alone: dict[str, object], *others: object) -> None:
-    """UsageError if an option that is a question by itself comes with anything else."""
+    """Raise UsageError if one of the options `alone` is combined with any other option."""
     asked = [name for name, value in alone.items() if value]
     if asked and len(asked) + any(others) > 1:
-        raise UsageError(f"{' and '.join(asked)}: expected one question at a time")
+        raise UsageError(
+            f"{' and '.join(asked)}: cannot be combined with other options",
+            fix="ask one question at a time",
+        )

@@ -1,13 +1,13 @@
-"""Generates text with a target, with or without a draft."""
+"""`g4spec generate`: generate text with a target, with or without a draft."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from g4spec.cli import _engine, _inputs, _logits, _options, _prompting, _prompts
-from g4spec.cli._remarks import greedy_note, strange_draft
-from g4spec.cli._spoken import Colours, Writer, figures
+from g4spec.cli import _engine, _inputs, _logit_options, _options, _prompt, _prompt_options
+from g4spec.cli._notes import greedy_note, low_acceptance_note
+from g4spec.cli._text_stream import Marking, Writer, stats_line
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import UsageError
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 def command(
     model: _options.Model,
     draft: _options.DraftModel = None,
-    prompt: _prompts.Prompt = None,
-    file: _prompts.File = None,
-    tokens_file: _prompts.TokensFile = None,
-    chat: _prompts.Chat = False,
-    system: _prompts.System = None,
-    messages: _prompts.Messages = None,
-    tools: _prompts.Tools = None,
-    thinking: _prompts.Thinking = False,
-    parse_special: _prompts.ParseSpecial = None,
+    prompt: _prompt_options.Prompt = None,
+    file: _prompt_options.File = None,
+    tokens_file: _prompt_options.TokensFile = None,
+    chat: _prompt_options.Chat = False,
+    system: _prompt_options.System = None,
+    messages: _prompt_options.Messages = None,
+    tools: _prompt_options.Tools = None,
+    thinking: _prompt_options.Thinking = False,
+    parse_special: _prompt_options.ParseSpecial = None,
     ctx_size: _options.ContextSize = None,
     n_predict: _options.NPredict = 256,
     temp: _options.Temperature = 0.0,
@@ -35,10 +35,10 @@ def command(
     top_p: _options.TopP = 1.0,
     min_p: _options.MinP = 0.0,
     seed: _options.Seed = 0,
-    logit_bias: _logits.LogitBias = None,
-    repeat_penalty: _logits.RepeatPenalty = 1.0,
-    presence_penalty: _logits.PresencePenalty = 0.0,
-    frequency_penalty: _logits.FrequencyPenalty = 0.0,
+    logit_bias: _logit_options.LogitBias = None,
+    repeat_penalty: _logit_options.RepeatPenalty = 1.0,
+    presence_penalty: _logit_options.PresencePenalty = 0.0,
+    frequency_penalty: _logit_options.FrequencyPenalty = 0.0,
     draft_max: _options.DraftMax = "auto",
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
@@ -53,12 +53,12 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Generate text; a draft makes it faster and never changes it."""
-    asked = _prompting.Asked(
+    prompt_options = _prompt.PromptOptions(
         prompt, file, tokens_file, messages, chat, system, tools, thinking, parse_special
     )
-    colours: Colours = "all" if show_rejected else "first" if show_draft else ""
-    if colours and json:
-        raise UsageError("--show-draft does nothing with --json", fix="leave one of them out")
+    marking: Marking = "all" if show_rejected else "first" if show_draft else ""
+    if marking and json:
+        raise UsageError("--show-draft has no effect with --json", fix="leave one of them out")
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
 
@@ -69,7 +69,7 @@ def command(
         top_p,
         min_p,
         seed,
-        logit_bias=_logits.logit_bias(logit_bias),
+        logit_bias=_logit_options.logit_bias(logit_bias),
         repetition_penalty=repeat_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
@@ -81,7 +81,7 @@ def command(
         tuple(stop or ()),
         ignore_eos,
     )
-    _inputs.needs_draft(
+    _inputs.require_draft(
         draft,
         draft_max=draft_max not in ("auto", "0"),
         show_draft=show_draft,
@@ -89,30 +89,30 @@ def command(
     )
     if not temp:
         out.note(greedy_note(top_k=top_k, top_p=top_p != 1, min_p=min_p, seed=seed))
-    given = asked.read()
+    prompt_input = prompt_options.read()
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type)
     model, draft_file = _engine.files(model, draft, setup, out)
     engine = _engine.load(model, draft_file, setup, out)
-    _run(engine, given, options, n_predict == -1, colours, out)
+    _run(engine, prompt_input, options, n_predict == -1, marking, out)
 
 
 def _run(
     engine: Engine,
-    prompt: _prompting.Prompt,
+    prompt: _prompt.Prompt,
     options: Options,
     endless: bool,
-    colours: Colours,
+    marking: Marking,
     out: Output,
 ) -> None:
-    """Generate and show. `endless`: until the context is full."""
+    """Generate and show a text. `endless`: until the context is full."""
     ids = prompt.encode(engine.tokenizer, engine.n_ctx)
-    out.note(prompt.advice(engine.tokenizer, ids))
+    out.note(prompt.chat_note(engine.tokenizer, ids))
     if endless:
         options = replace(options, n_predict=engine.n_ctx)
     drafting = engine.draft is not None and options.draft_max != 0
     run = engine.generate(ids, options)
-    _write(run, Writer(out, engine.tokenizer, options.stop, colours), drafting)
-    _engine.tell(engine, out)
+    _write(run, Writer(out, engine.tokenizer, options.stop, marking), drafting)
+    _engine.note_ops_without_kernel(engine, out)
 
 
 def _write(run: Request, writer: Writer, drafting: bool) -> None:
@@ -122,12 +122,12 @@ def _write(run: Request, writer: Writer, drafting: bool) -> None:
             writer.cycle(cycle, run.text)
             for note in run.notes:
                 out.note(note)
-    except KeyboardInterrupt as keys:  # what there is, and how fast it came, is said all the same
+    except KeyboardInterrupt as keys:  # show the text so far and its speed
         run.stats.stop_reason, pressed = "Ctrl-C", keys
     writer.finish(run.text)
-    out.note(figures(run.stats, drafting))
+    out.note(stats_line(run.stats, drafting))
     first = run.stats.drafted_by_position[0], run.stats.accepted_by_position[0]
-    out.note(strange_draft(*first))
+    out.note(low_acceptance_note(*first))
     stats = {**asdict(run.stats), "tokens_per_second": run.stats.tokens_per_second}
     out.result({"text": run.text, "ids": run.ids, "notes": run.notes, "stats": stats})
     if pressed:

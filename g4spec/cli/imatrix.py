@@ -1,4 +1,4 @@
-"""`g4spec imatrix`: how large the inputs of a model's matrices are, for `quantize --imatrix`."""
+"""`g4spec imatrix`: mean squared inputs of a model's matrices, for `quantize --imatrix`."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ from g4spec.cli.render import Json, Output, Quiet
 
 def command(
     model: _options.Model,
-    file: Annotated[Path, typer.Argument(help="Text of the kind that the model is used for.")],
-    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")] = Path(
-        "imatrix.gguf"
-    ),
-    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens of a chunk.")] = 512,
+    file: Annotated[
+        Path, typer.Argument(help="Text file similar to what the model is used for; - is stdin.")
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", help="File to write.")] = Path("imatrix.gguf"),
+    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens per chunk.")] = 512,
     chunks: Annotated[
-        int | None, typer.Option("--chunks", help="Read only so many chunks. Default: all.")
+        int | None, typer.Option("--chunks", help="Maximum number of chunks to read. Default: all.")
     ] = None,
     threads: _options.Threads = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Collect an importance matrix over a text, in llama.cpp's format. Runs on the CPU."""
-    said, text = Output(json, quiet), _inputs.read_text(file)
+    """Collect an importance matrix from a text, for `quantize`.
+
+    Writes llama.cpp's GGUF format. Runs on the CPU.
+    """
+    output, text = Output(json, quiet), _inputs.read_text(file)
     from g4spec import gguf
     from g4spec.gguf import imatrix
 
-    gguf.check_place(out)
+    gguf.check_writable(out)
     setup = _engine.Setup(ctx_size, None, None, "cpu", None)
-    model, _ = _engine.files(model, None, setup, said)
+    model, _ = _engine.files(model, None, setup, output)
     from g4spec.measure import chunks as cutting
     from g4spec.measure import importance
 
-    engine = _engine.load(model, None, setup, said)
+    engine = _engine.load(model, None, setup, output)
     parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
-    with said.progress(f"reading {file.name}") as progress:
+    with output.progress(f"reading {file.name}") as progress:
         found = importance.collect(engine, parts, file.name, progress)
     imatrix.save(out, found)
     silent = sum(int((e.counts == 0).sum()) for e in found.entries.values())
     if silent:
-        said.note(f"{silent} experts were never chosen: they get equal weights; take a longer text")
-    said.line(
+        output.note(f"{silent} experts were never chosen and get equal weights: use a longer text")
+    output.line(
         f"wrote {out}: {len(found.entries)} matrices, {found.chunks} chunks of "
         f"{found.chunk_size} tokens"
     )
-    said.result(
+    output.result(
         {
             "out": str(out),
             "matrices": len(found.entries),

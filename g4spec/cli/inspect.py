@@ -1,4 +1,4 @@
-"""`g4spec inspect`: what is in a file or a checkpoint folder."""
+"""`g4spec inspect`: show the content of a GGUF or a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from g4spec.cli import _inputs, _types
 from g4spec.cli.render import Json, Output, Quiet
 
 if TYPE_CHECKING:
-    from g4spec.convert import Folder
+    from g4spec.convert import CheckpointFolder
     from g4spec.gguf import GGUF
 
 SHOWN = 6
-"""Entries shown of a long array."""
+"""Number of entries shown of a long array."""
 
 
 def command(
-    path: Annotated[Path, typer.Argument(help="A GGUF file, checkpoint folder or hub id.")],
+    path: Annotated[Path, typer.Argument(help="GGUF file, checkpoint folder or hub id.")],
     tensors: Annotated[bool, typer.Option(help="List every tensor.")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a GGUF or a checkpoint holds: kind, size, types, metadata, tensors."""
+    """Show a model's kind, size, types, metadata and tensors."""
     from g4spec import convert
     from g4spec.gguf import GGUF
 
     out = Output(json, quiet)
-    path = _inputs.local(path, out)
+    path = _inputs.resolve(path, out)
     if path.is_file() and path.suffix != ".safetensors":
-        with GGUF(path) as file:  # any architecture may be looked at
+        with GGUF(path) as file:  # any architecture can be inspected
             facts = _gguf(file)
     else:
         found = convert.detect(path)
@@ -69,7 +69,7 @@ def _gguf(file: GGUF) -> dict[str, Any]:
     }
 
 
-def _folder(folder: Folder, title: str) -> dict[str, Any]:
+def _folder(folder: CheckpointFolder, title: str) -> dict[str, Any]:
     entries = [
         {"name": t.name, "shape": t.shape, "type": t.dtype, "bytes": t.nbytes}
         for t in folder.tensors.values()
@@ -95,11 +95,11 @@ def _sums(entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _abbreviated(file: GGUF, key: str) -> Any:
-    """A value; of a long array its type, its length and its first entries."""
+    """Return a value; for a long array its type, length and first entries."""
     n = file.length(key)
     if n <= 64:
         return file[key]
-    return {"type": file.item(key).name, "length": n, "first": file.first(key, SHOWN)}
+    return {"type": file.value_type(key).name, "length": n, "first": file.first_entries(key, SHOWN)}
 
 
 def _show(facts: Mapping[str, Any], out: Output, tensors: bool) -> None:

@@ -1,4 +1,4 @@
-"""`g4spec perplexity`: how well a target predicts a text, and what a smaller type costs."""
+"""`g4spec perplexity`: measure how well a target predicts a text, and what quantization costs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 def command(
     model: _options.Model,
-    file: Annotated[Path, typer.Argument(help="A text; - is stdin.")],
+    file: Annotated[Path, typer.Argument(help="Text file; - is stdin.")],
     against: Annotated[
         Path | None,
         typer.Option(
             metavar="MODEL",
-            help="Base to compare with, as the BF16 file: shows the KL "
-            "divergence from it. Both are loaded at once.",
+            help="Base to compare with, for example the BF16 file: shows the KL divergence from "
+            "it. Both models are in memory at once.",
         ),
     ] = None,
-    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens of a chunk.")] = 512,
+    ctx_size: Annotated[int, typer.Option("-c", "--ctx-size", help="Tokens per chunk.")] = 512,
     chunks: Annotated[
-        int | None, typer.Option("--chunks", help="Read only so many chunks. Default: all.")
+        int | None, typer.Option("--chunks", help="Maximum number of chunks to read. Default: all.")
     ] = None,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
@@ -35,34 +35,34 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure the perplexity of a target, and its KL divergence from another file of it.
+    """Measure a target's perplexity, or KL divergence from a base.
 
-    Chunks and figures are those of `llama-perplexity --kl-divergence`. `--cache-type` is for the
-    model; the base keeps its keys and values as a run without the option does.
+    Chunks and figures are those of `llama-perplexity --kl-divergence`. `--cache-type` applies to
+    the model only; the base runs with the default.
     """
-    said, text = Output(json, quiet), _inputs.read_text(file)
+    output, text = Output(json, quiet), _inputs.read_text(file)
     setups = [_engine.Setup(ctx_size, None, None, device, kind) for kind in (cache_type, None)]
-    model, _ = _engine.files(model, None, setups[0], said)
+    model, _ = _engine.files(model, None, setups[0], output)
     base = None
     if against is not None:
-        against, _ = _engine.files(against, None, setups[1], said)
+        against, _ = _engine.files(against, None, setups[1], output)
     from g4spec.measure import chunks as cutting
     from g4spec.measure import perplexity
 
-    engine = _engine.load(model, None, setups[0], said)
+    engine = _engine.load(model, None, setups[0], output)
     if against is not None:
-        base = _engine.load(against, None, setups[1], said)
+        base = _engine.load(against, None, setups[1], output)
     parts = cutting.cut(engine.tokenizer, text, ctx_size, chunks)
-    with said.progress(f"reading {file.name}") as progress:
+    with output.progress(f"reading {file.name}") as progress:
         found = perplexity.measure(engine, parts, base, progress)
-    _engine.tell(engine, said)
-    said.line(
+    _engine.note_ops_without_kernel(engine, output)
+    output.line(
         f"perplexity {_shown(found.perplexity)}: {found.tokens:,} tokens, the second halves "
         f"of {found.chunks} chunks of {found.size}"
     )
     if found.against is not None:
-        _compared(found.against, said)
-    said.result(found.json())
+        _compared(found.against, output)
+    output.result(found.json())
 
 
 def _compared(found: Against, out: Output) -> None:
@@ -79,7 +79,7 @@ def _compared(found: Against, out: Output) -> None:
             if float(p) >= 50
         ),
         ("same likeliest token", _shown(found.same_top, 3, 100)),
-        ("RMS change of the text's probability", _shown(found.moved, 3, 100)),
+        ("RMS change of the token probability", _shown(found.moved, 3, 100)),
     ]
     out.table("Against the base", ("figure", "value"), rows)
 

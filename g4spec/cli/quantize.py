@@ -1,4 +1,4 @@
-"""`g4spec quantize`: a GGUF with its matrices in another type."""
+"""`g4spec quantize`: write a GGUF with its matrices in another quant type."""
 
 from __future__ import annotations
 
@@ -16,44 +16,48 @@ if TYPE_CHECKING:
 
 
 def command(
-    source: Annotated[Path, typer.Argument(help="A GGUF file, or hub id of one.")],
-    out: Annotated[Path, typer.Argument(help="The file to write.")],
+    source: Annotated[Path, typer.Argument(help="GGUF file, or the hub id of one.")],
+    out: Annotated[Path, typer.Argument(help="GGUF file to write.")],
     type: _types.Type = "q8_0",
     allow_requantize: Annotated[
         bool,
-        typer.Option("--allow-requantize", help="Accept sources that are quantized already."),
+        typer.Option("--allow-requantize", help="Accept a source that is already quantized."),
     ] = False,
     tensor_type: _types.TensorTypes = None,
     imatrix: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Importance matrix (`g4spec imatrix`, llama-imatrix): "
-            "weighs the errors by how large each column's inputs are.",
+            help="Importance matrix (from `g4spec imatrix` or llama-imatrix): weighs quantization "
+            "errors by the mean squared input of each column.",
         ),
     ] = None,
     split_max_size: _types.SplitMaxSize = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would happen to each tensor.")
+        bool,
+        typer.Option("--dry-run", help="Show what would happen to each tensor; write nothing."),
     ] = False,
     report: Annotated[
-        bool, typer.Option("--report", help="Show the error of each tensor that changed its type.")
+        bool,
+        typer.Option(
+            "--report", help="Show the quantization error of each tensor whose type changed."
+        ),
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a GGUF again with its matrices in another type; all metadata is kept."""
+    """Change the quant type of a GGUF's matrices; keep its metadata."""
     if report and dry_run:
         raise UsageError("--report needs the written file", fix="leave out --dry-run")
     from g4spec import convert
     from g4spec.gguf import imatrix as importance
     from g4spec.validate import loss
 
-    said, parts = Output(json, quiet), _types.split_size(split_max_size)
-    convert.checked(out, type, dry_run, tensor_type or ())  # before anything is downloaded
+    output, parts = Output(json, quiet), _types.split_size(split_max_size)
+    convert.check_arguments(out, type, dry_run, tensor_type or ())  # before anything is downloaded
     weights = importance.read(imatrix) if imatrix else None
-    source = _inputs.local(source, said, "gguf")
-    with said.progress(f"quantizing {source.name}") as progress:
+    source = _inputs.resolve(source, output, "gguf")
+    with output.progress(f"quantizing {source.name}") as progress:
         result = convert.quantize(
             source,
             out,
@@ -66,19 +70,22 @@ def command(
             progress=progress,
         )
     if not report:
-        _types.show(result, said)
+        _types.show(result, output)
         return
-    with said.progress(f"comparing {result.out.name}") as progress:
+    with output.progress(f"comparing {result.out.name}") as progress:
         found = loss.losses(source, result.out, progress)
     total = loss.total(found)
-    _show(found, said)
+    _show(found, output)
     if total:
-        said.line(
-            f"all of them: {total.bits:.2f} bits a weight, relative RMS error "
+        output.line(
+            f"all tensors: {total.bits:.2f} bits per weight, relative RMS error "
             f"{total.relative_rms:.3%}, largest error {total.max_abs:.3g}"
         )
     _types.show(
-        result, said, report=[f.json() for f in found], report_total=total.json() if total else None
+        result,
+        output,
+        report=[f.json() for f in found],
+        report_total=total.json() if total else None,
     )
 
 
@@ -94,5 +101,5 @@ def _show(found: list[Loss], out: Output) -> None:
         )
         for f in found
     ]
-    columns = ("tensor", "was", "is", "bits a weight", "relative RMS error", "largest error")
-    out.table("What it cost", columns, rows)
+    columns = ("tensor", "from", "to", "bits per weight", "relative RMS error", "largest error")
+    out.table("Quantization errors", columns, rows)

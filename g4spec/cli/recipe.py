@@ -1,4 +1,4 @@
-"""`g4spec recipe`: complete commands for an engine, each flag with its reason."""
+"""`g4spec recipe`: print complete commands for an engine, with a reason for each flag."""
 
 from __future__ import annotations
 
@@ -8,18 +8,32 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from g4spec.cli import render
-from g4spec.cli._machines import Assume, Context, Draft, Gpus, Kv, With, ask, machine_of
+from g4spec.cli._host_options import (
+    Assume,
+    Context,
+    Draft,
+    Gpus,
+    Kv,
+    With,
+    question_from_options,
+    selected_machine,
+)
 
 if TYPE_CHECKING:
     from g4spec.advisor.recipe import Recipe
 
 
 def command(
-    engine: Annotated[str, typer.Argument(help="vllm, sglang, llama.cpp or g4spec.")],
+    engine: Annotated[str, typer.Argument(help="Engine: vllm, sglang, llama.cpp or g4spec.")],
     model: Annotated[
         str,
         typer.Option(
-            "-m", "--model", "-hf", "--hf-repo", metavar="MODEL", help="Target: see doctor."
+            "-m",
+            "--model",
+            "-hf",
+            "--hf-repo",
+            metavar="MODEL",
+            help="Target: same values as for `g4spec doctor -m`.",
         ),
     ],
     draft: Draft = None,
@@ -27,22 +41,23 @@ def command(
     kv: Kv = None,
     gpus: Gpus = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Machines like this one (vllm and sglang).")
+        int | None, typer.Option(min=1, help="Number of identical machines (vllm and sglang only).")
     ] = None,
     assume: Assume = None,
-    given: With = None,
+    versions: With = None,
     compose: Annotated[
-        bool, typer.Option("--compose", help="Print a compose file instead.")
+        bool, typer.Option("--compose", help="Print a Docker Compose file instead.")
     ] = False,
     out_dir: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Also write scripts into this folder.")
+        Path | None,
+        typer.Option("-o", "--out", help="Also write the commands as scripts into this folder."),
     ] = None,
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:
-    """Commands and files for a pair on a machine, each flag with its reason.
+    """Print complete commands for a pair and explain each flag.
 
-    Exits 1 when the engine cannot run it here; then it names one that can.
+    Exits with 1 if the engine cannot run the pair on this machine, and names one that can.
     """
     from g4spec.advisor import questions, recipe, scripts
     from g4spec.advisor.facts import facts
@@ -50,8 +65,8 @@ def command(
 
     out, known = render.Output(json, quiet), facts()
     name = questions.engine(engine) or engine
-    machine = recipe.on_nodes(machine_of(known, assume, given), nodes)
-    question = ask(known, machine, model, draft, ctx_size, kv, None, gpus)
+    machine = recipe.on_nodes(selected_machine(known, assume, versions), nodes)
+    question = question_from_options(known, machine, model, draft, ctx_size, kv, None, gpus)
     assert question is not None
     made = recipe.make(known, machine, question, name)
     if made.works and compose:
@@ -60,7 +75,7 @@ def command(
         _show(out, made)
     if made.works and out_dir is not None:
         for path in scripts.write(made, machine, out_dir):
-            out.note(f"written: {path}")
+            out.note(f"wrote {path}")
     out.result(made.json())
     if not made.works:
         what, _, fix = made.blocked[0]

@@ -1,11 +1,11 @@
-"""The only place that prints.
+"""Terminal output: the only module that prints.
 
-stdout carries what was asked for (text, tables, or one JSON object); stderr carries everything
-about the run (notices, progress, errors), so that a pipe receives the product and nothing else.
+stdout carries the requested output (text, tables, or one JSON object). stderr carries everything
+about the run (notices, progress, errors), so that a pipe receives the requested output only.
 
-Names and texts come from files that nobody vouches for, so no control character of theirs reaches
-a terminal: an escape sequence can set its title, write the clipboard or rewrite what was printed,
-and a line break can forge a verdict. A pipe receives generated text as it is.
+Names and texts come from untrusted files, so none of their control characters reaches a terminal:
+an escape sequence can set the title, write the clipboard or overwrite earlier output, and a line
+break can forge a verdict. A pipe receives generated text unchanged.
 """
 
 from __future__ import annotations
@@ -24,47 +24,49 @@ import typer
 
 from g4spec.cli import _layout
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, no text.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on stdout instead of text.")
+]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Only errors, and the text or ids asked for.")
+    bool, typer.Option("--quiet", "-q", help="Print only errors and the requested text or ids.")
 ]
 
 CLOSED_PIPE = 141
-"""Exit code when nobody reads on: what a shell reports for a program ended by SIGPIPE."""
+"""Exit code after the reader of a pipe has gone: a shell reports it for SIGPIPE, too."""
 
 Progress = Callable[[int, int], None]
 
-MOST_ROWS = 2000
-"""Of a table: no model has that many tensors, and a file that claims them should not take long."""
+MAX_ROWS = 2000
+"""Maximum number of table rows. No real model has more tensors; a hostile file may claim more."""
 
-WIDE = 240
-"""Columns of a table that no terminal shows."""
+PIPE_TABLE_WIDTH = 240
+"""Maximum width of a table, in columns, if stdout is not a terminal."""
 
 STYLES = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1", "struck": "9;31"}
-"""Names that commands may use for colours -> ANSI code."""
+"""Style names for commands -> ANSI code."""
 
 MARKS = {"good": "[]", "struck": "~~"}
-"""What stands around text where the colour carries meaning and there are no colours."""
+"""Opening and closing marks that replace a meaningful colour where colours are off."""
 
 
-_FORGING = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters, and marks that change the direction of what follows."""
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, and marks that change the direction of text."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""The same without line breaks and tabs, which a text has."""
-_OURS = re.compile(r"(\x1b\[[0-9;]*m)")
-"""Colours, as `styled` and rich write them."""
-_UNSHOWN = re.compile("[\x7f-\x9f]")
+"""Control characters other than line breaks and tabs."""
+_STYLE_CODES = re.compile(r"(\x1b\[[0-9;]*m)")
+"""ANSI styles, as `styled` and rich write them."""
+_DEL_AND_C1 = re.compile("[\x7f-\x9f]")
 
 
-def colour(file: TextIO) -> bool:
-    """Whether `file` is a terminal that wants colours (https://no-color.org)."""
+def has_colours(file: TextIO) -> bool:
+    """Return True if `file` is a terminal with colours enabled (https://no-color.org)."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def styled(text: str, style: str | None, file: TextIO) -> str:
-    """`text`, which has no escape sequences of its own, in a colour of STYLES."""
+    """Return `text` with its control characters escaped, in a style of STYLES."""
     text = _CONTROL.sub(_escape, text)
-    if style is None or not text or not colour(file):
+    if style is None or not text or not has_colours(file):
         return text
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m"
 
@@ -74,69 +76,69 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def flat(text: str) -> str:
-    """`text` with line breaks and control characters spelled out, and its spaces kept."""
-    return _FORGING.sub(_escape, text)
+    """Escape line breaks and control characters in `text`; keep its spaces."""
+    return _UNSAFE.sub(_escape, text)
 
 
 def one_line(text: str) -> str:
-    """`text` without line breaks and control characters: names inside may come from a file."""
+    """Join `text` to one line and escape characters that cannot be printed."""
     flat = " ".join(text.split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in flat)
 
 
-def _put(text: str, file: TextIO, end: str = "\n") -> None:
-    """Print at once; a reader that went away (`| head`) ends the run, quietly.
+def _print(text: str, file: TextIO, end: str = "\n") -> None:
+    """Print and flush; end the run silently if the reader has gone (`| head`).
 
-    A terminal gets no control characters but line breaks, tabs and the colours of this module.
+    The only control characters that a terminal gets are line breaks, tabs and ANSI styles.
     """
     if file.isatty():
-        parts = _OURS.split(text)
+        parts = _STYLE_CODES.split(text)
         parts[::2] = [_CONTROL.sub(_escape, part) for part in parts[::2]]
         text = "".join(parts)
     try:
         print(text, file=file, end=end, flush=True)
     except BrokenPipeError:
-        # Python flushes again at exit; nobody is left to read that or its complaint.
+        # Python flushes again at exit; send that to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
         raise typer.Exit(CLOSED_PIPE) from None
 
 
-def _clean(value: Any) -> Any:
-    """JSON has no NaN and no infinity; numpy scalars and arrays become Python's."""
+def _json_value(value: Any) -> Any:
+    """Return `value` with JSON types only: NaN and infinity become None, arrays become lists."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(k): _clean(v) for k, v in value.items()}
+        return {str(k): _json_value(v) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
         value = sorted(value)
     if isinstance(value, (list, tuple)):
-        return [_clean(v) for v in value]
+        return [_json_value(v) for v in value]
     return value
 
 
 def _json(value: Any) -> str:
-    """JSON on one line; DEL and C1 control characters are escaped as JSON escapes the others."""
+    """Return JSON on one line, with DEL and C1 control characters escaped, too."""
     text = jsonlib.dumps(value, ensure_ascii=False, default=str)
-    return _UNSHOWN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _DEL_AND_C1.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _grid(
+def _print_grid(
     title: str,
     names: Sequence[str],
     rows: Sequence[Sequence[str]],
     widths: Sequence[int],
     right: Sequence[bool],
 ) -> None:
-    """Print a table of columns with these widths; `right`: those aligned right."""
+    """Print a table. `widths`: width of each column; `right`: True for columns aligned right."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    colours, text = colour(sys.stdout), io.StringIO()
-    room = sum(widths) + _layout.GAP * len(widths)
+    colours, text = has_colours(sys.stdout), io.StringIO()
+    room = sum(widths) + _layout.COLUMN_GAP * len(widths)
     console = Console(file=text, width=room, force_terminal=colours, no_color=not colours)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name, width, numeric in zip(names, widths, right, strict=True):
@@ -147,70 +149,75 @@ def _grid(
     console.print(table)
     lines = [line.rstrip() for line in text.getvalue().rstrip().split("\n")]
     if title:
-        lines = [*_layout.wrapped(title, _layout.width(sys.stdout)).split("\n"), "", *lines]
-    _put("\n".join(lines), sys.stdout)
+        lines = [*_layout.wrap(title, _layout.width(sys.stdout)).split("\n"), "", *lines]
+    _print("\n".join(lines), sys.stdout)
 
 
 class Output:
-    """What one command says. With `json`, stdout is exactly one object; with `quiet`, stdout is
-    only the product (`stream`, `result`) and stderr is empty."""
+    """The output of one command.
 
-    printed = False  # per process: an error after a result must not add a second object
+    With `json`, stdout carries exactly one object. With `quiet`, stdout carries only the requested
+    output (`stream`, `result`), and stderr stays empty.
+    """
+
+    printed = False  # of this process: an error after a result must not add a second object
 
     def __init__(self, json: bool = False, quiet: bool = False) -> None:
         self.json, self.quiet = json, quiet
-        self._said: set[str] = set()
+        self._noted: set[str] = set()
 
     def line(self, text: str = "", style: str | None = None, *, gap: bool = False) -> None:
-        """One line of the human answer, an empty one before it with `gap`; absent with `json` and
-        `quiet`."""
+        """Print a line on stdout, after an empty line with `gap`; not with `json` or `quiet`."""
         if not self.json and not self.quiet:
-            text = _layout.wrapped(flat(text), _layout.width(sys.stdout))
-            _put("\n" * gap + styled(text, style, sys.stdout), sys.stdout)
+            text = _layout.wrap(flat(text), _layout.width(sys.stdout))
+            _print("\n" * gap + styled(text, style, sys.stdout), sys.stdout)
 
     def command(self, before: str, text: str) -> None:
-        """A shell command of the human answer, broken so that it can be pasted."""
+        """Print `before` and a shell command, wrapped so that it can be pasted."""
         if not self.json and not self.quiet:
-            _put(_layout.command(before, flat(text), _layout.width(sys.stdout)), sys.stdout)
+            _print(_layout.command(before, flat(text), _layout.width(sys.stdout)), sys.stdout)
 
     def note(self, text: str | None) -> None:
-        """A notice on stderr, said once per run however often it is raised; nothing for None."""
-        if text is not None and not self.quiet and text not in self._said:
-            self._said.add(text)
-            text = _layout.wrapped(one_line(text), _layout.width(sys.stderr))
-            _put(styled(text, "dim", sys.stderr), sys.stderr)
+        """Print a notice on stderr, each text once per run; nothing for None."""
+        if text is not None and not self.quiet and text not in self._noted:
+            self._noted.add(text)
+            text = _layout.wrap(one_line(text), _layout.width(sys.stderr))
+            _print(styled(text, "dim", sys.stderr), sys.stderr)
 
     def stream(self, text: str, style: str | None = None) -> None:
-        """Text that is the product itself, as it comes; no line break is added. Exact in a pipe,
-        without control characters on a terminal."""
+        """Print requested text without adding a line break.
+
+        A pipe gets it unchanged, a terminal without control characters.
+        """
         if not self.json:
             if sys.stdout.isatty():
                 text = styled(text.replace("\r\n", "\n"), style, sys.stdout)
-            _put(text, sys.stdout, end="")
+            _print(text, sys.stdout, end="")
 
     def script(self, text: str) -> None:
-        """Shell commands that are the product; a terminal gets them broken so that they can be
-        pasted."""
+        """Print requested shell commands; on a terminal, wrapped so that they can be pasted."""
         self.stream(_layout.script(text, _layout.width(sys.stdout)) + "\n")
 
-    def aside(self, text: str) -> None:
-        """Text beside the product as it comes, dim: a model's thoughts. Where stdout is a pipe, it
-        goes to stderr."""
+    def stream_dim(self, text: str) -> None:
+        """Print dim text that accompanies the output, such as a model's thoughts.
+
+        It goes to stderr if stdout is not a terminal.
+        """
         file = sys.stdout if sys.stdout.isatty() else sys.stderr
         if not self.quiet and not self.json:
-            _put(styled(text.replace("\r\n", "\n"), "dim", file), file, end="")
+            _print(styled(text.replace("\r\n", "\n"), "dim", file), file, end="")
 
-    def say(self, text: str) -> None:
-        """Lines about the run on stderr, said each time."""
+    def log(self, text: str) -> None:
+        """Print lines about the run on stderr, every time (`note`: only once)."""
         if not self.quiet:
             for line in text.split("\n"):
-                shown = _layout.wrapped(flat(line), _layout.width(sys.stderr))
-                _put(styled(shown, "dim", sys.stderr), sys.stderr)
+                shown = _layout.wrap(flat(line), _layout.width(sys.stderr))
+                _print(styled(shown, "dim", sys.stderr), sys.stderr)
 
-    def ask(self, prompt: str) -> str:
-        """Read a line; EOFError at the end. `prompt` is shown where a person types."""
+    def read_line(self, prompt: str) -> str:
+        """Read a line of stdin; raise EOFError at its end. `prompt` is shown on terminals only."""
         if isinstance(sys.stdin, io.TextIOWrapper) and sys.stdin.errors != "replace":
-            # What is no UTF-8 must not end a run. A stream that was read from cannot be changed.
+            # Invalid UTF-8 must not end the run. This cannot be changed after the first read.
             sys.stdin.reconfigure(errors="replace")
         if sys.stdin.isatty() and sys.stdout.isatty():
             return input(prompt)
@@ -219,68 +226,72 @@ class Output:
             raise EOFError
         return line.removesuffix("\n")
 
-    def mark(self, text: str, style: str) -> None:
-        """Like `stream`, for a colour that means something: brackets where colours are off. Line
-        breaks of struck text, which is not part of the answer, are spelled out."""
+    def stream_marked(self, text: str, style: str) -> None:
+        """Print text in a meaningful colour, or between MARKS where colours are off.
+
+        Line breaks of struck text are escaped, as it is not part of the answer.
+        """
         if style == "struck":
             text = flat(text)
-        if text and not colour(sys.stdout):
+        if text and not has_colours(sys.stdout):
             text = MARKS[style][0] + text + MARKS[style][1]
         self.stream(text, style)
 
     def legend(self, entries: Sequence[tuple[str, str | None]]) -> None:
-        """What the colours of `mark` mean, on stderr."""
+        """Print the meaning of the styles of `stream_marked` on stderr."""
         if self.quiet or self.json:
             return
         shown = []
         for name, style in entries:
-            plain = style is None or colour(sys.stderr)
+            plain = style is None or has_colours(sys.stderr)
             marked = name if plain else MARKS[str(style)][0] + name + MARKS[str(style)][1]
             shown.append(styled(marked, style, sys.stderr))
-        _put("  ".join(shown), sys.stderr)
+        _print("  ".join(shown), sys.stderr)
 
     def table(
         self,
         title: str,
         columns: Sequence[str],
         rows: Sequence[Sequence[object]],
-        spare: Sequence[str] = (),
+        optional: Sequence[str] = (),
     ) -> None:
-        """A table of the human answer; columns that hold only numbers are aligned right.
+        """Print a table; columns that contain only numbers are aligned right.
 
         Args:
-            spare: columns that a narrow terminal does without, the last one first.
+            optional: columns to drop on a narrow terminal, the last one first.
         """
         if self.json or self.quiet:
             return
-        columns, every = [one_line(name) for name in columns], rows
-        cells = [[one_line(str(cell)) for cell in row] for row in rows[:MOST_ROWS]]
-        room = _layout.width(sys.stdout) or WIDE
-        upright = [[name, *(row[i] for row in cells)] for i, name in enumerate(columns)]
-        kept = _layout.columns_kept(upright, [columns.index(name) for name in spare], room)
-        widths = _layout.widths([upright[i] for i in kept], room)
+        columns, all_rows = [one_line(name) for name in columns], rows
+        cells = [[one_line(str(cell)) for cell in row] for row in rows[:MAX_ROWS]]
+        room = _layout.width(sys.stdout) or PIPE_TABLE_WIDTH
+        by_column = [[name, *(row[i] for row in cells)] for i, name in enumerate(columns)]
+        kept = _layout.columns_kept(by_column, [columns.index(name) for name in optional], room)
+        widths = _layout.widths([by_column[i] for i in kept], room)
         if widths is None:
-            shown = _layout.wrapped(one_line(title), room)
-            _put(f"{shown}\n{_layout.records(columns, cells, room)}", sys.stdout)
+            shown = _layout.wrap(one_line(title), room)
+            _print(f"{shown}\n{_layout.records(columns, cells, room)}", sys.stdout)
         else:
-            right = [bool(rows) and all(isinstance(r[i], int | float) for r in every) for i in kept]
-            made = [[row[i] for i in kept] for row in cells]
-            _grid(one_line(title), [columns[i] for i in kept], made, widths, right)
+            right = [
+                bool(rows) and all(isinstance(r[i], int | float) for r in all_rows) for i in kept
+            ]
+            shown_cells = [[row[i] for i in kept] for row in cells]
+            _print_grid(one_line(title), [columns[i] for i in kept], shown_cells, widths, right)
         if len(kept) < len(columns):
-            left = ", ".join(name for i, name in enumerate(columns) if i not in kept)
-            self.note(f"not shown for lack of width: {left}; --json has all")
-        if len(rows) > MOST_ROWS:
-            self.note(f"{len(rows) - MOST_ROWS:,} more rows are not shown; --json has all")
+            hidden = ", ".join(name for i, name in enumerate(columns) if i not in kept)
+            self.note(f"columns not shown (terminal too narrow): {hidden}; --json has all")
+        if len(rows) > MAX_ROWS:
+            self.note(f"{len(rows) - MAX_ROWS:,} more rows are not shown; --json has all")
 
     def result(self, value: Mapping[str, Any]) -> None:
-        """The whole answer as one JSON object on stdout; nothing without `json`."""
+        """Print the whole result as one JSON object on stdout; nothing without `json`."""
         if self.json:
-            _put(_json(_clean(value)), sys.stdout)
+            _print(_json(_json_value(value)), sys.stdout)
             Output.printed = True
 
     @contextmanager
     def progress(self, label: str) -> Iterator[Progress]:
-        """Gives `callback(done, total)`; drawn on stderr only when that is a terminal."""
+        """Yield `callback(done, total)`; draws a progress bar if stderr is a terminal."""
         if self.quiet or not sys.stderr.isatty():
             yield lambda done, total: None
             return
@@ -293,13 +304,15 @@ class Output:
 
 
 def error(text: str, exit_code: int, *, json: bool = False) -> int:
-    """Says why the run failed: one line on stderr and, with `json`, an object on stdout when no
-    result was printed before. Returns `exit_code`."""
+    """Print why the run failed and return `exit_code`.
+
+    Prints one line on stderr and, with `json`, an object on stdout unless a result was printed.
+    """
     try:
-        shown = _layout.wrapped(f"error: {one_line(text)}", _layout.width(sys.stderr))
-        _put(styled("error:", "bad", sys.stderr) + shown.removeprefix("error:"), sys.stderr)
+        shown = _layout.wrap(f"error: {one_line(text)}", _layout.width(sys.stderr))
+        _print(styled("error:", "bad", sys.stderr) + shown.removeprefix("error:"), sys.stderr)
         if json and not Output.printed:
-            _put(_json({"error": text, "exit_code": exit_code}), sys.stdout)
+            _print(_json({"error": text, "exit_code": exit_code}), sys.stdout)
     except (typer.Exit, OSError):
-        pass  # nobody listens, or there is no room; the code still says it
+        pass  # no reader, or no disk space; the exit code still reports the error
     return exit_code

@@ -1,4 +1,4 @@
-"""Serves targets, with or without a draft, over HTTP or a line protocol."""
+"""`g4spec serve`: serve targets, with or without a draft, over HTTP or a line protocol."""
 
 from __future__ import annotations
 
@@ -6,38 +6,46 @@ from typing import Any
 
 import typer
 
-from g4spec.cli import _chatting, _daemon, _engine, _inputs, _options, _serving, _serving_http
+from g4spec.cli import (
+    _chat_options,
+    _daemon,
+    _engine,
+    _inputs,
+    _options,
+    _serve_http,
+    _serve_options,
+)
 from g4spec.cli.render import Output, Quiet
 
 
 def command(
     context: typer.Context,
-    model: _serving.Model = None,
+    model: _chat_options.Model = None,
     draft: _options.DraftModel = None,
-    models: _serving.Models = None,
-    models_max: _serving.ModelsMax = 4,
-    host: _serving.Host = "127.0.0.1",
-    port: _serving.Port = 8080,
-    parallel: _serving.Parallel = 4,
-    queue: _serving.Queue = 64,
-    api_key: _serving.ApiKey = None,
-    api_key_file: _serving.KeyFile = None,
-    alias: _serving.Alias = None,
-    cors_origin: _serving.Origin = None,
-    ssl_cert_file: _serving.Certificate = None,
-    ssl_key_file: _serving.Key = None,
-    timeout: _serving.Timeout = 600,
-    hang_timeout: _serving.HangTimeout = None,
-    prefix_cache: _serving.PrefixCache = 1024,
-    pool: _serving.Pool = None,
+    models: _serve_options.Models = None,
+    models_max: _serve_options.ModelsMax = 4,
+    host: _serve_options.Host = "127.0.0.1",
+    port: _serve_options.Port = 8080,
+    parallel: _serve_options.Parallel = 4,
+    queue: _serve_options.Queue = 64,
+    api_key: _serve_options.ApiKey = None,
+    api_key_file: _serve_options.KeyFile = None,
+    alias: _serve_options.Alias = None,
+    cors_origin: _serve_options.Origin = None,
+    ssl_cert_file: _serve_options.Certificate = None,
+    ssl_key_file: _serve_options.Key = None,
+    timeout: _serve_options.Timeout = 600,
+    hang_timeout: _serve_options.HangTimeout = None,
+    prefix_cache: _serve_options.PrefixCache = 1024,
+    pool: _serve_options.Pool = None,
     ctx_size: _options.ContextSize = None,
-    temp: _chatting.Temperature = None,
-    top_k: _chatting.TopK = None,
-    top_p: _chatting.TopP = None,
-    min_p: _chatting.MinP = None,
-    seed: _serving.Seed = None,
-    n_predict: _serving.NPredict = None,
-    chat_template_file: _serving.Template = None,
+    temp: _chat_options.Temperature = None,
+    top_k: _chat_options.TopK = None,
+    top_p: _chat_options.TopP = None,
+    min_p: _chat_options.MinP = None,
+    seed: _serve_options.Seed = None,
+    n_predict: _serve_options.NPredict = None,
+    chat_template_file: _serve_options.Template = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
     device: _options.Device = "auto",
@@ -47,37 +55,41 @@ def command(
     stream_fd: _daemon.StreamFd = None,
     quiet: Quiet = False,
 ) -> None:
-    """Serve models to OpenAI's, Anthropic's and llama.cpp's clients, and a page to chat with them;
-    a draft makes them faster and never changes an answer. The first SIGTERM or Ctrl-C lets requests
-    end, a second stops."""
-    _serving.check_models(model, models, draft, alias)
+    """Serve models over HTTP (OpenAI, Anthropic, llama.cpp APIs).
+
+    Includes a web page to chat. A draft makes answers faster and never changes them. The first
+    SIGTERM or Ctrl-C lets running requests finish; a second one stops at once.
+    """
+    _serve_options.check_models(model, models, draft, alias)
     out = Output(quiet=quiet)
     setup = _engine.Setup(
         ctx_size, draft_window, draft_p_min, device, cache_type, 1 if daemon else parallel
     )
-    asked: dict[str, float | None] = {
+    sampling: dict[str, float | None] = {
         "temperature": temp,
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
     }
-    more: dict[str, Any] = {"pool": pool, "prefix_cache": prefix_cache << 20}
+    engine_options: dict[str, Any] = {"pool": pool, "prefix_cache": prefix_cache << 20}
     if daemon or stream_fd is not None:
-        fd = _daemon.check(daemon, stream_fd, _inputs.typed(context))
-        return _daemon.run(model, draft, setup, out, fd, asked, **more)
-    _serving.require_packages()
-    more["hang_limit"] = hang_timeout
-    opened = _serving_http.Opened(setup, out, _serving.template(chat_template_file), asked, more)
-    web = _serving_http.Web(
+        fd = _daemon.check(daemon, stream_fd, _inputs.given_flags(context))
+        return _daemon.run(model, draft, setup, out, fd, sampling, **engine_options)
+    _serve_options.require_packages()
+    engine_options["hang_limit"] = hang_timeout
+    loader = _serve_http.ModelLoader(
+        setup, out, _serve_options.template(chat_template_file), sampling, engine_options
+    )
+    http = _serve_http.HttpOptions(
         host,
         port,
         ssl_cert_file,
         ssl_key_file,
         cors_origin or (),
-        _serving.keys(api_key, api_key_file),
+        _serve_options.keys(api_key, api_key_file),
     )
     limits = {"queue": queue, "time_limit": timeout, "seed": seed, "n_predict": n_predict}
     if model is not None:
-        _serving_http.one(opened, web, limits, model, draft, alias)
+        _serve_http.serve_one(loader, http, limits, model, draft, alias)
     else:
-        _serving_http.several(opened, web, limits, models, models_max)
+        _serve_http.serve_folder(loader, http, limits, models, models_max)

@@ -1,4 +1,4 @@
-"""Text to token ids, and back."""
+"""`g4spec tokenize`: convert text to token ids, and back."""
 
 from __future__ import annotations
 
@@ -14,30 +14,34 @@ from g4spec.errors import UsageError
 
 def command(
     model: _options.Model,
-    text: Annotated[str | None, typer.Argument(help="Text, or ids with --ids-to-text.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read it from a file; - is stdin.")] = None,
-    csv: Annotated[bool, typer.Option("--csv", help="Commas between ids, not spaces.")] = False,
-    ids_to_text: Annotated[bool, typer.Option("--ids-to-text", help="The other way.")] = False,
-    bos: Annotated[bool, typer.Option(help="Begin with BOS.")] = True,
+    text: Annotated[
+        str | None, typer.Argument(help="Text, or token ids with --ids-to-text.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="Read the text or ids from a file; - is stdin.")
+    ] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Separate ids by commas, not spaces.")] = False,
+    ids_to_text: Annotated[bool, typer.Option("--ids-to-text", help="Decode ids to text.")] = False,
+    bos: Annotated[bool, typer.Option(help="Begin with the BOS token.")] = True,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show how the target's tokenizer cuts a text."""
+    """Convert a text to the target's token ids, or ids to text."""
     if (text is None) == (file is None):
-        raise UsageError("give either a TEXT or --file")
-    given = text if file is None else _inputs.read_text(file)
+        raise UsageError("expected either TEXT or --file", fix="give exactly one of them")
+    content = text if file is None else _inputs.read_text(file)
     from g4spec.gguf import GGUF
     from g4spec.runtime.tokenizer import Tokenizer
 
     out = Output(json, quiet)
-    with GGUF(_inputs.local(model, out, "gguf")) as opened:
-        tokenizer = Tokenizer.from_gguf(opened)
-    assert given is not None
+    with GGUF(_inputs.resolve(model, out, "gguf")) as gguf:
+        tokenizer = Tokenizer.from_gguf(gguf)
+    assert content is not None
     if ids_to_text:
-        ids = _inputs.parse_ids(given, "TEXT" if file is None else str(file))
-        given = tokenizer.decode(ids, special=True)
-        out.stream(given + "\n")
+        ids = _inputs.parse_ids(content, "TEXT" if file is None else str(file))
+        content = tokenizer.decode(ids, special=True)
+        out.stream(content + "\n")
     else:
-        ids = tokenizer.encode(given, bos=bos)
+        ids = tokenizer.encode(content, bos=bos)
         out.stream(("," if csv else " ").join(map(str, ids)) + "\n")
-    out.result({"ids": ids, "text": given})
+    out.result({"ids": ids, "text": content})

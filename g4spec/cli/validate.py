@@ -1,4 +1,4 @@
-"""`g4spec validate`: is this the right file, and will it run as it was trained?"""
+"""`g4spec validate`: check a file against every rule of docs/rules.md."""
 
 from __future__ import annotations
 
@@ -7,37 +7,43 @@ from typing import Annotated
 
 import typer
 
-from g4spec.cli import _inputs, _validated, render
+from g4spec.cli import _inputs, _probe, render
 from g4spec.errors import CheckFailed, UsageError
 
-File = Annotated[Path | None, typer.Argument(help="GGUF of a draft or target.")]
+File = Annotated[
+    Path | None, typer.Argument(help="GGUF file of a draft or target, or the hub id of one.")
+]
 Target = Annotated[
     Path | None,
-    typer.Option("--target", "-m", help="GGUF of the target that the draft is paired with."),
+    typer.Option("--target", "-m", help="GGUF file of the draft's target, or the hub id of one."),
 ]
 Against = Annotated[
     Path | None,
-    typer.Option(help="Checkpoint folder it was converted from: compare every tensor and key."),
+    typer.Option(
+        help="Checkpoint that the file was converted from: compares every tensor and key."
+    ),
 ]
-RuleIds = Annotated[list[str] | None, typer.Option(help="Ask only this rule; may be repeated.")]
+RuleIds = Annotated[
+    list[str] | None, typer.Option(help="Check only the rule with this id; may be repeated.")
+]
 Upstream = Annotated[
-    bool, typer.Option("--upstream", help="Say what upstream llama.cpp makes of this file.")
+    bool, typer.Option("--upstream", help="Show how upstream llama.cpp handles this file.")
 ]
 Strict = Annotated[
     bool,
     typer.Option(
-        "--strict", help="Fail on warnings too, and on rules not asked for lack of a target."
+        "--strict", help="Also fail on warnings, and on rules skipped for lack of --target."
     ),
 ]
 ProbeIt = Annotated[
     bool,
     typer.Option(
         "--probe",
-        help="Run the pair on shipped prompts too, and with single settings "
-        "changed: says what costs acceptance. Fails where the draft falls short.",
+        help="Also run the pair on built-in prompts, and again with single settings changed, to "
+        "find what costs acceptance. Fails if acceptance is too low for this kind of draft.",
     ),
 ]
-ListRules = Annotated[bool, typer.Option("--list-rules", help="Show all rules.")]
+ListRules = Annotated[bool, typer.Option("--list-rules", help="List all rules.")]
 
 
 def command(
@@ -52,10 +58,10 @@ def command(
     json: render.Json = False,
     quiet: render.Quiet = False,
 ) -> None:
-    """Check a draft or target for everything that makes it fail, above all silently.
+    """Check a draft or target for errors, including silent ones.
 
-    Exits 1 if there are errors, or rules that the file keeps from being asked. docs/rules.md
-    explains each rule.
+    A silent error does not stop a draft from running, but lowers its acceptance. Exits with 1 on
+    errors, and if the file prevents a rule from being checked. docs/rules.md explains each rule.
     """
     from g4spec import validate
     from g4spec.validate.needs import NO_TARGET
@@ -71,25 +77,27 @@ def command(
         "FILE": list_rules and path,
         "--upstream": list_rules and upstream,
     }
-    given = ", ".join(name for name, value in checks.items() if value)
-    if given and (list_rules or upstream):
-        raise UsageError("--list-rules and --upstream check nothing", fix=f"leave out {given}")
+    conflicting = ", ".join(name for name, value in checks.items() if value)
+    if conflicting and (list_rules or upstream):
+        raise UsageError(
+            "--list-rules and --upstream check nothing", fix=f"leave out {conflicting}"
+        )
     if path is None and not list_rules:
-        raise UsageError("no file given", expected="g4spec validate FILE.gguf")
+        raise UsageError("no file given", fix="run `g4spec validate FILE.gguf`")
     if path is None:
         return _list(out)
     if probe:
-        _validated.check(target)
-    path = _inputs.local(path, out, "gguf")
+        _probe.check(target)
+    path = _inputs.resolve(path, out, "gguf")
     if upstream:
         return _upstream(out, path)
-    target = target and _inputs.local(target, out, "gguf")
-    against = against and _inputs.local(against, out)
+    target = target and _inputs.resolve(target, out, "gguf")
+    against = against and _inputs.resolve(against, out)
     with out.progress("reading tensors") as progress:
         report = validate.validate(path, target, against, only=rule or (), progress=progress)
-    if passed := [name for name in rule or () if name not in report.checked]:
-        why = report.skipped.get(passed[0], "it is not about this kind of file")
-        raise UsageError(f"{path}: rule {passed[0]} was not checked", found=why)
+    if unchecked := [name for name in rule or () if name not in report.checked]:
+        why = report.skipped.get(unchecked[0], "it is not about this kind of file")
+        raise UsageError(f"{path}: rule {unchecked[0]} was not checked", found=why)
     report.show(out)
     if report.tensors and not json:
         worst = sorted(report.tensors, key=lambda t: -t["relative_rms"])[:10]
@@ -98,7 +106,7 @@ def command(
             (t["name"], t["type"], f"{t['max_abs']:.3g}", f"{t['relative_rms']:.3g}") for t in worst
         ]
         out.table("Largest errors against the source", columns, rows)
-    found = _validated.probed(out, path, target) if probe else None
+    found = _probe.run(out, path, target) if probe else None
     out.result(report.json() | ({"probe": found.json()} if found else {}))
     if not report.ok or report.unable or (found and not found.ok):
         raise CheckFailed(report.summary())

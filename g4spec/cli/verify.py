@@ -1,4 +1,4 @@
-"""Proves that a draft changes nothing about the text."""
+"""`g4spec verify`: check that a draft does not change the text."""
 
 from __future__ import annotations
 
@@ -7,34 +7,43 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from g4spec.cli import _engine, _options, _prompting, _prompts, _streams
-from g4spec.cli._remarks import strange_draft
+from g4spec.cli import _bench_parallel, _engine, _options, _prompt, _prompt_options
+from g4spec.cli._notes import low_acceptance_note
 from g4spec.cli.render import Json, Output, Quiet
 from g4spec.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from g4spec.measure.verify import Verdict
 
-Temperature = Annotated[float | None, typer.Option("--temp", help="Only this. Default: several.")]
+Temperature = Annotated[
+    float | None, typer.Option("--temp", help="Test only this temperature. Default: several.")
+]
 DraftMax = Annotated[
     str | None,
     typer.Option(
         "--draft-max",
         "--spec-draft-n-max",
         metavar="N|auto",
-        help="Only this draft length. Default: 1 to 15, and auto.",
+        help="Test only this draft length. Default: 1 to 15, and auto.",
     ),
 ]
-Cases = Annotated[int, typer.Option("--cases", help="Comparisons: prompts x lengths x samplers.")]
-Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens of each text.")]
-LongTokens = Annotated[int | None, typer.Option(min=1, help="Of long prompts. [at most 1024]")]
+Cases = Annotated[
+    int, typer.Option("--cases", help="Number of comparisons (prompts x lengths x samplers).")
+]
+Number = Annotated[int, typer.Option("-n", "--n-predict", help="Tokens per text.")]
+LongTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Length of the long prompts in tokens. Default: what fits, at most 1024."
+    ),
+]
 
 
 def command(
     model: _options.Model,
     draft: _options.DraftModel = None,
-    prompt: _prompts.Prompt = None,
-    file: _prompts.File = None,
+    prompt: _prompt_options.Prompt = None,
+    file: _prompt_options.File = None,
     temp: Temperature = None,
     draft_max: DraftMax = None,
     cases: Cases = 48,
@@ -42,7 +51,7 @@ def command(
     ctx_size: _options.ContextSize = None,
     draft_window: _options.DraftWindow = None,
     draft_p_min: _options.DraftPMin = None,
-    parallel: _streams.Parallel = 1,
+    parallel: _bench_parallel.Parallel = 1,
     device: _options.Device = "auto",
     cache_type: _options.CacheType = None,
     long_tokens: LongTokens = None,
@@ -51,22 +60,25 @@ def command(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Generate alone without the draft, and with it, several at once if asked for, over prompts,
-    draft lengths, seeds and temperatures; exit code 1 at the first token that differs. Ctrl-C
-    ends it, and what was compared until then counts."""
+    """Check that a draft does not change any generated text.
+
+    Generates texts without and with the draft, over prompts, draft lengths, seeds and temperatures.
+    With --parallel, the texts with the draft are generated several at once. Exits with 1 at the
+    first token that differs. Ctrl-C ends the run and shows the result so far.
+    """
     if draft is None:
-        raise UsageError("nothing to verify without a draft", fix="pass one with -md")
-    own = _own(prompt, file, long_tokens)
+        raise UsageError("no draft given: there is nothing to verify", fix="pass one with -md")
+    own = _own_prompt(prompt, file, long_tokens)
     length = None if draft_max is None else _options.draft_max(draft_max)
     from g4spec.measure import prompts, verify
     from g4spec.ops.sampling import Sampler
     from g4spec.runtime.request import Options
 
     out = Output(json, quiet)
-    # Typing errors should not cost the time of converting and loading.
+    # Report typing errors before converting and loading.
     Options(n_predict, Sampler(temp or 0.0), "auto" if length is None else length)
     if length == 0:
-        raise UsageError("--draft-max 0 drafts nothing that could be verified")
+        raise UsageError("--draft-max 0 drafts no tokens to verify", fix="pass 1 or more, or auto")
     verify.check(cases, parallel)
     setup = _engine.Setup(ctx_size, draft_window, draft_p_min, device, cache_type, parallel)
     model, draft_file = _engine.files(model, draft, setup, out)
@@ -77,26 +89,28 @@ def command(
     else:
         room = prompts.room(long_tokens, engine.n_ctx, n_predict, 1024)
         texts = prompts.prompts(engine.tokenizer, long_tokens=room)
-    todo = verify.cases(
+    cases_to_run = verify.cases(
         texts, cases, engine.draft.max_tokens, seed, length=length, temperature=temp
     )
     with out.progress("verifying") as progress:
-        verdict = verify.verify(engine, todo, n_predict, parallel=parallel, progress=progress)
-    _engine.tell(engine, out)
+        verdict = verify.verify(
+            engine, cases_to_run, n_predict, parallel=parallel, progress=progress
+        )
+    _engine.note_ops_without_kernel(engine, out)
     _show(verdict, out)
 
 
-def _own(prompt: str | None, file: Path | None, long_tokens: int | None) -> str | None:
-    """The text to continue, if one was given; UsageError where the options contradict that."""
+def _own_prompt(prompt: str | None, file: Path | None, long_tokens: int | None) -> str | None:
+    """Return the user's prompt or None; raise UsageError for options that do not go with it."""
     if prompt is None and file is None:
         return None
     if long_tokens is not None:
-        raise UsageError("--long-tokens is for the shipped prompts", fix="leave it out")
-    return _prompting.Asked(prompt, file).read().text
+        raise UsageError("--long-tokens applies to the built-in prompts only", fix="leave it out")
+    return _prompt.PromptOptions(prompt, file).read().text
 
 
 def _show(verdict: Verdict, out: Output) -> None:
-    """The notes, the verdict and what was drafted; CheckFailed for a bad one."""
+    """Show notes, verdict and acceptance; raise CheckFailed for a bad verdict."""
     for note in verdict.notes:
         out.note(note)
     out.result(verdict.json())
@@ -104,18 +118,18 @@ def _show(verdict: Verdict, out: Output) -> None:
         raise CheckFailed(f"the draft changed the text: {verdict.mismatch}")
     if not verdict.drafted:
         raise CheckFailed(
-            "the draft proposed nothing, so nothing about it was verified",
+            "the draft proposed no tokens, so nothing was verified",
             fix="pass a larger -n, or run `g4spec validate` on it",
         )
     share = verdict.accepted / verdict.drafted
     out.line(
         f"{verdict.cases} of {verdict.cases} texts are the same with and without the draft"
         f"{f', {verdict.parallel} at once' * (verdict.parallel > 1)}: "
-        f"{verdict.tokens} tokens, {verdict.same_logits} of them with the very same logit",
+        f"{verdict.tokens} tokens, {verdict.same_logits} of them with the same logit",
         style="good",
     )
     out.line(f"{verdict.drafted} tokens were drafted, {share:.1%} of them accepted")
-    if strange := strange_draft(verdict.first_drafted, verdict.first_accepted):
+    if strange := low_acceptance_note(verdict.first_drafted, verdict.first_accepted):
         out.line(strange, style="warn")
     if verdict.interrupted:
-        raise KeyboardInterrupt  # said and counted; the exit code tells of it, too
+        raise KeyboardInterrupt  # after the result is shown: the exit code reports it, too

@@ -1,19 +1,19 @@
 """From published checkpoints to GGUF, and from GGUF to GGUF in another type."""
 
-from g4spec.convert.cache import cached
-from g4spec.convert.plan import Plan, Row
-from g4spec.convert.run import Result, checked, convert, quantize
-from g4spec.convert.sources import Folder, Found, detect
+from g4spec.convert.cache import convert_cached
+from g4spec.convert.pipeline import Result, check_arguments, convert, quantize
+from g4spec.convert.plan import Plan, PlannedTensor
+from g4spec.convert.sources import CheckpointFolder, DetectedSource, detect
 
 __all__ = [
-    "Folder",
-    "Found",
+    "CheckpointFolder",
+    "DetectedSource",
     "Plan",
+    "PlannedTensor",
     "Result",
-    "Row",
-    "cached",
-    "checked",
+    "check_arguments",
     "convert",
+    "convert_cached",
     "detect",
     "quantize",
 ]

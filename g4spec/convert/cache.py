@@ -11,15 +11,15 @@ from pathlib import Path
 
 from g4spec import __version__
 from g4spec.convert import provenance, sources
-from g4spec.convert.run import convert
-from g4spec.convert.unchanged import stamps
+from g4spec.convert.pipeline import convert
+from g4spec.convert.unchanged import file_stamps
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
-from g4spec.gguf.replacing import clear, replacing
+from g4spec.gguf.atomic import atomic_write, remove_stale
 from g4spec.gguf.writer import Progress
 
 
-def cached(
+def convert_cached(
     source: Path,
     target: Path,
     cache_dir: Path,
@@ -32,37 +32,37 @@ def cached(
     A changed checkpoint is converted again: its key holds size and time of change of each file
     beside `provenance.digest`, which reads samples only.
     """
-    with sources.detect(source, run=True) as found:
+    with sources.detect(source, prefer_gguf=True) as found:
         if isinstance(found.source, GGUF) and found.dialect is None:
             return found.path, f"{source} holds a GGUF: took {found.path.name}"
         parts = [__version__, type, provenance.digest(found.source)]
     with sources.detect(target, weights=False) as pair:
         parts.append(provenance.digest(pair.source))
-    parts += [f"{path.name} {size} {time}" for path, (_, size, time) in stamps(source).items()]
+    parts += [f"{path.name} {size} {time}" for path, (_, size, time) in file_stamps(source).items()]
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     out = Path(cache_dir) / f"{source.resolve().name}-{key}-{type}.gguf"
-    for path in (out, _beside(out)):
-        clear(path)  # what a run that was killed left
+    for path in (out, _digest_path(out)):
+        remove_stale(path)  # what a run that was killed left
     there = out.exists()
-    if there and _whole(out):
+    if there and _is_intact(out):
         return out, f"{source}: using its conversion {out}"
     out.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     convert(source, out, target=target, type=type, progress=progress)
     digest = _sha256(out).encode()
-    with replacing(_beside(out), len(digest)) as f:
+    with atomic_write(_digest_path(out), len(digest)) as f:
         f.write(digest)
     again = "damaged in the cache, " if there else ""
     return out, f"{source}: {again}converted into {out}"
 
 
-def _beside(out: Path) -> Path:
+def _digest_path(out: Path) -> Path:
     return out.with_name(out.name + ".sha256")
 
 
-def _whole(out: Path) -> bool:
+def _is_intact(out: Path) -> bool:
     """True if an entry opens and has the content that was written."""
     try:
-        expected = _beside(out).read_bytes()
+        expected = _digest_path(out).read_bytes()
         with GGUF(out):
             return _sha256(out).encode() == expected
     except (OSError, InputError):

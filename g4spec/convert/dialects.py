@@ -30,11 +30,11 @@ class Dialect:
     title: str
     kind: str
     archs: tuple[str, ...]
-    marks: tuple[str, ...] = ()
+    markers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class DialectFamily:
     """Names that the dialects of one kind use.
 
     Attributes:
@@ -45,14 +45,14 @@ class Family:
         refused: pattern of keys (if true) and tensors -> the feature for which there is no code.
     """
 
-    kept: tuple[str, ...]
-    keys: dict[str, str]
-    unused: tuple[str, ...]
-    tensors: tuple[tuple[str, str], ...]
-    refused: tuple[tuple[str, str], ...]
+    kept_keys: tuple[str, ...]
+    renamed_keys: dict[str, str]
+    ignored_keys: tuple[str, ...]
+    tensor_names: tuple[tuple[str, str], ...]
+    unsupported: tuple[tuple[str, str], ...]
 
 
-PLUS_ONE = "dflash.target_layer_ids"
+OUTPUT_LAYER_IDS = "dflash.target_layer_ids"
 """Layers whose output is read; the current form names layers whose input is read."""
 
 DIALECTS = (
@@ -107,8 +107,8 @@ _GEMMA = (
 )
 
 FAMILIES = {
-    "dflash": Family(
-        kept=(
+    "dflash": DialectFamily(
+        kept_keys=(
             *_GEMMA,
             "block_size",
             "target_layers",
@@ -117,10 +117,10 @@ FAMILIES = {
             "final_logit_softcapping",
             "hidden_activation",
         ),
-        keys={
+        renamed_keys={
             "dflash.block_size": "block_size",
             "dflash.mask_token_id": MASK,
-            PLUS_ONE: "target_layers",
+            OUTPUT_LAYER_IDS: "target_layers",
             "target_layer_ids": "target_layers",
             "dflash.target_layers": "target_layers",
             "dflash.sliding_window": "attention.sliding_window",
@@ -128,7 +128,7 @@ FAMILIES = {
             "sliding_window_pattern": "attention.sliding_window_pattern",
             "dflash.logit_softcap": "final_logit_softcapping",
         },
-        unused=(
+        ignored_keys=(
             r"dflash\.n_target_(layers|features)",
             r"dflash\.target_hidden",  # repeat fc's shape
             r"tie_word_embeddings",
@@ -137,12 +137,12 @@ FAMILIES = {
             r"attention\.value_length",
             r"dflash\.(laguna|context_kv_layer_norm|dspark\..*)",  # false, else refused below
         ),
-        tensors=(
+        tensor_names=(
             (r"dflash[._]fc\.weight", "fc.weight"),
             (r"dflash[._]hidden_norm\.weight", "enc.output_norm.weight"),
             (r"(blk\.\d+\.)post_attention_norm\.weight", r"\1ffn_norm.weight"),
         ),
-        refused=(
+        unsupported=(
             (r"blk\.\d+\.attn_gate\.weight|dflash\.laguna", "gated attention (Laguna)"),
             (r"dflash[._]aux_hidden_norm.*", "norms on single target features (Laguna)"),
             (r"dflash[._]domino\..*", "a Domino head"),
@@ -159,8 +159,8 @@ FAMILIES = {
             (r"attention\.value_scale", "scaled values"),
         ),
     ),
-    "gemma4-assistant": Family(
-        kept=(
+    "gemma4-assistant": DialectFamily(
+        kept_keys=(
             *_GEMMA,
             "attention.key_length_swa",
             "rope.freq_base_swa",
@@ -169,13 +169,13 @@ FAMILIES = {
             "n_centroids",
             "centroid_top_k",
         ),
-        keys={
+        renamed_keys={
             "n_embd_backbone": "embedding_length_out",
             "backbone_embedding_length": "embedding_length_out",
             "centroid_count": "n_centroids",
             "sliding_window_pattern": "attention.sliding_window_pattern",
         },
-        unused=(
+        ignored_keys=(
             r"attention\.k_eq_v",
             r"attention_k_eq_v",
             r"requires_target_arch",
@@ -187,7 +187,7 @@ FAMILIES = {
             r"vocab_size",
             r"final_logit_softcapping",  # no engine caps an assistant's logits
         ),
-        tensors=(
+        tensor_names=(
             (r"mtp\.(blk\..*)", r"\1"),
             (r"mtp(?:\.pre_projection|_pre_proj)\.weight", "nextn.pre_projection.weight"),
             (r"mtp(?:\.post_projection|_post_proj)\.weight", "nextn.post_projection.weight"),
@@ -198,7 +198,7 @@ FAMILIES = {
             ),
             (r"output\.weight", "lm_head.weight"),
         ),
-        refused=(
+        unsupported=(
             (r"blk\.\d+\.attn_[kv]\.weight", "keys and values of its own"),
             (r"blk\.\d+\.ffn_gate_inp\.weight", "mixture of experts in an assistant"),
         ),
@@ -211,15 +211,15 @@ def recognise(arch: object, names: Iterable[str]) -> Dialect | None:
     names = [n.removeprefix(f"{arch}.") for n in names]
     for dialect in DIALECTS:
         if arch in dialect.archs and (
-            not dialect.marks or any(re.fullmatch(m, n) for m in dialect.marks for n in names)
+            not dialect.markers or any(re.fullmatch(m, n) for m in dialect.markers for n in names)
         ):
             return dialect
     return None
 
 
-def renamed(family: Family, name: str, present: Container[str]) -> str:
+def current_name(family: DialectFamily, name: str, present: Container[str]) -> str:
     """Current name of a tensor. A name of the present is kept where the file has both."""
-    for pattern, new in family.tensors:
+    for pattern, new in family.tensor_names:
         if re.fullmatch(pattern, name):
             current = re.sub(pattern, new, name)
             return name if current in present else current
@@ -230,9 +230,9 @@ def markdown() -> str:
     """The dialects as the table in docs/sources.md."""
     rows = ["| written by | `general.architecture` | told by | becomes |", "|---|---|---|---|"]
     for d in DIALECTS:
-        marks = ", ".join(f"`{m}`" for m in d.marks).replace("|", "\\|") or "the name"
+        marks = ", ".join(f"`{m}`" for m in d.markers).replace("|", "\\|") or "the name"
         rows.append(
             f"| {d.title} | {', '.join(f'`{a}`' for a in d.archs)} | {marks} | `{d.kind}` |"
         )
-    refused = [feature for f in FAMILIES.values() for _, feature in f.refused]
+    refused = [feature for f in FAMILIES.values() for _, feature in f.unsupported]
     return "\n".join(rows) + f"\n\nRefused by name, for want of code: {'; '.join(refused)}.\n"

@@ -13,14 +13,14 @@ from math import prod
 import numpy as np
 
 from g4spec import quant
-from g4spec.convert.tensors import Packed, Stored
+from g4spec.convert.tensors import LazyTensor, StoredTensor
 from g4spec.errors import InputError
 from g4spec.quant.format import Bytes
 
 ONE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def stacked(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def stacked(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """The tensors with `experts.N.gate_proj.weight` and friends replaced by `experts.gate_up_proj`
     and `experts.down_proj`. InputError if an expert is missing."""
     out = dict(tensors)
@@ -40,7 +40,7 @@ def stacked(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     return out
 
 
-def _joined(name: str, parts: Sequence[Stored], count: int) -> Stored:
+def _joined(name: str, parts: Sequence[StoredTensor], count: int) -> StoredTensor:
     """Matrices of one shape one below the other, as [count, rows, columns]."""
     shape = parts[0].shape
     odd = next((p for p in parts if p.shape != shape or p.format is None), None)
@@ -54,7 +54,7 @@ def _joined(name: str, parts: Sequence[Stored], count: int) -> Stored:
     form = parts[0].format if same and parts[0].format else quant.get("f32")
     ends = list(accumulate(shape[0] for _ in parts))
 
-    def rows(part: Stored, a: int, b: int) -> Bytes:
+    def rows(part: StoredTensor, a: int, b: int) -> Bytes:
         raw = part.rows(a, b)
         if part.format is form or part.format is None:
             return raw
@@ -72,6 +72,6 @@ def _joined(name: str, parts: Sequence[Stored], count: int) -> Stored:
     notes = sorted({p.note for p in parts} - {""})
     total = (count, len(parts) // count * shape[0], shape[1])
     assert prod(total) == len(parts) * prod(shape)
-    return Packed(
+    return LazyTensor(
         name, total, parts[0].dtype, form, read, "; ".join(notes), sum(p.nbytes for p in parts)
     )

@@ -3,8 +3,8 @@ type of a GGUF as llama.cpp names it: `org/name:Q4_K_M`.
 
 Downloads go through huggingface_hub: its cache, its token, its resumption, and its settings
 (HF_HUB_OFFLINE, HF_ENDPOINT, HF_HUB_DOWNLOAD_TIMEOUT). Only the files that are needed are fetched.
-Nothing that the hub sends is trusted: `transfer.Guard` checks headers, sizes and times before
-anything is written, and what was downloaded is held against its digest.
+Nothing that the hub sends is trusted: `transfer.TransferGuard` checks headers, sizes and times
+before anything is written, and each downloaded file is checked against its digest.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, Literal, TypeVar
 
 from g4spec.convert import safetensors
 from g4spec.convert.provenance import SMALL
-from g4spec.convert.transfer import Guard
+from g4spec.convert.transfer import TransferGuard
 from g4spec.errors import EnvironmentProblem, G4Error, InputError
-from g4spec.gguf import regular
-from g4spec.gguf.replacing import replacing
+from g4spec.gguf import regular_files
+from g4spec.gguf.atomic import atomic_write
 
-Want = Literal["any", "tokenizer", "gguf"]
+Purpose = Literal["any", "tokenizer", "gguf"]
 """What for: a checkpoint or GGUF, a target's tokenizer and configuration, or a GGUF to run."""
 
 T = TypeVar("T")
@@ -36,17 +36,17 @@ _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _REVISION, _PART = r"[A-Za-z0-9][A-Za-z0-9._/-]*", r"[^:\\]+\.gguf|[A-Za-z0-9_]+"
 _ID = re.compile(rf"({_WORD}/{_WORD})(?:@({_REVISION}))?(?::({_PART}))?")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
-PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
+PART_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf$)")
 HOME = "https://huggingface.co"
 INDEX = ".safetensors.index.json"
-LISTING = 16 << 20
+MAX_LISTING_BYTES = 16 << 20
 """Most bytes of the list of a repository's files."""
 TRIES = 3
 TRANSIENT = {408, 429, 500, 502, 503, 504}
 
 
 @dataclass(frozen=True, slots=True)
-class Id:
+class HubId:
     """A repository on the hub, a revision of it, and maybe one file in it, by its name or type."""
 
     repo: str
@@ -55,7 +55,7 @@ class Id:
     type: str | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Id | None:
+    def parse(cls, text: str) -> HubId | None:
         """None for what can only be a path. A bare file name after a slash is one too."""
         found = _ID.fullmatch(text)
         if found is None or found[1].endswith((".gguf", ".safetensors")):
@@ -74,12 +74,12 @@ class Id:
         return self.repo + (f"@{self.revision}" if self.revision else "")
 
 
-def is_away(text: str | Path) -> bool:
+def is_remote(text: str | Path) -> bool:
     """Whether a name is a hub id of nothing that lies here, so that the hub must be asked."""
-    return Id.parse(str(text)) is not None and not Path(text).exists()
+    return HubId.parse(str(text)) is not None and not Path(text).exists()
 
 
-def resolve(text: str | Path, want: Want = "any") -> tuple[Path, list[str]]:
+def resolve(text: str | Path, purpose: Purpose = "any") -> tuple[Path, list[str]]:
     """The local path of what the user named, and what to tell them.
 
     A path that exists wins over a hub id; anything that can be neither is returned as it is.
@@ -87,22 +87,22 @@ def resolve(text: str | Path, want: Want = "any") -> tuple[Path, list[str]]:
     Raises InputError or EnvironmentProblem when the hub does not deliver.
     """
     name = str(text)
-    found, path = Id.parse(name), Path(name)
+    found, path = HubId.parse(name), Path(name)
     if found is None:
         return path, []
     if path.exists():
         return path, [f"{name} is a local path; the hub was not asked"]
-    got = fetch(found, want)
+    got = fetch(found, purpose)
     return got, [f"{name}: took {got} from the hub"]
 
 
-def fetch(id: Id, want: Want = "any") -> Path:
+def fetch(id: HubId, purpose: Purpose = "any") -> Path:
     """Download what is needed of a repository; the file, or the folder of its snapshot."""
-    return _Hub(id).fetch(want)
+    return _Hub(id).fetch(purpose)
 
 
 class _Hub:
-    def __init__(self, id: Id) -> None:
+    def __init__(self, id: HubId) -> None:
         import huggingface_hub as hf
         from huggingface_hub import constants, errors
         from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -114,7 +114,7 @@ class _Hub:
         if not sys.stderr.isatty():
             disable_progress_bars()
 
-    def fetch(self, want: Want) -> Path:
+    def fetch(self, purpose: Purpose) -> Path:
         if self.constants.HF_HUB_OFFLINE:
             return self._offline()
         revision, names = self._list()
@@ -127,7 +127,7 @@ class _Hub:
             path = self._get(self.id.file, revision)
             self._remember(path, revision)
             return path
-        chosen = self._choose(names, want, revision)
+        chosen = self._choose(names, purpose, revision)
         paths = [self._get(name, revision) for name in chosen]
         self._remember(paths[0], revision)
         return paths[0] if chosen[0].endswith(".gguf") else paths[0].parent
@@ -137,9 +137,9 @@ class _Hub:
         api = self.hf.HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
         timeout = float(self.constants.HF_HUB_ETAG_TIMEOUT)
         try:
-            info = self._asked(
+            info = self._call(
                 lambda: api.model_info(self.id.repo, revision=self.id.revision, timeout=timeout),
-                lambda: Guard(self._what, LISTING),
+                lambda: TransferGuard(self._what, MAX_LISTING_BYTES),
             )
             names = [s.rfilename for s in info.siblings or []]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -150,7 +150,7 @@ class _Hub:
             raise InputError(f"{self.id}: the hub names no commit", found=f"{info.sha!r:.80}")
         return str(info.sha), [n for n in names if isinstance(n, str) and _safe(n)]
 
-    def _choose(self, names: list[str], want: Want, revision: str) -> list[str]:
+    def _choose(self, names: list[str], purpose: Purpose, revision: str) -> list[str]:
         """The files to fetch, the one that stands for the whole first."""
         top = [n for n in names if "/" not in n]
         small = [n for n in SMALL if n in top]
@@ -158,13 +158,15 @@ class _Hub:
         ggufs = sorted(n for n in names if n.endswith(".gguf") and "mmproj" not in n.lower())
         if self.id.type:
             return self._of_type(ggufs)
-        if want == "gguf" or not (tensors or (want == "tokenizer" and "tokenizer.json" in top)):
+        if purpose == "gguf" or not (
+            tensors or (purpose == "tokenizer" and "tokenizer.json" in top)
+        ):
             if len(ggufs) == 1:
                 return ggufs
             self._no_gguf(ggufs, names, bool(tensors))
         if "config.json" not in small:
             raise InputError(f"{self.id} has no config.json", found=_shown(names))
-        if want == "tokenizer":
+        if purpose == "tokenizer":
             return small
         indexes = sorted(n for n in top if n.endswith(INDEX))
         if indexes:
@@ -181,7 +183,7 @@ class _Hub:
     def _of_type(self, ggufs: list[str]) -> list[str]:
         """The one file of the type that was asked for, or all parts of it."""
         found = self.id.of_type(ggufs)
-        if len({PART.sub("", name) for name in found}) != 1:
+        if len({PART_SUFFIX.sub("", name) for name in found}) != 1:
             named = found or ggufs or ["FILE.gguf"]
             raise InputError(
                 f"{self._what}: no single GGUF file has that type in its name",
@@ -210,14 +212,14 @@ class _Hub:
         """One file of a commit, from the cache or downloaded and checked."""
         options: dict[str, Any] = {"revision": revision, "cache_dir": self.cache}
         had = self.hf.try_to_load_from_cache(self.id.repo, name, **options)
-        guards: list[Guard] = []
+        guards: list[TransferGuard] = []
 
-        def guarded() -> Guard:
+        def guarded() -> TransferGuard:
             guards.append(self._guard(name, revision))
             return guards[-1]
 
         path = Path(
-            self._asked(
+            self._call(
                 lambda: self.hf.hf_hub_download(
                     self.id.repo, name, endpoint=os.environ.get("HF_ENDPOINT"), **options
                 ),
@@ -230,14 +232,14 @@ class _Hub:
             _check_digest(path, guards[-1].digest, f"{self.id}: {name}")
         return path
 
-    def _guard(self, name: str, revision: str) -> Guard:
+    def _guard(self, name: str, revision: str) -> TransferGuard:
         """Bounds of a file: what is read whole is small, all else has room on the disk."""
         whole = name in SMALL or name.endswith(INDEX)
         there = next(p for p in (self.cache, *self.cache.parents) if p.exists())
-        limit = regular.MAX_WHOLE if whole else shutil.disk_usage(there).free
+        limit = regular_files.MAX_READ_BYTES if whole else shutil.disk_usage(there).free
         # The Xet client has none of these bounds, so only the hub itself may use it.
         own = os.environ.get("HF_ENDPOINT", HOME).rstrip("/") == HOME
-        return Guard(f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=own)
+        return TransferGuard(f"{self.id}: {name}", limit, disk=not whole, commit=revision, xet=own)
 
     def _remember(self, path: Path, revision: str) -> None:
         """Write down in the cache what a branch or tag stands for, so that it works offline."""
@@ -246,7 +248,7 @@ class _Hub:
             storage = next(p for p in path.parents if p.name == "snapshots").parent
             reference = storage / "refs" / name
             reference.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(reference, len(revision)) as file:
+            with atomic_write(reference, len(revision)) as file:
                 file.write(revision.encode())
 
     def _offline(self) -> Path:
@@ -287,7 +289,7 @@ class _Hub:
         part = self.id.file or self.id.type
         return f"{self.id}:{part}" if part else str(self.id)
 
-    def _asked(self, call: Callable[[], T], guarded: Callable[[], Guard]) -> T:
+    def _call(self, call: Callable[[], T], guarded: Callable[[], TransferGuard]) -> T:
         """The answer; a few times, while the failure is one that passes."""
         for attempt in range(TRIES):
             guard = guarded()
@@ -296,27 +298,27 @@ class _Hub:
                     return call()
             except (ValueError, self.transport, OSError) as e:
                 if guard.expired:
-                    raise guard.late() from e
-                if attempt == TRIES - 1 or not self._passes(e):
-                    raise self._explained(e) from e
+                    raise guard.timeout_error() from e
+                if attempt == TRIES - 1 or not self._is_transient(e):
+                    raise self._explain(e) from e
                 time.sleep(0.5 * 2**attempt)
         raise AssertionError
 
-    def _passes(self, error: BaseException) -> bool:
+    def _is_transient(self, error: BaseException) -> bool:
         """Whether it may work a moment later."""
         status = _status(error)
         if isinstance(error, self.errors.LocalEntryNotFoundError) and error.__cause__:
-            return self._passes(error.__cause__)
+            return self._is_transient(error.__cause__)
         if status is not None:
             return status in TRANSIENT
         named = isinstance(error, OSError) and error.errno is not None
         return not named and not isinstance(error, (self.errors.OfflineModeIsEnabled, ValueError))
 
-    def _explained(self, error: BaseException) -> G4Error:
+    def _explain(self, error: BaseException) -> G4Error:
         """A failure in one line, with what to do."""
         errors, what = self.errors, self._what
         if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-            return self._explained(error.__cause__)
+            return self._explain(error.__cause__)
         nowhere = f"{what}: no such file or folder here, and"
         page = f"{self.constants.ENDPOINT}/{self.id.repo}"
         for kind, text, fix in (

@@ -13,18 +13,18 @@ from math import prod
 from types import ModuleType
 from typing import Any, Literal
 
-from g4spec.convert import packed
-from g4spec.convert.tensors import Stored, equal
+from g4spec.convert import prequantized
+from g4spec.convert.tensors import StoredTensor, same_bytes
 from g4spec.errors import InputError, Unsupported
 from g4spec.models.spec import Drop, TensorSpec
 from g4spec.quant import policy
 from g4spec.quant.mix import Mix
 
-MOST_PROBLEMS = 20
+MAX_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlannedTensor:
     """What happens to one tensor.
 
     Attributes:
@@ -50,39 +50,39 @@ class Row:
 class Plan:
     """The rows in the order of the result, dropped tensors last."""
 
-    rows: tuple[Row, ...]
+    tensors: tuple[PlannedTensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors of the result."""
-        return sum(r.nbytes for r in self.rows)
+        return sum(r.nbytes for r in self.tensors)
 
-    def of(self, action: str) -> list[Row]:
+    def with_action(self, action: str) -> list[PlannedTensor]:
         """Rows of one action."""
-        return [r for r in self.rows if r.action == action]
+        return [r for r in self.tensors if r.action == action]
 
-    def types(self) -> dict[str, int]:
+    def type_counts(self) -> dict[str, int]:
         """Type -> how many tensors of the result have it."""
-        kept = [r.type for r in self.rows if r.action in ("copy", "make")]
+        kept = [r.type for r in self.tensors if r.action in ("copy", "make")]
         return {t: kept.count(t) for t in sorted(set(kept))}
 
 
 def build(
     kind: ModuleType,
     config: Any,
-    tensors: Mapping[str, Stored],
-    asked: Mix,
+    tensors: Mapping[str, StoredTensor],
+    mix: Mix,
     n_tokens: int,
-    shorts: Mapping[str, str] | None = None,
+    canonical_names: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan for a checkpoint of `kind`.
 
     Args:
-        config: the kind's parsed configuration. `asked`: type or mix for matrices.
+        config: the kind's parsed configuration. `mix`: type or mix for matrices.
         n_tokens: entries of the tokenizer; token tables are cut to it.
-        shorts: name of each tensor -> the kind's name of it, where a prefix is not all.
+        canonical_names: name of each tensor -> the kind's name of it, where a prefix is not all.
     """
-    return _Builder(kind, config, tensors, asked, n_tokens, shorts).build()
+    return _Builder(kind, config, tensors, mix, n_tokens, canonical_names).build()
 
 
 class _Builder:
@@ -90,22 +90,22 @@ class _Builder:
         self,
         kind: ModuleType,
         config: Any,
-        tensors: Mapping[str, Stored],
-        asked: Mix,
+        tensors: Mapping[str, StoredTensor],
+        mix: Mix,
         n_tokens: int,
-        shorts: Mapping[str, str] | None,
+        canonical_names: Mapping[str, str] | None,
     ) -> None:
         self.kind, self.config, self.tensors = kind, config, tensors
-        self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[Row]()
+        self.n_tokens, self.problems, self.rows = n_tokens, list[str](), list[PlannedTensor]()
         self.names: dict[str, str] = {}
         for name in tensors:
-            short = shorts[name] if shorts else canonical(name, kind)
+            short = canonical_names[name] if canonical_names else canonical_name(name, kind)
             if short in self.names:
                 self.problems.append(f"{name} and {self.names[short]} are the same tensor")
             self.names[short] = name
         self.specs = [self._fitted(spec) for spec in kind.tensors(config)]
         there = {s.name: s.shape for s in self.specs if s.source is None or s.source in self.names}
-        self.policy = policy.Policy(asked, there)
+        self.policy = policy.Policy(mix, there)
 
     def build(self) -> Plan:
         if self.config.n_vocab < self.n_tokens:
@@ -143,7 +143,7 @@ class _Builder:
         size = form.nbytes(spec.shape, spec.name)
         if spec.source is None:
             self.rows.append(
-                Row(
+                PlannedTensor(
                     "make",
                     None,
                     spec.name,
@@ -171,11 +171,15 @@ class _Builder:
                 action, note = "make", spec.make
             elif given and given.quantized and given is not form and spec.role != "vector":
                 form, note, size = given, "quantized already, kept", given.nbytes(wanted, name)
-            note = "; ".join(x for x in (packed.told(self.tensors[name], form), note) if x)
+            note = "; ".join(
+                x for x in (prequantized.loss_note(self.tensors[name], form), note) if x
+            )
             if spec.pairs:
                 note = f"rows of each head in pairs; {note}".rstrip("; ")
             self.rows.append(
-                Row(action, name, spec.name, spec.shape, form.name.upper(), note, size, spec.pairs)
+                PlannedTensor(
+                    action, name, spec.name, spec.shape, form.name.upper(), note, size, spec.pairs
+                )
             )
 
     def _source_shape(self, spec: TensorSpec) -> tuple[int, tuple[int, ...]]:
@@ -201,7 +205,7 @@ class _Builder:
         elif self._usable(name, shape):
             integer = self.tensors[name].format.integer  # type: ignore[union-attr]
             self.rows.append(
-                Row(
+                PlannedTensor(
                     "metadata",
                     name,
                     key,
@@ -213,21 +217,23 @@ class _Builder:
             )
 
     def _rest(self, short: str, name: str) -> None:
-        """A source tensor that nothing asked for: dropped for a reason, or a problem."""
+        """A source tensor that nothing mix for: dropped for a reason, or a problem."""
         drop = next((d for d in self.kind.DROPS if re.fullmatch(d.pattern, short)), None)
         if drop is None:
             self.problems.append(f"{name} {list(self.tensors[name].shape)}: no rule for it")
             return
         self._check_copy(name, drop)
-        self.rows.append(Row("drop", name, None, self.tensors[name].shape, "", drop.reason))
+        self.rows.append(
+            PlannedTensor("drop", name, None, self.tensors[name].shape, "", drop.reason)
+        )
 
     def _check_copy(self, name: str, drop: Drop) -> None:
         original = self.names.get(drop.same_as or "")
-        if original and not equal(self.tensors[name], self.tensors[original]):
+        if original and not same_bytes(self.tensors[name], self.tensors[original]):
             raise Unsupported(f"{name} differs from {original}; only tied tables are supported")
 
     def _fail(self) -> None:
-        shown = self.problems[:MOST_PROBLEMS]
+        shown = self.problems[:MAX_PROBLEMS]
         more = len(self.problems) - len(shown)
         raise InputError(
             f"the tensors do not fit a {self.kind.TITLE} of this configuration: "
@@ -236,7 +242,7 @@ class _Builder:
         )
 
 
-def canonical(name: str, kind: ModuleType) -> str:
+def canonical_name(name: str, kind: ModuleType) -> str:
     """`name` without the first of the kind's PREFIXES that it starts with; a beginning that is
     in its ALIASES (other trainers' names of the same tensors) is replaced."""
     name = name.removeprefix(next((p for p in kind.PREFIXES if name.startswith(p)), ""))

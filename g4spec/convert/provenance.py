@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from g4spec import __version__
-from g4spec.convert.plan import canonical
-from g4spec.convert.sources import Folder
-from g4spec.convert.tensors import Packed, Stored
-from g4spec.gguf import GGUF, KV, regular, string, u32
+from g4spec.convert.plan import canonical_name
+from g4spec.convert.sources import CheckpointFolder
+from g4spec.convert.tensors import LazyTensor, StoredTensor
+from g4spec.gguf import GGUF, KV, regular_files, string, u32
 from g4spec.models import pairing as pairs
 
 SOURCE = "g4spec.source"
@@ -48,9 +48,9 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.
 _REVISION = re.compile(r"[0-9a-f]{40}")
 
 
-def keys(source: Folder | GGUF, command: str) -> KV:
+def source_keys(source: CheckpointFolder | GGUF, command: str) -> KV:
     """Provenance of a conversion."""
-    kv = {SOURCE: string(name(source.path))}
+    kv = {SOURCE: string(checkpoint_name(source.path))}
     if found := revision(source.path):
         kv[REVISION] = string(found)
     kv[DIGEST] = string(digest(source))
@@ -61,7 +61,7 @@ def keys(source: Folder | GGUF, command: str) -> KV:
     return kv
 
 
-def name(path: Path) -> str:
+def checkpoint_name(path: Path) -> str:
     """What a checkpoint is called: its folder, or its repository in a Hugging Face cache."""
     snapshot = _snapshot(path)
     if snapshot is not None:
@@ -85,7 +85,7 @@ def _snapshot(path: Path) -> re.Match[str] | None:
     return _SNAPSHOT.fullmatch(path.absolute().as_posix())
 
 
-def digest(source: Folder | GGUF) -> str:
+def digest(source: CheckpointFolder | GGUF) -> str:
     """Fingerprint of a source's content, cheap enough to compute at every start.
 
     sha256 over the small files in full and, of every tensor file, its size, its header and
@@ -98,7 +98,11 @@ def digest(source: Folder | GGUF) -> str:
         for small in SMALL:
             path = source.path / small
             if path.exists():
-                sha.update(small.encode() + b"\0" + regular.read(regular.stays(path)))
+                sha.update(
+                    small.encode()
+                    + b"\0"
+                    + regular_files.read_regular(regular_files.check_link(path))
+                )
         files = [(p, 8 + int.from_bytes(_slice(p, 0, 8), "little")) for p in source.files]
     for path, head in files:
         size = path.stat().st_size
@@ -109,7 +113,9 @@ def digest(source: Folder | GGUF) -> str:
     return "sampled-sha256:" + sha.hexdigest()
 
 
-def weights_digest(kind: ModuleType, config: Any, tensors: Mapping[str, Stored]) -> str | None:
+def weights_digest(
+    kind: ModuleType, config: Any, tensors: Mapping[str, StoredTensor]
+) -> str | None:
     """Fingerprint of a model's weights as they were published; None if there are none.
 
     sha256 over name in the GGUF, shape, stored type and two rows of every tensor that the model
@@ -122,7 +128,7 @@ def weights_digest(kind: ModuleType, config: Any, tensors: Mapping[str, Stored])
     weights of another revision, a fine-tune or a quantized checkpoint have another digest. Weights
     stored in another type have one too, whether or not they are the same numbers.
     """
-    names = {canonical(name, kind): name for name in tensors}
+    names = {canonical_name(name, kind): name for name in tensors}
     sha, seen = hashlib.sha256(), False
     for spec in sorted(kind.tensors(config), key=lambda s: str(s.name)):
         tensor = tensors.get(names.get(spec.source or "", ""))
@@ -136,22 +142,22 @@ def weights_digest(kind: ModuleType, config: Any, tensors: Mapping[str, Stored])
     return "rows-sha256:" + sha.hexdigest() if seen else None
 
 
-def _row(tensor: Stored, i: int, rows: int) -> bytes:
+def _row(tensor: StoredTensor, i: int, rows: int) -> bytes:
     """The beginning of row `i` of `rows`. Through the file where it lies in one: touching a mapped
     page brings in megabytes around it, which for 832 tensors took 16 s."""
-    if isinstance(tensor, Packed):
+    if isinstance(tensor, LazyTensor):
         return tensor.rows(i, i + 1).reshape(-1)[:ROW_BYTES].tobytes()
     size = tensor.nbytes // rows
     return tensor.read(i * size, i * size + min(size, ROW_BYTES)).tobytes()
 
 
-def target_origin(source: Folder | GGUF, digest: str | None) -> KV:
+def target_source_keys(source: CheckpointFolder | GGUF, digest: str | None) -> KV:
     """By which keys a draft remembers the checkpoint that its target was made from. `digest`: of
     the weights, where the source is that checkpoint; a GGUF says what it was made from, or not."""
     if isinstance(source, GGUF):
         said = [source.get(key) for key in (SOURCE, REVISION, WEIGHTS)]
     else:
-        said = [name(source.path), revision(source.path), digest]
+        said = [checkpoint_name(source.path), revision(source.path), digest]
     keys = (TARGET_SOURCE, TARGET_REVISION, TARGET_WEIGHTS)
     return {k: string(v) for k, v in zip(keys, said, strict=True) if isinstance(v, str)}
 
@@ -162,7 +168,7 @@ def _slice(path: Path, start: int, count: int) -> bytes:
         return f.read(count)
 
 
-def pairing(tokenizer: KV, n_embd: int, n_layer: int) -> KV:
+def pairing_keys(tokenizer: KV, n_embd: int, n_layer: int) -> KV:
     """What a draft remembers of its target, by which a pair is recognised. Quantizing the target
     does not change it."""
     lists = (tokenizer["tokenizer.ggml.tokens"].data, tokenizer["tokenizer.ggml.merges"].data)

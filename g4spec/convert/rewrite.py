@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import quant
-from g4spec.convert import make
-from g4spec.convert.dialects import FAMILIES, PLUS_ONE, Dialect, Family, renamed
-from g4spec.convert.plan import Row
-from g4spec.convert.target import Target
-from g4spec.convert.tensors import Stored
+from g4spec.convert import derived
+from g4spec.convert.dialects import FAMILIES, OUTPUT_LAYER_IDS, Dialect, DialectFamily, current_name
+from g4spec.convert.plan import PlannedTensor
+from g4spec.convert.target_info import TargetInfo
+from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
 from g4spec.gguf import GGUF
 
@@ -30,44 +30,46 @@ CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.tok
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
+class RewrittenDraft:
     """A dialect's file in the words of its kind.
 
     Attributes:
         config: the kind's configuration.
-        tensors: by the name in the file. `shorts`: that name -> the checkpoint's name.
+        tensors: by the name in the file. `canonical_names`: that name -> the checkpoint's name.
         dropped: tensors of the file that are not needed.
     """
 
     config: Any
-    tensors: Mapping[str, Stored]
-    shorts: Mapping[str, str]
-    dropped: list[Row]
+    tensors: Mapping[str, StoredTensor]
+    canonical_names: Mapping[str, str]
+    dropped: list[PlannedTensor]
     notes: list[str]
 
 
-def rewrite(file: GGUF, dialect: Dialect, kind: ModuleType, pair: Target) -> Rewritten:
+def rewrite(file: GGUF, dialect: Dialect, kind: ModuleType, pair: TargetInfo) -> RewrittenDraft:
     """Read `file` as the checkpoint of a `kind` of draft for the target `pair`.
 
     Raises Unsupported for features without code, InputError when it does not fit the target.
     """
-    return _Reading(file, dialect, kind, pair).result()
+    return _Rewriter(file, dialect, kind, pair).result()
 
 
-def stored(file: GGUF, name: str) -> Stored:
+def stored_tensor(file: GGUF, name: str) -> StoredTensor:
     """A tensor of a GGUF."""
     info = file.tensors[name]
     part = file.parts[info.part]
     place = (part.path, part.data_start + info.offset)
-    return Stored(name, info.shape, info.format.name.upper(), info.format, file.raw(name), place)
+    return StoredTensor(
+        name, info.shape, info.format.name.upper(), info.format, file.raw(name), place
+    )
 
 
-class _Reading:
-    def __init__(self, file: GGUF, dialect: Dialect, kind: ModuleType, pair: Target) -> None:
+class _Rewriter:
+    def __init__(self, file: GGUF, dialect: Dialect, kind: ModuleType, pair: TargetInfo) -> None:
         self.file, self.dialect, self.kind, self.pair = file, dialect, kind, pair
-        self.family: Family = FAMILIES[dialect.kind]
+        self.family: DialectFamily = FAMILIES[dialect.kind]
         self.notes = [f"{file.path.name} is written in the dialect of {dialect.title}: rewritten"]
-        self.dropped: list[Row] = []
+        self.dropped: list[PlannedTensor] = []
         arch = f"{file.get('general.architecture')}."
         self.own = {
             key.removeprefix(arch): key
@@ -75,12 +77,12 @@ class _Reading:
             if not key.startswith(("general.", "tokenizer.", "g4spec."))
         }
         names = file.tensors
-        self.current = {renamed(self.family, name, names): name for name in names}
+        self.current = {current_name(self.family, name, names): name for name in names}
         if len(self.current) != len(names):
             raise InputError(f"{file.path}: tensors under two names at once", found=[*names][:8])
-        self.tensors = {name: stored(file, name) for name in names}
+        self.tensors = {name: stored_tensor(file, name) for name in names}
 
-    def result(self) -> Rewritten:
+    def result(self) -> RewrittenDraft:
         self._refuse()
         self._same_tokenizer()
         kv = self._keys()
@@ -88,16 +90,16 @@ class _Reading:
         self.kind.check_pair(config, self.pair.config)
         sources = {s.name: s.source for s in self.kind.tensors(config) if s.source}
         gone = {row.source for row in self.dropped}
-        shorts = {
+        canonical_names = {
             name: sources.get(now, now) for now, name in self.current.items() if name not in gone
         }
         tensors = {n: t for n, t in self.tensors.items() if n not in gone}
-        return Rewritten(config, tensors, shorts, self.dropped, self.notes)
+        return RewrittenDraft(config, tensors, canonical_names, self.dropped, self.notes)
 
     def _refuse(self) -> None:
         """Features that change what the draft computes and have no code here."""
         said = [key for key, full in self.own.items() if self._value(full)]
-        for pattern, feature in self.family.refused:
+        for pattern, feature in self.family.unsupported:
             found = next(
                 (n for n in (*self.current, *self.file.tensors, *said) if re.fullmatch(pattern, n)),
                 None,
@@ -130,13 +132,13 @@ class _Reading:
             kv["tokenizer.ggml.mask_token_id"] = mask
         strange = []
         for key, full in self.own.items():
-            new = self.family.keys.get(key, key)
-            if new == key and key not in self.family.kept:
-                if not any(re.fullmatch(p, key) for p in self.family.unused):
+            new = self.family.renamed_keys.get(key, key)
+            if new == key and key not in self.family.kept_keys:
+                if not any(re.fullmatch(p, key) for p in self.family.ignored_keys):
                     strange.append(key)
                 continue
             value = self.file[full]
-            if new == "target_layers" and key in (PLUS_ONE, "target_layer_ids"):
+            if new == "target_layers" and key in (OUTPUT_LAYER_IDS, "target_layer_ids"):
                 value = [i + 1 for i in self._integers(full)]
             elif new == "target_layers":
                 value = self._integers(full)
@@ -253,14 +255,14 @@ class _Reading:
         found = self._floats("rope_freqs.weight")
         full = {s.head_dim for s in config.body.layers if s.window is None}
         # The size first: what the configuration claims may be gigabytes.
-        if full != {2 * found.size} or not np.array_equal(found, make.rope_freqs(config.body)):
+        if full != {2 * found.size} or not np.array_equal(found, derived.rope_freqs(config.body)):
             raise Unsupported(
                 f"{self.file.path}: {name}",
                 expected="ones, then 1e30",
                 found=f"{found[:4].tolist()}...",
             )
         self.dropped.append(
-            Row(
+            PlannedTensor(
                 "drop",
                 name,
                 None,
@@ -328,10 +330,10 @@ def _slots(order: NDArray[Any], clusters: int) -> NDArray[np.int32] | None:
     return np.argsort(flat, kind="stable").astype(np.int32)
 
 
-def _made(name: str, values: NDArray[Any], type: str) -> Stored:
+def _made(name: str, values: NDArray[Any], type: str) -> StoredTensor:
     """A tensor that stands in no file."""
     form = quant.get(type)
-    return Stored(
+    return StoredTensor(
         name,
         values.shape,
         type.upper(),

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from g4spec import quant
-from g4spec.convert.tensors import Stored
+from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import regular
+from g4spec.gguf import regular_files
 
 MAX_HEADER = 100 << 20
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -47,7 +47,7 @@ DTYPES = {
 def load_json(path: Path, what: str = "a JSON object") -> dict[str, Any]:
     """A JSON object from a file of a checkpoint; InputError says what is wrong with it."""
     try:
-        value = parse_json(regular.read(regular.stays(path)), str(path))
+        value = parse_json(regular_files.read_regular(regular_files.check_link(path)), str(path))
     except FileNotFoundError:
         raise InputError(f"{path}: no such file", expected=what) from None
     except OSError as e:
@@ -80,7 +80,7 @@ def files(folder: Path) -> list[Path]:
     """The safetensors files that make up a folder's checkpoint, validated against its index."""
     found = sorted(p for p in folder.glob("*.safetensors") if not p.is_dir())
     for path in found:
-        regular.stays(path)
+        regular_files.check_link(path)
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise InputError(f"{folder}: several indexes", found=[p.name for p in indexes])
@@ -136,9 +136,9 @@ def weight_map(index: Path) -> dict[str, str]:
     return got
 
 
-def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
+def read_all(paths: Iterable[Path]) -> dict[str, StoredTensor]:
     """Every tensor of these files. InputError for repeats and for a disagreeing index."""
-    out: dict[str, Stored] = {}
+    out: dict[str, StoredTensor] = {}
     place: dict[str, str] = {}
     folder = None
     for path in paths:
@@ -162,14 +162,14 @@ def read_all(paths: Iterable[Path]) -> dict[str, Stored]:
     return out
 
 
-def read(path: Path) -> dict[str, Stored]:
+def read(path: Path) -> dict[str, StoredTensor]:
     """The tensors of one file, mapped."""
     try:
-        with regular.opened(path) as f:
+        with regular_files.open_regular(path) as f:
             size = f.seek(0, 2)
             f.seek(0)
             begin = f.read(64)
-            regular.refuse_pointer(path, begin)
+            regular_files.refuse_lfs_pointer(path, begin)
             f.seek(8)
             length = int.from_bytes(begin[:8], "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
@@ -187,7 +187,7 @@ def read(path: Path) -> dict[str, Stored]:
     return {n: _stored(n, entry, data, path, 8 + length) for n, entry in header.items()}
 
 
-def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored:
+def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> StoredTensor:
     where = f"{path}: tensor {name}"
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -195,7 +195,7 @@ def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored
     except (TypeError, KeyError, ValueError) as e:
         raise InputError(f"{where}: its entry needs dtype, shape and data_offsets") from e
     fine = isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers)
-    if not fine or not quant.possible(shape):
+    if not fine or not quant.is_valid_shape(shape):
         raise InputError(f"{where}: malformed entry", found=f"{entry!r:.120}")
     format_name, item = DTYPES.get(dtype, (None, None))
     if end > data.size or start > end:
@@ -209,4 +209,4 @@ def _stored(name: str, entry: Any, data: Any, path: Path, offset: int) -> Stored
             f"{where}: size of {dtype} {shape}", expected=prod(shape) * item, found=end - start
         )
     form = quant.get(format_name) if format_name else None
-    return Stored(name, tuple(shape), dtype, form, data[start:end], (path, offset + start))
+    return StoredTensor(name, tuple(shape), dtype, form, data[start:end], (path, offset + start))

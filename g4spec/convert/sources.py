@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from g4spec import models
-from g4spec.convert import dialects, packed, safetensors
+from g4spec.convert import dialects, prequantized, safetensors
 from g4spec.convert.dialects import Dialect
-from g4spec.convert.tensors import Stored
+from g4spec.convert.tensors import StoredTensor
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, parts, regular
+from g4spec.gguf import GGUF, parts, regular_files
 from g4spec.models.spec import Checkpoint
 
 MASK_ROW = "mask_embedding.pt"
@@ -33,7 +33,7 @@ UNSUPPORTED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class CheckpointFolder:
     """A safetensors checkpoint.
 
     Attributes:
@@ -45,7 +45,7 @@ class Folder:
     files: list[Path]
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -55,21 +55,21 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DetectedSource:
     """A source and its kind.
 
     Attributes:
-        kind: the module in `models/`. `source`: a Folder, or an open GGUF.
+        kind: the module in `models/`. `source`: a CheckpointFolder, or an open GGUF.
         notes: what the user should know about how the source was chosen.
         dialect: of a GGUF by another program that must be rewritten before anything opens it.
     """
 
     kind: ModuleType
-    source: Folder | GGUF
+    source: CheckpointFolder | GGUF
     notes: list[str] = field(default_factory=list)
     dialect: Dialect | None = None
 
-    def __enter__(self) -> Found:
+    def __enter__(self) -> DetectedSource:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -85,7 +85,7 @@ class Found:
         return self.kind.ARCH in models.TARGETS
 
 
-def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Found:
+def detect(path: str | Path, weights: bool = True, *, prefer_gguf: bool = False) -> DetectedSource:
     """What lies at `path`. InputError when it is nothing known, Unsupported when it is known but
     has no code; both say what was seen. Without `weights` a folder need not hold any.
 
@@ -97,9 +97,9 @@ def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Foun
         raise InputError(f"{path}: no such file or folder")
     notes: list[str] = []
     if path.is_dir():
-        ggufs = parts.firsts(sorted(path.glob("*.gguf")))
+        ggufs = parts.first_parts(sorted(path.glob("*.gguf")))
         both = ggufs and (path / "config.json").exists() and any(path.glob("*.safetensors"))
-        if both and not run:
+        if both and not prefer_gguf:
             notes.append(f"{path} holds a checkpoint and GGUF files; took the checkpoint")
             return _detect_folder(_open_folder(path, weights=weights), notes)
         if len(ggufs) > 1:
@@ -112,13 +112,15 @@ def detect(path: str | Path, weights: bool = True, *, run: bool = False) -> Foun
             return _detect_folder(_open_folder(path, weights=weights))
         if any(path.glob("*.safetensors")):
             notes.append(f"{path} holds a GGUF and safetensors; took {ggufs[0].name}")
-        path = regular.stays(ggufs[0])
+        path = regular_files.check_link(ggufs[0])
     elif path.suffix == ".safetensors":
         return _detect_folder(_open_folder(path.parent, [path]))
     return _detect_gguf(GGUF(path), notes)
 
 
-def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = True) -> Folder:
+def _open_folder(
+    folder: Path, files: list[Path] | None = None, weights: bool = True
+) -> CheckpointFolder:
     files = files or (safetensors.files(folder) if weights else [])
     if not files and weights:
         safetensors.refuse_pickles(str(folder), [p.name for p in folder.iterdir()])
@@ -128,8 +130,8 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
     generation = folder / "generation_config.json"
     if not files and weights:
         raise InputError(f"{folder}: holds neither a GGUF nor safetensors files")
-    tensors = packed.unpack(config, safetensors.read_all(files))
-    return Folder(
+    tensors = prequantized.unpack(config, safetensors.read_all(files))
+    return CheckpointFolder(
         folder,
         files,
         config,
@@ -138,7 +140,7 @@ def _open_folder(folder: Path, files: list[Path] | None = None, weights: bool = 
     )
 
 
-def _detect_folder(folder: Folder, notes: Sequence[str] = ()) -> Found:
+def _detect_folder(folder: CheckpointFolder, notes: Sequence[str] = ()) -> DetectedSource:
     checkpoint = folder.checkpoint
     claimed = [m for m in models.kinds().values() if m.claims(checkpoint)]
     if len(claimed) == 1:
@@ -148,7 +150,7 @@ def _detect_folder(folder: Folder, notes: Sequence[str] = ()) -> Found:
                 found="a pickle, which may run code when it is opened",
                 fix="write the row into embed_tokens.weight of the draft, and remove the file",
             )
-        return Found(claimed[0], folder, list(notes))
+        return DetectedSource(claimed[0], folder, list(notes))
     seen = _seen(folder)
     if claimed:
         raise InputError(
@@ -165,7 +167,7 @@ def _labels(config: Mapping[str, Any]) -> list[str]:
     return [str(x) for x in (config.get("speculators_model_type"), *names) if x]
 
 
-def _seen(folder: Folder) -> str:
+def _seen(folder: CheckpointFolder) -> str:
     names = sorted(folder.tensors)
     return (
         f"architectures {folder.config.get('architectures')}, "
@@ -185,13 +187,13 @@ def _unknown(where: str, labels: list[str], seen: str) -> InputError:
     return InputError(f"{where}: not a kind known here", expected=f"one of {known}", found=seen)
 
 
-def _detect_gguf(gguf: GGUF, notes: list[str]) -> Found:
+def _detect_gguf(gguf: GGUF, notes: list[str]) -> DetectedSource:
     arch = gguf.get("general.architecture")
     dialect = dialects.recognise(arch, [*gguf, *gguf.tensors])
     if dialect is not None:
-        return Found(models.kinds()[dialect.kind], gguf, notes, dialect)
+        return DetectedSource(models.kinds()[dialect.kind], gguf, notes, dialect)
     kind = models.of_gguf(arch, gguf.tensors)
     if kind is None:
         gguf.close()
         raise _unknown(str(gguf.path), [str(arch)], f"architecture {arch!r}")
-    return Found(kind, gguf, notes)
+    return DetectedSource(kind, gguf, notes)

@@ -1,4 +1,4 @@
-"""Stored tensors of any source, and their bytes in another type, in blocks of rows."""
+"""StoredTensor tensors of any source, and their bytes in another type, in blocks of rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from g4spec.quant.format import Bytes, Floats
 BLOCK_VALUES = 1 << 18
 """Values converted at once: the temporaries of a block stay in a core's cache."""
 COPY_BYTES = 1 << 23
-AHEAD = 4
+MAX_PENDING = 4
 """Blocks computed ahead of the one being written."""
-Rows = Callable[[int, int], Any]
+RowReader = Callable[[int, int], Any]
 """Something about the rows from the first number up to the second."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor as it lies in a source.
 
     Attributes:
@@ -83,10 +83,10 @@ class Stored:
         size = self.nbytes // max(prod(self.shape[:-1]), 1)
         return self.read(first * size, last * size).reshape(last - first, size)
 
-    def first_rows(self, n: int) -> Stored:
+    def first_rows(self, n: int) -> StoredTensor:
         """The tensor without the rows from `n` on."""
         size = self.raw.size // self.shape[0] * n
-        return Stored(
+        return StoredTensor(
             self.name, (n, *self.shape[1:]), self.dtype, self.format, self.raw[:size], self.place
         )
 
@@ -96,7 +96,7 @@ class Stored:
         return self.format.array(self.raw, self.shape)
 
 
-class Packed(Stored):
+class LazyTensor(StoredTensor):
     """A tensor that is put together when it is read, in blocks of rows.
 
     Args:
@@ -106,7 +106,7 @@ class Packed(Stored):
 
     __slots__ = ("_note", "_read", "_size")
     _note: str
-    _read: Rows
+    _read: RowReader
     _size: int
 
     def __init__(
@@ -115,7 +115,7 @@ class Packed(Stored):
         shape: tuple[int, ...],
         dtype: str,
         format: Format,
-        read: Rows,
+        read: RowReader,
         note: str,
         size: int,
     ) -> None:
@@ -149,9 +149,9 @@ class Packed(Stored):
         out: Bytes = self._read(first, last)
         return out
 
-    def first_rows(self, n: int) -> Stored:
+    def first_rows(self, n: int) -> StoredTensor:
         assert self.format is not None
-        return Packed(
+        return LazyTensor(
             self.name,
             (n, *self.shape[1:]),
             self.dtype,
@@ -162,7 +162,7 @@ class Packed(Stored):
         )
 
 
-def workers() -> ThreadPoolExecutor:
+def worker_pool() -> ThreadPoolExecutor:
     """Threads for `recode`; numpy releases the interpreter while it computes."""
     # Not cpu_count: in a container, or pinned, more threads than cores share one core's cache.
     mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -170,7 +170,7 @@ def workers() -> ThreadPoolExecutor:
 
 
 def recode(
-    tensor: Stored, to: Format, pool: ThreadPoolExecutor, weights: Floats | None = None
+    tensor: StoredTensor, to: Format, pool: ThreadPoolExecutor, weights: Floats | None = None
 ) -> Iterator[Bytes]:
     """The tensor's bytes in format `to`, in order. InputError for values it cannot hold.
 
@@ -181,13 +181,13 @@ def recode(
     source = tensor.format
     assert source is not None, tensor.name
     width = tensor.shape[-1] if tensor.shape else 1
-    if source is to and not isinstance(tensor, Packed):
+    if source is to and not isinstance(tensor, LazyTensor):
         size = COPY_BYTES // to.block_bytes * to.block_bytes
         for at in range(0, tensor.nbytes, size):
             raw = tensor.read(at, min(at + size, tensor.nbytes))
-            if (bad := to.not_finite(raw)) is not None:
+            if (bad := to.first_not_finite(raw)) is not None:
                 first = at // to.block_bytes * to.block
-                raise _refused(tensor, to, first + bad.index, width, bad)
+                raise _unrepresentable(tensor, to, first + bad.index, width, bad)
             yield raw
         return
     rows = prod(tensor.shape[:-1])
@@ -202,12 +202,14 @@ def recode(
             of = None if weights is None else weights[np.arange(first, first + len(raw)) // each]
             return to.quantize(source.dequantize(raw), of).reshape(-1)
         except Unrepresentable as e:
-            raise _refused(tensor, to, first * width + e.index, width, e) from e
+            raise _unrepresentable(tensor, to, first * width + e.index, width, e) from e
 
-    yield from _ordered(pool, block, range(0, rows, step))
+    yield from _map_in_order(pool, block, range(0, rows, step))
 
 
-def _refused(tensor: Stored, to: Format, index: int, width: int, e: Unrepresentable) -> InputError:
+def _unrepresentable(
+    tensor: StoredTensor, to: Format, index: int, width: int, e: Unrepresentable
+) -> InputError:
     row, column = divmod(index, max(width, 1))
     return InputError(
         f"tensor {tensor.name} cannot be stored as {to.name.upper()}: value at row {row}, "
@@ -217,13 +219,13 @@ def _refused(tensor: Stored, to: Format, index: int, width: int, e: Unrepresenta
     )
 
 
-def _ordered(pool: ThreadPoolExecutor, work: Any, items: Iterable[int]) -> Iterator[Bytes]:
+def _map_in_order(pool: ThreadPoolExecutor, work: Any, items: Iterable[int]) -> Iterator[Bytes]:
     """`work(item)` for each item, computed by the pool a few ahead, yielded in order."""
     pending: deque[Future[Bytes]] = deque()
     try:
         for item in items:
             pending.append(pool.submit(work, item))
-            if len(pending) > AHEAD:
+            if len(pending) > MAX_PENDING:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
@@ -232,7 +234,7 @@ def _ordered(pool: ThreadPoolExecutor, work: Any, items: Iterable[int]) -> Itera
             future.cancel()
 
 
-def equal(a: Stored, b: Stored) -> bool:
+def same_bytes(a: StoredTensor, b: StoredTensor) -> bool:
     """Whether two tensors hold the same bytes."""
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False

@@ -14,7 +14,7 @@ import numpy as np
 
 from g4spec.convert.safetensors import load_json
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, KV, T, array, boolean, regular, string, u32
+from g4spec.gguf import GGUF, KV, ValueType, array, boolean, regular_files, string, u32
 
 STOP_IDS = "g4spec.stop_ids"
 SUPPRESS = "tokenizer.ggml.suppress_tokens"
@@ -39,7 +39,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 def from_gguf(gguf: GGUF) -> KV:
     """The tokenizer keys of a converted target."""
     for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-        if gguf.entries(key) is not T.STRING:
+        if gguf.array_type(key) is not ValueType.STRING:
             raise InputError(
                 f"{gguf.path}: has no tokenizer, which a draft takes from its target",
                 expected=f"{key}, a list of texts",
@@ -68,10 +68,12 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
     tokens = _tokens(model.get("vocab"), ids, folder)
     kv: KV = {
         "tokenizer.ggml.model": string("gemma4"),
-        "tokenizer.ggml.tokens": array(T.STRING, tokens),
-        "tokenizer.ggml.scores": array(T.F32, np.full(len(tokens), -1000, np.float32)),
-        "tokenizer.ggml.token_type": array(T.I32, _types(tokens, settings, len(model["vocab"]))),
-        "tokenizer.ggml.merges": array(T.STRING, _merges(model.get("merges"), folder)),
+        "tokenizer.ggml.tokens": array(ValueType.STRING, tokens),
+        "tokenizer.ggml.scores": array(ValueType.F32, np.full(len(tokens), -1000, np.float32)),
+        "tokenizer.ggml.token_type": array(
+            ValueType.I32, _types(tokens, settings, len(model["vocab"]))
+        ),
+        "tokenizer.ggml.merges": array(ValueType.STRING, _merges(model.get("merges"), folder)),
     }
     for name, number in _special_ids(settings, ids, config).items():
         kv[f"tokenizer.ggml.{KEYS.get(name, name)}_token_id"] = u32(number)
@@ -84,8 +86,8 @@ def from_folder(folder: Path, config: Mapping[str, Any], generation: Mapping[str
     if template:
         kv["tokenizer.chat_template"] = string(template)
     if suppressed := generation.get("suppress_tokens"):
-        kv[SUPPRESS] = array(T.I32, _ids(suppressed, len(tokens), folder))
-    kv[STOP_IDS] = array(T.I32, _stop_ids(config, generation))
+        kv[SUPPRESS] = array(ValueType.I32, _ids(suppressed, len(tokens), folder))
+    kv[STOP_IDS] = array(ValueType.I32, _stop_ids(config, generation))
     return kv
 
 
@@ -171,7 +173,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     got: Any = settings.get("chat_template")
     if path.exists():
         try:
-            return regular.read(regular.stays(path)).decode()
+            return regular_files.read_regular(regular_files.check_link(path)).decode()
         except UnicodeDecodeError as e:
             raise InputError(f"{path}: not UTF-8") from e
     if got is None and old.exists():

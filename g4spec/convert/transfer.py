@@ -3,7 +3,7 @@ file names.
 
 huggingface_hub joins `ETag` and `X-Repo-Commit` to paths in its cache, waits as long as
 `Retry-After` says, writes down whatever `X-HF-Warning` says, and reads answers without an end. So
-each response is checked here, and reduced to the headers of `KEPT`, before it sees one.
+each response is checked here, and reduced to the headers of `ALLOWED_HEADERS`, before it sees one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 from g4spec.errors import EnvironmentProblem, InputError
 
-SECONDS = 120.0
+HEADER_SECONDS = 120.0
 """For an answer without its file: a listing, or the headers of a file."""
-SLOWEST = 64 << 10
+MIN_BYTES_PER_SECOND = 64 << 10
 """Bytes a second below which a download is given up."""
-SLACK = 1 << 20
+EXTRA_BYTES = 1 << 20
 """Bytes of bodies beside the file: pages of redirects and errors."""
 
-KEPT = {
+ALLOWED_HEADERS = {
     "accept-ranges",
     "content-length",
     "content-range",
@@ -39,7 +39,7 @@ KEPT = {
     "x-linked-size",
     "x-repo-commit",
 }
-XET = {"link", "x-xet-hash", "x-xet-refresh-route"}
+XET_HEADERS = {"link", "x-xet-hash", "x-xet-refresh-route"}
 """Headers that move a download to the Xet client, which has bounds of its own."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -47,7 +47,7 @@ _ETAG = re.compile(r'(?:W/)?"?([0-9a-f]{40}|[0-9a-f]{64})"?')
 _SIZE = re.compile(r"[0-9]{1,20}")
 
 
-class Guard:
+class TransferGuard:
     """Checks all responses of huggingface_hub inside its `with` block.
 
     Args:
@@ -73,14 +73,14 @@ class Guard:
         xet: bool = False,
     ) -> None:
         self.what, self.limit, self.disk, self.commit = what, limit, disk, commit
-        self._kept = KEPT | XET if xet else KEPT
+        self._kept = ALLOWED_HEADERS | XET_HEADERS if xet else ALLOWED_HEADERS
         self.digest: str | None = None
-        self._deadline = time.monotonic() + SECONDS
-        self._room = limit + SLACK
+        self._deadline = time.monotonic() + HEADER_SECONDS
+        self._room = limit + EXTRA_BYTES
         self._sockets: list[socket.socket] = []
         self._done = threading.Event()
 
-    def __enter__(self) -> Guard:
+    def __enter__(self) -> TransferGuard:
         import huggingface_hub as hf
         from huggingface_hub.utils import _http
 
@@ -97,11 +97,12 @@ class Guard:
     def expired(self) -> bool:
         return time.monotonic() >= self._deadline
 
-    def late(self) -> EnvironmentProblem:
+    def timeout_error(self) -> EnvironmentProblem:
         """The error of an answer that does not end."""
         return EnvironmentProblem(
             f"{self.what}: the hub is too slow",
-            expected=f"headers within {SECONDS:.0f} s and {SLOWEST >> 10} KiB/s",
+            expected=f"headers within {HEADER_SECONDS:.0f} s, "
+            f"{MIN_BYTES_PER_SECOND >> 10} KiB/s or more",
             fix="try again, or download the files by other means",
         )
 
@@ -118,7 +119,7 @@ class Guard:
 
     def _request(self, request: Any) -> None:
         if self.expired:
-            raise self.late()
+            raise self.timeout_error()
         request.headers["Accept-Encoding"] = "identity"  # 1 MB of gzip may hold 1 GB
         request.extensions["trace"] = self._trace
 
@@ -140,7 +141,7 @@ class Guard:
     def _response(self, response: Any) -> None:
         headers, method = response.headers, response.request.method
         if self.expired:
-            raise self.late()
+            raise self.timeout_error()
         if headers.get("Content-Encoding", "identity") != "identity":
             raise self._bad("compressed, though asked for as it is")
         commit = headers.get("X-Repo-Commit")
@@ -177,8 +178,8 @@ class Guard:
         if size is not None:
             self.limit = self._check_size(size)
             # A download that is cut may begin again.
-            self._room = 2 * self.limit + SLACK
-            self._deadline = time.monotonic() + SECONDS + self.limit / SLOWEST
+            self._room = 2 * self.limit + EXTRA_BYTES
+            self._deadline = time.monotonic() + HEADER_SECONDS + self.limit / MIN_BYTES_PER_SECOND
 
     def _check_size(self, said: str) -> int:
         if not _SIZE.fullmatch(said):

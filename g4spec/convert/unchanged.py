@@ -12,7 +12,7 @@ ENDINGS = (".gguf", ".jinja", ".json", ".safetensors")
 Stamp = tuple[int, int, int]
 
 
-def stamps(source: Path) -> dict[Path, Stamp]:
+def file_stamps(source: Path) -> dict[Path, Stamp]:
     """Inode, size and time of change (ns) of each file that a source may be read from."""
     inside = sorted(source.iterdir()) if source.is_dir() else [source, *parts.siblings(source)]
     files = [p for p in inside if not source.is_dir() or p.suffix in ENDINGS]
@@ -24,7 +24,7 @@ def _stamp(path: Path) -> Stamp:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class Unchanged:
+class UnchangedCheck:
     """What some sources were when this was made. Call it to check that they still are.
 
     Raises InputError when called, if a file was replaced, written to or removed: a file made of
@@ -33,11 +33,11 @@ class Unchanged:
 
     def __init__(self, *sources: Path | None) -> None:
         self._sources = [s for s in sources if s is not None]
-        self._before = [stamps(s) for s in self._sources]
+        self._before = [file_stamps(s) for s in self._sources]
 
     def __call__(self) -> None:
         for source, before in zip(self._sources, self._before, strict=True):
-            after = stamps(source)
+            after = file_stamps(source)
             changed = [p for p, stamp in before.items() if after.get(p) != stamp]
             if changed:
                 raise InputError(

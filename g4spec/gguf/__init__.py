@@ -1,26 +1,26 @@
 """The GGUF container: typed metadata, a lazy memory-mapped reader, an atomic streaming writer."""
 
-from g4spec.gguf import regular
-from g4spec.gguf.parts import inside
+from g4spec.gguf import regular_files
+from g4spec.gguf.atomic import check_writable
+from g4spec.gguf.parts import folder_hint
 from g4spec.gguf.reader import GGUF, TensorInfo, is_gguf
-from g4spec.gguf.replacing import check_place
-from g4spec.gguf.values import KV, T, Value, array, boolean, f32, string, u32
+from g4spec.gguf.values import KV, Value, ValueType, array, boolean, f32, string, u32
 from g4spec.gguf.writer import TensorData, write, write_split
 
 __all__ = [
     "GGUF",
     "KV",
-    "T",
     "TensorData",
     "TensorInfo",
     "Value",
+    "ValueType",
     "array",
     "boolean",
-    "check_place",
+    "check_writable",
     "f32",
-    "inside",
+    "folder_hint",
     "is_gguf",
-    "regular",
+    "regular_files",
     "string",
     "u32",
     "write",

@@ -96,7 +96,7 @@ def sizes(places: Sequence[Place], room: int, alignment: int, where: str) -> dic
 def _upstream(gaps: Sequence[tuple[Place, int]]) -> Mapping[int, tuple[str, int, int]]:
     table = {}
     for (_, _, number, _), _ in gaps:
-        form = quant.known(number)
+        form = quant.find_type(number)
         if form is not None:
             table[number] = (form.name.upper(), form.block, form.block_bytes)
     return table

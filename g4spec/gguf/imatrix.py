@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from g4spec import quant
 from g4spec.errors import InputError
 from g4spec.gguf.reader import GGUF, is_gguf
-from g4spec.gguf.values import KV, T, array, string, u32
+from g4spec.gguf.values import KV, ValueType, array, string, u32
 from g4spec.gguf.writer import TensorData, write
 
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -133,7 +133,7 @@ def save(path: Path, found: Imatrix) -> int:
     """Write a file that llama-quantize and `read` open; returns its size in bytes."""
     kv: KV = {
         "general.type": string("imatrix"),
-        DATASETS: array(T.STRING, list(found.datasets)),
+        DATASETS: array(ValueType.STRING, list(found.datasets)),
         CHUNKS: u32(found.chunks),
         CHUNK_SIZE: u32(found.chunk_size),
     }

@@ -20,18 +20,18 @@ MAX_PARTS = 0xFFFF
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
-def inside(folder: Path) -> str | None:
+def folder_hint(folder: Path) -> str | None:
     """What to tell who names a folder where its GGUF file is wanted; None if it has none."""
     found = sorted(folder.glob("*.gguf"))
     return f"name the file in it: {found[0]}" if found else None
 
 
-def name(stem: str, no: int, count: int) -> str:
+def part_name(stem: str, no: int, count: int) -> str:
     """Name of part `no` (the first is 0) of `count`."""
     return f"{stem}-{no + 1:05d}-of-{count:05d}.gguf"
 
 
-def whole(path: Path) -> Path | None:
+def unsplit_path(path: Path) -> Path | None:
     """The path that a model is named after of which this is a part, by its name."""
     found = _NAME.fullmatch(path.name)
     return path.with_name(f"{found[1]}.gguf") if found else None
@@ -40,23 +40,23 @@ def whole(path: Path) -> Path | None:
 def siblings(path: Path) -> list[Path]:
     """The other parts of the model that a file is a part of, by its name, as far as they exist."""
     found = _NAME.fullmatch(path.name)
-    names = [name(found[1], no, int(found[3])) for no in range(int(found[3]))] if found else []
+    names = [part_name(found[1], no, int(found[3])) for no in range(int(found[3]))] if found else []
     others = [path.with_name(n) for n in names if n != path.name]
     return [p for p in others if p.exists()]
 
 
-def firsts(paths: list[Path]) -> list[Path]:
+def first_parts(paths: list[Path]) -> list[Path]:
     """The paths without those that are, by their name, a later part of one of them."""
     there = set(paths)
     out = []
     for path in paths:
         found = _NAME.fullmatch(path.name)
-        if not found or path.with_name(name(found[1], 0, int(found[3]))) not in there - {path}:
+        if not found or path.with_name(part_name(found[1], 0, int(found[3]))) not in there - {path}:
             out.append(path)
     return out
 
 
-def paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
+def part_paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
     """All parts of the model whose first part is `path`, with metadata `keys`.
 
     Raises InputError, naming the file, for a part other than the first, for a name that does not
@@ -69,11 +69,11 @@ def paths(path: Path, keys: Mapping[str, Any]) -> list[Path]:
     if not found or (int(found[2]), int(found[3])) != (no + 1, count):
         raise InputError(
             f"{path}: the name of part {no + 1} of {count} of a split model",
-            expected=name("NAME", no, count),
+            expected=part_name("NAME", no, count),
             found=path.name,
             fix="give the parts the names they were published with",
         )
-    out = [path.with_name(name(found[1], i, count)) for i in range(count)]
+    out = [path.with_name(part_name(found[1], i, count)) for i in range(count)]
     missing = [p.name for p in out if not p.exists()]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -95,10 +95,10 @@ def join(first: Any) -> None:
     """Open the other parts of a split model; their tensors become tensors of `first`."""
     if COUNT not in first or first[COUNT] in (0, 1):
         return
-    for no, path in enumerate(paths(first.path, first)):
+    for no, path in enumerate(part_paths(first.path, first)):
         if not no:
             continue
-        part = type(first)(path, joined=False)
+        part = type(first)(path, join_parts=False)
         first.parts.append(part)
         for key, expected in ((NO, no), (COUNT, first[COUNT])):
             if _number(path, part, key) != expected:

@@ -22,26 +22,26 @@ from numpy.typing import NDArray
 
 from g4spec import quant
 from g4spec.errors import EnvironmentProblem, InputError, Unsupported
-from g4spec.gguf import forks, parts, regular, strings
-from g4spec.gguf.values import T, Value
+from g4spec.gguf import forks, parts, regular_files, string_arrays
+from g4spec.gguf.values import Value, ValueType
 
 MAGIC = b"GGUF"
 MAX_DIMS = 4
 MAX_NAME = 63
 MAX_COUNT = 1 << 30
 DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 32, 1 << 16
-NUMBERS: dict[T, np.dtype[Any]] = {
-    T.U8: np.dtype("<u1"),
-    T.I8: np.dtype("<i1"),
-    T.U16: np.dtype("<u2"),
-    T.I16: np.dtype("<i2"),
-    T.U32: np.dtype("<u4"),
-    T.I32: np.dtype("<i4"),
-    T.F32: np.dtype("<f4"),
-    T.BOOL: np.dtype("<u1"),
-    T.U64: np.dtype("<u8"),
-    T.I64: np.dtype("<i8"),
-    T.F64: np.dtype("<f8"),
+NUMBERS: dict[ValueType, np.dtype[Any]] = {
+    ValueType.U8: np.dtype("<u1"),
+    ValueType.I8: np.dtype("<i1"),
+    ValueType.U16: np.dtype("<u2"),
+    ValueType.I16: np.dtype("<i2"),
+    ValueType.U32: np.dtype("<u4"),
+    ValueType.I32: np.dtype("<i4"),
+    ValueType.F32: np.dtype("<f4"),
+    ValueType.BOOL: np.dtype("<u1"),
+    ValueType.U64: np.dtype("<u8"),
+    ValueType.I64: np.dtype("<i8"),
+    ValueType.F64: np.dtype("<f8"),
 }
 _U64 = struct.Struct("<Q")
 
@@ -83,8 +83,8 @@ class TensorInfo:
 class _Place:
     """Where a metadata value stands: `item` and `count` describe arrays (count 1: a scalar)."""
 
-    type: T
-    item: T
+    type: ValueType
+    item: ValueType
     count: int
     start: int
 
@@ -95,7 +95,7 @@ class GGUF(Mapping[str, Any]):
     Args:
         path: the file, or the first part of a split model; InputError if it is malformed,
             Unsupported if it is of another kind (big-endian, version 1).
-        joined: with the other parts of a split model.
+        join_parts: with the other parts of a split model.
 
     Attributes:
         parts: the files of a split model, this one first. `size`: of this file, in bytes.
@@ -104,16 +104,16 @@ class GGUF(Mapping[str, Any]):
         data_start: where the data section begins.
     """
 
-    def __init__(self, path: str | Path, *, joined: bool = True) -> None:
+    def __init__(self, path: str | Path, *, join_parts: bool = True) -> None:
         self.path, self.parts = Path(path), [self]
         self._cache: dict[str, Any] = {}
         self._places: dict[str, _Place] = {}
-        self._blocks: dict[str, list[strings.Block]] = {}  # of string arrays
+        self._blocks: dict[str, list[string_arrays.Block]] = {}  # of string arrays
         self.tensors: dict[str, TensorInfo] = {}
         self._open()
         try:
             self._header()
-            if joined:
+            if join_parts:
                 parts.join(self)
                 self._places = {k: v for k, v in self._places.items() if k not in parts.KEYS}
                 self._cache.clear()
@@ -149,56 +149,56 @@ class GGUF(Mapping[str, Any]):
     def value(self, key: str) -> Value:
         """A value with its exact type; number arrays come as numpy arrays."""
         place = self._places[key]
-        if place.type is not T.ARRAY:
+        if place.type is not ValueType.ARRAY:
             return Value(place.type, self[key])
-        data = self[key] if place.item is T.STRING else self.numbers(key)
-        return Value(T.ARRAY, data, place.item)
+        data = self[key] if place.item is ValueType.STRING else self.number_array(key)
+        return Value(ValueType.ARRAY, data, place.item)
 
-    def item(self, key: str) -> T:
+    def value_type(self, key: str) -> ValueType:
         """Type of a value, or of the entries of an array."""
         return self._places[key].item
 
-    def entries(self, key: str) -> T | None:
+    def array_type(self, key: str) -> ValueType | None:
         """Type of an array's entries; None for any other value and for a key that is missing."""
         place = self._places.get(key)
-        return place.item if place and place.type is T.ARRAY else None
+        return place.item if place and place.type is ValueType.ARRAY else None
 
     def length(self, key: str) -> int:
         """Entries of an array, without reading it."""
         return self._places[key].count
 
-    def numbers(self, key: str) -> NDArray[Any]:
+    def number_array(self, key: str) -> NDArray[Any]:
         """A number array, copied out of the file, without making a list."""
         place = self._places[key]
-        if place.type is not T.ARRAY or place.item is T.STRING:
+        if place.type is not ValueType.ARRAY or place.item is ValueType.STRING:
             raise InputError(f"{self.path}: key {key!r} must be an array of numbers")
         got = np.frombuffer(self._map, NUMBERS[place.item], place.count, place.start)
-        return got.astype(bool) if place.item is T.BOOL else got.copy()
+        return got.astype(bool) if place.item is ValueType.BOOL else got.copy()
 
     def _read(self, key: str) -> Any:
         place = self._places[key]
-        if place.type is T.ARRAY:
-            if place.item is T.STRING:
-                return list(chain.from_iterable(self.blocks(key)))
-            return self.numbers(key).tolist()
-        if place.type is T.STRING:
+        if place.type is ValueType.ARRAY:
+            if place.item is ValueType.STRING:
+                return list(chain.from_iterable(self.string_blocks(key)))
+            return self.number_array(key).tolist()
+        if place.type is ValueType.STRING:
             return self._string(place.start, f"key {key!r}")[0]
         number = np.frombuffer(self._map, NUMBERS[place.type], 1, place.start)[0]
-        return bool(number) if place.type is T.BOOL else number.item()
+        return bool(number) if place.type is ValueType.BOOL else number.item()
 
-    def first(self, key: str, n: int) -> list[Any]:
+    def first_entries(self, key: str, n: int) -> list[Any]:
         """The first `n` entries of an array, without reading the rest."""
         place = self._places[key]
-        if place.item is T.STRING:
+        if place.item is ValueType.STRING:
             return self._strings(key, place.start, min(n, place.count))
-        return list(self.numbers(key)[:n].tolist())
+        return list(self.number_array(key)[:n].tolist())
 
-    def blocks(self, key: str) -> Iterator[list[str]]:
+    def string_blocks(self, key: str) -> Iterator[list[str]]:
         """The strings of an array, some thousands at a time: all may take a hundred megabytes."""
         first = 0
         for at, end, count in self._blocks[key]:
             raw = np.frombuffer(self._map, np.uint8, end - at, at)
-            yield strings.split(raw, count) or self._strings(key, at, count, first)
+            yield string_arrays.split(raw, count) or self._strings(key, at, count, first)
             first += count
 
     def _strings(self, key: str, at: int, count: int, first: int = 0) -> list[str]:
@@ -238,7 +238,7 @@ class GGUF(Mapping[str, Any]):
 
     def _open(self) -> None:
         try:
-            with regular.opened(self.path) as f:
+            with regular_files.open_regular(self.path) as f:
                 self.size = f.seek(0, 2)
                 if self.size < 24:
                     raise self._bad("too short for a GGUF file", "24 bytes or more", self.size)
@@ -246,7 +246,9 @@ class GGUF(Mapping[str, Any]):
         except FileNotFoundError:
             raise InputError(f"{self.path}: no such file") from None
         except IsADirectoryError:
-            fix = parts.inside(self.path) or "convert a checkpoint folder with `g4spec convert`"
+            fix = (
+                parts.folder_hint(self.path) or "convert a checkpoint folder with `g4spec convert`"
+            )
             raise InputError(f"{self.path}: a folder", expected="a GGUF file", fix=fix) from None
         except PermissionError as e:
             raise InputError(f"{self.path}: {e.strerror}") from e
@@ -295,7 +297,7 @@ class GGUF(Mapping[str, Any]):
             raise self._bad(f"{what} is not UTF-8 ({e.reason})") from e
 
     def _header(self) -> None:
-        regular.refuse_pointer(self.path, bytes(self._view[:64]))
+        regular_files.refuse_lfs_pointer(self.path, bytes(self._view[:64]))
         if self._view[:4] != MAGIC:
             raise self._bad("not a GGUF file", "magic GGUF", bytes(self._view[:4]))
         self.version, at = self._take("I", 4, "the version")
@@ -325,11 +327,11 @@ class GGUF(Mapping[str, Any]):
         if not key or key in self._places:
             raise self._bad(f"metadata key {key!r} is {'empty' if not key else 'repeated'}")
         kind, at = self._kind(at, key)
-        if kind is not T.ARRAY:
+        if kind is not ValueType.ARRAY:
             self._places[key] = _Place(kind, kind, 1, at)
             return self._skip(at, kind, 1, key)
         item, at = self._kind(at, key)
-        if item is T.ARRAY:
+        if item is ValueType.ARRAY:
             raise self._bad(f"key {key!r}: an array of arrays is not allowed")
         count, at = self._take("Q", at, f"key {key!r}")
         if count > MAX_COUNT:
@@ -337,21 +339,21 @@ class GGUF(Mapping[str, Any]):
         self._places[key] = _Place(kind, item, count, at)
         return self._skip(at, item, count, key)
 
-    def _kind(self, at: int, key: str) -> tuple[T, int]:
+    def _kind(self, at: int, key: str) -> tuple[ValueType, int]:
         number, at = self._take("i", at, f"key {key!r}")
         try:
-            return T(number), at
+            return ValueType(number), at
         except ValueError:
             raise self._bad(f"key {key!r}: value type", "0 to 12", number) from None
 
-    def _skip(self, at: int, item: T, count: int, key: str) -> int:
+    def _skip(self, at: int, item: ValueType, count: int, key: str) -> int:
         """The position after `count` values of type `item`."""
-        least = 8 if item is T.STRING else NUMBERS[item].itemsize
+        least = 8 if item is ValueType.STRING else NUMBERS[item].itemsize
         if count > (self.size - at) // least:
             raise self._bad(f"the file ends inside key {key!r}", f"{count} entries")
-        if item is not T.STRING:
+        if item is not ValueType.STRING:
             return at + count * least
-        self._blocks[key], at = strings.scan(self._map, at, count)
+        self._blocks[key], at = string_arrays.scan(self._map, at, count)
         if at > self.size:
             raise self._bad(f"the file ends inside key {key!r}")
         return at
@@ -361,7 +363,7 @@ class GGUF(Mapping[str, Any]):
         if place is None:
             return DEFAULT_ALIGNMENT
         value = self["general.alignment"]
-        if place.type is not T.U32 or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
+        if place.type is not ValueType.U32 or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
             expected = f"a power of two up to {MAX_ALIGNMENT}, of type U32"
             raise self._bad("general.alignment", expected, value)
         return int(value)
@@ -382,7 +384,7 @@ class GGUF(Mapping[str, Any]):
         number, at = self._take("i", at, f"tensor {name!r}")
         offset, at = self._take("Q", at, f"tensor {name!r}")
         shape = tuple(reversed(dims))
-        if not quant.possible(shape):
+        if not quant.is_valid_shape(shape):
             raise self._bad(f"tensor {name!r}: impossible shape {shape}")
         where = f"{self.path}: tensor {name!r}"
         clashing = number >= quant.FIRST_CLASHING_TYPE  # measured when all offsets are known

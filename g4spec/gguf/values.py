@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 
-class T(IntEnum):
+class ValueType(IntEnum):
     """Value types by their number in the file."""
 
     U8 = 0
@@ -35,9 +35,9 @@ class T(IntEnum):
 class Value:
     """One metadata value: `data` is a Python scalar, or a sequence when `type` is ARRAY."""
 
-    type: T
+    type: ValueType
     data: Any
-    item: T | None = None
+    item: ValueType | None = None
 
 
 KV = dict[str, Value]
@@ -45,21 +45,21 @@ KV = dict[str, Value]
 
 
 def u32(x: int) -> Value:
-    return Value(T.U32, int(x))
+    return Value(ValueType.U32, int(x))
 
 
 def f32(x: float) -> Value:
-    return Value(T.F32, float(x))
+    return Value(ValueType.F32, float(x))
 
 
 def boolean(x: bool) -> Value:
-    return Value(T.BOOL, bool(x))
+    return Value(ValueType.BOOL, bool(x))
 
 
 def string(x: str) -> Value:
-    return Value(T.STRING, x)
+    return Value(ValueType.STRING, x)
 
 
-def array(item: T, data: Sequence[Any] | NDArray[Any]) -> Value:
+def array(item: ValueType, data: Sequence[Any] | NDArray[Any]) -> Value:
     """`data` may be a numpy array for number types."""
-    return Value(T.ARRAY, data, item)
+    return Value(ValueType.ARRAY, data, item)

@@ -1,4 +1,4 @@
-"""Writes GGUF files: streaming, atomically (`g4spec.gguf.replacing`), in parts where asked to."""
+"""Writes GGUF files: streaming, atomically (`g4spec.gguf.atomic`), in parts where asked to."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ import numpy as np
 from g4spec import quant
 from g4spec.errors import InputError
 from g4spec.gguf import parts
+from g4spec.gguf.atomic import atomic_write
 from g4spec.gguf.reader import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME, NUMBERS, pad
-from g4spec.gguf.replacing import replacing
-from g4spec.gguf.values import KV, T, Value
+from g4spec.gguf.values import KV, Value, ValueType
 
 VERSION = 3
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
 _CODES = {
-    T.U8: "B",
-    T.I8: "b",
-    T.U16: "H",
-    T.I16: "h",
-    T.U32: "I",
-    T.I32: "i",
-    T.F32: "f",
-    T.BOOL: "?",
-    T.U64: "Q",
-    T.I64: "q",
-    T.F64: "d",
+    ValueType.U8: "B",
+    ValueType.I8: "b",
+    ValueType.U16: "H",
+    ValueType.I16: "h",
+    ValueType.U32: "I",
+    ValueType.I32: "i",
+    ValueType.F32: "f",
+    ValueType.BOOL: "?",
+    ValueType.U64: "Q",
+    ValueType.I64: "q",
+    ValueType.F64: "d",
 }
 
 
@@ -101,7 +101,7 @@ def write_split(
             fix="allow larger parts",
         )
     named = [
-        path.with_name(parts.name(path.name.removesuffix(".gguf"), no, count))
+        path.with_name(parts.part_name(path.name.removesuffix(".gguf"), no, count))
         for no in range(count)
     ]
     files = [
@@ -141,9 +141,9 @@ def _groups(kv: KV, tensors: list[TensorData], max_size: int) -> list[list[Tenso
 def _part(kv: KV, no: int, count: int, tensors: int) -> KV:
     """Metadata of a part: all of it in the first one."""
     own = {
-        parts.NO: Value(T.U16, no),
-        parts.COUNT: Value(T.U16, count),
-        parts.TENSORS: Value(T.I32, tensors),
+        parts.NO: Value(ValueType.U16, no),
+        parts.COUNT: Value(ValueType.U16, count),
+        parts.TENSORS: Value(ValueType.I32, tensors),
     }
     kept = {k: v for k, v in kv.items() if k == "general.alignment"}
     return {**(kept if no else kv), **own}
@@ -168,7 +168,7 @@ def _write(
     total, done = sum(sizes), 0
     with ExitStack() as stack:
         for no, (path, kv, tensors) in enumerate(files):
-            f = stack.enter_context(replacing(path, sum(sizes[no:])))
+            f = stack.enter_context(atomic_write(path, sum(sizes[no:])))
             f.write(heads[no])
             done += len(heads[no])
             for tensor in tensors:
@@ -225,12 +225,12 @@ def _string(text: str) -> bytes:
 
 def _value(key: str, value: Value) -> bytes:
     try:
-        if value.type is T.ARRAY:
-            assert value.item is not None and value.item is not T.ARRAY, key
-            start = struct.pack("<iiQ", T.ARRAY, value.item, len(value.data))
+        if value.type is ValueType.ARRAY:
+            assert value.item is not None and value.item is not ValueType.ARRAY, key
+            start = struct.pack("<iiQ", ValueType.ARRAY, value.item, len(value.data))
             return start + _items(value.item, value.data)
         kind = struct.pack("<i", value.type)
-        if value.type is T.STRING:
+        if value.type is ValueType.STRING:
             return kind + _string(value.data)
         return kind + struct.pack("<" + _CODES[value.type], value.data)
     except (struct.error, OverflowError) as e:
@@ -238,8 +238,8 @@ def _value(key: str, value: Value) -> bytes:
         raise InputError(f"metadata {key}", expected=value.type.name, found=found) from e
 
 
-def _items(item: T, data: Any) -> bytes:
-    if item is T.STRING:
+def _items(item: ValueType, data: Any) -> bytes:
+    if item is ValueType.STRING:
         return b"".join(map(_string, data))
     given = np.asarray(data)
     packed = given.astype(NUMBERS[item])

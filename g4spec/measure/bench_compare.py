@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import regular
+from g4spec.gguf import regular_files
 from g4spec.measure.bench_summary import SCHEMA
 
 ACCEPTANCE = 0.001
@@ -77,7 +77,7 @@ class Comparison:
 def read(path: Path) -> dict[str, Any]:
     """A result file, checked. Raises InputError for anything else."""
     try:
-        data: dict[str, Any] = json.loads(regular.read(path))
+        data: dict[str, Any] = json.loads(regular_files.read_regular(path))
     except (ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: not JSON", found=error, expected="a file written by `g4spec bench -o`"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec import gguf, models
-from g4spec.gguf import GGUF, KV, T, TensorData, Value
+from g4spec.gguf import GGUF, KV, TensorData, Value, ValueType
 from g4spec.measure.prompts import prompts
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
@@ -124,12 +124,15 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
             if min(moved) >= 1:
                 yield (
                     f"{a}target_layers = {moved}",
-                    {f"{a}target_layers": Value(T.ARRAY, moved, T.I32)},
+                    {f"{a}target_layers": Value(ValueType.ARRAY, moved, ValueType.I32)},
                 )
     base = file.get(f"{a}rope.freq_base")
     for other in (1e4, 1e6):
         if isinstance(base, float) and base != other:
-            yield f"{a}rope.freq_base = {other:g}", {f"{a}rope.freq_base": Value(T.F32, other)}
+            yield (
+                f"{a}rope.freq_base = {other:g}",
+                {f"{a}rope.freq_base": Value(ValueType.F32, other)},
+            )
     causal = file.get("g4spec.dflash.layer_causal")
     if isinstance(causal, list):
         for value in (True, False):
@@ -137,16 +140,19 @@ def variants(file: GGUF) -> Iterator[tuple[str, KV]]:
                 key = "g4spec.dflash.layer_causal"
                 yield (
                     f"{key} = all {str(value).lower()}",
-                    {key: Value(T.ARRAY, [value] * len(causal), T.BOOL)},
+                    {key: Value(ValueType.ARRAY, [value] * len(causal), ValueType.BOOL)},
                 )
     scale, width = file.get(f"{a}embedding_scale", 1.0), file.get(f"{a}embedding_length")
     if a.startswith("dflash") and isinstance(width, int):
         other = 1.0 if scale != 1.0 else width**0.5
-        yield f"{a}embedding_scale = {other:g}", {f"{a}embedding_scale": Value(T.F32, other)}
+        yield (
+            f"{a}embedding_scale = {other:g}",
+            {f"{a}embedding_scale": Value(ValueType.F32, other)},
+        )
     for key in (f"{a}norm_before_residual", f"{a}sample_from_anchor"):
         flag = file.get(key)
         if isinstance(flag, bool):
-            yield f"{key} = {str(not flag).lower()}", {key: Value(T.BOOL, not flag)}
+            yield f"{key} = {str(not flag).lower()}", {key: Value(ValueType.BOOL, not flag)}
 
 
 def _measure(target: Path, draft: Path, n_predict: int, count: int, device: str) -> Run:

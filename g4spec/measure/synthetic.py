@@ -205,7 +205,9 @@ def _turning(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, 
 
 def _weights(specs: Sequence[TensorSpec], type: str, ops: CudaOps) -> dict[str, Any]:
     """What `CudaBackend.load` returns for a file of these tensors."""
-    choice = policy.Policy(policy.asked(type), {s.name: s.shape for s in specs if not s.optional})
+    choice = policy.Policy(
+        policy.parse_type(type), {s.name: s.shape for s in specs if not s.optional}
+    )
     out: dict[str, Any] = {}
     for spec in specs:
         if spec.optional or spec.make:

@@ -176,7 +176,7 @@ class Step:
 
 def check(name: str, protocol: Protocol) -> str:
     """The kind of draft; raises unless there are such a size, draft, and type or mix of weights."""
-    policy.asked(protocol.type)
+    policy.parse_type(protocol.type)
     if name not in synthetic.TARGETS:
         raise UsageError("--synthetic", expected=", ".join(synthetic.TARGETS), found=name)
     kinds = synthetic.drafts(name)

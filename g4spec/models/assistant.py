@@ -205,7 +205,7 @@ def tensors(config: Config) -> list[TensorSpec]:
 
 def token_ids(config: Config, file: GGUF) -> dict[str, Any]:
     """Tokens that the file names outside its index tensors, by what names them."""
-    return {ORDERING: file.numbers(ORDERING)} if config.n_centroids else {}
+    return {ORDERING: file.number_array(ORDERING)} if config.n_centroids else {}
 
 
 def caches(config: Config, window: int | None) -> list[CacheShape]:
@@ -225,8 +225,8 @@ class Drafter(WeightedDrafter):
         c, ops, file = self.config, self.ops, args[4]
         self.centroids: tuple[torch.Tensor, torch.Tensor] | None = None
         if n := c.n_centroids:  # centres [n, h], and the tokens of each cluster [n, V / n]
-            centres = ops.array(file.numbers(CENTROIDS)).view(n, c.n_embd)
-            self.centroids = centres, ops.array(file.numbers(ORDERING)).view(n, -1)
+            centres = ops.array(file.number_array(CENTROIDS)).view(n, c.n_embd)
+            self.centroids = centres, ops.array(file.number_array(ORDERING)).view(n, -1)
         divisors = self.w["rope_freqs.weight"]
         self._freqs = [
             ops.rope_freqs(s.rope_base, s.head_dim, divisors if s.window is None else None)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from g4spec.core import MAX_DRAFT, MAX_STEP_ROWS, CacheShape
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, KV, T, array, boolean, f32, string, u32
+from g4spec.gguf import GGUF, KV, ValueType, array, boolean, f32, string, u32
 from g4spec.models import gemma4
 from g4spec.models.fields import Fields
 from g4spec.models.spec import QUANTIZED_ACTIVATIONS, Drop, LayerSpec, TensorSpec
@@ -237,17 +237,17 @@ def metadata(config: Config) -> KV:
         f"{a}rope.freq_base": f32(layer.rope_base),
         f"{a}rope.dimension_count": u32(layer.head_dim),
         f"{a}block_size": u32(config.block_size),
-        f"{a}target_layers": array(T.I32, list(config.target_layers)),
+        f"{a}target_layers": array(ValueType.I32, list(config.target_layers)),
         f"{a}attention.causal": boolean(shared_causality(causal)),
         "tokenizer.ggml.mask_token_id": u32(config.mask_token),
-        "g4spec.dflash.layer_causal": array(T.BOOL, causal),
+        "g4spec.dflash.layer_causal": array(ValueType.BOOL, causal),
         "g4spec.dflash.window_from_anchor": boolean(config.window_from_anchor),
     }
     window = next((s.window for s in config.layers if s.window), None)
     if window:
         kv[f"{a}attention.sliding_window"] = u32(window)
         kv[f"{a}attention.sliding_window_pattern"] = array(
-            T.BOOL, [s.window is not None for s in config.layers]
+            ValueType.BOOL, [s.window is not None for s in config.layers]
         )
     if config.embed_scale != 1.0:
         kv[f"{a}embedding_scale"] = f32(config.embed_scale)

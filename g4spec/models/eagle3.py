@@ -19,7 +19,7 @@ from typing import Any
 
 from g4spec.core import MAX_DRAFT
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, KV, T, array, boolean, f32, string, u32
+from g4spec.gguf import GGUF, KV, ValueType, array, boolean, f32, string, u32
 from g4spec.models import dflash
 from g4spec.models.dflash_backbone import DROPS, PREFIXES, caches, check_taps, require_head, tables
 from g4spec.models.eagle3_config import ARCH, Config
@@ -250,7 +250,7 @@ def metadata(config: Config) -> KV:
         f"{a}attention.layer_norm_rms_epsilon": f32(config.eps),
         f"{a}rope.freq_base": f32(layer.rope_base),
         f"{a}rope.dimension_count": u32(layer.head_dim),
-        f"{a}target_layers": array(T.I32, list(config.target_layers)),
+        f"{a}target_layers": array(ValueType.I32, list(config.target_layers)),
         f"{a}target_hidden_size": u32(config.n_target),
         f"{a}norm_before_residual": boolean(config.norm_before_residual),
         f"{a}norm_before_fc": boolean(config.norm_before_fc),
@@ -259,7 +259,7 @@ def metadata(config: Config) -> KV:
     if window:
         kv[f"{a}attention.sliding_window"] = u32(window)
         kv[f"{a}attention.sliding_window_pattern"] = array(
-            T.BOOL, [s.window is not None for s in config.layers]
+            ValueType.BOOL, [s.window is not None for s in config.layers]
         )
     if config.norm_output:
         kv[NORM_OUTPUT] = boolean(True)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import KV, array, f32, string, u32
-from g4spec.gguf import T as GT
+from g4spec.gguf import KV, ValueType, array, f32, string, u32
 from g4spec.models.fields import Fields
 from g4spec.models.spec import Checkpoint, LayerSpec
 
@@ -291,11 +290,11 @@ def metadata(config: Config) -> KV:
         f"{a}context_length": u32(config.n_ctx),
         f"{a}embedding_length": u32(config.n_embd),
         f"{a}block_count": u32(len(layers)),
-        f"{a}feed_forward_length": array(GT.I32, widths)
+        f"{a}feed_forward_length": array(ValueType.I32, widths)
         if len(set(widths)) > 1
         else u32(widths[0]),
         f"{a}attention.head_count": u32(layers[0].n_head),
-        f"{a}attention.head_count_kv": array(GT.I32, [s.n_kv for s in layers]),
+        f"{a}attention.head_count_kv": array(ValueType.I32, [s.n_kv for s in layers]),
         f"{a}attention.layer_norm_rms_epsilon": f32(config.eps),
         f"{a}attention.key_length": u32(full.head_dim),
         f"{a}attention.value_length": u32(full.head_dim),
@@ -303,7 +302,7 @@ def metadata(config: Config) -> KV:
         f"{a}attention.value_length_swa": u32(swa.head_dim),
         f"{a}attention.sliding_window": u32(swa.window or 0),
         f"{a}attention.sliding_window_pattern": array(
-            GT.BOOL, [s.window is not None for s in layers]
+            ValueType.BOOL, [s.window is not None for s in layers]
         ),
         f"{a}attention.shared_kv_layers": u32(sum(s.kv_from is not None for s in layers)),
         f"{a}embedding_length_per_layer_input": u32(config.n_ple),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF, T
+from g4spec.gguf import GGUF, ValueType
 
 TARGET_LAYERS = "g4spec.target.block_count"
 TARGET_HIDDEN = "g4spec.target.embedding_length"
@@ -28,7 +28,10 @@ def check(target: GGUF, config: Any, draft: GGUF) -> None:
                 found=its,
                 fix=FIX,
             )
-    if draft.entries(TOKENS) is not T.STRING or target.entries(TOKENS) is not T.STRING:
+    if (
+        draft.array_type(TOKENS) is not ValueType.STRING
+        or target.array_type(TOKENS) is not ValueType.STRING
+    ):
         return
     mine, its = draft.kv[TOKENS], target.kv[TOKENS]
     if len(mine) == len(its) and mine != its:

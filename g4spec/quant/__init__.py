@@ -8,20 +8,20 @@ from functools import cache
 
 from g4spec.errors import Unsupported, UsageError
 from g4spec.quant import formats
-from g4spec.quant.format import Factors, Format, Unrepresentable, possible
+from g4spec.quant.format import Format, ScaleFactors, Unrepresentable, is_valid_shape
 from g4spec.quant.sizes import FIRST_CLASHING_TYPE, FORMATS
 
 __all__ = [
     "FIRST_CLASHING_TYPE",
-    "Factors",
     "Format",
+    "ScaleFactors",
     "Unrepresentable",
     "by_type",
+    "find_type",
     "get",
-    "known",
-    "names",
-    "possible",
+    "is_valid_shape",
     "readable",
+    "writable_names",
 ]
 
 
@@ -44,7 +44,7 @@ def _by_type() -> dict[int, Format]:
     return {f.type: f for f in _all().values()}
 
 
-def names() -> list[str]:
+def writable_names() -> list[str]:
     """Types that can be written, e.g. as `--type`."""
     return [name for name, form in _codecs().items() if form.encode is not None]
 
@@ -58,11 +58,13 @@ def get(name: str) -> Format:
     """A type by name, in any case. UsageError if there is none of that name."""
     found = _all().get(name.lower())
     if found is None:
-        raise UsageError("unknown tensor type", expected=f"one of {', '.join(names())}", found=name)
+        raise UsageError(
+            "unknown tensor type", expected=f"one of {', '.join(writable_names())}", found=name
+        )
     return found
 
 
-def known(number: int) -> Format | None:
+def find_type(number: int) -> Format | None:
     """Upstream's type of this number, or None."""
     return _by_type().get(number)
 

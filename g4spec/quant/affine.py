@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant.format import Bytes, Floats, refuse_infinite
+from g4spec.quant.format import Bytes, Floats, check_finite
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 BATCH = 384
@@ -78,6 +78,8 @@ def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
     n, groups, size = len(x) // BLOCK, layout.groups, layout.size
     with np.errstate(all="ignore"):
         search = _Search(x, layout, weights)
+        scale: Floats
+        least: Floats
         scale, least = (a.reshape(groups, n) for a in search.groups())
         d, scale = _whole(scale, layout.most)
         dmin, least = _whole(least, layout.most)
@@ -85,11 +87,11 @@ def fit(x: Floats, layout: Layout, weights: Floats | None = None) -> Fitted:
             scale, least = search.neighbours(d, dmin, scale, least)
             d, dmin = search.factors(d, dmin, scale, least)
         codes = search.codes(d, dmin, scale, least).reshape(size, groups, n)
-    refuse_infinite(x, d, dmin)
+    check_finite(x, d, dmin)
     return Fitted(d, dmin, scale, least, codes)
 
 
-def fit_alone(
+def fit_single_group(
     x: Floats, layout: Layout, weights: Floats
 ) -> tuple[NDArray[np.float16], NDArray[np.float16], Bytes]:
     """Quantize blocks of one group, whose scale d and minimum m, of either sign, are half-precision
@@ -99,12 +101,14 @@ def fit_alone(
         search = _Search(x - np.repeat(above, layout.size), layout, weights)
         scale, least = search.groups()
         d, m = scale.astype(np.float16), (above - least).astype(np.float16)
-        refuse_infinite(x, d, m)
+        check_finite(x, d, m)
         inverse = np.where(d > 0, 1 / d.astype(F), F(0))
-        total = search.shift(above - m)  # then the minimum that fits the rounded scale
+        total = search.shift(
+            np.subtract(above, m, dtype=F)
+        )  # then the minimum that fits the rounded scale
         code = np.einsum("ij,ij->j", search.round(inverse), search.weights)
         m = (m + (total - d * code) / search.weight).astype(np.float16)
-        search.shift(above - m)
+        search.shift(np.subtract(above, m, dtype=F))
         codes = search.round(inverse)
     return d, m, codes.astype(np.uint8)
 
@@ -251,7 +255,7 @@ class _Search:
     def factors(
         self, d: NDArray[np.float16], dmin: NDArray[np.float16], scale: Floats, least: Floats
     ) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
-        """Factors that fit codes, scales and minima best, as changes of the given ones."""
+        """ScaleFactors that fit codes, scales and minima best, as changes of the given ones."""
         code = self.codes(d, dmin, scale, least)
         part = np.multiply(code, self.weights, out=self.part)
         sums = np.einsum("ij->j", part), np.einsum("ij,ij->j", part, code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,17 +62,17 @@ def _signs() -> Floats:
 
 
 def signs(byte: Bytes) -> Floats:
-    """Factors 1 and -1 of the bits of each byte, [..., 8]; a bit that is set is a minus."""
+    """ScaleFactors 1 and -1 of the bits of each byte, [..., 8]; a bit that is set is a minus."""
     out: Floats = _signs()[byte]
     return out
 
 
 def even_signs(index: NDArray[np.integer]) -> Floats:
-    """Factors of 7-bit indices [..., 8]: the eighth sign makes the number of minuses even.
+    """ScaleFactors of 7-bit indices [..., 8]: the eighth sign makes the number of minuses even.
 
     Source: ggml `ksigns_iq2xs`.
     """
-    byte = index.astype(np.uint8)
+    byte: NDArray[Any] = index.astype(np.uint8)
     odd = byte ^ byte >> 4
     odd ^= odd >> 2
     odd ^= odd >> 1

@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 MAX_DIMS = 32
 """What every numpy can hold."""
-DECODED = 1 << 18
+DECODE_BATCH = 1 << 18
 """Values dequantized together: more, and temporaries take several times the result's memory."""
 
 
@@ -35,7 +35,7 @@ class Unrepresentable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class ScaleFactors:
     """How a block's values scale, so that a file can be judged without dequantizing it.
 
     Attributes:
@@ -47,12 +47,12 @@ class Factors:
     """
 
     read: Callable[[Bytes], Floats]
-    largest: float
-    zero: bytes | None = None
+    max_multiplier: float
+    zero_codes: bytes | None = None
 
 
-def halves(*at: int) -> Callable[[Bytes], Floats]:
-    """A `Factors.read` of half-precision factors, `at` so many bytes from a block's start."""
+def half_factors(*at: int) -> Callable[[Bytes], Floats]:
+    """A `ScaleFactors.read` of half-precision factors, `at` so many bytes from a block's start."""
 
     def read(blocks: Bytes) -> Floats:
         pairs = [np.ascontiguousarray(blocks[:, a : a + 2]).view("<f2").reshape(-1) for a in at]
@@ -92,7 +92,7 @@ class Format:
     stored: str | None = None
     bound: Callable[[Floats], Floats] | None = None
     fallback: str | None = None
-    factors: Factors | None = None
+    factors: ScaleFactors | None = None
     weighted: bool = False
 
     @property
@@ -132,13 +132,13 @@ class Format:
         size = self.row_bytes(x.shape[-1])
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         if not self.quantized and not (good := np.isfinite(flat)).all():
-            raise first_bad(flat, good)  # blocks refuse by themselves
+            raise first_invalid(flat, good)  # blocks refuse by themselves
         if weights is None or not self.weighted:
             return self.encode(flat).reshape(*rows, size)
         spread = np.ascontiguousarray(np.broadcast_to(weights, x.shape), np.float32)
         return self.encode(flat, spread.reshape(-1)).reshape(*rows, size)
 
-    def not_finite(self, raw: Bytes) -> Unrepresentable | None:
+    def first_not_finite(self, raw: Bytes) -> Unrepresentable | None:
         """The first value that is NaN or infinite in flat bytes of whole blocks, or None. Blocks
         are judged by their factors."""
         if self.integer or self.decode is None or not len(raw):
@@ -152,13 +152,13 @@ class Format:
                 return None
             with np.errstate(all="ignore"):
                 x = self.decode(np.ascontiguousarray(blocks[at]))
-            bad = first_bad(x, np.isfinite(x))
+            bad = first_invalid(x, np.isfinite(x))
             return Unrepresentable(at * self.block + bad.index, bad.value)
         ones = {"bf16": 0x7F80, "f16": 0x7C00, "f32": 0x7F800000}[self.name]  # all of the exponent
         if int((raw.view(f"<u{self.block_bytes}") & ones).max()) < ones:
             return None
         x = self.decode(raw)
-        return first_bad(x, np.isfinite(x))
+        return first_invalid(x, np.isfinite(x))
 
     def dequantize(self, raw: Bytes) -> Floats:
         """Bytes [..., row_bytes] -> float32 [..., n]."""
@@ -169,7 +169,7 @@ class Format:
             )
         shape = (*raw.shape[:-1], raw.shape[-1] // self.block_bytes * self.block)
         flat = np.ascontiguousarray(raw).reshape(-1)
-        step = DECODED // self.block * self.block_bytes
+        step = DECODE_BATCH // self.block * self.block_bytes
         if not self.quantized or len(flat) <= step:
             return self.decode(flat).reshape(shape)
         out = np.empty(prod(shape), np.float32)
@@ -186,7 +186,7 @@ class Format:
         return self.dequantize(raw.reshape(-1)).reshape(shape)
 
 
-def possible(shape: Sequence[int]) -> bool:
+def is_valid_shape(shape: Sequence[int]) -> bool:
     """Whether there can be an array of this shape, of up to 8 bytes a value; of an empty one the
     other dimensions count too."""
     return (
@@ -196,13 +196,13 @@ def possible(shape: Sequence[int]) -> bool:
     )
 
 
-def first_bad(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
+def first_invalid(x: Floats, good: NDArray[np.bool_]) -> Unrepresentable:
     """The error for the first value of `x` that is not `good`."""
     index = int(np.argmin(good.reshape(-1)))
     return Unrepresentable(index, float(x.reshape(-1)[index]))
 
 
-def in_batches(
+def encode_in_batches(
     x: Floats, size: int, encode: Callable[..., Bytes], weights: Floats | None = None
 ) -> Bytes:
     """`encode` on `size` values at a time, whose temporaries then stay in a core's cache."""
@@ -216,7 +216,7 @@ def in_batches(
     return np.concatenate(parts)
 
 
-def refuse_infinite(x: Floats, *factors: NDArray[np.float16]) -> None:
+def check_finite(x: Floats, *factors: NDArray[np.float16]) -> None:
     """Raise Unrepresentable for the largest value of the first block that has a factor which is
     not finite: the value is not finite itself, or too large. `factors`: one for each block."""
     bad = ~np.isfinite(factors[0])

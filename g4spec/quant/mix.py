@@ -11,28 +11,28 @@ from g4spec.quant.format import Format
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPosition:
     """Where a matrix is: the `i`-th of `n` of its kind. `gqa`: query heads for each key head.
     `imatrix`: errors are weighted by an importance matrix."""
 
-    i: int
-    n: int
+    index: int
+    count: int
     gqa: int
     imatrix: bool = False
 
     @property
     def first_eighth(self) -> bool:
-        return self.i < self.n // 8
+        return self.index < self.count // 8
 
     @property
     def more_bits(self) -> bool:
         """The first and the last eighth, and every third in between."""
-        i, n = self.i, self.n
+        i, n = self.index, self.count
         return i < n // 8 or i >= 7 * n // 8 or (i - n // 8) % 3 == 2
 
 
 @dataclass(frozen=True, slots=True)
-class Better:
+class Override:
     """A type that a mix has in some places instead of its own.
 
     Attributes:
@@ -40,10 +40,10 @@ class Better:
         which: of these matrices, for people. `where`: the same as a condition.
     """
 
-    part: Literal["attn_v.weight", "ffn_down", "attn_output.weight"]
-    form: Format
+    name_part: Literal["attn_v.weight", "ffn_down", "attn_output.weight"]
+    format: Format
     which: str = ""
-    where: Callable[[Place], bool] = lambda place: True
+    where: Callable[[TensorPosition], bool] = lambda position: True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +60,5 @@ class Mix:
     name: str
     base: Format
     file_type: int | None
-    better: tuple[Better, ...] = ()
-    named: tuple[tuple[re.Pattern[str], Format], ...] = ()
+    overrides: tuple[Override, ...] = ()
+    tensor_types: tuple[tuple[re.Pattern[str], Format], ...] = ()

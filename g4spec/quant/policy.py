@@ -17,15 +17,15 @@ from g4spec import quant
 from g4spec.errors import UsageError
 from g4spec.quant import mixes
 from g4spec.quant.format import Format
-from g4spec.quant.mix import Mix, Place
+from g4spec.quant.mix import Mix, TensorPosition
 
 Role = Literal["matrix", "embed", "output", "vector", "index"]
 
-KEPT = ("ffn_gate_inp.weight", "per_layer_model_proj.weight", "_norm.weight")
+NEVER_QUANTIZED = ("ffn_gate_inp.weight", "per_layer_model_proj.weight", "_norm.weight")
 """Ends of names that are never quantized: small, and routing depends on them."""
-ROUTER = "ffn_gate_inp.weight"
+ROUTER_WEIGHT = "ffn_gate_inp.weight"
 OUTPUT = "output.weight"
-VALUES = "attn_v.weight"
+VALUE_WEIGHTS = "attn_v.weight"
 TABLES = ("token_embd.weight", "per_layer_token_embd.weight")
 
 
@@ -35,7 +35,7 @@ def _mixes() -> dict[str, Mix]:
         importlib.import_module(f"{mixes.__name__}.{info.name}").MIX
         for info in pkgutil.iter_modules(mixes.__path__)
     ]
-    plain = [Mix(f.name, f, f.file_type) for f in map(quant.get, quant.names())]
+    plain = [Mix(f.name, f, f.file_type) for f in map(quant.get, quant.writable_names())]
     return {m.name: m for m in (*plain, *found)}
 
 
@@ -45,7 +45,7 @@ def names() -> list[str]:
     return list(_mixes())
 
 
-def asked(name: str, tensor_types: Iterable[str] = ()) -> Mix:
+def parse_type(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     """A type or mix by name, in any case. UsageError if there is none of that name.
 
     Args:
@@ -55,17 +55,17 @@ def asked(name: str, tensor_types: Iterable[str] = ()) -> Mix:
     found = _mixes().get(name.lower())
     if found is None:
         raise UsageError("unknown type", expected=f"one of {', '.join(names())}", found=name)
-    return replace(found, named=tuple(map(_tensor_type, tensor_types)))
+    return replace(found, tensor_types=tuple(map(_tensor_type, tensor_types)))
 
 
 def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
     pattern, _, name = text.rpartition("=")
     if not (pattern and name):
         raise UsageError("--tensor-type", expected="PATTERN=TYPE, as ffn_down=q6_k", found=text)
-    if name.lower() not in quant.names():
+    if name.lower() not in quant.writable_names():
         raise UsageError(
             f"--tensor-type {text}: unknown type",
-            expected=f"one of {', '.join(quant.names())}",
+            expected=f"one of {', '.join(quant.writable_names())}",
             found=name,
         )
     try:
@@ -74,15 +74,15 @@ def _tensor_type(text: str) -> tuple[re.Pattern[str], Format]:
         raise UsageError(f"--tensor-type {text}: not a regular expression: {e}") from None
 
 
-def of_file_type(number: int) -> Mix | None:
+def from_file_type(number: int) -> Mix | None:
     """What `general.file_type` of this number means: a mix, or a type that is only read."""
     only_read = (Mix(f.name, f, f.file_type) for f in quant.readable().values())
     return next((m for m in (*_mixes().values(), *only_read) if m.file_type == number), None)
 
 
-def types(mix: Mix) -> set[str]:
+def expected_types(mix: Mix) -> set[str]:
     """The types that most of a file of this kind may have: its own, and their fallbacks."""
-    own = [mix.base, *(b.form for b in mix.better)]
+    own = [mix.base, *(b.format for b in mix.overrides)]
     return {name for f in own for name in (f.name, f.fallback or f.name)}
 
 
@@ -100,16 +100,16 @@ class Policy:
     """
 
     def __init__(
-        self, asked: Mix, shapes: Mapping[str, Sequence[int]], imatrix: bool = False
+        self, mix: Mix, shapes: Mapping[str, Sequence[int]], imatrix: bool = False
     ) -> None:
-        self.asked, self.imatrix = asked, imatrix
+        self.mix, self.imatrix = mix, imatrix
         self.tied = OUTPUT not in shapes
         self.n_layer = 1 + max(map(_layer, shapes), default=0)
-        values = sorted((n for n in shapes if VALUES in n), key=_layer)
+        values = sorted((n for n in shapes if VALUE_WEIGHTS in n), key=_layer)
         self.values = {name: i for i, name in enumerate(values)}
         q, k = (shapes.get(f"blk.0.attn_{x}.weight") for x in "qk")
         self.gqa = q[0] // k[0] if q and k and k[0] else 1
-        for pattern, _ in asked.named:
+        for pattern, _ in mix.tensor_types:
             if not any(map(pattern.search, shapes)):
                 raise UsageError(
                     f"--tensor-type {pattern.pattern}: no tensor has such a name",
@@ -123,19 +123,19 @@ class Policy:
             shape: PyTorch order.
             role: see `g4spec.models.spec.Role`.
         """
-        base = self.asked.base
+        base = self.mix.base
         if role == "index":
             return quant.get("i64"), "token ids"
         if role == "vector" or len(shape) <= 1:
             return quant.get("f32"), "vectors stay F32" if base.name != "f32" else ""
-        if name.endswith(ROUTER):
+        if name.endswith(ROUTER_WEIGHT):
             return quant.get("f32"), "routing depends on it" if base.name != "f32" else ""
-        named = next((f for p, f in self.asked.named if p.search(name)), None)
+        named = next((f for p, f in self.mix.tensor_types if p.search(name)), None)
         if not base.quantized and (named is None or never_quantized(name)):
             return base, ""
         if never_quantized(name):
             return quant.get("f32"), "never quantized"
-        form, note = self._wanted(name, shape[-1]) if named is None else (named, "asked for")
+        form, note = self._preferred(name, shape[-1]) if named is None else (named, "asked for")
         if shape[-1] % form.block:
             note = f"rows of {shape[-1]} do not divide into blocks of {form.block}"
             form = quant.get(form.fallback or "f16")
@@ -143,29 +143,29 @@ class Policy:
                 form = quant.get("f16")
         return form, note
 
-    def _wanted(self, name: str, row: int) -> tuple[Format, str]:
+    def _preferred(self, name: str, row: int) -> tuple[Format, str]:
         """The type if rows divide."""
-        base = self.asked.base
+        base = self.mix.base
         if name == OUTPUT or (self.tied and name in TABLES):
             if base.name == "q8_0":
                 return base, ""
             why = "output" if name == OUTPUT else "token table of a tied output"
             return quant.get("q8_0" if row % base.block else "q6_k"), why
-        for better in self.asked.better:
-            if better.part in name and better.where(self._place(name)):
-                which = f", {better.which}" if better.which else ""
-                return better.form, better.part.removesuffix(".weight") + which
+        for override in self.mix.overrides:
+            if override.name_part in name and override.where(self._position(name)):
+                which = f", {override.which}" if override.which else ""
+                return override.format, override.name_part.removesuffix(".weight") + which
         return base, ""
 
-    def _place(self, name: str) -> Place:
+    def _position(self, name: str) -> TensorPosition:
         if name in self.values:
-            return Place(self.values[name], len(self.values), self.gqa, self.imatrix)
-        return Place(_layer(name), self.n_layer, self.gqa, self.imatrix)
+            return TensorPosition(self.values[name], len(self.values), self.gqa, self.imatrix)
+        return TensorPosition(_layer(name), self.n_layer, self.gqa, self.imatrix)
 
 
 def never_quantized(name: str) -> bool:
     """Whether a tensor stays as it is in quantized files."""
-    return not name.endswith("weight") or name.endswith(KEPT)
+    return not name.endswith("weight") or name.endswith(NEVER_QUANTIZED)
 
 
 def _layer(name: str) -> int:

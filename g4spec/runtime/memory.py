@@ -145,11 +145,12 @@ def require(plan: MemoryPlan, at: dict[int, MemoryPlan], free: int) -> None:
     if plan.total <= free:
         return
     fitting = [n for n, p in at.items() if p.total <= free]
-    fix = (
-        f"use -c {max(fitting)}, the largest context that fits"
-        if fitting
-        else "no context fits: the weights alone are too large for this machine"
-    )
+    if fitting:
+        fix = f"use -c {max(fitting)}, the largest context that fits"
+    elif plan.weights + plan.draft_weights > free:
+        fix = "no context fits: the weights alone need more; use a smaller type or model"
+    else:
+        fix = "no context fits: free memory, or use a smaller type or model"
     raise EnvironmentProblem(
         f"not enough memory for a context of {plan.n_ctx} tokens",
         expected=f"{_size(plan.total)} free (weights {_size(plan.weights)}, cache "

@@ -23,8 +23,8 @@ from tokenizers import models, normalizers, pre_tokenizers
 
 from g4spec.errors import InputError, PromptTooLong, Unsupported
 from g4spec.gguf.reader import NUMBERS
-from g4spec.gguf.strings import BLOCK
-from g4spec.gguf.values import T
+from g4spec.gguf.string_arrays import BLOCK
+from g4spec.gguf.values import ValueType
 from g4spec.models.spec import stop_ids
 from g4spec.runtime import guarding
 
@@ -272,7 +272,7 @@ class _Merges(Sequence[str]):
         return self._file.length(_MERGES)
 
     def __iter__(self) -> Iterator[str]:
-        return chain.from_iterable(self._file.blocks(_MERGES))
+        return chain.from_iterable(self._file.string_blocks(_MERGES))
 
     def __getitem__(self, i: Any) -> Any:
         return self._file[_MERGES][i]
@@ -290,7 +290,7 @@ def _read(file: GGUF) -> Tokenizer:
         )
     for name, kind in (("tokens", str), ("merges", str), ("token_type", int)):
         _check_list(file, name, kind)
-    tokens, types = kv[_KEY + "tokens"], file.numbers(_KEY + "token_type")
+    tokens, types = kv[_KEY + "tokens"], file.number_array(_KEY + "token_type")
     if len(types) != len(tokens):
         raise InputError(
             f"{source}: {_KEY}token_type", expected=f"{len(tokens)} entries", found=len(types)
@@ -337,9 +337,9 @@ def _id(kv: Mapping[str, Any], name: str, n_vocab: int, source: str) -> int | No
 
 
 def _check_list(file: GGUF, name: str, kind: type[str] | type[int]) -> None:
-    item = file.entries(_KEY + name)
+    item = file.array_type(_KEY + name)
     integers = [t for t, dtype in NUMBERS.items() if dtype.kind in "iu"]
-    if item in ([T.STRING] if kind is str else integers) and file.length(_KEY + name):
+    if item in ([ValueType.STRING] if kind is str else integers) and file.length(_KEY + name):
         return
     value = file.get(_KEY + name)
     raise InputError(

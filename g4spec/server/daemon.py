@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from g4spec.errors import G4Error, InputError, UsageError
-from g4spec.gguf.regular import opened
+from g4spec.gguf.regular_files import open_regular
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
@@ -92,7 +92,7 @@ def _answer(engine: Engine, line: str, stream: Stream, sampler: Sampler) -> None
 
 def _prompt(path: Path, n_ctx: int) -> list[int]:
     """Read the ids of a file, one more than fit into the context at most."""
-    with opened(path) as file:
+    with open_regular(path) as file:
         data = file.read(4 * (n_ctx + 1))
     if not data or len(data) % 4:
         raise InputError(

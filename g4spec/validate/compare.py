@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import quant
-from g4spec.convert import make, provenance, sources
-from g4spec.convert.plan import canonical
-from g4spec.convert.tensors import Stored, workers
+from g4spec.convert import derived, provenance, sources
+from g4spec.convert.plan import canonical_name
+from g4spec.convert.tensors import StoredTensor, worker_pool
 from g4spec.errors import InputError
 from g4spec.gguf import GGUF
 from g4spec.models.spec import TensorSpec
@@ -32,7 +32,7 @@ BLOCK_VALUES = 1 << 18
 SLACK = 1 + 1e-5  # the bounds themselves are computed in float32
 
 HOLDS = {"f32": ("f32", "f16", "bf16"), "f16": ("f16",), "bf16": ("bf16",)}
-"""Stored type -> source types whose every value it holds."""
+"""StoredTensor type -> source types whose every value it holds."""
 RELATIVE = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
 """Half a unit in the last place, relative to the value."""
 TINY = {"f32": 0.0, "bf16": 0.0, "f16": 2.0**-25}
@@ -123,13 +123,13 @@ def compare(s: Converted) -> Comparison:
         with found.source as file:
             return _Compare(s, _from_gguf(file), True, out).run()
     out.digest = provenance.digest(found.source)
-    names = {canonical(n, found.kind): t for n, t in found.source.tensors.items()}
+    names = {canonical_name(n, found.kind): t for n, t in found.source.tensors.items()}
     return _Compare(s, names, False, out).run()
 
 
-def _from_gguf(file: GGUF) -> dict[str, Stored]:
+def _from_gguf(file: GGUF) -> dict[str, StoredTensor]:
     return {
-        n: Stored(n, t.shape, t.format.name.upper(), t.format, file.raw(n))
+        n: StoredTensor(n, t.shape, t.format.name.upper(), t.format, file.raw(n))
         for n, t in file.tensors.items()
     }
 
@@ -138,13 +138,13 @@ class _Compare:
     """`same_names`: the source is a GGUF, whose tensors need no translation."""
 
     def __init__(
-        self, s: Converted, source: Mapping[str, Stored], same_names: bool, out: Comparison
+        self, s: Converted, source: Mapping[str, StoredTensor], same_names: bool, out: Comparison
     ) -> None:
         self.s, self.source, self.same_names, self.out = s, source, same_names, out
 
     def run(self) -> Comparison:
         left = set(self.source)
-        jobs: list[tuple[str, Format, NDArray[np.uint8], Stored]] = []
+        jobs: list[tuple[str, Format, NDArray[np.uint8], StoredTensor]] = []
         for spec in self.s.specs.values():
             info = self.s.open_file.tensors.get(spec.name)
             name = spec.name if self.same_names else spec.source
@@ -164,31 +164,33 @@ class _Compare:
         self._differences(jobs)
         return self.out
 
-    def _source(self, spec: TensorSpec, name: str | None) -> Stored | None:
+    def _source(self, spec: TensorSpec, name: str | None) -> StoredTensor | None:
         """The source tensor as the file should hold it."""
         tensor = self.source.get(name or "")
         if not self.same_names and spec.make == "rope_freqs":
-            return _made(spec.name, make.rope_freqs(self.s.config))
+            return _made(spec.name, derived.rope_freqs(self.s.config))
         if self.same_names or tensor is None or tensor.format is None:
             return tensor
         if spec.make == "absolute_d2t":
             return self._d2t(spec.name, tensor)
         if spec.pairs and tensor.shape == spec.shape:
-            return make.paired(tensor, spec.pairs)
+            return derived.interleave_head_rows(tensor, spec.pairs)
         rows = (self.s.shape(spec.name) or (0,))[0]
         if spec.role in ("embed", "output") and 0 < rows < tensor.shape[0]:
             return tensor.first_rows(rows)  # token tables are cut to the tokenizer
         return tensor
 
-    def _d2t(self, name: str, tensor: Stored) -> Stored | None:
+    def _d2t(self, name: str, tensor: StoredTensor) -> StoredTensor | None:
         try:
-            ids = make.absolute_d2t(tensor, self.source.get("t2d"), self.s.config.n_vocab)
+            ids = derived.absolute_d2t(tensor, self.source.get("t2d"), self.s.config.n_vocab)
         except InputError as error:
             self.out.refused[name] = str(error)
             return None
         return _made(name, ids)
 
-    def _arrays(self, left: set[str]) -> Iterator[tuple[str, Format, NDArray[np.uint8], Stored]]:
+    def _arrays(
+        self, left: set[str]
+    ) -> Iterator[tuple[str, Format, NDArray[np.uint8], StoredTensor]]:
         """Source tensors that became metadata."""
         rule = getattr(self.s.kind, "metadata_tensors", None)
         for name, (key, shape) in (rule(self.s.config) if rule else {}).items():
@@ -211,10 +213,10 @@ class _Compare:
         drops = getattr(self.s.kind, "DROPS", ())
         return not self.same_names and any(re.fullmatch(d.pattern, name) for d in drops)
 
-    def _differences(self, jobs: list[tuple[str, Format, NDArray[np.uint8], Stored]]) -> None:
+    def _differences(self, jobs: list[tuple[str, Format, NDArray[np.uint8], StoredTensor]]) -> None:
         total, done = sum(raw.size for _, _, raw, _ in jobs), 0
         pool: ThreadPoolExecutor
-        with workers() as pool:
+        with worker_pool() as pool:
             for job, found in zip(jobs, pool.map(lambda j: difference(*j), jobs), strict=True):
                 self.out.tensors.append(found)
                 done += job[2].size
@@ -222,14 +224,16 @@ class _Compare:
                     self.s.progress(done, total)
 
 
-def _made(name: str, values: NDArray[Any]) -> Stored:
+def _made(name: str, values: NDArray[Any]) -> StoredTensor:
     """Values that were computed, as if they had been stored."""
     form = quant.get("f32" if values.dtype.kind == "f" else "i64")
     values = np.ascontiguousarray(values, np.float32 if form.name == "f32" else np.int64)
-    return Stored(name, values.shape, form.name.upper(), form, values.reshape(-1).view(np.uint8))
+    return StoredTensor(
+        name, values.shape, form.name.upper(), form, values.reshape(-1).view(np.uint8)
+    )
 
 
-def difference(name: str, form: Format, raw: NDArray[np.uint8], source: Stored) -> Difference:
+def difference(name: str, form: Format, raw: NDArray[np.uint8], source: StoredTensor) -> Difference:
     """One tensor against its source, in blocks of rows."""
     assert source.format is not None
     exact = form.integer or source.format.name in HOLDS.get(form.name, ()) or form is source.format

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from g4spec import quant
 from g4spec.errors import InputError
-from g4spec.gguf import T, inside
+from g4spec.gguf import ValueType, folder_hint
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 20
@@ -24,17 +24,17 @@ MAX_STRINGS = 1 << 24  # of one array: 64 times Gemma's vocabulary
 MAX_NAME = 64  # ggml's limit, terminating zero included
 
 _SCALARS = {
-    T.U8: "<B",
-    T.I8: "<b",
-    T.U16: "<H",
-    T.I16: "<h",
-    T.U32: "<I",
-    T.I32: "<i",
-    T.F32: "<f",
-    T.BOOL: "<?",
-    T.U64: "<Q",
-    T.I64: "<q",
-    T.F64: "<d",
+    ValueType.U8: "<B",
+    ValueType.I8: "<b",
+    ValueType.U16: "<H",
+    ValueType.I16: "<h",
+    ValueType.U32: "<I",
+    ValueType.I32: "<i",
+    ValueType.F32: "<f",
+    ValueType.BOOL: "<?",
+    ValueType.U64: "<Q",
+    ValueType.I64: "<q",
+    ValueType.F64: "<d",
 }
 
 
@@ -43,8 +43,8 @@ class Key:
     """One metadata key: its type, for arrays the item type and length, for scalars the value."""
 
     name: str
-    type: T
-    item: T | None = None
+    type: ValueType
+    item: ValueType | None = None
     count: int = 0
     value: object = None
 
@@ -62,7 +62,7 @@ class Tensor:
     @cached_property
     def format(self) -> quant.Format | None:
         """None when ggml has no such type."""
-        return quant.known(self.type)
+        return quant.find_type(self.type)
 
     @cached_property
     def type_name(self) -> str:
@@ -129,7 +129,7 @@ class _Broken(Exception):
 def read(path: Path) -> Header:
     """Walk the header of `path`. Raises InputError only if the file cannot be read at all."""
     if path.is_dir():
-        fix = inside(path) or "convert it first"
+        fix = folder_hint(path) or "convert it first"
         raise InputError(f"{path} cannot be read: a folder", expected="a GGUF file", fix=fix)
     if path.exists() and not path.is_file():
         raise InputError(f"{path} cannot be read: a device or pipe", expected="a GGUF file")
@@ -188,24 +188,24 @@ class _Walk:
         except UnicodeDecodeError as error:
             raise _Broken("the text is not UTF-8") from error
 
-    def type(self) -> T:
+    def type(self) -> ValueType:
         number = int(self.scalar("<i"))
-        if number not in set(T):
+        if number not in set(ValueType):
             raise _Broken(f"value type {number} does not exist")
-        return T(number)
+        return ValueType(number)
 
     def key(self) -> Key:
         name = self.string()
         self.what = f"metadata key {name!r:.80}"
         kind = self.type()
-        if kind is T.STRING:
+        if kind is ValueType.STRING:
             return Key(name, kind, value=self.string())
-        if kind is not T.ARRAY:
+        if kind is not ValueType.ARRAY:
             return Key(name, kind, value=self.scalar(_SCALARS[kind]))
         item, count = self.type(), int(self.scalar("<Q"))
-        if item is T.ARRAY:
+        if item is ValueType.ARRAY:
             raise _Broken("arrays of arrays are not allowed")
-        if item is T.STRING:
+        if item is ValueType.STRING:
             self.skip_strings(count)
         else:
             self.skip(count * struct.calcsize(_SCALARS[item]))

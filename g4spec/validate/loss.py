@@ -8,7 +8,7 @@ from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
-from g4spec.convert.tensors import Stored, workers
+from g4spec.convert.tensors import StoredTensor, worker_pool
 from g4spec.gguf import GGUF
 from g4spec.validate.compare import Difference, difference
 
@@ -54,12 +54,14 @@ def losses(
     source: Path, out: Path, progress: Callable[[int, int], None] | None = None
 ) -> list[Loss]:
     """Hold each retyped tensor of GGUF `out` against GGUF `source`, which it was made from."""
-    with GGUF(source) as old, GGUF(out) as new, workers() as pool:
+    with GGUF(source) as old, GGUF(out) as new, worker_pool() as pool:
         changed = [n for n, t in new.tensors.items() if old.tensors[n].format is not t.format]
 
         def look(name: str) -> Difference:
             was, now = old.tensors[name], new.tensors[name]
-            stored = Stored(name, was.shape, was.format.name.upper(), was.format, old.raw(name))
+            stored = StoredTensor(
+                name, was.shape, was.format.name.upper(), was.format, old.raw(name)
+            )
             return difference(name, now.format, new.raw(name), stored)
 
         found = []

@@ -130,11 +130,11 @@ def _blocks(raw: NDArray[np.uint8], form: quant.Format, stats: Stats) -> None:
         if stats.first_bad is None and not np.isfinite(top):
             stats.first_bad = start + int(np.argmin(np.isfinite(magnitude).all(0)))
         most = max(most, top)
-        if factors.zero is not None and not magnitude.all():
+        if factors.zero_codes is not None and not magnitude.all():
             codes = part[magnitude[0] == 0, 2:]
-            zero = np.frombuffer(factors.zero, np.uint8)
+            zero = np.frombuffer(factors.zero_codes, np.uint8)
             stats.lost_blocks += int((codes != zero).any(1).sum())
         stats.zero &= not magnitude.any()
         if stats.constant:
             stats.constant = bool((part == rows[0]).all())
-    stats.largest = most * factors.largest
+    stats.largest = most * factors.max_multiplier

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from g4spec import models
-from g4spec.convert import expected, provenance
+from g4spec.convert import expected_metadata, provenance
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, T, parts
+from g4spec.gguf import GGUF, ValueType, parts
 from g4spec.models.spec import TensorSpec
 from g4spec.validate import header, scan
 from g4spec.validate.needs import NO_SOURCE, NO_TARGET, Needs
@@ -61,7 +61,7 @@ class Subject:
         if values.get(parts.COUNT, 1) in (0, 1):
             return
         try:
-            self.headers += [header.read(p) for p in parts.paths(self.path, values)[1:]]
+            self.headers += [header.read(p) for p in parts.part_paths(self.path, values)[1:]]
         except InputError as error:
             self.split_refusal = str(error)
 
@@ -149,14 +149,18 @@ class Subject:
     def numbers(self, key: str) -> NDArray[Any] | None:
         """An array of numbers or booleans, or None."""
         entry = self.keys.get(self.name(key))
-        if entry is None or entry.type is not T.ARRAY or entry.item in (T.STRING, None):
+        if (
+            entry is None
+            or entry.type is not ValueType.ARRAY
+            or entry.item in (ValueType.STRING, None)
+        ):
             return None
-        return np.asarray(self.open_file.numbers(entry.name))
+        return np.asarray(self.open_file.number_array(entry.name))
 
     def strings(self, key: str) -> list[str] | None:
         """An array of strings, or None; also when they are no text (G4-GGUF-016 says so)."""
         entry = self.keys.get(self.name(key))
-        if entry is None or entry.item is not T.STRING:
+        if entry is None or entry.item is not ValueType.STRING:
             return None
         try:
             found: list[str] = self.open_file.kv[entry.name]
@@ -167,7 +171,7 @@ class Subject:
     def count(self, key: str) -> int | None:
         """Length of an array, or None."""
         entry = self.keys.get(self.name(key))
-        return entry.count if entry is not None and entry.type is T.ARRAY else None
+        return entry.count if entry is not None and entry.type is ValueType.ARRAY else None
 
     def shape(self, tensor: str) -> tuple[int, ...] | None:
         info = self.open_file.tensors.get(tensor)
@@ -215,10 +219,10 @@ class Subject:
         return scan.scan(self.open_file, self.entries.values(), self.progress)
 
     @cached_property
-    def conversion(self) -> expected.Conversion:
+    def conversion(self) -> expected_metadata.ExpectedMetadata:
         """The metadata that converting the source would write."""
         assert self.source is not None and self.kind is not None
-        return expected.of_source(
+        return expected_metadata.from_source(
             self.source, self.kind, self.target.file if self.target is not None else None
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from g4spec.convert import provenance
 from g4spec.convert.tokenizer import STOP_IDS
-from g4spec.gguf import T
+from g4spec.gguf import ValueType
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from tests.cpu.gguf_fixtures import N_DRAFT, Entry, File, H, V, array, d2t_ids, string, target
 
@@ -20,12 +20,12 @@ TOKENS, MERGES = "tokenizer.ggml.tokens", "tokenizer.ggml.merges"
 CAUSAL = "g4spec.dflash.layer_causal"
 
 
-def put(key: str, type: T, data: Any, item: T | None = None) -> Break:
+def put(key: str, type: ValueType, data: Any, item: ValueType | None = None) -> Break:
     return lambda f, t: f.set(key, type, data, item)
 
 
 def number(key: str, value: int) -> Break:
-    return put(key, T.U32, value)
+    return put(key, ValueType.U32, value)
 
 
 def drop(key: str) -> Break:
@@ -48,7 +48,7 @@ def taps(*ids: int) -> Break:
     """Layer ids, and an fc of fitting width."""
 
     def change(f: File, t: File) -> None:
-        f.set("dflash.target_layers", T.ARRAY, list(ids), T.I32)
+        f.set("dflash.target_layers", ValueType.ARRAY, list(ids), ValueType.I32)
         shape = (H, len(ids) * H)
         f.tensors["fc.weight"] = Entry(shape, 0, np.arange(H * shape[1], dtype="<f4").tobytes())
 
@@ -103,25 +103,25 @@ def in_target(change: Break) -> Break:
 def commits(mine: str, its: str) -> Break:
     """Draft and target name the same repository and these commits of it."""
     name = both(
-        put(provenance.TARGET_SOURCE, T.STRING, "org/model"),
-        in_target(put(provenance.SOURCE, T.STRING, "org/model")),
+        put(provenance.TARGET_SOURCE, ValueType.STRING, "org/model"),
+        in_target(put(provenance.SOURCE, ValueType.STRING, "org/model")),
     )
     return both(
         name,
-        put(provenance.TARGET_REVISION, T.STRING, mine * 40),
-        in_target(put(provenance.REVISION, T.STRING, its * 40)),
+        put(provenance.TARGET_REVISION, ValueType.STRING, mine * 40),
+        in_target(put(provenance.REVISION, ValueType.STRING, its * 40)),
     )
 
 
 def ordering(change: Callable[[np.ndarray], np.ndarray]) -> Break:
     def apply(f: File, t: File) -> None:
-        f.kv[ORDERING] = array(T.I32, change(np.array(f.kv[ORDERING].data)).tolist())
+        f.kv[ORDERING] = array(ValueType.I32, change(np.array(f.kv[ORDERING].data)).tolist())
 
     return apply
 
 
 def centroids(count: int, value: float = 1.0) -> Break:
-    return lambda f, t: f.set(CENTROIDS, T.ARRAY, [value] * count, T.F32)
+    return lambda f, t: f.set(CENTROIDS, ValueType.ARRAY, [value] * count, ValueType.F32)
 
 
 def replace(values: np.ndarray, index: int, value: int) -> np.ndarray:
@@ -198,7 +198,7 @@ def inverse_ordering(f: File, t: File) -> None:
     rows = np.empty((V, 32), "<f4")
     rows[order] = x
     f.tensors["token_embd.weight"].set(rows)
-    f.kv[ORDERING] = array(T.I32, np.argsort(order).tolist())
+    f.kv[ORDERING] = array(ValueType.I32, np.argsort(order).tolist())
 
 
 def half_empty(f: File, t: File) -> None:
@@ -230,27 +230,32 @@ GGUF: dict[str, tuple[str, Break]] = {
     "G4-GGUF-010": ("zlab", attr("cut", -64)),
     "G4-GGUF-011": ("zlab", attr("tail", bytes(100))),
     "G4-GGUF-012": ("zlab", no_tensors),
-    "G4-GGUF-013": ("zlab", put("split.count", T.U16, 2)),
-    "G4-GGUF-014": ("zlab", put("general.alignment", T.U64, 32)),
-    "G4-GGUF-015": ("zlab", put("general.architecture", T.STRING, "gemma4-dflash-draft")),
+    "G4-GGUF-013": ("zlab", put("split.count", ValueType.U16, 2)),
+    "G4-GGUF-014": ("zlab", put("general.alignment", ValueType.U64, 32)),
+    "G4-GGUF-015": ("zlab", put("general.architecture", ValueType.STRING, "gemma4-dflash-draft")),
 }
 GGUF["G4-GGUF-016"] = ("zlab", raw(b"w300", b"w\xff00"))
 KEYS: dict[str, tuple[str, Break]] = {
     "G4-KEY-001": ("assistant", drop("gemma4-assistant.nextn_predict_layers")),
-    "G4-KEY-002": ("zlab", put("dflash.block_size", T.I32, 4)),
-    "G4-KEY-003": ("target", put("gemma4.attention.head_count_kv", T.ARRAY, [2, 1], T.I32)),
-    "G4-KEY-004": ("zlab", put("dflash.rope.freq_base", T.F32, 0.0)),
+    "G4-KEY-002": ("zlab", put("dflash.block_size", ValueType.I32, 4)),
+    "G4-KEY-003": (
+        "target",
+        put("gemma4.attention.head_count_kv", ValueType.ARRAY, [2, 1], ValueType.I32),
+    ),
+    "G4-KEY-004": ("zlab", put("dflash.rope.freq_base", ValueType.F32, 0.0)),
     "G4-KEY-005": ("zlab", number("dflash.attention.value_length", 32)),
     "G4-KEY-006": ("zlab", number("dflash.attention.head_count_kv", 3)),
     "G4-KEY-007": ("target", number("gemma4.rope.dimension_count", 8)),
     "G4-KEY-008": ("zlab", number("general.file_type", 32)),
     "G4-KEY-010": (
         "target",
-        put("gemma4.attention.sliding_window_pattern", T.ARRAY, [True] * 12, T.BOOL),
+        put(
+            "gemma4.attention.sliding_window_pattern", ValueType.ARRAY, [True] * 12, ValueType.BOOL
+        ),
     ),
     "G4-KEY-011": ("target", extra("blk.0.attn_qkv.weight")),
     "G4-KEY-012": ("zlab", number("dflash.block_count", 83886082)),
-    "G4-KEY-009": ("zlab", put(CAUSAL, T.STRING, "no array")),
+    "G4-KEY-009": ("zlab", put(CAUSAL, ValueType.STRING, "no array")),
 }
 TENSORS: dict[str, tuple[str, Break]] = {
     "G4-TNS-001": ("zlab", no_tensor("blk.1.attn_v.weight")),
@@ -282,7 +287,7 @@ TENSORS: dict[str, tuple[str, Break]] = {
     "G4-VAL-007": ("target", fill("rope_freqs.weight", "<f4", 1)),
 }
 TAPS: dict[str, tuple[str, Break]] = {
-    "G4-TAP-001": ("zlab", put("dflash.target_layers", T.ARRAY, [2, 6], T.I32)),
+    "G4-TAP-001": ("zlab", put("dflash.target_layers", ValueType.ARRAY, [2, 6], ValueType.I32)),
     "G4-TAP-002": ("zlab", taps(2, 6, 6)),
     "G4-TAP-003": ("zlab", taps(6, 2, 10)),
     "G4-TAP-004": ("zlab", taps(2, 6, 12)),
@@ -308,29 +313,29 @@ D2T: dict[str, tuple[str, Break]] = {
     "G4-D2T-011": ("speculators", map_(lambda d: d + np.arange(len(d)))),
 }
 VOCABULARY: dict[str, tuple[str, Break]] = {
-    "G4-VOC-001": ("zlab", put("tokenizer.ggml.model", T.STRING, "gpt2")),
-    "G4-VOC-002": ("zlab", put("tokenizer.ggml.scores", T.ARRAY, [0.0] * 3, T.F32)),
+    "G4-VOC-001": ("zlab", put("tokenizer.ggml.model", ValueType.STRING, "gpt2")),
+    "G4-VOC-002": ("zlab", put("tokenizer.ggml.scores", ValueType.ARRAY, [0.0] * 3, ValueType.F32)),
     "G4-VOC-003": ("zlab", token(TOKENS, 300, "w301")),
-    "G4-VOC-004": ("zlab", put(MERGES, T.ARRAY, ["ab"], T.STRING)),
+    "G4-VOC-004": ("zlab", put(MERGES, ValueType.ARRAY, ["ab"], ValueType.STRING)),
     "G4-VOC-005": ("zlab", number("tokenizer.ggml.eos_token_id", V)),
-    "G4-VOC-006": ("zlab", put("tokenizer.ggml.add_bos_token", T.BOOL, False)),
+    "G4-VOC-006": ("zlab", put("tokenizer.ggml.add_bos_token", ValueType.BOOL, False)),
     "G4-VOC-007": ("target", drop("tokenizer.chat_template")),
     "G4-VOC-008": ("target", entry("token_embd.weight", "shape", (V * 2, H // 2))),
     "G4-VOC-009": ("zlab", token(TOKENS, 106, "<end_of_turn>")),
     "G4-VOC-010": ("target", number("tokenizer.ggml.eot_token_id", 107)),
-    "G4-VOC-011": ("zlab", put("tokenizer.ggml.add_space_prefix", T.BOOL, True)),
+    "G4-VOC-011": ("zlab", put("tokenizer.ggml.add_space_prefix", ValueType.BOOL, True)),
     "G4-VOC-012": (
         "target",
         both(
-            put("tokenizer.ggml.add_bos_token", T.BOOL, False),
-            put("tokenizer.chat_template", T.STRING, "{{ messages }}"),
+            put("tokenizer.ggml.add_bos_token", ValueType.BOOL, False),
+            put("tokenizer.chat_template", ValueType.STRING, "{{ messages }}"),
         ),
     ),
     "G4-VOC-013": ("zlab", number("tokenizer.ggml.bos_token_id", 1)),
-    "G4-VOC-014": ("zlab", put("tokenizer.ggml.add_eos_token", T.BOOL, True)),
+    "G4-VOC-014": ("zlab", put("tokenizer.ggml.add_eos_token", ValueType.BOOL, True)),
     "G4-VOC-015": (
         "target",
-        put("tokenizer.chat_template", T.STRING, "{{ bos_token }}<start_of_turn>user"),
+        put("tokenizer.chat_template", ValueType.STRING, "{{ bos_token }}<start_of_turn>user"),
     ),
     "G4-MASK-001": ("zlab", drop("tokenizer.ggml.mask_token_id")),
     "G4-MASK-002": ("zlab", number("tokenizer.ggml.mask_token_id", 248070)),
@@ -341,31 +346,34 @@ BLOCK: dict[str, tuple[str, Break]] = {
     "G4-BLK-001": ("zlab", number("dflash.block_size", 1)),
     "G4-BLK-002": ("zlab", number("dflash.block_size", 32)),
     "G4-BLK-003": ("zlab", drop("dflash.embedding_scale")),
-    "G4-BLK-004": ("zlab", put("dflash.embedding_scale", T.F32, 64.0)),
-    "G4-BLK-005": ("speculators", put("dflash.embedding_scale", T.F32, 8.0)),
-    "G4-BLK-006": ("zlab", put(CAUSAL, T.ARRAY, [True], T.BOOL)),
+    "G4-BLK-004": ("zlab", put("dflash.embedding_scale", ValueType.F32, 64.0)),
+    "G4-BLK-005": ("speculators", put("dflash.embedding_scale", ValueType.F32, 8.0)),
+    "G4-BLK-006": ("zlab", put(CAUSAL, ValueType.ARRAY, [True], ValueType.BOOL)),
     "G4-BLK-007": ("zlab", drop(CAUSAL)),
-    "G4-BLK-008": ("zlab", put(CAUSAL, T.ARRAY, [False, False, True], T.BOOL)),
-    "G4-BLK-009": ("zlab", put(CAUSAL, T.ARRAY, [True, True, False], T.BOOL)),
+    "G4-BLK-008": ("zlab", put(CAUSAL, ValueType.ARRAY, [False, False, True], ValueType.BOOL)),
+    "G4-BLK-009": ("zlab", put(CAUSAL, ValueType.ARRAY, [True, True, False], ValueType.BOOL)),
     "G4-BLK-010": ("zlab", drop("dflash.attention.sliding_window_pattern")),
     "G4-BLK-011": ("zlab", number("dflash.attention.sliding_window", 3)),
-    "G4-BLK-012": ("zlab", put("dflash.hidden_activation", T.STRING, "gelu")),
+    "G4-BLK-012": ("zlab", put("dflash.hidden_activation", ValueType.STRING, "gelu")),
     "G4-BLK-013": ("dspark", drop("dflash.attention.scale")),
-    "G4-BLK-015": ("zlab", put("dflash.attention.causal", T.BOOL, False)),
+    "G4-BLK-015": ("zlab", put("dflash.attention.causal", ValueType.BOOL, False)),
     "G4-BLK-014": ("speculators", table(lambda x: x * np.sqrt(H))),
     "G4-HEAD-001": ("dspark", drop("dflash.sample_from_anchor")),
-    "G4-HEAD-002": ("dspark", put("dflash.has_confidence_head", T.BOOL, False)),
+    "G4-HEAD-002": ("dspark", put("dflash.has_confidence_head", ValueType.BOOL, False)),
     "G4-HEAD-003": ("eagle3", drop("eagle3.norm_before_residual")),
-    "G4-HEAD-004": ("zlab", put("dflash.sample_from_anchor", T.BOOL, True)),
+    "G4-HEAD-004": ("zlab", put("dflash.sample_from_anchor", ValueType.BOOL, True)),
     "G4-HEAD-005": ("zlab", rename("dflash", "dflash-g4spec")),
-    "G4-HEAD-006": ("dspark", put("dflash.sample_from_anchor", T.BOOL, False)),
+    "G4-HEAD-006": ("dspark", put("dflash.sample_from_anchor", ValueType.BOOL, False)),
 }
 A = "gemma4-assistant."
 ASSISTANT: dict[str, tuple[str, Break]] = {
     "G4-DON-001": ("assistant", number(A + "embedding_length_out", 128)),
-    "G4-DON-002": ("assistant", put(A + "attention.head_count_kv", T.ARRAY, [1, 1, 1, 2], T.I32)),
+    "G4-DON-002": (
+        "assistant",
+        put(A + "attention.head_count_kv", ValueType.ARRAY, [1, 1, 1, 2], ValueType.I32),
+    ),
     "G4-DON-003": ("assistant", number(A + "attention.sliding_window", 16)),
-    "G4-DON-004": ("assistant", put(A + "rope.freq_base", T.F32, 1e4)),
+    "G4-DON-004": ("assistant", put(A + "rope.freq_base", ValueType.F32, 1e4)),
     "G4-DON-005": ("assistant", number(A + "nextn_predict_layers", 3)),
     "G4-DON-006": ("assistant", number(A + "embedding_length_out", 32)),
     "G4-DON-007": ("assistant", number(A + "attention.shared_kv_layers", 0)),
@@ -380,26 +388,32 @@ ASSISTANT: dict[str, tuple[str, Break]] = {
 }
 PAIRING: dict[str, tuple[str, Break]] = {
     "G4-PAIR-001": ("zlab", number("dflash.embedding_length", 128)),
-    "G4-PAIR-002": ("zlab", both(put("dflash.vocab_size", T.U32, V - 1))),
+    "G4-PAIR-002": ("zlab", both(put("dflash.vocab_size", ValueType.U32, V - 1))),
     "G4-PAIR-003": ("zlab", in_target(token(TOKENS, 400, "other"))),
     "G4-PAIR-004": ("zlab", in_target(token(MERGES, 0, "w 3"))),
     "G4-PAIR-005": ("zlab", number("tokenizer.ggml.eos_token_id", 106)),
     "G4-PAIR-006": ("zlab", number(provenance.TARGET_LAYERS, 60)),
-    "G4-PAIR-007": ("zlab", put(provenance.TARGET_TOKENIZER, T.STRING, "0" * 64)),
+    "G4-PAIR-007": ("zlab", put(provenance.TARGET_TOKENIZER, ValueType.STRING, "0" * 64)),
     "G4-PAIR-008": ("zlab", drop("dflash.final_logit_softcapping")),
     "G4-PAIR-009": ("zlab", number("dflash.context_length", 2048)),
-    "G4-PAIR-010": ("zlab", put("tokenizer.chat_template", T.STRING, "{{ bos_token }} other")),
-    "G4-PAIR-011": ("zlab", in_target(put("tokenizer.ggml.add_bos_token", T.BOOL, False))),
+    "G4-PAIR-010": (
+        "zlab",
+        put("tokenizer.chat_template", ValueType.STRING, "{{ bos_token }} other"),
+    ),
+    "G4-PAIR-011": ("zlab", in_target(put("tokenizer.ggml.add_bos_token", ValueType.BOOL, False))),
     "G4-PAIR-012": (
         "zlab",
         both(
-            put(STOP_IDS, T.ARRAY, [1], T.I32),
-            in_target(put(STOP_IDS, T.ARRAY, [1, 106, 50], T.I32)),
+            put(STOP_IDS, ValueType.ARRAY, [1], ValueType.I32),
+            in_target(put(STOP_IDS, ValueType.ARRAY, [1, 106, 50], ValueType.I32)),
         ),
     ),
     "G4-PAIR-013": ("eagle3", number(provenance.TARGET_HIDDEN, 2816)),
     "G4-PAIR-014": ("speculators", table(lambda x: x[::-1])),
-    "G4-PAIR-015": ("zlab", put(provenance.TARGET_WEIGHTS, T.STRING, "rows-sha256:" + "6" * 64)),
+    "G4-PAIR-015": (
+        "zlab",
+        put(provenance.TARGET_WEIGHTS, ValueType.STRING, "rows-sha256:" + "6" * 64),
+    ),
     "G4-PAIR-016": ("zlab", both(drop(provenance.TARGET_WEIGHTS), commits("a", "b"))),
     "G4-LAY-002": ("target", drop("gemma4.final_logit_softcapping")),
 }
@@ -427,7 +441,7 @@ SIZES: dict[str, tuple[str, Break]] = {
         "per-layer",
         lambda f, t: f.tensors.update({"blk.8.attn_k.weight": f.tensors["blk.4.attn_k.weight"]}),
     ),
-    "G4-SUP-001": ("target", put(SUPPRESS, T.ARRAY, [7, V], T.I32)),
+    "G4-SUP-001": ("target", put(SUPPRESS, ValueType.ARRAY, [7, V], ValueType.I32)),
 }
 
 BREAK = {

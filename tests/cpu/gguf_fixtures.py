@@ -16,25 +16,25 @@ import numpy as np
 
 from g4spec import quant
 from g4spec.convert import provenance
-from g4spec.convert.make import t2d_sha256
-from g4spec.convert.tensors import Stored
-from g4spec.gguf import KV, T, Value, array, boolean, f32, string, u32
+from g4spec.convert.derived import t2d_sha256
+from g4spec.convert.tensors import StoredTensor
+from g4spec.gguf import KV, Value, ValueType, array, boolean, f32, string, u32
 from g4spec.models import assistant, dflash, dspark, eagle3, gemma4, gemma4_config
 from g4spec.models import dflash_backbone as backbone
 from g4spec.models.spec import LayerSpec
 
 CODES = {
-    T.U8: "B",
-    T.I8: "b",
-    T.U16: "H",
-    T.I16: "h",
-    T.U32: "I",
-    T.I32: "i",
-    T.F32: "f",
-    T.BOOL: "?",
-    T.U64: "Q",
-    T.I64: "q",
-    T.F64: "d",
+    ValueType.U8: "B",
+    ValueType.I8: "b",
+    ValueType.U16: "H",
+    ValueType.I16: "h",
+    ValueType.U32: "I",
+    ValueType.I32: "i",
+    ValueType.F32: "f",
+    ValueType.BOOL: "?",
+    ValueType.U64: "Q",
+    ValueType.I64: "q",
+    ValueType.F64: "d",
 }
 V, H, N_LAYER, N_DRAFT = 512, 64, 12, 96
 
@@ -94,7 +94,7 @@ class File:
         path.write_bytes(self.bytes())
         return path
 
-    def set(self, key: str, type: T, data: Any, item: T | None = None) -> None:
+    def set(self, key: str, type: ValueType, data: Any, item: ValueType | None = None) -> None:
         self.kv[key] = Value(type, data, item)
 
 
@@ -102,12 +102,12 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(text.encode())) + text.encode()
 
 
-def _scalar(kind: T, value: Any) -> bytes:
-    return _string(value) if kind is T.STRING else struct.pack("<" + CODES[kind], value)
+def _scalar(kind: ValueType, value: Any) -> bytes:
+    return _string(value) if kind is ValueType.STRING else struct.pack("<" + CODES[kind], value)
 
 
 def _value(v: Value) -> bytes:
-    if v.type is not T.ARRAY:
+    if v.type is not ValueType.ARRAY:
         return struct.pack("<i", v.type) + _scalar(v.type, v.data)
     assert v.item is not None
     items = b"".join(_scalar(v.item, x) for x in v.data)
@@ -132,10 +132,12 @@ def tokenizer(n: int = V) -> KV:
         tokens[i] = text
     return {
         "tokenizer.ggml.model": string("gemma4"),
-        "tokenizer.ggml.tokens": array(T.STRING, tokens),
-        "tokenizer.ggml.scores": array(T.F32, [-1000.0] * n),
-        "tokenizer.ggml.token_type": array(T.I32, [3 if i in named else 1 for i in range(n)]),
-        "tokenizer.ggml.merges": array(T.STRING, ["w 10", "w 11"]),
+        "tokenizer.ggml.tokens": array(ValueType.STRING, tokens),
+        "tokenizer.ggml.scores": array(ValueType.F32, [-1000.0] * n),
+        "tokenizer.ggml.token_type": array(
+            ValueType.I32, [3 if i in named else 1 for i in range(n)]
+        ),
+        "tokenizer.ggml.merges": array(ValueType.STRING, ["w 10", "w 11"]),
         "tokenizer.ggml.bos_token_id": u32(2),
         "tokenizer.ggml.eos_token_id": u32(1),
         "tokenizer.ggml.unknown_token_id": u32(3),
@@ -269,7 +271,7 @@ WEIGHTS = string("rows-sha256:" + "5" * 64)
 
 
 def _recorded() -> KV:
-    return provenance.pairing(tokenizer(), H, N_LAYER) | {provenance.TARGET_WEIGHTS: WEIGHTS}
+    return provenance.pairing_keys(tokenizer(), H, N_LAYER) | {provenance.TARGET_WEIGHTS: WEIGHTS}
 
 
 def target(n_layer: int = N_LAYER) -> File:
@@ -310,7 +312,7 @@ def zlab() -> File:
 
 def speculators() -> File:
     file = _build(dflash, speculators_config(), "f16")
-    t2d = Stored("t2d", (V,), "BOOL", None, t2d_mask())
+    t2d = StoredTensor("t2d", (V,), "BOOL", None, t2d_mask())
     file.kv |= {**_recorded(), provenance.T2D_SHA256: string(t2d_sha256(t2d))}
     return file
 
@@ -350,8 +352,8 @@ def assistant_file() -> File:
     config = assistant_config()
     file = _build(assistant, config, "f32")
     rng = np.random.default_rng(1)
-    file.kv[assistant.CENTROIDS] = array(T.F32, rng.standard_normal(16 * 32).tolist())
-    file.kv[assistant.ORDERING] = array(T.I32, rng.permutation(V).tolist())
+    file.kv[assistant.CENTROIDS] = array(ValueType.F32, rng.standard_normal(16 * 32).tolist())
+    file.kv[assistant.ORDERING] = array(ValueType.I32, rng.permutation(V).tolist())
     file.kv |= {assistant.TOP_K: u32(4), **_recorded()}
     return file
 

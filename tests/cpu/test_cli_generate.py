@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from g4spec.cli import _inputs, render
-from g4spec.cli._spoken import Writer, held_back
+from g4spec.cli._text_stream import Writer, stop_prefix_length
 from g4spec.core import Cycle
 from g4spec.errors import InputError
 from g4spec.ops.sampling import Sampler
@@ -214,8 +214,8 @@ def test_ids_may_stand_in_brackets() -> None:
         ("abc", ("abc",), 0),
     ],
 )
-def test_held_back(text: str, stops: tuple[str, ...], n: int) -> None:
-    assert held_back(text, stops) == n
+def test_stop_prefix_length(text: str, stops: tuple[str, ...], n: int) -> None:
+    assert stop_prefix_length(text, stops) == n
 
 
 def test_writer_never_shows_a_stop_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +264,7 @@ def test_folder_behind_md_is_converted_once(
 
 
 HALTED = """
-import sys, os, signal, g4spec.convert.run as run, g4spec.cli as cli
+import sys, os, signal, g4spec.convert.pipeline as run, g4spec.cli as cli
 inner, (number, again) = run.gguf.write, map(int, sys.argv.pop().split(","))
 def write(path, kv, tensors, progress=None, check=None):
     def halted():

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from g4spec import validate
-from g4spec.convert import cached, convert, detect, dialects
+from g4spec.convert import convert, convert_cached, detect, dialects
 from g4spec.convert.dialects import DIALECTS
 from g4spec.errors import InputError, Unsupported, UsageError
-from g4spec.gguf import GGUF, T, array, boolean, string, u32
+from g4spec.gguf import GGUF, ValueType, array, boolean, string, u32
 from g4spec.models.assistant import ORDERING
 from tests.cpu.test_convert_kinds import content
 from tests.support import tiny
@@ -122,17 +122,19 @@ def test_the_table_in_the_docs_is_the_codes() -> None:
 def test_quantized_matrices_are_never_requantized(family: Path, tmp_path: Path) -> None:
     source = old(family, tmp_path / "old.gguf", "ik", None, "q8_0")
     result = convert(source, tmp_path / "new.gguf", target=family / "target.gguf", type="bf16")
-    assert set(result.plan.types()) == {"Q8_0", "F32"}
+    assert set(result.plan.type_counts()) == {"Q8_0", "F32"}
     with GGUF(tmp_path / "new.gguf") as g:
         assert g["general.file_type"] == 7
 
 
 def test_a_draft_in_a_dialect_is_converted_into_the_cache(family: Path, tmp_path: Path) -> None:
     source = old(family, tmp_path / "old.gguf", "lucebox", None)
-    made, note = cached(source, family / "target.gguf", tmp_path / "cache")
+    made, note = convert_cached(source, family / "target.gguf", tmp_path / "cache")
     assert "converted into" in note and made.parent == tmp_path / "cache"
-    assert cached(source, family / "target.gguf", tmp_path / "cache")[0] == made
-    plain, _ = cached(family / "dflash-q8_0.gguf", family / "target.gguf", tmp_path / "cache")
+    assert convert_cached(source, family / "target.gguf", tmp_path / "cache")[0] == made
+    plain, _ = convert_cached(
+        family / "dflash-q8_0.gguf", family / "target.gguf", tmp_path / "cache"
+    )
     assert plain == family / "dflash-q8_0.gguf"
 
 
@@ -188,11 +190,13 @@ WRONG: dict[str, tuple[Callable[[Parts], Any], str]] = {
         "list of integers",
     ),
     "ids beyond": (
-        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5, 12])}),
+        lambda p: p.kv.update(
+            {f"{p.arch}.dflash.target_layer_ids": array(ValueType.I32, [1, 5, 12])}
+        ),
         "do not exist",
     ),
     "count of ids": (
-        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(T.I32, [1, 5])}),
+        lambda p: p.kv.update({f"{p.arch}.dflash.target_layer_ids": array(ValueType.I32, [1, 5])}),
         "fc.weight",
     ),
     "width": (lambda p: p.kv.update({f"{p.arch}.embedding_length": u32(96)}), "hidden size"),

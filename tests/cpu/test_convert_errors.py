@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from g4spec.convert import cached, convert, detect, quantize
+from g4spec.convert import convert, convert_cached, detect, quantize
 from g4spec.errors import G4Error, InputError, Unsupported, UsageError
 from g4spec.gguf import GGUF
 from g4spec.measure import chunks
@@ -142,7 +142,7 @@ def test_an_untied_head_is_not_dropped_in_silence(family: Path, tmp_path: Path) 
     embed = "model.language_model.embed_tokens.weight"
     retensor(target, lambda t: t.update({"lm_head.weight": t[embed]}))
     result = convert(target, tmp_path / "o.gguf")
-    assert [(r.source, r.note) for r in result.plan.of("drop")] == [
+    assert [(r.source, r.note) for r in result.plan.with_action("drop")] == [
         ("lm_head.weight", "tied to the token table")
     ]
     (tmp_path / "o.gguf").unlink()
@@ -246,13 +246,13 @@ def test_a_checkpoint_is_converted_whatever_ggufs_lie_beside_it(
     assert any("took the checkpoint" in n for n in result.notes)
     with GGUF(tmp_path / "o.gguf") as g:
         assert g.get("g4spec.source") == draft.name
-    with detect(draft, run=True) as found:
+    with detect(draft, prefer_gguf=True) as found:
         assert found.path == draft / "made.gguf"
         assert any("took made.gguf" in n for n in found.notes)
     shutil.copy(tmp_path / "d.gguf", draft / "second.gguf")
     convert(draft, tmp_path / "o.gguf", target=family / "target", dry_run=True)
     with pytest.raises(InputError, match="several GGUF"):
-        detect(draft, run=True)
+        detect(draft, prefer_gguf=True)
 
 
 def test_a_target_folder_that_also_holds_a_gguf(family: Path, tmp_path: Path) -> None:
@@ -294,13 +294,13 @@ def test_dry_run_checks_everything_and_writes_nothing(family: Path, tmp_path: Pa
 
 def test_cache_follows_content(family: Path, tmp_path: Path) -> None:
     draft, cache = copy(family, "zlab", tmp_path), tmp_path / "cache"
-    first, note = cached(draft, family / "target", cache)
+    first, note = convert_cached(draft, family / "target", cache)
     assert "converted into" in note
     stamp = first.stat().st_mtime_ns
-    again, note = cached(draft, family / "target", cache)
+    again, note = convert_cached(draft, family / "target", cache)
     assert again == first and first.stat().st_mtime_ns == stamp and "using" in note
     retensor(draft, lambda t: t["fc.weight"][0].__imul__(2))
-    second, _ = cached(draft, family / "target", cache)
+    second, _ = convert_cached(draft, family / "target", cache)
     assert second != first and len(list(cache.glob("*.gguf"))) == 2
 
 

@@ -77,11 +77,11 @@ def served(family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield server
 
 
-def get(text: str, want: hub.Want = "any") -> Path:
+def get(text: str, want: hub.Purpose = "any") -> Path:
     return hub.resolve(text, want)[0]
 
 
-def refused(text: str, error: type[G4Error], says: str, want: hub.Want = "any") -> str:
+def refused(text: str, error: type[G4Error], says: str, want: hub.Purpose = "any") -> str:
     with pytest.raises(error, match=says) as e:
         get(text, want)
     assert "\n" not in str(e.value)
@@ -102,12 +102,12 @@ def refused(text: str, error: type[G4Error], says: str, want: hub.Want = "any") 
     ],
 )
 def test_ids(text: str, repo: str, revision: str | None, file: str | None) -> None:
-    assert hub.Id.parse(text) == hub.Id(repo, revision, file)
+    assert hub.HubId.parse(text) == hub.HubId(repo, revision, file)
 
 
 def test_types_as_llama_cpp_names_them() -> None:
-    asked = hub.Id.parse("org/name:q4_k_m")
-    assert asked == hub.Id("org/name", None, None, "q4_k_m")
+    asked = hub.HubId.parse("org/name:q4_k_m")
+    assert asked == hub.HubId("org/name", None, None, "q4_k_m")
     names = [
         "a-Q4_K_M.gguf",
         "Q4_K_M/a-00001-of-00002.gguf",
@@ -145,7 +145,7 @@ def test_types_as_llama_cpp_names_them() -> None:
     ],
 )
 def test_what_is_no_id_is_a_path(text: str) -> None:
-    assert hub.Id.parse(text) is None
+    assert hub.HubId.parse(text) is None
     assert hub.resolve(text) == (Path(text), [])
 
 
@@ -475,9 +475,9 @@ def test_compression_is_refused(served: Hub, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_read_whole_is_small(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("g4spec.gguf.regular.MAX_WHOLE", 100)
+    monkeypatch.setattr("g4spec.gguf.regular_files.MAX_READ_BYTES", 100)
     refused("org/draft", InputError, r"model\.safetensors\.index\.json.*at most 100 bytes")
-    monkeypatch.setattr(hub, "LISTING", 50)
+    monkeypatch.setattr(hub, "MAX_LISTING_BYTES", 50)
     refused("org/draft", InputError, "at most 50 bytes")
 
 
@@ -506,8 +506,8 @@ def test_a_body_without_an_end(
 def test_a_drip_has_an_end(
     what: str, part: str, served: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "SECONDS", 0.4)
-    monkeypatch.setattr(transfer, "SLOWEST", 1 << 40)
+    monkeypatch.setattr(transfer, "HEADER_SECONDS", 0.4)
+    monkeypatch.setattr(transfer, "MIN_BYTES_PER_SECOND", 1 << 40)
     served.faults[part] = [dripping(what, len(served.repos["org/one"]["draft-q8_0.gguf"]))] * 20
     start = time.monotonic()
     refused("org/one", EnvironmentProblem, "too slow")

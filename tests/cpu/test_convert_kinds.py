@@ -11,7 +11,7 @@ import pytest
 
 from g4spec import models
 from g4spec.convert import convert, quantize
-from g4spec.gguf import GGUF, T
+from g4spec.gguf import GGUF, ValueType
 from g4spec.models import dflash_backbone
 from g4spec.quant import policy
 from tests.support import tiny, tiny_drafts
@@ -57,13 +57,15 @@ def content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def test_target(target: Path, tmp_path: Path) -> None:
     result = convert(target, tmp_path / "t.gguf", type="bf16")
     assert result.written and result.nbytes == (tmp_path / "t.gguf").stat().st_size
-    assert result.plan.types() == {"BF16": 83, "F32": 86} and not result.plan.of("drop")
+    assert result.plan.type_counts() == {"BF16": 83, "F32": 86} and not result.plan.with_action(
+        "drop"
+    )
     with GGUF(tmp_path / "t.gguf") as g:
         config = models.kinds()["gemma4"].parse_gguf(g.kv, g.shapes())
         assert [s.head_dim for s in config.layers] == [16] * 5 + [32] + [16] * 5 + [32]
         assert [s.n_kv for s in config.layers] == [2] * 5 + [1] + [2] * 5 + [1]
         assert [s.v_from_k for s in config.layers] == [False] * 5 + [True] + [False] * 5 + [True]
-        assert g["general.file_type"] == 32 and g.value("general.file_type").type is T.U32
+        assert g["general.file_type"] == 32 and g.value("general.file_type").type is ValueType.U32
         assert g.array("rope_freqs.weight").tolist() == [1.0] * 4 + [np.float32(1e30)] * 12
         assert set(g.shapes()) == {s.name for s in models.kinds()["gemma4"].tensors(config)}
 
@@ -101,7 +103,7 @@ def test_drafts(name: str, target: Path, tmp_path: Path) -> None:
             blocks = 8 if tensor.shape[-1] % 32 == 0 else 1  # Q8_0, or F16 for odd rows
             expected = {"index": 27, "vector": 0}.get(spec.role, blocks)
             assert tensor.type == expected, tensor.name
-    sources = [r.source for r in result.plan.rows if r.source]
+    sources = [r.source for r in result.plan.tensors if r.source]
     assert len(sources) == len(set(sources))
 
 
@@ -115,7 +117,7 @@ def test_zlab_facts(target: Path, tmp_path: Path) -> None:
     convert(draft, tmp_path / "d.gguf", target=target)
     with GGUF(tmp_path / "d.gguf") as g:
         assert g["dflash.target_layers"] == [2, 6, 10]  # ids 1, 5, 9 name outputs
-        assert g.value("dflash.target_layers").item is T.I32
+        assert g.value("dflash.target_layers").item is ValueType.I32
         assert g["dflash.embedding_scale"] == 8.0  # sqrt(64)
         assert g["tokenizer.ggml.mask_token_id"] == 60  # not the tokenizer's 4
         assert g["dflash.attention.sliding_window_pattern"] == [True, False]
@@ -148,7 +150,7 @@ def test_speculators_facts(target: Path, tmp_path: Path) -> None:
         assert ids.dtype == np.int64 and {1, 106} <= set(ids.tolist()) and ids.max() > 64
         assert (np.diff(ids) > 0).all() and ids.max() < tiny.VOCAB
         assert g["g4spec.dflash.t2d_sha256"] and g.shapes()["output.weight"] == (64, 64)
-    assert [r.source for r in result.plan.of("drop")] == ["t2d"]
+    assert [r.source for r in result.plan.with_action("drop")] == ["t2d"]
 
 
 def test_centroid_head_travels_as_metadata(target: Path, tmp_path: Path) -> None:
@@ -159,10 +161,10 @@ def test_centroid_head_travels_as_metadata(target: Path, tmp_path: Path) -> None
     raw = load_file(draft / "model.safetensors")
     with GGUF(tmp_path / "d.gguf") as g:
         assert len(g.tensors) == 49
-        got = g.numbers("g4spec.assistant.centroids").reshape(16, 32)
+        got = g.number_array("g4spec.assistant.centroids").reshape(16, 32)
         assert np.array_equal(got, raw["masked_embedding.centroids.weight"])
         order = g.value("g4spec.assistant.token_ordering")
-        assert order.item is T.I32
+        assert order.item is ValueType.I32
         assert np.array_equal(order.data, raw["masked_embedding.token_ordering"])
 
 
@@ -192,7 +194,7 @@ def test_quantize_equals_converting_to_that_type(type: str, target: Path, tmp_pa
     convert(target, tmp_path / "a.gguf", type=type)
     result = quantize(tmp_path / "bf16.gguf", tmp_path / "b.gguf", type)
     assert content(tmp_path / "a.gguf") == content(tmp_path / "b.gguf")
-    number = policy.asked(type).file_type
+    number = policy.parse_type(type).file_type
     with GGUF(tmp_path / "b.gguf") as b, GGUF(tmp_path / "bf16.gguf") as a:
         assert list(b) == [k for k in a if number is not None or k != "general.file_type"]
         assert b.get("general.file_type") == number
@@ -202,7 +204,7 @@ def test_quantize_equals_converting_to_that_type(type: str, target: Path, tmp_pa
 def test_rows_that_do_not_divide_become_f16(tmp_path: Path) -> None:
     target = tiny.target(tmp_path / "t", hidden=48)
     result = convert(target, tmp_path / "t.gguf")
-    row = next(r for r in result.plan.rows if r.name == "blk.0.attn_q.weight")
+    row = next(r for r in result.plan.tensors if r.name == "blk.0.attn_q.weight")
     assert row.type == "F16" and "48" in row.note
     with GGUF(tmp_path / "t.gguf") as g:
         assert g.tensors["blk.0.attn_q.weight"].type == 1
@@ -212,7 +214,7 @@ def test_rows_that_do_not_divide_become_f16(tmp_path: Path) -> None:
 def test_token_table_is_cut_to_the_tokenizer(tmp_path: Path) -> None:
     target = tiny.target(tmp_path / "t", vocab=544, tokens=512)
     result = convert(target, tmp_path / "t.gguf")
-    assert "544" in next(r.note for r in result.plan.rows if r.name == "token_embd.weight")
+    assert "544" in next(r.note for r in result.plan.tensors if r.name == "token_embd.weight")
     with GGUF(tmp_path / "t.gguf") as g:
         assert g.shapes()["token_embd.weight"] == (512, 64)
 

@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 
 from g4spec.convert import convert
 from g4spec.convert import tensors as stored
-from g4spec.convert.run import Result
+from g4spec.convert.pipeline import Result
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, T
+from g4spec.gguf import GGUF, ValueType
 from g4spec.models import gemma4
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import validate
@@ -43,7 +43,7 @@ def test_every_tensor_arrives(tmp_path: Path, name: str) -> None:
             if made := specs[n].source:
                 assert np.array_equal(g.array(n), source["model.language_model." + made]), n
         assert validate(tmp_path / "t.gguf", against=folder).ok
-    dropped = {r.source: r.note for r in result.plan.of("drop")}
+    dropped = {r.source: r.note for r in result.plan.with_action("drop")}
     assert len(dropped) == (3 if name == "unified" else 0)
     assert all("vision and audio" in note for note in dropped.values())
 
@@ -54,7 +54,9 @@ def test_keys_of_each_size(tmp_path: Path) -> None:
         convert(tiny.target(tmp_path / name, **case), tmp_path / f"{name}.gguf")
         with GGUF(tmp_path / f"{name}.gguf") as g:
             found[name] = dict(g.kv)
-            assert name != "unified" or g.value("tokenizer.ggml.suppress_tokens").item is T.I32
+            assert (
+                name != "unified" or g.value("tokenizer.ggml.suppress_tokens").item is ValueType.I32
+            )
     a = "gemma4."
     assert [
         found["experts"][a + k]
@@ -152,7 +154,7 @@ def check(path: Path, meant: dict[str, np.ndarray], form: str | None) -> None:
 
 
 def notes(result: Result) -> dict[str, str]:
-    return {r.name or "": r.note for r in result.plan.rows}
+    return {r.name or "": r.note for r in result.plan.tensors}
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -175,7 +177,7 @@ def test_zero_points(tmp_path: Path) -> None:
         meant = make(source(tmp_path / f"{i}"), symmetric=False)
         result = convert(tmp_path / f"{i}", tmp_path / "t.gguf", type="f32")
         check(tmp_path / "t.gguf", meant, None)
-        told = {r.type: r.note for r in result.plan.rows if r.note.startswith("INT")}
+        told = {r.type: r.note for r in result.plan.tensors if r.note.startswith("INT")}
         assert set(told) <= {"Q4_1", "F32"}
         assert "no type holds them exactly" in told["F32"]
 
@@ -183,7 +185,7 @@ def test_zero_points(tmp_path: Path) -> None:
 def test_a_loss_is_told(tmp_path: Path) -> None:
     Q.fp8(source(tmp_path / "t"))
     said = notes(convert(tmp_path / "t", tmp_path / "t.gguf", type="q8_0", dry_run=True))
-    assert said["blk.1.attn_q.weight"].startswith("FP8 with scales, multiplied out; relative error")
+    assert said["blk.1.attn_q.weight"].startswith("FP8 with scales, dequantized; relative error")
     assert 0 < float(said["blk.1.attn_q.weight"].split()[-1].rstrip("%")) < 1
 
 

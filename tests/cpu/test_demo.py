@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from g4spec import cli, convert
-from g4spec.cli import _family, _first_text, demo
+from g4spec.cli import _demo_family, _demo_text, demo
 from g4spec.errors import UsageError
 from g4spec.measure import verify
 from g4spec.measure.bench_compare import read
@@ -50,13 +50,13 @@ def test_demo_does_the_whole_job(
 ) -> None:
     for name, value in (("LONG", 100), ("CASES", 3), ("PROMPTS", 1)):
         monkeypatch.setattr(demo, name, value)
-    monkeypatch.setattr(_first_text, "N_CTX", 1024)
+    monkeypatch.setattr(_demo_text, "N_CTX", 1024)
     out = tmp_path / "demo"
     command = ["demo", "--family", str(family), "-o", str(out), "-n", "6"]
     monkeypatch.setattr(sys, "argv", ["g4spec", *command])
     assert cli.run(command) == 0
     said = capsys.readouterr().out
-    assert said.index(_first_text.PROMPT) < said.index("1  Convert") and "~" in said
+    assert said.index(_demo_text.PROMPT) < said.index("1  Convert") and "~" in said
     for step in ("1  Convert", "2  Quantize", "3  Validate", "4  Verify", "5  Measure", "6  Serve"):
         assert step in said
     assert said.count("3 of 3 texts identical") == 4
@@ -68,7 +68,7 @@ def test_demo_does_the_whole_job(
     assert data["identical"] and len(data["provenance"]["target"]["sha256"]) == 64
     assert data["provenance"]["overridden_ops"] == []
     assert data["recommendation"]["words"] in (out / "report.html").read_text()
-    _family.check_folder(family, out)  # all of it may be made again
+    _demo_family.check_folder(family, out)  # all of it may be made again
 
 
 def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
@@ -84,24 +84,24 @@ def test_demo_replaces_only_its_own_files(family: Path, tmp_path: Path) -> None:
             target=family / "target" if name == "dflash" else None,
         )
         if name == "target":
-            _family._check_free(tmp_path / "target.gguf", family / "target")
+            _demo_family._check_replaceable(tmp_path / "target.gguf", family / "target")
     with pytest.raises(UsageError, match="not made by this demo"):
-        _family._check_free(tmp_path / "target.gguf", family / "target")
+        _demo_family._check_replaceable(tmp_path / "target.gguf", family / "target")
 
 
 @pytest.mark.parametrize("name", ["bench.json", "report.html"])
 def test_demo_replaces_only_its_own_results(family: Path, tmp_path: Path, name: str) -> None:
-    path, mark = tmp_path / name, _family.MARKS[name]
+    path, mark = tmp_path / name, _demo_family.MARKS[name]
     for content in (b"", b"my notes", mark.replace(b"demo", b"bench")):
         path.write_bytes(content)
         assert cli.run(["demo", "--family", str(family), "-o", str(tmp_path)]) == 2
         assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
     path.write_bytes(b"{" + mark + b" -n 6")
-    _family.check_folder(family, tmp_path)
+    _demo_family.check_folder(family, tmp_path)
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UsageError, match="not made by this demo"):
-        _family.check_folder(family, tmp_path)
+        _demo_family.check_folder(family, tmp_path)
 
 
 def test_demo_without_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +299,7 @@ def test_one_temperature_keeps_what_differs_at_it() -> None:
         (["--draft-max", "0"], "0 drafts"),
         (["--draft-max", "99"], "--draft-max"),
         (["--temp", "-1"], "--temp"),
-        (["-p", "a", "--long-tokens", "9"], "shipped"),
+        (["-p", "a", "--long-tokens", "9"], "built-in"),
     ],
 )
 def test_verify_wrong_use(

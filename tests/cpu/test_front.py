@@ -152,10 +152,10 @@ def test_a_model_for_chats_says_so_once(
 def test_threads_reach_torch(files: tuple[str, str]) -> None:
     probe = (
         "import sys\nfrom g4spec import __main__, cli\nrun = cli.run\n"
-        "def told(argv):\n    code = run(argv)\n    import os, torch\n"
+        "def report(argv):\n    code = run(argv)\n    import os, torch\n"
         "    sys.stderr.write(f'{torch.get_num_threads()} {os.environ[\"OMP_WAIT_POLICY\"]}')\n"
         "    return code\n"
-        "cli.run = told\n__main__.main()"
+        "cli.run = report\n__main__.main()"
     )
     env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
 
@@ -178,11 +178,11 @@ def test_a_large_target_takes_every_core(monkeypatch: pytest.MonkeyPatch) -> Non
     taken: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for weights in (_threads.SMALL, _threads.SMALL - 1):
-        _threads.settle(SimpleNamespace(memory=SimpleNamespace(weights=weights)))  # type: ignore[arg-type]
+    for weights in (_threads.SMALL_TARGET, _threads.SMALL_TARGET - 1):
+        _threads.limit_threads(SimpleNamespace(memory=SimpleNamespace(weights=weights)))  # type: ignore[arg-type]
     assert taken == [1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    _threads.settle(SimpleNamespace(memory=SimpleNamespace(weights=1)))  # type: ignore[arg-type]
+    _threads.limit_threads(SimpleNamespace(memory=SimpleNamespace(weights=1)))  # type: ignore[arg-type]
     assert taken == [1]
 
 

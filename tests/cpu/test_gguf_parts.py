@@ -14,7 +14,7 @@ from g4spec import cli
 from g4spec.convert import convert, detect, provenance, quantize
 from g4spec.errors import InputError, UsageError
 from g4spec.gguf import GGUF, TensorData, Value, parts, write, write_split
-from g4spec.gguf.values import KV, T, array, string, u32
+from g4spec.gguf.values import KV, ValueType, array, string, u32
 from g4spec.measure import run_record as origin
 from g4spec.runtime.engine import Engine, Options
 from g4spec.validate import validate
@@ -41,7 +41,7 @@ def split(whole: Path, tmp_path: Path) -> list[Path]:
 
 def rekeyed(path: Path, **changed: Value | None) -> None:
     """Write a part again with other values of `split.*`, None to drop one."""
-    with GGUF(path, joined=False) as g:
+    with GGUF(path, join_parts=False) as g:
         kv = {k: g.value(k) for k in g}
         data = [TensorData(n, t.shape, t.type, [g.raw(n).tobytes()]) for n, t in g.tensors.items()]
     for key, value in changed.items():
@@ -53,7 +53,9 @@ def rekeyed(path: Path, **changed: Value | None) -> None:
 
 def test_parts_hold_what_the_file_holds(whole: Path, split: list[Path]) -> None:
     assert len(split) > 3 and all(p.stat().st_size <= LIMIT for p in split)
-    assert [p.name for p in split] == [parts.name("t", i, len(split)) for i in range(len(split))]
+    assert [p.name for p in split] == [
+        parts.part_name("t", i, len(split)) for i in range(len(split))
+    ]
     with GGUF(whole) as one, GGUF(split[0]) as many:
         assert list(one) == list(many) and all(one[k] == many[k] for k in one)
         assert list(one.tensors) == list(many.tensors)
@@ -125,22 +127,22 @@ def test_what_does_not_fit_together_is_named(broken: str, says: str, split: list
     elif broken == "later part":
         path = split[1]
     elif broken == "same part twice":
-        rekeyed(split[1], no=Value(T.U16, 0))
+        rekeyed(split[1], no=Value(ValueType.U16, 0))
     elif broken == "another count":
-        rekeyed(split[1], count=Value(T.U16, 300))
+        rekeyed(split[1], count=Value(ValueType.U16, 300))
     elif broken == "no number":
         rekeyed(split[1], no=None)
     elif broken == "another total":
-        rekeyed(path, **{"tensors.count": Value(T.I32, 3)})
+        rekeyed(path, **{"tensors.count": Value(ValueType.I32, 3)})
     elif broken == "no total":
         rekeyed(path, **{"tensors.count": None})
     elif broken == "count is a text":
         rekeyed(path, count=string("2"))
     elif broken == "repeated tensor":
-        with GGUF(path, joined=False) as g:
+        with GGUF(path, join_parts=False) as g:
             name, info = next(iter(g.tensors.items()))
             data = [TensorData(name, info.shape, info.type, [g.raw(name).tobytes()])]
-        with GGUF(split[1], joined=False) as g:
+        with GGUF(split[1], join_parts=False) as g:
             kv = {k: g.value(k) for k in g}
         write(split[1], kv, data)
     else:
@@ -153,7 +155,7 @@ def test_what_does_not_fit_together_is_named(broken: str, says: str, split: list
 
 
 def test_parts_that_cannot_be_written(tmp_path: Path) -> None:
-    kv: KV = {"a": array(T.U32, list(range(300))), "general.alignment": u32(64)}
+    kv: KV = {"a": array(ValueType.U32, list(range(300))), "general.alignment": u32(64)}
 
     def tensors() -> list[TensorData]:
         return [TensorData(f"t{i}", (256,), 0, [bytes(1024)]) for i in range(4)]

@@ -16,9 +16,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from g4spec.errors import G4Error, InputError, Unsupported
-from g4spec.gguf import GGUF, KV, T, TensorData, Value, array, boolean, f32, string, u32, write
-from g4spec.gguf import strings as arrays
-from g4spec.gguf.strings import BLOCK, WINDOW
+from g4spec.gguf import (
+    GGUF,
+    KV,
+    TensorData,
+    Value,
+    ValueType,
+    array,
+    boolean,
+    f32,
+    string,
+    string_arrays,
+    u32,
+    write,
+)
+from g4spec.gguf.string_arrays import BLOCK, WINDOW
 
 HEAD = struct.pack("<4sIqq", b"GGUF", 3, 0, 0)
 
@@ -58,16 +70,16 @@ def sample(path: Path) -> KV:
         "u32": u32(2**32 - 1),
         "f": f32(0.1),
         "yes": boolean(True),
-        "i8": Value(T.I8, -128),
-        "i64": Value(T.I64, -(2**63)),
-        "u64": Value(T.U64, 2**64 - 1),
-        "f64": Value(T.F64, 0.1),
-        "u16": Value(T.U16, 7),
-        "bools": array(T.BOOL, [True, False]),
-        "words": array(T.STRING, ["a", "", "▁the"]),
-        "ints": array(T.I32, [-1, 2]),
-        "none": array(T.I32, []),
-        "big": array(T.F32, [0.5] * 100),
+        "i8": Value(ValueType.I8, -128),
+        "i64": Value(ValueType.I64, -(2**63)),
+        "u64": Value(ValueType.U64, 2**64 - 1),
+        "f64": Value(ValueType.F64, 0.1),
+        "u16": Value(ValueType.U16, 7),
+        "bools": array(ValueType.BOOL, [True, False]),
+        "words": array(ValueType.STRING, ["a", "", "▁the"]),
+        "ints": array(ValueType.I32, [-1, 2]),
+        "none": array(ValueType.I32, []),
+        "big": array(ValueType.F32, [0.5] * 100),
     }
     tensors = [
         TensorData("a.weight", (2, 3), 0, [np.arange(6, dtype=np.float32)]),
@@ -88,9 +100,12 @@ def test_round_trip_of_every_type(tmp_path: Path) -> None:
             if value.item is not None:
                 assert list(got.data) == list(value.data), key
                 assert g[key] == list(value.data) and g.length(key) == len(value.data)
-                assert g.first(key, 2) == list(value.data)[:2] and g.item(key) is value.item
+                assert (
+                    g.first_entries(key, 2) == list(value.data)[:2]
+                    and g.value_type(key) is value.item
+                )
             else:
-                wanted = np.float32(value.data) if value.type is T.F32 else value.data
+                wanted = np.float32(value.data) if value.type is ValueType.F32 else value.data
                 assert got.data == wanted and type(got.data) is type(g[key])
         assert g.tensors["a.weight"].shape == (2, 3)
         assert np.array_equal(g.array("a.weight"), np.arange(6, dtype=np.float32).reshape(2, 3))
@@ -108,7 +123,7 @@ def test_gguf_py_reads_what_we_write(tmp_path: Path) -> None:
         field = reader.fields[key]
         assert int(field.types[0]) == int(value.type)
         got = field.contents()
-        if value.type is T.F32:
+        if value.type is ValueType.F32:
             assert got == np.float32(value.data)
         else:
             assert got == (list(value.data) if value.item is not None else value.data), key
@@ -247,7 +262,7 @@ WORDS = st.lists(SHORT, min_size=1) | st.lists(SHORT | st.sampled_from(ODD), min
 @given(words=WORDS)
 def test_strings_split_at_once_are_those_read_in_turn(words: list[bytes]) -> None:
     raw = np.frombuffer(b"".join(map(text, words)), np.uint8)
-    found = arrays.split(raw, len(words))
+    found = string_arrays.split(raw, len(words))
     if all(0 < len(w) < 256 and b"\0" not in w and is_utf8(w) for w in words):
         assert found == [w.decode() for w in words]
     else:
@@ -267,15 +282,15 @@ def test_strings_are_found_where_they_are(
     words: list[bytes], before: bytes, after: bytes, window: int, block: int, least: int
 ) -> None:
     packed = b"".join(map(text, words))
-    with mock.patch.multiple(arrays, WINDOW=window, BLOCK=block, LEAST=least):
-        blocks, end = arrays.scan(before + packed + after, len(before), len(words))
+    with mock.patch.multiple(string_arrays, WINDOW=window, BLOCK=block, LEAST=least):
+        blocks, end = string_arrays.scan(before + packed + after, len(before), len(words))
         assert end == len(before + packed)
         got = [(before + packed)[a:b] for a, b, _ in blocks]
         left = iter(words)
         assert got == [b"".join(map(text, islice(left, n))) for _, _, n in blocks]
         assert next(left, None) is None
         for size in range(len(before), end, 1 + len(packed) // 50):
-            assert arrays.scan((before + packed)[:size], len(before), len(words))[1] > size
+            assert string_arrays.scan((before + packed)[:size], len(before), len(words))[1] > size
 
 
 def is_utf8(word: bytes) -> bool:
@@ -290,11 +305,11 @@ def is_utf8(word: bytes) -> bool:
 def test_blocks_hold_every_string_once(count: int, odd: str, tmp_path: Path) -> None:
     words = [f"token{i}" for i in range(count)]
     words[-2:-1] = [odd] * len(words[-2:-1])
-    write(tmp_path / "a.gguf", {"k": array(T.STRING, words)}, [])
+    write(tmp_path / "a.gguf", {"k": array(ValueType.STRING, words)}, [])
     with GGUF(tmp_path / "a.gguf") as g:
-        assert [w for block in g.blocks("k") for w in block] == g["k"] == words
-        assert all(0 < len(block) <= WINDOW // 9 for block in g.blocks("k"))
-        assert g.first("k", 3) == words[:3]
+        assert [w for block in g.string_blocks("k") for w in block] == g["k"] == words
+        assert all(0 < len(block) <= WINDOW // 9 for block in g.string_blocks("k"))
+        assert g.first_entries("k", 3) == words[:3]
 
 
 def test_a_string_that_is_not_text_is_named_far_into_an_array(tmp_path: Path) -> None:
@@ -307,11 +322,22 @@ def test_a_string_that_is_not_text_is_named_far_into_an_array(tmp_path: Path) ->
 
 
 def test_entries_are_those_of_arrays(tmp_path: Path) -> None:
-    kv = {"words": array(T.STRING, ["a"]), "n": array(T.I32, []), "s": string("a"), "u": u32(1)}
+    kv = {
+        "words": array(ValueType.STRING, ["a"]),
+        "n": array(ValueType.I32, []),
+        "s": string("a"),
+        "u": u32(1),
+    }
     write(tmp_path / "a.gguf", kv, [])
     with GGUF(tmp_path / "a.gguf") as g:
-        kinds = {key: g.entries(key) for key in (*kv, "missing")}
-    assert kinds == {"words": T.STRING, "n": T.I32, "s": None, "u": None, "missing": None}
+        kinds = {key: g.array_type(key) for key in (*kv, "missing")}
+    assert kinds == {
+        "words": ValueType.STRING,
+        "n": ValueType.I32,
+        "s": None,
+        "u": None,
+        "missing": None,
+    }
 
 
 def test_every_truncation_is_an_error_or_a_shorter_tail(tmp_path: Path) -> None:
@@ -349,7 +375,11 @@ def test_damage_never_escapes_as_anything_but_our_error(
 def test_a_tokenizer_as_large_as_gemmas_opens_at_once(tmp_path: Path) -> None:
     tokens = [f"token{i}" for i in range(262144)]
     merges = [f"left{i} right" for i in range(514906)]
-    write(tmp_path / "a.gguf", {"t": array(T.STRING, tokens), "m": array(T.STRING, merges)}, [])
+    write(
+        tmp_path / "a.gguf",
+        {"t": array(ValueType.STRING, tokens), "m": array(ValueType.STRING, merges)},
+        [],
+    )
     tracemalloc.start()
     start = time.process_time()  # whatever else the machine does
     with GGUF(tmp_path / "a.gguf") as g:

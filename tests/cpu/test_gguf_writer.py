@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from g4spec.errors import EnvironmentProblem, InputError
-from g4spec.gguf import GGUF, T, TensorData, Value, array, f32, string, u32, write
+from g4spec.gguf import GGUF, TensorData, Value, ValueType, array, f32, string, u32, write
 
 ROW = np.ones(8, np.float32)
 
@@ -98,10 +98,10 @@ def test_a_wrong_number_of_bytes_is_our_mistake(tmp_path: Path) -> None:
 MISFITS = [
     u32(-1),
     u32(2**32),
-    Value(T.I8, 128),
-    array(T.I32, [2**31]),
-    array(T.U32, [-1]),
-    array(T.I32, np.array([1 << 40])),
+    Value(ValueType.I8, 128),
+    array(ValueType.I32, [2**31]),
+    array(ValueType.U32, [-1]),
+    array(ValueType.I32, np.array([1 << 40])),
 ]
 
 

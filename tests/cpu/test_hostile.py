@@ -284,7 +284,7 @@ def test_a_disk_that_fails_loses_nothing(
     out.parent.mkdir()
     out.write_bytes(b"GGUF, an older file")
     data = [TensorData("a", (300, 100), 0, [np.ones((100, 100), np.float32)] * 3)]
-    monkeypatch.setattr("g4spec.gguf.replacing.open", failing(room, error), raising=False)
+    monkeypatch.setattr("g4spec.gguf.atomic.open", failing(room, error), raising=False)
     with pytest.raises(EnvironmentProblem, match="cannot write"):
         write(out, {"k": string("v")}, data)
     assert out.read_bytes() == b"GGUF, an older file" and list(out.parent.iterdir()) == [out]
@@ -296,7 +296,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return builtins.open(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr("g4spec.gguf.replacing.open", refuse, raising=False)
+    monkeypatch.setattr("g4spec.gguf.atomic.open", refuse, raising=False)
     target = tiny.target(tmp_path / "t")
     with pytest.raises(EnvironmentProblem, match=r"cannot write.*[Pp]ermission"):
         convert(target, tmp_path / "o.gguf")
@@ -309,7 +309,7 @@ def test_a_source_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
-    monkeypatch.setattr("g4spec.gguf.regular.open", refuse, raising=False)
+    monkeypatch.setattr("g4spec.gguf.regular_files.open", refuse, raising=False)
     with pytest.raises(InputError, match="Permission denied"):
         convert(target, tmp_path / "o.gguf")
 

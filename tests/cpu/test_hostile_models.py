@@ -13,7 +13,7 @@ import pytest
 from g4spec import cli
 from g4spec.convert import convert
 from g4spec.errors import InputError
-from g4spec.gguf import GGUF, T, array, u32
+from g4spec.gguf import GGUF, ValueType, array, u32
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.backend import TorchBackend
 from g4spec.runtime.draft_file import DraftFile
@@ -111,10 +111,12 @@ def test_an_assistants_ordering_with_ids_that_do_not_exist(
     home: Path, tmp_path: Path, id: int
 ) -> None:
     with GGUF(home / "assistant.gguf") as g:
-        ordering = list(g.numbers(ORDERING).tolist())
+        ordering = list(g.number_array(ORDERING).tolist())
     ordering[5] = id
     broken = changed(
-        home / "assistant.gguf", tmp_path / "broken.gguf", **{ORDERING: array(T.I32, ordering)}
+        home / "assistant.gguf",
+        tmp_path / "broken.gguf",
+        **{ORDERING: array(ValueType.I32, ordering)},
     )
     with pytest.raises(InputError, match=rf"{ORDERING} names a token outside.*found {id}"):
         Engine.load(home / "target.gguf", broken, n_ctx=64)
@@ -122,11 +124,11 @@ def test_an_assistants_ordering_with_ids_that_do_not_exist(
 
 def test_an_assistants_centroids(home: Path, tmp_path: Path) -> None:
     with GGUF(home / "assistant.gguf") as g:
-        centres = g.numbers(CENTROIDS).tolist()
+        centres = g.number_array(CENTROIDS).tolist()
     for change, match in (
         ({TOP_K: u32(17)}, "centroid_top_k.*16.*found 17"),
-        ({CENTROIDS: array(T.F32, centres[:-1])}, "centroids.*found"),
-        ({CENTROIDS: array(T.F32, [*centres[:-1], math.inf])}, "centroids.*not finite"),
+        ({CENTROIDS: array(ValueType.F32, centres[:-1])}, "centroids.*found"),
+        ({CENTROIDS: array(ValueType.F32, [*centres[:-1], math.inf])}, "centroids.*not finite"),
     ):
         broken = changed(home / "assistant.gguf", tmp_path / "broken.gguf", **change)
         with pytest.raises(InputError, match=match):
@@ -145,14 +147,18 @@ def test_a_mask_token_that_does_not_exist(home: Path, tmp_path: Path, kind: str)
 def test_suppressed_and_stop_ids_that_do_not_exist(
     home: Path, tmp_path: Path, key: str, id: int
 ) -> None:
-    broken = changed(home / "target.gguf", tmp_path / "broken.gguf", **{key: array(T.I32, [7, id])})
+    broken = changed(
+        home / "target.gguf", tmp_path / "broken.gguf", **{key: array(ValueType.I32, [7, id])}
+    )
     with pytest.raises(InputError, match=rf"{re.escape(key)}.*found {id}"):
         Engine.load(broken, n_ctx=64)
 
 
 def test_an_architecture_that_is_no_text(home: Path, tmp_path: Path) -> None:
     broken = changed(
-        home / "target.gguf", tmp_path / "broken.gguf", general__architecture=array(T.I32, [1, 2])
+        home / "target.gguf",
+        tmp_path / "broken.gguf",
+        general__architecture=array(ValueType.I32, [1, 2]),
     )
     for target, draft in ((broken, None), (home / "target.gguf", broken)):
         with pytest.raises(InputError):

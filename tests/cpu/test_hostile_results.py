@@ -19,7 +19,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from g4spec import cli
-from g4spec.convert import cached
+from g4spec.convert import convert_cached
 from g4spec.errors import InputError, UsageError
 from g4spec.measure import bench_compare, prompts
 from g4spec.measure.run_record import without_folders
@@ -211,12 +211,12 @@ def test_what_killed_runs_left_in_a_cache_is_cleared(kernels: Path, tmp_path: Pa
     assert disk_cache.load("key", "sm_80") == CUBIN and not left.exists()
     target = tiny.target(tmp_path / "t", layers=3, period=3)
     draft = tiny.zlab_dflash(tmp_path / "z", target)
-    entry, _ = cached(draft, target, tmp_path / "drafts")
+    entry, _ = convert_cached(draft, target, tmp_path / "drafts")
     names = (entry.name, f"{entry.name}.sha256")
     both = [entry.with_name(f".{name}.0123abcd.tmp") for name in names]
     for path in both:
         path.touch()
-    assert cached(draft, target, tmp_path / "drafts")[0] == entry
+    assert convert_cached(draft, target, tmp_path / "drafts")[0] == entry
     assert not any(path.exists() for path in both)
 
 

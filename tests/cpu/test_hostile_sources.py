@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from g4spec import cli
-from g4spec.convert import cached, convert, quantize, safetensors
+from g4spec.convert import convert, convert_cached, quantize, safetensors
 from g4spec.errors import EnvironmentProblem, InputError
-from g4spec.gguf import GGUF, T, array, regular, u32
-from g4spec.gguf.replacing import replacing
+from g4spec.gguf import GGUF, ValueType, array, regular_files, u32
+from g4spec.gguf.atomic import atomic_write
 from g4spec.models import eagle3
 from tests.cpu import gguf_fixtures as fixtures
 from tests.support import tiny
@@ -53,7 +53,7 @@ def test_a_strange_alignment_is_refused(alignment: int, tmp_path: Path) -> None:
     key = b"general.alignment"
     head = struct.pack("<4sIqqQ", b"GGUF", 3, 0, 1, len(key)) + key
     path = tmp_path / "a.gguf"
-    path.write_bytes((head + struct.pack("<iI", T.U32, alignment)).ljust(96, b"\0"))
+    path.write_bytes((head + struct.pack("<iI", ValueType.U32, alignment)).ljust(96, b"\0"))
     with pytest.raises(InputError, match=r"alignment: expected a power of two up to 65536"):
         quantize(path, tmp_path / "o.gguf", "q8_0")
     assert not (tmp_path / "o.gguf").exists()
@@ -67,7 +67,7 @@ def test_the_largest_alignment_opens(tmp_path: Path) -> None:
     assert tensors
     key = b"general.alignment"
     head = struct.pack("<4sIqqQ", b"GGUF", 3, 0, 1, len(key)) + key
-    path.write_bytes(head + struct.pack("<iI", T.U32, 1 << 16))
+    path.write_bytes(head + struct.pack("<iI", ValueType.U32, 1 << 16))
     with GGUF(path) as g:
         assert g.alignment == 1 << 16
 
@@ -143,7 +143,7 @@ def sock(path: Path) -> None:
 
 def large(path: Path) -> None:
     with path.open("wb") as f:
-        f.truncate(regular.MAX_WHOLE + 1)
+        f.truncate(regular_files.MAX_READ_BYTES + 1)
 
 
 NOT_FILES: dict[str, Callable[[Path], None]] = {
@@ -193,13 +193,13 @@ def test_weights_are_a_file(name: str, kind: str, tmp_path: Path) -> None:
 def test_a_prompt_has_an_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(regular, "MAX_WHOLE", 1000)
+    monkeypatch.setattr(regular_files, "MAX_READ_BYTES", 1000)
     assert cli.run(["tokenize", "-m", "x.gguf", "--file", "/dev/zero"]) == 3
     assert "/dev/zero: too large" in capsys.readouterr().err
 
 
 def test_a_target_without_merges_is_refused(family: Path, draft: Path, tmp_path: Path) -> None:
-    for merges in (None, array(T.I32, [1])):
+    for merges in (None, array(ValueType.I32, [1])):
         file = fixtures.target()
         file.kv.pop("tokenizer.ggml.merges")
         if merges:
@@ -375,7 +375,7 @@ def test_a_file_that_is_cut_while_it_is_mapped(command: list[str], tmp_path: Pat
 
 
 def entry(family: Path, draft: Path, cache: Path) -> Path:
-    return cached(draft, family / "target", cache)[0]
+    return convert_cached(draft, family / "target", cache)[0]
 
 
 DAMAGE: dict[str, Callable[[Path], Any]] = {
@@ -401,11 +401,11 @@ def test_a_damaged_entry_is_made_again(
     DAMAGE[kind](path)
     if kind == "digest is a folder":
         with pytest.raises(InputError, match="is a folder"):
-            cached(draft, family / "target", tmp_path / "cache")
+            convert_cached(draft, family / "target", tmp_path / "cache")
         return
-    again, note = cached(draft, family / "target", tmp_path / "cache")
+    again, note = convert_cached(draft, family / "target", tmp_path / "cache")
     assert again == path and path.read_bytes() == want and "converted into" in note
-    assert "using its conversion" in cached(draft, family / "target", tmp_path / "cache")[1]
+    assert "using its conversion" in convert_cached(draft, family / "target", tmp_path / "cache")[1]
 
 
 def test_an_edit_between_the_samples_is_seen(family: Path, draft: Path, tmp_path: Path) -> None:
@@ -424,11 +424,11 @@ def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
     path.chmod(0o600)
-    with replacing(path, 3) as f:
+    with atomic_write(path, 3) as f:
         f.write(b"new")
     assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o444)
-    with pytest.raises(EnvironmentProblem, match="read-only"), replacing(path, 3) as f:
+    with pytest.raises(EnvironmentProblem, match="read-only"), atomic_write(path, 3) as f:
         f.write(b"no")
     assert path.read_bytes() == b"new"
 
@@ -443,7 +443,7 @@ def test_a_recipe_is_never_half_written(tmp_path: Path, monkeypatch: pytest.Monk
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("g4spec.gguf.replacing.os.fsync", full)
+    monkeypatch.setattr("g4spec.gguf.atomic.os.fsync", full)
     for path in out.iterdir():
         path.write_bytes(b"older")
     assert cli.run(ask) == 4

@@ -19,7 +19,7 @@ from tests.support import tiny
 from tests.support.quant_blocks import tensors
 
 ROOT = Path(__file__).parents[2]
-WEIGHTED = [name for name in quant.names() if quant.get(name).weighted]
+WEIGHTED = [name for name in quant.writable_names() if quant.get(name).weighted]
 EXPERTS = {"hidden": 256, "inter": 256, "experts": 4, "expert_inter": 256}
 
 
@@ -188,7 +188,7 @@ def test_mixes_choose_as_upstream_with_an_imatrix(kind: str, tmp_path: Path) -> 
             for part, layers in parts.items()
             for i in layers.split() or [""]
         }
-        found = {r.name: r.type for r in plan.rows if r.type not in ("F32", "F16")}
+        found = {r.name: r.type for r in plan.tensors if r.type not in ("F32", "F16")}
         assert found == expected, mix
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from g4spec.cli._logits import logit_bias
+from g4spec.cli._logit_options import logit_bias
 from g4spec.errors import InputError, Unsupported, UsageError
 from g4spec.ops.logits import History, choose_rows, edited, logprobs
 from g4spec.ops.sampling import NotFinite, Sampler

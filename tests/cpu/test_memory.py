@@ -91,7 +91,8 @@ def test_a_run_that_cannot_fit_names_the_largest_context(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tokens.target_file(tmp_path / "t.gguf")
-    small, large = (Engine.load(target, n_ctx=n).memory.total for n in (1024, 2048))
+    plans = [Engine.load(target, n_ctx=n).memory for n in (1024, 2048)]
+    (small, large), weights = (p.total for p in plans), plans[0].weights
     monkeypatch.setattr(memory, "available", lambda: (small + large) // 2)
     with pytest.raises(EnvironmentProblem, match=r"Use -c \d+") as refused:
         Engine.load(target, n_ctx=2048)
@@ -99,9 +100,10 @@ def test_a_run_that_cannot_fit_names_the_largest_context(
     assert found and 1024 <= int(found[1]) < 2048
     assert Engine.load(target, n_ctx=int(found[1])).n_ctx == int(found[1])
 
-    monkeypatch.setattr(memory, "available", lambda: 1000)
-    with pytest.raises(EnvironmentProblem, match="No context fits"):
-        Engine.load(target, n_ctx=512)
+    for free, why in ((1000, "the weights alone need more"), (weights + 1000, "free memory")):
+        monkeypatch.setattr(memory, "available", lambda free=free: free)
+        with pytest.raises(EnvironmentProblem, match=f"No context fits: {why}"):
+            Engine.load(target, n_ctx=512)
 
 
 def test_files_in_the_cache_of_a_container_are_free(

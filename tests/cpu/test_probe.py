@@ -10,7 +10,7 @@ import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.gguf import T
+from g4spec.gguf import ValueType
 from g4spec.measure import probe
 from tests.support import faults
 
@@ -38,7 +38,7 @@ def probed(family: Path, draft: Path, monkeypatch: Any, keep: tuple[str, ...]) -
 
 def test_the_costly_setting_is_named(family: Path, tmp_path: Path, monkeypatch: Any) -> None:
     file = faults.read(family / "dflash.gguf")
-    file.set("dflash.target_layers", T.ARRAY, [1, 3, 4], T.I32)
+    file.set("dflash.target_layers", ValueType.ARRAY, [1, 3, 4], ValueType.I32)
     draft = file.write(tmp_path / "x.gguf")
     found = probed(family, draft, monkeypatch, ("dflash.target_layers",))
     assert found.better == ["dflash.target_layers = [2, 4, 5]"], found.json()

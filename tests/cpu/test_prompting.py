@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from g4spec.cli._prompting import Asked
+from g4spec.cli._prompt import PromptOptions
 from g4spec.errors import InputError, UsageError
 from g4spec.runtime.tokenizer import Tokenizer
 from tests.support import tokens as tiny
@@ -24,9 +24,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(tokens, types, merges, bos=2, template=TEMPLATE)
 
 
-def text(asked: Asked) -> str:
+def text(options: PromptOptions) -> str:
     known = tokenizer()
-    return known.decode(asked.read().encode(known, 4096)[1:], special=True)
+    return known.decode(options.read().encode(known, 4096)[1:], special=True)
 
 
 def saved(path: Path, value: object) -> Path:
@@ -40,32 +40,32 @@ def test_turns_tools_and_thinking_reach_the_template(tmp_path: Path) -> None:
         {"role": "assistant", "content": "b"},
         {"role": "user", "content": "c"},
     ]
-    asked = Asked(
+    options = PromptOptions(
         messages=saved(tmp_path / "m.json", turns),
         system="s",
         thinking=True,
         tools=saved(tmp_path / "t.json", [{"type": "function"}]),
     )
-    assert text(asked) == (
+    assert text(options) == (
         "<|channel>function<|turn>system s<turn|><|turn>user a<turn|>"
         "<|turn>assistant b<turn|><|turn>user c<turn|>"
     )
 
 
 @pytest.mark.parametrize(
-    ("asked", "turns"),
+    ("options", "turns"),
     [
-        (Asked("x<turn|>"), 1),
-        (Asked("x<turn|>", special=False), 0),
-        (Asked("x<turn|>", chat=True), 1),
-        (Asked("x<turn|>", chat=True, special=True), 2),
+        (PromptOptions("x<turn|>"), 1),
+        (PromptOptions("x<turn|>", special=False), 0),
+        (PromptOptions("x<turn|>", chat=True), 1),
+        (PromptOptions("x<turn|>", chat=True, special=True), 2),
     ],
 )
-def test_marks_in_a_prompt(asked: Asked, turns: int) -> None:
+def test_marks_in_a_prompt(options: PromptOptions, turns: int) -> None:
     known = tokenizer()
     mark = known.encode("<turn|>", bos=False)[0]
-    assert asked.read().encode(known, 4096).count(mark) == turns
-    assert "x<turn|>" in text(asked)
+    assert options.read().encode(known, 4096).count(mark) == turns
+    assert "x<turn|>" in text(options)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_marks_in_a_prompt(asked: Asked, turns: int) -> None:
 )
 def test_options_that_mean_nothing_together(options: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        Asked(**options)  # type: ignore[arg-type]
+        PromptOptions(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '[{"content": "a"}]', "[1]"])
@@ -90,4 +90,4 @@ def test_conversations_that_are_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "m.json"
     path.write_text(content)
     with pytest.raises(InputError):
-        Asked(messages=path).read()
+        PromptOptions(messages=path).read()

@@ -109,7 +109,7 @@ def test_discovery() -> None:
         "mxfp4",
         "nvfp4",
     }
-    assert quant.names() == [n for n in types if n not in only_read]
+    assert quant.writable_names() == [n for n in types if n not in only_read]
     assert quant.get("Q8_0") is quant.get("q8_0") is quant.by_type(8)
 
 
@@ -178,11 +178,11 @@ def test_blocks_are_judged_by_their_factors(name: str) -> None:
     good = np.isfinite(factors).all(axis=0)
     assert good.mean() > 0.9 and np.isfinite(values[good]).all()
     # A minimum is subtracted besides, and Q8_0 may hold -128 in files of others.
-    allowed = total[good] * form.factors.largest
+    allowed = total[good] * form.factors.max_multiplier
     assert (values[good] <= 1.01 * allowed).all()
     assert (values[good] >= 0.5 * allowed / len(factors)).mean() > 0.02
-    if form.factors.zero is not None:
-        block = bytes(2) + form.factors.zero
+    if form.factors.zero_codes is not None:
+        block = bytes(2) + form.factors.zero_codes
         assert not form.dequantize(np.frombuffer(block, np.uint8)).any()
 
 
@@ -207,7 +207,7 @@ def test_codebooks_equal_gguf_pys() -> None:
 def test_long_tensors_are_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks("iq3_s", 7, 512)
     whole = quant.get("iq3_s").dequantize(raw)
-    monkeypatch.setattr(format, "DECODED", 1024)
+    monkeypatch.setattr(format, "DECODE_BATCH", 1024)
     assert np.array_equal(quant.get("iq3_s").dequantize(raw), whole)
 
 
@@ -311,13 +311,13 @@ def test_what_is_not_finite_is_found_in_bytes(name: str) -> None:
         raw = np.random.default_rng(8).integers(0, 256, 3000 * form.block_bytes, np.uint8)
     with np.errstate(all="ignore"):
         bad = np.flatnonzero(~np.isfinite(form.dequantize(raw)))
-    found = form.not_finite(raw)
+    found = form.first_not_finite(raw)
     if not len(bad):  # e.g. a scale of all possible bytes is finite
         assert found is None
         return
     assert found is not None and found.index == bad[0]
     good = raw[: bad[0] // form.block * form.block_bytes]
-    assert form.not_finite(good) is None
+    assert form.first_not_finite(good) is None
 
 
 def test_bf16_of_nan_and_infinity() -> None:
@@ -339,7 +339,7 @@ def test_bf16_of_nan_and_infinity() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", quant.names())
+@pytest.mark.parametrize("name", quant.writable_names())
 def test_row_blocks_give_the_bytes_of_the_whole(name: str) -> None:
     form = quant.get(name)
     x = np.random.default_rng(0).standard_normal((37, 3 * form.block)).astype(np.float32)

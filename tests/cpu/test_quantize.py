@@ -120,7 +120,7 @@ def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
     wide = {"layers": 18, "hidden": 256, "inter": 256}
     targets = {"wide": {"heads": 8, "kv": 2}, "experts": {"experts": 4, "expert_inter": 256}}
     observed = json.loads((ROOT / "tests" / "data" / "mixes.json").read_text())
-    named = {m for m in policy.names() if policy.asked(m).better} | {"q3_k_s", "q5_k_s"}
+    named = {m for m in policy.names() if policy.parse_type(m).overrides} | {"q3_k_s", "q5_k_s"}
     named -= {"q4_0", "q5_0"}  # mixes only with an imatrix, see `test_imatrix.py`
     for kind, mixes in observed.items():
         if kind in targets:
@@ -132,7 +132,7 @@ def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
         for mix, wanted in mixes.items():
             pair = None if kind in targets else deep
             plan = convert(source, tmp_path / "x", target=pair, type=mix, dry_run=True).plan
-            found = {r.name: r.type for r in plan.rows if r.action == "copy"}
+            found = {r.name: r.type for r in plan.tensors if r.action == "copy"}
             expected = {
                 f"blk.{i}.{part}.weight" if i else f"{part}.weight": form.upper()
                 for form, parts in wanted.items()
@@ -170,7 +170,7 @@ def test_every_mix_chooses_as_upstream(deep: Path, tmp_path: Path) -> None:
 def test_policy(
     asked: str, name: str, shape: tuple[int, ...], role: policy.Role, expected: str, why: str
 ) -> None:
-    form, reason = Policy(policy.asked(asked), {name: shape}).choose(name, shape, role)
+    form, reason = Policy(policy.parse_type(asked), {name: shape}).choose(name, shape, role)
     assert form.name == expected and why in reason and bool(reason) == bool(why)
 
 
@@ -182,8 +182,8 @@ def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
     assert {found[n] for n in blocks("ffn_up", *range(2, 12))} == {"q5_0"}
     assert found["token_embd"] == "q4_0" and found["blk.0.attn_q"] == "q3_k"
     assert found["blk.0.attn_output"] == "q8_0"  # rows of 32 do not divide
-    assert next(r for r in result.plan.rows if r.name == "token_embd.weight").note == "asked for"
-    plain = Policy(policy.asked("bf16", ["x=q8_0"]), {"blk.0.x.weight": (64, 64)})
+    assert next(r for r in result.plan.tensors if r.name == "token_embd.weight").note == "asked for"
+    plain = Policy(policy.parse_type("bf16", ["x=q8_0"]), {"blk.0.x.weight": (64, 64)})
     assert plain.choose("blk.0.x.weight", (64, 64), "matrix")[0].name == "q8_0"
     for wrong, says in (
         ("x", "PATTERN=TYPE"),
@@ -199,7 +199,7 @@ def test_types_of_tensors_that_are_named(full: Path, tmp_path: Path) -> None:
 
 def test_which_layers_get_more_bits() -> None:
     """The table for 30, 35, 48 and 60 layers begins and ends with an eighth."""
-    assert [i for i in range(30) if policy.Place(i, 30, 1).more_bits] == [
+    assert [i for i in range(30) if policy.TensorPosition(i, 30, 1).more_bits] == [
         0,
         1,
         2,
@@ -216,24 +216,24 @@ def test_which_layers_get_more_bits() -> None:
         29,
     ]
     for n in (35, 42, 48, 60):
-        chosen = {i for i in range(n) if policy.Place(i, n, 1).more_bits}
+        chosen = {i for i in range(n) if policy.TensorPosition(i, n, 1).more_bits}
         assert {*range(n // 8), *range(7 * n // 8, n)} <= chosen and len(chosen) < n * 0.55
 
 
 def test_an_untied_output_leaves_the_table_alone() -> None:
     shapes = {"token_embd.weight": (512, 256), "output.weight": (512, 256)}
-    choice = Policy(policy.asked("q4_k_m"), shapes)
+    choice = Policy(policy.parse_type("q4_k_m"), shapes)
     found = [choice.choose(n, shape, "embed")[0].name for n, shape in shapes.items()]
     assert found == ["q4_k", "q6_k"]
 
 
 def test_names_of_what_can_be_asked_for() -> None:
     mixes = ["q3_k_l", "q3_k_m", "q3_k_s", "q4_k_m", "q4_k_s", "q5_k_m", "q5_k_s"]
-    assert policy.names() == [*quant.names(), *mixes]
+    assert policy.names() == [*quant.writable_names(), *mixes]
     assert sorted(policy.names()) == _types.TYPES  # which --help lists without importing them
-    assert policy.asked("Q4_K_M").file_type == 15
+    assert policy.parse_type("Q4_K_M").file_type == 15
     with pytest.raises(UsageError, match="q4_k_m"):
-        policy.asked("q4_k_l")
+        policy.parse_type("q4_k_l")
 
 
 @pytest.mark.parametrize("type", ["q8_0", "q4_0", "q4_k_m"])

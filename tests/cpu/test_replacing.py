@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from g4spec.convert import convert
-from g4spec.gguf import replacing, write
+from g4spec.gguf import atomic, write
 from tests.support import tiny
 
 KILLED = (
@@ -41,9 +41,9 @@ def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path: Path) -> None:
 
 def test_a_run_leaves_the_file_of_another_that_still_writes(tmp_path: Path) -> None:
     out = tmp_path / "o.gguf"
-    with replacing.replacing(out, 9) as first:
+    with atomic.atomic_write(out, 9) as first:
         first.write(b"first")
-        with replacing.replacing(out, 9) as second:
+        with atomic.atomic_write(out, 9) as second:
             second.write(b"second")
         assert out.read_bytes() == b"second" and len(list(tmp_path.iterdir())) == 2
     assert out.read_bytes() == b"first" and list(tmp_path.iterdir()) == [out]
@@ -54,17 +54,17 @@ def test_found_by_another_run_before_it_was_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cleared: bool
 ) -> None:
     """The other one has removed it, or holds it and will."""
-    out, lock, met = tmp_path / "o.gguf", replacing._lock, list[int]()
+    out, lock, met = tmp_path / "o.gguf", atomic._lock, list[int]()
 
     def late(handle: int) -> bool | None:
         met.append(handle)
         if len(met) > 1:
             return lock(handle)
-        replacing.clear(out)
+        atomic.remove_stale(out)
         return lock(handle) if cleared else False
 
-    monkeypatch.setattr(replacing, "_lock", late)
-    with replacing.replacing(out, 9) as f:
+    monkeypatch.setattr(atomic, "_lock", late)
+    with atomic.atomic_write(out, 9) as f:
         f.write(b"whole")
     assert len(met) > 2 and out.read_bytes() == b"whole" and list(tmp_path.iterdir()) == [out]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from g4spec import cli
 from g4spec.cli import render
 from g4spec.convert import convert
-from g4spec.gguf import T, array, string, u32
+from g4spec.gguf import ValueType, array, string, u32
 from tests.cpu import gguf_fixtures as fixtures
 from tests.support import tiny, tokens
 
@@ -71,7 +71,7 @@ def hostile(folder: Path) -> dict[str, Path]:
     short = BAD[:30] + "\nFORGED: 0"
     tensor.tensors[short] = tensor.tensors["output_norm.weight"]
     key.kv[BAD] = string(BAD)
-    key.kv["general.name"] = array(T.STRING, [BAD] * 9)
+    key.kv["general.name"] = array(ValueType.STRING, [BAD] * 9)
     key.kv["dflash.block_size"] = string(BAD)
     target = tiny.target(folder / "t")
     convert(target, folder / "t.gguf")
@@ -139,9 +139,9 @@ def test_tokens_show_no_control_character(shown: Callable[..., str], tmp_path: P
     at = len(texts) - 1
     path = tokens.vocabulary_file(
         tmp_path / "v.gguf",
-        tokens=array(T.STRING, texts),
-        token_type=array(T.I32, kinds),
-        merges=array(T.STRING, ["d e"]),
+        tokens=array(ValueType.STRING, texts),
+        token_type=array(ValueType.I32, kinds),
+        merges=array(ValueType.STRING, ["d e"]),
     )
     text = shown("tokenize", "-m", path, "--ids-to-text", str(at))
     assert "PWN" in text
@@ -160,7 +160,7 @@ def test_a_pipe_gets_a_text_as_it_is(capsys: pytest.CaptureFixture[str]) -> None
         lambda o, t: o.line(t, "bad"),
         lambda o, t: o.note(t),
         lambda o, t: o.stream(t, "good"),
-        lambda o, t: o.mark(t, "struck"),
+        lambda o, t: o.stream_marked(t, "struck"),
         lambda o, t: o.table(t, [t], [[t]]),
         lambda o, t: render.error(t, 3),
         lambda o, t: render.error(t, 3, json=True),
@@ -209,6 +209,6 @@ def test_lines_of_a_pipe_are_asked_for_one_after_another(monkeypatch: pytest.Mon
     """The second one was a traceback: a stream that was read from cannot be changed."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\nb")))
     out = render.Output()
-    assert [out.ask("> ") for _ in range(3)] == ["a", "\ufffd", "b"]
+    assert [out.read_line("> ") for _ in range(3)] == ["a", "\ufffd", "b"]
     with pytest.raises(EOFError):
-        out.ask("> ")
+        out.read_line("> ")

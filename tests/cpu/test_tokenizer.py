@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from g4spec.errors import InputError, Unsupported
-from g4spec.gguf import GGUF, T, Value, array, boolean, string, u32, write
-from g4spec.gguf.strings import BLOCK
+from g4spec.gguf import GGUF, Value, ValueType, array, boolean, string, u32, write
+from g4spec.gguf.string_arrays import BLOCK
 from g4spec.runtime import template
 from g4spec.runtime.tokenizer import Tokenizer
 from tests.support import tokens as tiny
@@ -164,33 +164,42 @@ BROKEN = {
     "other model": ({"model": string("llama")}, "expected gemma4, found llama"),
     "no model": ({"model": None}, "expected gemma4, found nothing"),
     "no tokens": ({"tokens": None}, "tokens: expected a list of str, found nothing"),
-    "number tokens": ({"tokens": array(T.I32, [1, 2])}, "expected a list of str"),
+    "number tokens": ({"tokens": array(ValueType.I32, [1, 2])}, "expected a list of str"),
     "no merges": ({"merges": None}, "merges: expected a list of str"),
     "no types": ({"token_type": None}, "token_type: expected a list of int"),
-    "short types": ({"token_type": array(T.I32, [1])}, "token_type: expected [0-9]+ entries"),
+    "short types": (
+        {"token_type": array(ValueType.I32, [1])},
+        "token_type: expected [0-9]+ entries",
+    ),
     "scalar tokens": ({"tokens": string("abc")}, "expected a list of str"),
     "no bos": ({"bos_token_id": None}, "bos_token_id is missing"),
     "far bos": ({"bos_token_id": u32(10**6)}, "bos_token_id: expected 0"),
-    "negative eos": ({"eos_token_id": Value(T.I32, -1)}, "eos_token_id: expected 0"),
+    "negative eos": ({"eos_token_id": Value(ValueType.I32, -1)}, "eos_token_id: expected 0"),
     "boolean bos": ({"bos_token_id": boolean(True)}, "bos_token_id: expected 0"),
-    "merge without space": ({"merges": array(T.STRING, ["ab"])}, "merges, entry 0"),
-    "merge with two spaces": ({"merges": array(T.STRING, ["d e", "a b c"])}, "merges, entry 1"),
-    "merge of strangers": ({"merges": array(T.STRING, ["d e", "zz y"])}, "merges, entry 1"),
-    "merge into a stranger": ({"merges": array(T.STRING, ["d e", "z y"])}, "merges, entry 1"),
+    "merge without space": ({"merges": array(ValueType.STRING, ["ab"])}, "merges, entry 0"),
+    "merge with two spaces": (
+        {"merges": array(ValueType.STRING, ["d e", "a b c"])},
+        "merges, entry 1",
+    ),
+    "merge of strangers": ({"merges": array(ValueType.STRING, ["d e", "zz y"])}, "merges, entry 1"),
+    "merge into a stranger": (
+        {"merges": array(ValueType.STRING, ["d e", "z y"])},
+        "merges, entry 1",
+    ),
     "merge longer than every token": (
-        {"merges": array(T.STRING, ["d e", f"{'<' + 'é' * 200} d"])},
+        {"merges": array(ValueType.STRING, ["d e", f"{'<' + 'é' * 200} d"])},
         "merges, entry 1",
     ),
     "merge of two long tokens": (
-        {"merges": array(T.STRING, ["d e", f"{LONGEST} {LONGEST}"])},
+        {"merges": array(ValueType.STRING, ["d e", f"{LONGEST} {LONGEST}"])},
         "merges, entry 1",
     ),
     "byte type on a word": (
-        {"token_type": array(T.I32, [6] * len(tiny.vocabulary()[0]))},
+        {"token_type": array(ValueType.I32, [6] * len(tiny.vocabulary()[0]))},
         "byte token 0: expected <0x00>",
     ),
     "same token twice": (
-        {"tokens": array(T.STRING, [*tiny.vocabulary()[0][:-1], "<bos>"])},
+        {"tokens": array(ValueType.STRING, [*tiny.vocabulary()[0][:-1], "<bos>"])},
         "'<bos>' twice",
     ),
 }
@@ -209,7 +218,7 @@ FAR = {
 def test_a_merge_far_into_the_list_is_named(name: str, tmp_path: Path) -> None:
     bad, says = FAR[name]
     merges = [*["d e"] * MANY, bad, "d e"]
-    path = tiny.vocabulary_file(tmp_path / "v.gguf", merges=array(T.STRING, merges))
+    path = tiny.vocabulary_file(tmp_path / "v.gguf", merges=array(ValueType.STRING, merges))
     with GGUF(path) as file, pytest.raises(InputError, match=f"merges, entry {MANY}: .*{says}"):
         Tokenizer.from_gguf(file)
     tokens, types, _ = tiny.vocabulary()
@@ -218,7 +227,7 @@ def test_a_merge_far_into_the_list_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_merges_that_are_not_text(tmp_path: Path) -> None:
-    path = tiny.vocabulary_file(tmp_path / "v.gguf", merges=array(T.STRING, ["d e", "X Y"]))
+    path = tiny.vocabulary_file(tmp_path / "v.gguf", merges=array(ValueType.STRING, ["d e", "X Y"]))
     path.write_bytes(path.read_bytes().replace(b"X Y", b"X \xff"))
     with GGUF(path) as file, pytest.raises(InputError, match=r"merges', entry 1: not UTF-8"):
         Tokenizer.from_gguf(file)
@@ -259,7 +268,7 @@ def test_an_interrupt_stays_one() -> None:
 
 
 def test_stop_ids_of_another_kind(tmp_path: Path) -> None:
-    kv = {"g4spec.stop_ids": array(T.STRING, ["a"]), **tiny.keys()}
+    kv = {"g4spec.stop_ids": array(ValueType.STRING, ["a"]), **tiny.keys()}
     write(tmp_path / "v.gguf", kv, [])
     with GGUF(tmp_path / "v.gguf") as file, pytest.raises(InputError, match="a list of ids"):
         Tokenizer.from_gguf(file)

@@ -10,26 +10,31 @@ import pytest
 
 from g4spec.cli import run
 from g4spec.convert import convert
-from g4spec.gguf import T
+from g4spec.gguf import ValueType
 from g4spec.validate import Report, validate
 from tests.support import faults
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 DRAFTS = ("dflash", "dflash-speculators", "assistant")
 SAMPLE = 10  # faults of each kind; all of them are planted by benchmarks/cpu_faults.py
-CHANGES: dict[str, tuple[str, T, Any, T | None]] = {
-    "target layers": ("dflash.target_layers", T.ARRAY, [1, 3, 4], T.I32),
-    "rotation base": ("dflash.rope.freq_base", T.F32, 1e4, None),
-    "window": ("dflash.attention.sliding_window", T.U32, 128, None),
-    "epsilon": ("dflash.attention.layer_norm_rms_epsilon", T.F32, 1e-5, None),
-    "block size": ("dflash.block_size", T.U32, 8, None),
-    "context": ("dflash.context_length", T.U32, 4096, None),
-    "pattern": ("dflash.attention.sliding_window_pattern", T.ARRAY, [True, False, True], T.BOOL),
+CHANGES: dict[str, tuple[str, ValueType, Any, ValueType | None]] = {
+    "target layers": ("dflash.target_layers", ValueType.ARRAY, [1, 3, 4], ValueType.I32),
+    "rotation base": ("dflash.rope.freq_base", ValueType.F32, 1e4, None),
+    "window": ("dflash.attention.sliding_window", ValueType.U32, 128, None),
+    "epsilon": ("dflash.attention.layer_norm_rms_epsilon", ValueType.F32, 1e-5, None),
+    "block size": ("dflash.block_size", ValueType.U32, 8, None),
+    "context": ("dflash.context_length", ValueType.U32, 4096, None),
+    "pattern": (
+        "dflash.attention.sliding_window_pattern",
+        ValueType.ARRAY,
+        [True, False, True],
+        ValueType.BOOL,
+    ),
     "target pattern": (
         "gemma4.attention.sliding_window_pattern",
-        T.ARRAY,
+        ValueType.ARRAY,
         [True, False, True, True, False, True],
-        T.BOOL,
+        ValueType.BOOL,
     ),
 }
 """Each of these passed once with 0 errors and 0 warnings."""

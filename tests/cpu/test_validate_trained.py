@@ -56,7 +56,7 @@ def test_shifted_norms_are_noticed(
 def test_an_inverse_ordering_is_noticed(family: Path, tmp_path: Path) -> None:
     data = (family / "assistant.gguf").read_bytes()
     with GGUF(family / "assistant.gguf") as file:
-        order = np.asarray(file.numbers(ORDERING)).astype("<i4")
+        order = np.asarray(file.number_array(ORDERING)).astype("<i4")
     assert data.count(order.tobytes()) == 1
     path = tmp_path / "x.gguf"
     path.write_bytes(data.replace(order.tobytes(), np.argsort(order).astype("<i4").tobytes()))

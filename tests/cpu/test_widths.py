@@ -13,7 +13,7 @@ import pytest
 from rich.cells import cell_len
 
 from g4spec import cli
-from g4spec.cli import _layout, _measured
+from g4spec.cli import _bench_results, _layout
 from g4spec.cli.render import Output, error
 from g4spec.convert import convert
 from tests.cpu.test_terminal import OWN, Terminal
@@ -32,8 +32,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _bench(columns: int) -> None:
     out = Output()
-    _measured.show(bench_result.result(), out)
-    _measured.averages(bench_result.result()["rows"], out)
+    _bench_results.show(bench_result.result(), out)
+    _bench_results.show_averages(bench_result.result()["rows"], out)
     error(f"{LONG} {LONG}", 1)
     out.note(LONG * 2)
 
@@ -87,7 +87,8 @@ def check(
     for line in narrow.splitlines():
         longest = max(map(cell_len, line.split()), default=0)
         assert cell_len(line) <= columns or longest > columns - 10, line
-    lost = words(narrow) - words(pipe) - words("not shown for lack of width --json has all")
+    note = words("columns not shown (terminal too narrow): --json has all")
+    lost = words(narrow) - words(pipe) - note
     assert not {w for w in lost if not set(w) <= set("─-")}, lost
     assert not whole or words(pipe) <= words(narrow)
 
@@ -128,7 +129,7 @@ def test_a_broken_command_can_be_pasted() -> None:
 
 
 def test_prose_hangs_below_its_beginning() -> None:
-    assert _layout.wrapped("  ! one two three four", 14) == "  ! one two\n    three four"
-    assert _layout.wrapped("  1. one two three", 16) == "  1. one two\n     three"
-    assert _layout.wrapped("#   -c 1: it fits", 12) == "#   -c 1: it\n#     fits"
-    assert _layout.wrapped("a word", None) == "a word"
+    assert _layout.wrap("  ! one two three four", 14) == "  ! one two\n    three four"
+    assert _layout.wrap("  1. one two three", 16) == "  1. one two\n     three"
+    assert _layout.wrap("#   -c 1: it fits", 12) == "#   -c 1: it\n#     fits"
+    assert _layout.wrap("a word", None) == "a word"

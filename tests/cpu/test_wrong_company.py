@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from g4spec.cli import run
-from g4spec.cli._remarks import strange_draft
+from g4spec.cli._notes import low_acceptance_note
 from g4spec.convert import convert
 from g4spec.errors import InputError
-from g4spec.gguf import T
+from g4spec.gguf import ValueType
 from g4spec.runtime.engine import Engine
 from g4spec.validate import validate
 from tests.cpu.gguf_fixtures import File
@@ -26,11 +26,11 @@ def other_token(file: File) -> None:
 
 
 def other_depth(file: File) -> None:
-    file.set("g4spec.target.block_count", T.U32, 60)
+    file.set("g4spec.target.block_count", ValueType.U32, 60)
 
 
 def other_width(file: File) -> None:
-    file.set("g4spec.target.embedding_length", T.U32, 5376)
+    file.set("g4spec.target.embedding_length", ValueType.U32, 5376)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_a_draft_for_another_target_is_told_by_its_acceptance(
     [(0, 0, False), (15, 0, False), (16, 0, True), (100, 3, True), (100, 4, False)],
 )
 def test_few_proposals_tell_nothing(drafted: int, accepted: int, strange: bool) -> None:
-    assert (strange_draft(drafted, accepted) is not None) == strange
+    assert (low_acceptance_note(drafted, accepted) is not None) == strange

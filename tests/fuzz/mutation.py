@@ -8,7 +8,7 @@ import random
 import struct
 from typing import Any
 
-from g4spec.gguf import T, Value
+from g4spec.gguf import Value, ValueType
 from tests.cpu import gguf_fixtures as fixtures
 
 NUMBERS = [
@@ -212,7 +212,7 @@ def change_gguf(file: fixtures.File, rng: random.Random) -> None:
 
 
 def _odd_value(value: Value, rng: random.Random) -> Value:
-    if value.type is T.ARRAY and rng.random() < 0.7:
+    if value.type is ValueType.ARRAY and rng.random() < 0.7:
         data = list(value.data)
         at = rng.randrange(len(data)) if data else 0
         kind = rng.randrange(4)
@@ -222,17 +222,31 @@ def _odd_value(value: Value, rng: random.Random) -> Value:
             data = data + data[at : at + 3]
         elif data:
             numbers = [0, 1, -1, 255, 511, 512, 1 << 30]
-            pool: list[Any] = ODD_TEXT if value.item is T.STRING else numbers
-            data[at] = bool(at % 2) if value.item is T.BOOL else rng.choice([*pool, data[at // 2]])
-        return Value(T.ARRAY, data, value.item)
-    kind = rng.choice([T.U32, T.I32, T.U64, T.F32, T.BOOL, T.STRING, T.ARRAY])
-    if kind is T.STRING:
+            pool: list[Any] = ODD_TEXT if value.item is ValueType.STRING else numbers
+            data[at] = (
+                bool(at % 2) if value.item is ValueType.BOOL else rng.choice([*pool, data[at // 2]])
+            )
+        return Value(ValueType.ARRAY, data, value.item)
+    kind = rng.choice(
+        [
+            ValueType.U32,
+            ValueType.I32,
+            ValueType.U64,
+            ValueType.F32,
+            ValueType.BOOL,
+            ValueType.STRING,
+            ValueType.ARRAY,
+        ]
+    )
+    if kind is ValueType.STRING:
         return Value(kind, rng.choice(ODD_TEXT))
-    if kind is T.ARRAY:
-        return Value(kind, [rng.randrange(4) for _ in range(rng.randrange(20))], T.I32)
-    if kind is T.F32:
+    if kind is ValueType.ARRAY:
+        return Value(kind, [rng.randrange(4) for _ in range(rng.randrange(20))], ValueType.I32)
+    if kind is ValueType.F32:
         return Value(kind, rng.choice([0.0, -1.0, float("nan"), float("inf"), 1e38]))
-    return Value(kind, bool(rng.randrange(2)) if kind is T.BOOL else rng.choice(NUMBERS[:13]))
+    return Value(
+        kind, bool(rng.randrange(2)) if kind is ValueType.BOOL else rng.choice(NUMBERS[:13])
+    )
 
 
 ODD_TEXT = [

@@ -175,15 +175,15 @@ class Reading:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.at = folder, folder / "fuzzed.gguf"
-        from g4spec.convert import target
+        from g4spec.convert import target_info
 
-        self.target = target.load(folder / "target.gguf")
+        self.target = target_info.load(folder / "target.gguf")
 
     def gguf(self, data: bytes) -> None:
         self.at.write_bytes(data)
         with GGUF(self.at) as g:
             for key in g:
-                g.first(key, 3) if g.length(key) > 1 else g[key]
+                g.first_entries(key, 3) if g.length(key) > 1 else g[key]
             kind = models.of_gguf(g.get("general.architecture"), g.tensors)
             if kind is not None:
                 kind.tensors(kind.parse_gguf(g.kv, g.shapes()))
@@ -243,7 +243,7 @@ class Reading:
             text = (self.folder / "target" / other).read_bytes()
             (place / other).write_bytes(data if other == name else text)
         kv = tokenizer.from_folder(place, {"eos_token_id": [1, 106]}, {})
-        provenance.pairing(kv, 32, 6)
+        provenance.pairing_keys(kv, 32, 6)
         from g4spec.gguf import write
 
         write(self.folder / "tokenizer.gguf", kv, [])

@@ -43,8 +43,8 @@ def test_a_writer_that_is_not_atomic_is_seen(tmp_path: Path) -> None:
         "class Late:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'g4spec.cli.recipe':\n"
-        "            import g4spec.gguf.replacing as r\n"
-        "            r.replacing = lambda path, size: open(path, 'wb')\n"
+        "            import g4spec.gguf.atomic as r\n"
+        "            r.atomic_write = lambda path, size: open(path, 'wb')\n"
         "sys.meta_path.insert(0, Late())\n"
     )
     options = ("--cases", "12", "--seed", "6", "--only", "recipe")

@@ -24,10 +24,10 @@ from typing import Any
 import pytest
 
 from g4spec import cli
-from g4spec.cli import _defaults
+from g4spec.cli import _sampling_defaults
 from g4spec.cli.render import Output
 from g4spec.errors import EnvironmentProblem, InputError, UsageError
-from g4spec.gguf import T, Value, string, write
+from g4spec.gguf import Value, ValueType, string, write
 from g4spec.ops.sampling import Sampler
 from g4spec.runtime.engine import Engine
 from g4spec.runtime.request import Options
@@ -162,7 +162,7 @@ PROMPT = "(?<!>)> $"
 
 def test_a_conversation_in_a_terminal(busy: Served, screens: Callable[..., Screen]) -> None:
     screen = screens("--url", busy.url, "-n", "12", "--seed", "7", "--temp", "0.7")
-    screen.until(f"tiny answers, at {busy.url}.*{PROMPT}")
+    screen.until(f"model tiny at {busy.url}.*{PROMPT}")
     screen.type("/system be brief\n")
     screen.until(PROMPT)
     screen.type('"""one\ntwo"""\n')
@@ -287,9 +287,9 @@ def test_with_a_model_in_this_process(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "by -m"),
-        (("-m", "x", "--url", "http://127.0.0.1:9"), "by -m"),
-        (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: the server"),
+        ((), "either -m or --url"),
+        (("-m", "x", "--url", "http://127.0.0.1:9"), "either -m or --url"),
+        (("--url", "http://127.0.0.1:9", "-c", "100"), "--ctx-size: no effect with --url"),
         (("-m", "x", "--show-draft"), "needs a draft"),
     ],
 )
@@ -414,8 +414,8 @@ def test_the_daemon_ends_when_nobody_reads(
     [
         (("--daemon",), "need each other"),
         (("--stream-fd", "1"), "need each other"),
-        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: --daemon speaks no HTTP"),
-        (("--daemon", "--stream-fd", "999"), "a file descriptor that is open"),
+        (("--daemon", "--stream-fd", "1", "--port", "80"), "--port: no effect with --daemon"),
+        (("--daemon", "--stream-fd", "999"), "an open file descriptor"),
     ],
 )
 def test_options_that_no_daemon_has(
@@ -435,15 +435,17 @@ def test_files_name_their_sampling(
         return path
 
     out = Output()
-    found = _defaults.sampler(family / "target.gguf", out, temperature=0.5)
+    found = _sampling_defaults.sampler(family / "target.gguf", out, temperature=0.5)
     assert (found.temperature, found.top_k, found.top_p) == (0.5, 64, pytest.approx(0.95))
     assert "top_k 64, top_p 0.95, from" in capsys.readouterr().err, "temp was given"
-    assert _defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
-    found = _defaults.sampler(made(top_k=Value(T.I32, -1), mirostat=Value(T.I32, 2)), out)
+    assert _sampling_defaults.sampler(made(), out) == Sampler(1.0) and not capsys.readouterr().err
+    found = _sampling_defaults.sampler(
+        made(top_k=Value(ValueType.I32, -1), mirostat=Value(ValueType.I32, 2)), out
+    )
     assert found.top_k == 0
     assert "not used: general.sampling.mirostat" in capsys.readouterr().err
     with pytest.raises(InputError, match="expected a finite number"):
-        _defaults.sampler(made(temp=string("hot")), out)
+        _sampling_defaults.sampler(made(temp=string("hot")), out)
 
 
 # ---- servers that are none, and files that ask for what cannot be
@@ -502,11 +504,14 @@ def test_a_key_that_no_header_can_hold() -> None:
 def test_a_file_that_recommends_no_number(value: float, tmp_path: Path) -> None:
     write(
         tmp_path / "t.gguf",
-        {"general.architecture": string("gemma4"), "general.sampling.top_k": Value(T.F32, value)},
+        {
+            "general.architecture": string("gemma4"),
+            "general.sampling.top_k": Value(ValueType.F32, value),
+        },
         [],
     )
     with pytest.raises(InputError, match=r"sampling\.top_k: expected a finite number"):
-        _defaults.sampler(tmp_path / "t.gguf", Output())
+        _sampling_defaults.sampler(tmp_path / "t.gguf", Output())
 
 
 def test_certificates_are_looked_at_before_models(

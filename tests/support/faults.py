@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from g4spec import quant
-from g4spec.convert.expected import ORIGIN
-from g4spec.gguf import GGUF, T, Value
+from g4spec.convert.expected_metadata import ORIGIN_KEYS
+from g4spec.gguf import GGUF, Value, ValueType
 from g4spec.validate import Report, validate
 from g4spec.validate.rule import NOTE
 from tests.cpu.gguf_fixtures import Entry, File
 
-IGNORED = (*ORIGIN, "general.name")
+IGNORED = (*ORIGIN_KEYS, "general.name")
 """Keys that say where a file came from: nothing is computed from them."""
 ATTENTION = re.compile(r"blk\.\d+\.attn_[qk]\.weight")
 LAYER = re.compile(r"blk\.(\d+)\.(.*)")
@@ -70,7 +70,7 @@ def faults(file: File) -> list[Fault]:
 
 def _of_key(key: str, v: Value) -> Iterator[Fault]:
     yield Fault("dropped", key, lambda file: file.kv.__delitem__(key))
-    changes = _of_array(v.data, v.item) if v.type is T.ARRAY else _of_scalar(v.data, v.type)
+    changes = _of_array(v.data, v.item) if v.type is ValueType.ARRAY else _of_scalar(v.data, v.type)
     for name, data in changes.items():
         if not _same(data, v.data) and _storable(data, v.item or v.type):
             yield Fault(name, key, lambda file, data=data: file.set(key, v.type, data, v.item))
@@ -80,29 +80,29 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _storable(data: Any, kind: T) -> bool:
+def _storable(data: Any, kind: ValueType) -> bool:
     """Whether an integer type takes the values (a sign does not fit an unsigned one)."""
-    if kind not in (T.U32, T.I32, T.U64, T.I64):
+    if kind not in (ValueType.U32, ValueType.I32, ValueType.U64, ValueType.I64):
         return True
-    low, high = (0, 1 << 32) if kind is T.U32 else (-(1 << 31), 1 << 31)
+    low, high = (0, 1 << 32) if kind is ValueType.U32 else (-(1 << 31), 1 << 31)
     return all(low <= x < high for x in (data if isinstance(data, list) else [data]))
 
 
-def _of_scalar(x: Any, kind: T) -> dict[str, Any]:
+def _of_scalar(x: Any, kind: ValueType) -> dict[str, Any]:
     if isinstance(x, bool):
         return {"flipped": not x}
     if isinstance(x, str):
         return {"emptied": "", "cut": x[:-1], "another": x[1:] + x[:1]}
-    if kind in (T.F32, T.F64):
+    if kind in (ValueType.F32, ValueType.F64):
         return {"doubled": 2 * x, "halved": x / 2, "sign": -x, "ten times": 10 * x}
     return {"one more": x + 1, "one less": x - 1, "doubled": 2 * x, "halved": x // 2}
 
 
-def _of_array(x: list[Any], item: T | None) -> dict[str, list[Any]]:
+def _of_array(x: list[Any], item: ValueType | None) -> dict[str, list[Any]]:
     out = {"cut": x[:-1], "neighbours swapped": [x[i] for i in _swapped(x)]}
-    if item is T.BOOL:
+    if item is ValueType.BOOL:
         return out | {"inverted": [not i for i in x], "first flipped": [not x[0], *x[1:]]}
-    if item is T.STRING:
+    if item is ValueType.STRING:
         return out | {"first repeated": [x[0], *x[:-1]]}
     return out | {
         "one more": [i + 1 for i in x],

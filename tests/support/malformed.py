@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from g4spec import quant
-from g4spec.gguf import GGUF, T, TensorData, array, u32, write
+from g4spec.gguf import GGUF, TensorData, ValueType, array, u32, write
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 from g4spec.runtime.tokenizer import SUPPRESS
 
@@ -116,25 +116,29 @@ def numbers(path: Path) -> Iterator[Broken]:
     with GGUF(path) as g:
         keys, arch = set(g), str(g["general.architecture"])
         has_d2t = "d2t" in g.tensors
-        lists = {key: g.numbers(key).tolist() for key in (ORDERING, CENTROIDS) if key in keys}
+        lists = {key: g.number_array(key).tolist() for key in (ORDERING, CENTROIDS) if key in keys}
         heads = g.get(f"{arch}.attention.head_count")
     for id in (-1, 10**6, 2**40) if has_d2t else ():
         yield f"d2t names {id}", lambda to, id=id: changed(path, to, "d2t", pointing(id))
     changes: dict[str, dict[str, Any]] = {}
     if arch == "gemma4":
         for key in (SUPPRESS, STOPS):
-            changes |= {f"{key} has {id}": {key: array(T.I32, [7, id])} for id in (-1, 10**6)}
+            changes |= {
+                f"{key} has {id}": {key: array(ValueType.I32, [7, id])} for id in (-1, 10**6)
+            }
     if MASK in keys and keys & {f"{arch}.block_size", DEPTHS}:  # others compute nothing of it
         changes["mask token"] = {MASK: u32(10**6)}
     if ORDERING in lists:
         for id in (-1, 10**6):
-            changes[f"ordering has {id}"] = {ORDERING: array(T.I32, [id, *lists[ORDERING][1:]])}
+            changes[f"ordering has {id}"] = {
+                ORDERING: array(ValueType.I32, [id, *lists[ORDERING][1:]])
+            }
     if CENTROIDS in lists:
         centres = lists[CENTROIDS]
         changes |= {
             "top k of centroids": {TOP_K: u32(10**5)},
-            "centroids are short": {CENTROIDS: array(T.F32, centres[:-1])},
-            "centroid of inf": {CENTROIDS: array(T.F32, [math.inf, *centres[1:]])},
+            "centroids are short": {CENTROIDS: array(ValueType.F32, centres[:-1])},
+            "centroid of inf": {CENTROIDS: array(ValueType.F32, [math.inf, *centres[1:]])},
         }
     if isinstance(heads, int):
         changes["heads"] = {f"{arch}.attention.head_count": u32(heads + 1)}

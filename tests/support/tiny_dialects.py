@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from g4spec.gguf import GGUF, KV, T, TensorData, array, boolean, string, u32, write
+from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, boolean, string, u32, write
 from g4spec.models.assistant import CENTROIDS, ORDERING, TOP_K
 
 
@@ -74,7 +74,9 @@ def _dflash(p: Parts, arch: str, fc: str, norm: str) -> int:
     mask = p.kv["tokenizer.ggml.mask_token_id"].data
     p.rename_arch(arch)
     p.key(
-        "target_layers", "dflash.target_layer_ids", lambda v: array(T.I32, [i - 1 for i in v.data])
+        "target_layers",
+        "dflash.target_layer_ids",
+        lambda v: array(ValueType.I32, [i - 1 for i in v.data]),
     )
     p.key("block_size", "dflash.block_size")
     p.key("embedding_scale", None)
@@ -169,8 +171,8 @@ def _centroids(
     with GGUF(source) as g:
         if CENTROIDS not in g:
             return
-        order, width = g.numbers(ORDERING), g.shapes()["token_embd.weight"][1]
-        table = g.numbers(CENTROIDS).reshape(-1, width)
+        order, width = g.number_array(ORDERING), g.shapes()["token_embd.weight"][1]
+        table = g.number_array(CENTROIDS).reshape(-1, width)
         top_k = g[TOP_K]
     if inverse:
         clusters = np.empty_like(order)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from g4spec.gguf import KV, T, TensorData, array, boolean, string, u32, write
+from g4spec.gguf import KV, TensorData, ValueType, array, boolean, string, u32, write
 from g4spec.models import dflash, gemma4
 from g4spec.models.spec import TensorSpec
 from tests.support import memory_models
@@ -65,10 +65,10 @@ def keys(**changed: Any) -> KV:
     tokens, types, merges = vocabulary()
     kv: KV = {
         "tokenizer.ggml.model": string("gemma4"),
-        "tokenizer.ggml.tokens": array(T.STRING, tokens),
-        "tokenizer.ggml.scores": array(T.F32, [-1000.0] * len(tokens)),
-        "tokenizer.ggml.token_type": array(T.I32, types),
-        "tokenizer.ggml.merges": array(T.STRING, merges),
+        "tokenizer.ggml.tokens": array(ValueType.STRING, tokens),
+        "tokenizer.ggml.scores": array(ValueType.F32, [-1000.0] * len(tokens)),
+        "tokenizer.ggml.token_type": array(ValueType.I32, types),
+        "tokenizer.ggml.merges": array(ValueType.STRING, merges),
         "tokenizer.ggml.bos_token_id": u32(2),
         "tokenizer.ggml.eos_token_id": u32(1),
         "tokenizer.ggml.unknown_token_id": u32(3),

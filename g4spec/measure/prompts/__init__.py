@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from g4spec.errors import InputError, UsageError
-from g4spec.gguf import regular
+from g4spec.gguf import regular_files
 from g4spec.runtime.tokenizer import Tokenizer
 
 CATEGORIES = ("code", "chat", "maths", "extraction", "rewriting", "long")
@@ -171,7 +171,9 @@ def mt_bench(path: Path, count: int | None = None) -> list[Prompt]:
             "--dataset",
         )
     found: list[Prompt] = []
-    for number, line in enumerate(regular.read(path).decode(errors="replace").splitlines()):
+    for number, line in enumerate(
+        regular_files.read_regular(path).decode(errors="replace").splitlines()
+    ):
         if line.strip():
             row = _question(line)
             if row is None:

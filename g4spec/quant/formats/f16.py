@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from g4spec.quant.format import Bytes, Floats, Format, first_bad
+from g4spec.quant.format import Bytes, Floats, Format, first_invalid
 
 
 def encode(x: Floats) -> Bytes:
@@ -10,7 +10,7 @@ def encode(x: Floats) -> Bytes:
     with np.errstate(over="ignore"):
         half = x.astype("<f2")
     if not (good := np.isfinite(half)).all():
-        raise first_bad(x, good)
+        raise first_invalid(x, good)
     return half.view(np.uint8)
 
 

@@ -9,7 +9,7 @@ Source: ggml `block_iq1_m`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors
 
 BLOCK = 256
 DTYPE = np.dtype([("q", "u1", (8, 4)), ("high", "u1", (8, 2)), ("scales", "<u2", 4)])
@@ -50,5 +50,5 @@ FORMAT = Format(
     31,
     decode=decode,
     fallback="iq4_nl",
-    factors=Factors(_factors, 15 * 1.125),
+    factors=ScaleFactors(_factors, 15 * 1.125),
 )

@@ -9,7 +9,7 @@ Source: ggml `block_iq1_s`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK, GROUPS = 256, 8
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", (GROUPS, 4)), ("high", "<u2", GROUPS)])
@@ -35,5 +35,5 @@ FORMAT = Format(
     24,
     decode=decode,
     fallback="iq4_nl",
-    factors=Factors(halves(0), 15 * 1.125),
+    factors=ScaleFactors(half_factors(0), 15 * 1.125),
 )

@@ -9,7 +9,7 @@ Source: ggml `block_iq2_s`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK = 256
 DTYPE = np.dtype(
@@ -43,5 +43,5 @@ FORMAT = Format(
     28,
     decode=decode,
     fallback="iq4_nl",
-    factors=Factors(halves(0), 3.875 * 43),
+    factors=ScaleFactors(half_factors(0), 3.875 * 43),
 )

@@ -9,7 +9,7 @@ Source: ggml `block_iq2_xs`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK = 256
 DTYPE = np.dtype([("d", "<f2"), ("q", "<u2", (8, 4)), ("scales", "u1", 8)])
@@ -33,5 +33,5 @@ FORMAT = Format(
     20,
     decode=decode,
     fallback="iq4_nl",
-    factors=Factors(halves(0), 3.875 * 43),
+    factors=ScaleFactors(half_factors(0), 3.875 * 43),
 )

@@ -9,7 +9,7 @@ Source: ggml `block_iq2_xxs`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK, GROUPS = 256, 8
 GROUP = np.dtype([("q", "u1", 4), ("word", "<u4")])
@@ -34,5 +34,5 @@ FORMAT = Format(
     19,
     decode=decode,
     fallback="iq4_nl",
-    factors=Factors(halves(0), 3.875 * 43),
+    factors=ScaleFactors(half_factors(0), 3.875 * 43),
 )

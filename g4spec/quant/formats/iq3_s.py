@@ -9,7 +9,7 @@ Source: ggml `block_iq3_s`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK, GROUPS = 256, 8
 DTYPE = np.dtype(
@@ -41,5 +41,5 @@ FORMAT = Format(
     26,
     decode=decode,
     fallback="iq4_nl",
-    factors=Factors(halves(0), 31 * 15),
+    factors=ScaleFactors(half_factors(0), 31 * 15),
 )

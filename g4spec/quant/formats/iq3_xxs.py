@@ -9,7 +9,7 @@ Source: ggml `block_iq3_xxs`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, half_factors
 
 BLOCK, GROUPS = 256, 8
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", (GROUPS, 8)), ("word", "<u4", GROUPS)])
@@ -33,5 +33,5 @@ FORMAT = Format(
     23,
     decode=decode,
     fallback="iq4_nl",
-    factors=Factors(halves(0), 7.75 * 62),
+    factors=ScaleFactors(half_factors(0), 7.75 * 62),
 )

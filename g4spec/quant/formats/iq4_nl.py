@@ -2,29 +2,29 @@
 
 Layout: half-precision scale d, 16 bytes of codes: value j in the lower half of byte j, value j + 16
 in the upper. A value is d * LINEAR_4[code].
-Source: ggml `block_iq4_nl`; how scales are found: `g4spec.quant.scaled`.
+Source: ggml `block_iq4_nl`; how scales are found: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
 
-from g4spec.quant import codebook, scaled
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant import codebook, symmetric
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 BLOCK = 32
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 ENDS = (*range(-139, -106, 3), *range(101, 125, 4))
 """Around either end of the table: its values lie closer to each other on the negative side of 0."""
-CODES = scaled.Codes(1, BLOCK, ENDS, -127, -1, 1, scaled.table(codebook.LINEAR_4))
+CODES = symmetric.CodeSpec(1, BLOCK, ENDS, -127, -1, 1, symmetric.table_codes(codebook.LINEAR_4))
 WIDEST = np.float32(24)
 """Largest distance of two values in the table, which lie up to so many steps apart."""
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, BLOCK * 8 * scaled.BATCH, _encode, weights)
+    return encode_in_batches(x, BLOCK * 8 * symmetric.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    d, value = scaled.fit_alone(x, CODES, weights)
+    d, value = symmetric.fit_single_group(x, CODES, weights)
     out = np.empty(len(d), DTYPE)
     out["d"], out["q"] = d, packed(value.T)
     return out.view(np.uint8)
@@ -60,5 +60,5 @@ FORMAT = Format(
     decode,
     bound=bound,
     weighted=True,
-    factors=Factors(halves(0), 127, b"\x88" * 16),
+    factors=ScaleFactors(half_factors(0), 127, b"\x88" * 16),
 )

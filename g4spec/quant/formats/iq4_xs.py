@@ -3,28 +3,28 @@
 Layout: half-precision d, 16 bits with the upper two bits of each scale, 4 bytes with their lower
 four bits, two groups a byte, 16 bytes of codes a group as in IQ4_NL. A value is
 d * (scale - 32) * LINEAR_4[code].
-Source: ggml `block_iq4_xs`; how scales are found: `g4spec.quant.scaled`.
+Source: ggml `block_iq4_xs`; how scales are found: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
 
-from g4spec.quant import codebook, scaled
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant import codebook, symmetric
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 from g4spec.quant.formats import iq4_nl
 
 BLOCK, GROUPS, SIZE = 256, 8, 32
 DTYPE = np.dtype([("d", "<f2"), ("high", "<u2"), ("low", "u1", 4), ("q", "u1", (GROUPS, 16))])
-CODES = scaled.Codes(GROUPS, SIZE, iq4_nl.ENDS, -127, -32, 31, iq4_nl.CODES.round)
+CODES = symmetric.CodeSpec(GROUPS, SIZE, iq4_nl.ENDS, -127, -32, 31, iq4_nl.CODES.round)
 _GROUP = np.arange(GROUPS, dtype=np.uint16)
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, BLOCK * scaled.BATCH, _encode, weights)
+    return encode_in_batches(x, BLOCK * symmetric.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    d, scale, value = scaled.fit(x, CODES, weights)
-    whole = scaled.unpacked(scale, -32).T  # [n, groups]
+    d, scale, value = symmetric.fit(x, CODES, weights)
+    whole = symmetric.to_unsigned(scale, -32).T  # [n, groups]
     out = np.empty(len(d), DTYPE)
     out["d"] = d
     out["low"] = whole[:, 0::2] & 15 | (whole[:, 1::2] & 15) << 4
@@ -42,7 +42,7 @@ def decode(raw: Bytes) -> Floats:
 
 
 def bound(x: Floats) -> Floats:
-    out: Floats = scaled.bound(x, CODES) * iq4_nl.WIDEST
+    out: Floats = symmetric.bound(x, CODES) * iq4_nl.WIDEST
     return out
 
 
@@ -57,5 +57,5 @@ FORMAT = Format(
     bound=bound,
     fallback="iq4_nl",
     weighted=True,
-    factors=Factors(halves(0), 32 * 127),
+    factors=ScaleFactors(half_factors(0), 32 * 127),
 )

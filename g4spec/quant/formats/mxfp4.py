@@ -9,7 +9,7 @@ Source: ggml `block_mxfp4`, `ggml_e8m0_to_fp32_half`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors
 
 BLOCK = 32
 DTYPE = np.dtype([("e", "u1"), ("q", "u1", 16)])
@@ -35,4 +35,6 @@ def _factors(blocks: Bytes) -> Floats:
     return np.where(e > LAST, np.float32(np.inf), power(e))[None]
 
 
-FORMAT = Format("mxfp4", 39, BLOCK, DTYPE.itemsize, decode=decode, factors=Factors(_factors, 12))
+FORMAT = Format(
+    "mxfp4", 39, BLOCK, DTYPE.itemsize, decode=decode, factors=ScaleFactors(_factors, 12)
+)

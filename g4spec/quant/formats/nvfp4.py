@@ -10,7 +10,7 @@ Source: ggml `block_nvfp4`, `ggml_ue4m3_to_fp32`.
 import numpy as np
 
 from g4spec.quant import codebook
-from g4spec.quant.format import Bytes, Factors, Floats, Format
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors
 
 BLOCK = 64
 DTYPE = np.dtype([("scale", "u1", 4), ("q", "u1", (4, 8))])
@@ -42,5 +42,5 @@ def _factors(blocks: Bytes) -> Floats:
 
 
 FORMAT = Format(
-    "nvfp4", 40, BLOCK, DTYPE.itemsize, 39, decode=decode, factors=Factors(_factors, 12)
+    "nvfp4", 40, BLOCK, DTYPE.itemsize, 39, decode=decode, factors=ScaleFactors(_factors, 12)
 )

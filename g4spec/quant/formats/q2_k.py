@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 STEPS = (-1.0, -1.3, -0.7, -0.35, 0.0, 0.4, 0.8, 1.2)
@@ -24,7 +24,7 @@ _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, BLOCK * affine.BATCH, _encode, weights)
+    return encode_in_batches(x, BLOCK * affine.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
@@ -62,5 +62,5 @@ FORMAT = Format(
     bound=bound,
     fallback="q4_0",
     weighted=True,
-    factors=Factors(halves(80, 82), 15 * 3),
+    factors=ScaleFactors(half_factors(80, 82), 15 * 3),
 )

@@ -5,17 +5,17 @@ each half of 128 values, value l + 32 k in bits 2 k and 2 k + 1 of byte l; 12 by
 half-precision d. A value is d * (scale - 32) * (code - 4). Of the scales, byte l of the first 8 has
 the lower four bits of scale l and, above them, of scale l + 8; byte l of the last 4 the upper two
 bits of scales l, l + 4, l + 8 and l + 12.
-Source: ggml `block_q3_K`; how scales are found: `g4spec.quant.scaled`.
+Source: ggml `block_q3_K`; how scales are found: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
 
-from g4spec.quant import scaled
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant import symmetric
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-2.6, -2.9, -3.2, -3.5, -3.8, -4.1, -4.4, -4.7, -5.0)
-CODES = scaled.Codes(GROUPS, SIZE, ENDS, -4, -32, 31, scaled.linear(-4, 3))
+CODES = symmetric.CodeSpec(GROUPS, SIZE, ENDS, -4, -32, 31, symmetric.integer_codes(-4, 3))
 F = np.float32
 DTYPE = np.dtype([("high", "u1", 32), ("low", "u1", (2, 32)), ("scales", "u1", 12), ("d", "<f2")])
 _GROUP = np.arange(8, dtype=np.uint8)[:, None]
@@ -23,14 +23,14 @@ _PLACES = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, BLOCK * scaled.BATCH, _encode, weights)
+    return encode_in_batches(x, BLOCK * symmetric.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    d, scale, value = scaled.fit(x, CODES, weights)
-    code = scaled.unpacked(value, -4).transpose(2, 1, 0).reshape(-1, 2, 4, 32)
+    d, scale, value = symmetric.fit(x, CODES, weights)
+    code = symmetric.to_unsigned(value, -4).transpose(2, 1, 0).reshape(-1, 2, 4, 32)
     out = np.empty(len(d), DTYPE)
-    out["d"], out["scales"] = d, pack_scales(scaled.unpacked(scale, -32).T)
+    out["d"], out["scales"] = d, pack_scales(symmetric.to_unsigned(scale, -32).T)
     out["low"] = np.bitwise_or.reduce((code & 3) << _PLACES, axis=2)
     out["high"] = np.bitwise_or.reduce((code >> 2).reshape(-1, 8, 32) << _GROUP, axis=1)
     return out.view(np.uint8)
@@ -62,7 +62,7 @@ def decode(raw: Bytes) -> Floats:
 
 
 def bound(x: Floats) -> Floats:
-    return scaled.bound(x, CODES)
+    return symmetric.bound(x, CODES)
 
 
 FORMAT = Format(
@@ -76,5 +76,5 @@ FORMAT = Format(
     bound=bound,
     fallback="q4_0",
     weighted=True,
-    factors=Factors(halves(108), 32 * 4),
+    factors=ScaleFactors(half_factors(108), 32 * 4),
 )

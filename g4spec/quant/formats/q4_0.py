@@ -3,50 +3,50 @@ without an importance matrix.
 
 Layout: half-precision scale d, 16 bytes of codes: value j in the lower half of byte j, value j + 16
 in the upper. A value is d * (code - 8).
-Source: ggml `block_q4_0`; rounding: `g4spec.quant.plain`.
+Source: ggml `block_q4_0`; rounding: `g4spec.quant.legacy`.
 """
 
 import numpy as np
 
-from g4spec.quant import plain
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant import legacy
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 DTYPE = np.dtype([("d", "<f2"), ("q", "u1", 16)])
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, plain.BATCH, _encode, weights)
+    return encode_in_batches(x, legacy.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    d, codes = plain.symmetric(x, 8, weights)
+    d, codes = legacy.encode_symmetric(x, 8, weights)
     out = np.empty(len(d), DTYPE)
     out["d"] = d
-    out["q"] = plain.nibbles(codes)
+    out["q"] = legacy.pack_nibbles(codes)
     return out.view(np.uint8)
 
 
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
-    out = plain.codes_of(blocks["q"]).astype(np.float32)
+    out = legacy.unpack_codes(blocks["q"]).astype(np.float32)
     out -= np.float32(8)
     out *= blocks["d"].astype(np.float32)[:, None]
     return out.reshape(-1)
 
 
 def bound(x: Floats) -> Floats:
-    return plain.symmetric_bound(x, 8)
+    return legacy.symmetric_bound(x, 8)
 
 
 FORMAT = Format(
     "q4_0",
     2,
-    plain.BLOCK,
+    legacy.BLOCK,
     DTYPE.itemsize,
     2,
     encode,
     decode,
     bound=bound,
     weighted=True,
-    factors=Factors(halves(0), 8, b"\x88" * 16),
+    factors=ScaleFactors(half_factors(0), 8, b"\x88" * 16),
 )

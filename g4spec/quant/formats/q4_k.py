@@ -9,14 +9,14 @@ Source: ggml `block_q4_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 LAYOUT = affine.Layout(top=15, rounds=2)
 DTYPE = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("q", "u1", (4, 32))])
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
+    return encode_in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
@@ -45,5 +45,5 @@ FORMAT = Format(
     bound=bound,
     fallback="q5_0",
     weighted=True,
-    factors=Factors(halves(0, 2), 63 * 15),
+    factors=ScaleFactors(half_factors(0, 2), 63 * 15),
 )

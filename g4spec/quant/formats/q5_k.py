@@ -9,7 +9,7 @@ Source: ggml `block_q5_K`; how scales are found: `g4spec.quant.affine`.
 import numpy as np
 
 from g4spec.quant import affine
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 LAYOUT = affine.Layout(top=31, rounds=1)
 DTYPE = np.dtype(
@@ -19,7 +19,7 @@ _GROUP = np.arange(affine.GROUPS, dtype=np.uint8)
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
+    return encode_in_batches(x, affine.BLOCK * affine.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
@@ -32,7 +32,7 @@ def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
 def decode(raw: Bytes) -> Floats:
     blocks = raw.view(DTYPE)
     codes = affine.low_bits(blocks["q"])
-    codes |= (blocks["high"][:, None] >> _GROUP[:, None] & 1) << 4
+    codes |= (blocks["high"][:, None] >> _GROUP[:, None] & np.uint8(1)) << np.uint8(4)
     return affine.values(blocks["d"], blocks["dmin"], blocks["scales"], codes)
 
 
@@ -51,5 +51,5 @@ FORMAT = Format(
     bound=bound,
     fallback="q5_1",
     weighted=True,
-    factors=Factors(halves(0, 2), 63 * 31),
+    factors=ScaleFactors(half_factors(0, 2), 63 * 31),
 )

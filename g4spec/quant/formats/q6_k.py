@@ -4,18 +4,20 @@ Layout: 128 bytes of lower four bits, 64 bytes of upper two bits, 16 scales, hal
 each half of 128 values, value l + 32 k has its lower bits in byte l + 32 (k % 2), in the lower
 half of the byte for k < 2; its upper bits are bits 2 k and 2 k + 1 of byte l. A value is
 d * scale * (code - 32).
-Source: ggml `block_q6_K`; how scales are found: `g4spec.quant.scaled`.
+Source: ggml `block_q6_K`; how scales are found: `g4spec.quant.symmetric`.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.quant import scaled
-from g4spec.quant.format import Bytes, Factors, Floats, Format, halves, in_batches
+from g4spec.quant import symmetric
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, encode_in_batches, half_factors
 
 BLOCK, GROUPS, SIZE = 256, 16, 16
 ENDS = (-29.6, -30.2, -30.8, -31.4, -31.7, -32.0, -32.3, -32.6, -32.9)
-CODES = scaled.Codes(GROUPS, SIZE, ENDS, -32, -128, 127, scaled.linear(-32, 31), rms=False)
+CODES = symmetric.CodeSpec(
+    GROUPS, SIZE, ENDS, -32, -128, 127, symmetric.integer_codes(-32, 31), rms=False
+)
 F = np.float32
 DTYPE = np.dtype(
     [("low", "u1", (2, 2, 32)), ("high", "u1", (2, 32)), ("scale", "i1", GROUPS), ("d", "<f2")]
@@ -23,12 +25,12 @@ DTYPE = np.dtype(
 
 
 def encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    return in_batches(x, BLOCK * scaled.BATCH, _encode, weights)
+    return encode_in_batches(x, BLOCK * symmetric.BATCH, _encode, weights)
 
 
 def _encode(x: Floats, weights: Floats | None = None) -> Bytes:
-    d, scale, code = scaled.fit(x, CODES, weights)
-    return _packed(d, scale, scaled.unpacked(code, -32))
+    d, scale, code = symmetric.fit(x, CODES, weights)
+    return _packed(d, scale, symmetric.to_unsigned(code, -32))
 
 
 def _packed(d: NDArray[np.float16], scale: Floats, code: Bytes) -> Bytes:
@@ -51,7 +53,8 @@ def decode(raw: Bytes) -> Floats:
     low, high = blocks["low"], blocks["high"]
     code = np.empty((len(blocks), 2, 4, 32), np.uint8)
     code[:, :, :2], code[:, :, 2:] = low & 15, low >> 4
-    code |= (high[:, :, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3) << 4
+    upper = high[:, :, None] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    code |= upper << np.uint8(4)
     out = code.reshape(len(blocks), GROUPS, SIZE).astype(F)
     out -= F(32)
     out *= (blocks["d"].astype(F)[:, None] * blocks["scale"])[:, :, None]
@@ -59,7 +62,7 @@ def decode(raw: Bytes) -> Floats:
 
 
 def bound(x: Floats) -> Floats:
-    return scaled.bound(x, CODES)
+    return symmetric.bound(x, CODES)
 
 
 FORMAT = Format(
@@ -73,5 +76,5 @@ FORMAT = Format(
     bound=bound,
     fallback="q8_0",
     weighted=True,
-    factors=Factors(halves(208), 127 * 32),
+    factors=ScaleFactors(half_factors(208), 127 * 32),
 )

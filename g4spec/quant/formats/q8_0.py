@@ -7,7 +7,7 @@ Source: ggml `quantize_row_q8_0_ref`.
 
 import numpy as np
 
-from g4spec.quant.format import Bytes, Factors, Floats, Format, first_bad, halves
+from g4spec.quant.format import Bytes, Floats, Format, ScaleFactors, first_invalid, half_factors
 
 BLOCK = 32
 DTYPE = np.dtype([("d", "<f2"), ("q", "i1", BLOCK)])
@@ -27,7 +27,7 @@ def encode(x: Floats) -> Bytes:
         half = d.astype("<f2")
         inverse = np.float32(1) / d
         if not np.isfinite(half).all():
-            raise first_bad(x, np.isfinite((np.abs(x) / np.float32(127)).astype("<f2")))
+            raise first_invalid(x, np.isfinite((np.abs(x) / np.float32(127)).astype("<f2")))
     # 0 for all-zero blocks; and for scales below 2**-128, which have no finite inverse (there C
     # multiplies by infinity and the cast to a byte yields 0 on x86).
     inverse[~np.isfinite(inverse)] = 0
@@ -64,5 +64,5 @@ FORMAT = Format(
     encode,
     decode,
     bound=bound,
-    factors=Factors(halves(0), 127, bytes(32)),
+    factors=ScaleFactors(half_factors(0), 127, bytes(32)),
 )

@@ -1,15 +1,15 @@
 """IQ4_NL: mostly IQ4_NL, with Q5_K where llama.cpp's mix of that name has it."""
 
 from g4spec.quant import get
-from g4spec.quant.mix import Better, Mix
+from g4spec.quant.mix import Mix, Override
 
 MIX = Mix(
     "iq4_nl",
     get("iq4_nl"),
     25,
     (
-        Better("attn_v.weight", get("q5_k"), "shared by many heads", lambda p: p.gqa >= 4),
-        Better(
+        Override("attn_v.weight", get("q5_k"), "shared by many heads", lambda p: p.gqa >= 4),
+        Override(
             "ffn_down",
             get("q5_k"),
             "the first eighth, without an imatrix",

@@ -1,14 +1,14 @@
 """Q4_0; with an imatrix Q4_1 where llama.cpp's mix of that name has it."""
 
 from g4spec.quant import get
-from g4spec.quant.mix import Better, Mix
+from g4spec.quant.mix import Mix, Override
 
 MIX = Mix(
     "q4_0",
     get("q4_0"),
     get("q4_0").file_type,
     (
-        Better(
+        Override(
             "ffn_down",
             get("q4_1"),
             "the first eighth, with an imatrix",

@@ -1,7 +1,7 @@
 """Q5_K_M: mostly Q5_K, with Q6_K where llama.cpp's mix of that name has it."""
 
 from g4spec.quant import get
-from g4spec.quant.mix import Better, Mix
+from g4spec.quant.mix import Mix, Override
 
 SOME = "more bits in some layers"
 MIX = Mix(
@@ -9,7 +9,7 @@ MIX = Mix(
     get("q5_k"),
     17,
     (
-        Better("attn_v.weight", get("q6_k"), SOME, lambda p: p.more_bits),
-        Better("ffn_down", get("q6_k"), SOME, lambda p: p.more_bits),
+        Override("attn_v.weight", get("q6_k"), SOME, lambda p: p.more_bits),
+        Override("ffn_down", get("q6_k"), SOME, lambda p: p.more_bits),
     ),
 )

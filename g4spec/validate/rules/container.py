@@ -9,7 +9,7 @@ from collections import Counter
 
 from g4spec import models
 from g4spec.convert import dialects
-from g4spec.gguf import T, regular
+from g4spec.gguf import ValueType, regular_files
 from g4spec.gguf.reader import MAX_ALIGNMENT
 from g4spec.validate.header import MAX_NAME, Header
 from g4spec.validate.needs import Needs
@@ -25,10 +25,12 @@ def magic(s: Subject) -> Findings:
     """A download that failed leaves a web page, a Git LFS pointer or an empty file under the
     right name; servers that only looked at the name took it for another kind of model."""
     if s.header.magic != b"GGUF":
-        with regular.opened(s.path) as file:
-            pointer = regular.is_pointer(file.read(64))
+        with regular_files.open_regular(s.path) as file:
+            pointer = regular_files.is_lfs_pointer(file.read(64))
         found = "a Git LFS pointer" if pointer else s.header.magic.hex(" ") or "an empty file"
-        yield Finding("byte 0", "47 47 55 46 (GGUF)", found, regular.LFS_FIX if pointer else AGAIN)
+        yield Finding(
+            "byte 0", "47 47 55 46 (GGUF)", found, regular_files.LFS_FIX if pointer else AGAIN
+        )
 
 
 @rule("G4-GGUF-002", ERROR, "the container version is 2 or 3", needs=HEADER)
@@ -193,7 +195,7 @@ def architecture(s: Subject) -> Findings:
 def utf8(s: Subject) -> Findings:
     """Token lists are read late, so a damaged one passes for a good file until the first prompt."""
     for key in s.header.keys:
-        if key.item is T.STRING and s.strings(key.name) is None:
+        if key.item is ValueType.STRING and s.strings(key.name) is None:
             yield Finding(key.name, "UTF-8", "bytes that are not", AGAIN)
 
 

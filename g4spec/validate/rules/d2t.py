@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from g4spec.convert import make, provenance
-from g4spec.convert.tensors import Stored
+from g4spec.convert import derived, provenance
+from g4spec.convert.tensors import StoredTensor
 from g4spec.models.spec import GEMMA_STOP_IDS
 from g4spec.validate.needs import Needs
 from g4spec.validate.rule import ERROR, TAPPED, WARNING, Finding, Findings, rule
@@ -122,7 +122,7 @@ def digest(s: Subject) -> Findings:
     if said and s.d2t is not None and s.n_vocab is not None:
         mask = np.zeros(s.n_vocab, np.uint8)
         mask[s.d2t[(s.d2t >= 0) & (s.d2t < s.n_vocab)]] = 1
-        found = make.t2d_sha256(Stored("t2d", mask.shape, "BOOL", None, mask))
+        found = derived.t2d_sha256(StoredTensor("t2d", mask.shape, "BOOL", None, mask))
         if found != said:
             yield Finding("d2t", f"t2d digest {said:.12}", f"{found:.12}", RECONVERT)
 

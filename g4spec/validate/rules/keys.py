@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from g4spec.gguf import T
+from g4spec.gguf import ValueType
 from g4spec.models.fields import MAX_LAYERS
 from g4spec.quant import policy
 from g4spec.validate.header import Key
@@ -30,78 +30,78 @@ from g4spec.validate.subject import Subject
 
 FILE = Needs.FILE
 REWRITE = "convert again with g4spec convert, which writes the exact types"
-INTS = (T.I32, T.U32)
-FLAGS = (T.BOOL, *INTS)
+INTS = (ValueType.I32, ValueType.U32)
+FLAGS = (ValueType.BOOL, *INTS)
 
 
 class Want(NamedTuple):
     """Accepted scalar types and item types of arrays; `on`: where the key is required."""
 
-    scalar: tuple[T, ...] = ()
-    items: tuple[T, ...] = ()
+    scalar: tuple[ValueType, ...] = ()
+    items: tuple[ValueType, ...] = ()
     on: tuple[str, ...] = ()
 
 
 ALL = (*TARGETS, *DRAFTS)
 KEYS = {
-    ".block_count": Want((T.U32,), on=ALL),
-    ".context_length": Want((T.U32,), on=ALL),
-    ".embedding_length": Want((T.U32,), on=ALL),
-    ".embedding_length_out": Want((T.U32,), on=("gemma4-assistant",)),
-    ".nextn_predict_layers": Want((T.U32,), on=("gemma4-assistant",)),
-    ".embedding_length_per_layer_input": Want((T.U32,), on=("gemma4",)),
-    ".feed_forward_length": Want((T.U32,), INTS, ALL),
-    ".attention.head_count": Want((T.U32,), INTS, ALL),
-    ".attention.head_count_kv": Want((T.U32,), INTS, ALL),
-    ".attention.key_length": Want((T.U32,), on=ALL),
-    ".attention.value_length": Want((T.U32,), on=ALL),
-    ".attention.key_length_swa": Want((T.U32,), on=GEMMA),
-    ".attention.value_length_swa": Want((T.U32,), on=GEMMA),
-    ".attention.layer_norm_rms_epsilon": Want((T.F32,), on=ALL),
-    ".attention.sliding_window": Want((T.U32,), on=GEMMA),
+    ".block_count": Want((ValueType.U32,), on=ALL),
+    ".context_length": Want((ValueType.U32,), on=ALL),
+    ".embedding_length": Want((ValueType.U32,), on=ALL),
+    ".embedding_length_out": Want((ValueType.U32,), on=("gemma4-assistant",)),
+    ".nextn_predict_layers": Want((ValueType.U32,), on=("gemma4-assistant",)),
+    ".embedding_length_per_layer_input": Want((ValueType.U32,), on=("gemma4",)),
+    ".feed_forward_length": Want((ValueType.U32,), INTS, ALL),
+    ".attention.head_count": Want((ValueType.U32,), INTS, ALL),
+    ".attention.head_count_kv": Want((ValueType.U32,), INTS, ALL),
+    ".attention.key_length": Want((ValueType.U32,), on=ALL),
+    ".attention.value_length": Want((ValueType.U32,), on=ALL),
+    ".attention.key_length_swa": Want((ValueType.U32,), on=GEMMA),
+    ".attention.value_length_swa": Want((ValueType.U32,), on=GEMMA),
+    ".attention.layer_norm_rms_epsilon": Want((ValueType.F32,), on=ALL),
+    ".attention.sliding_window": Want((ValueType.U32,), on=GEMMA),
     ".attention.sliding_window_pattern": Want((), FLAGS, GEMMA),
-    ".attention.shared_kv_layers": Want((T.U32,)),
-    ".expert_count": Want((T.U32,)),
-    ".expert_used_count": Want((T.U32,)),
-    ".expert_feed_forward_length": Want((T.U32,), INTS),
-    ".attention.causal": Want((T.BOOL,)),
-    ".attention.scale": Want((T.F32,)),
-    ".rope.freq_base": Want((T.F32,), on=GEMMA),
-    ".rope.freq_base_swa": Want((T.F32,)),
-    ".rope.dimension_count": Want((T.U32,)),
-    ".rope.dimension_count_swa": Want((T.U32,)),
-    ".final_logit_softcapping": Want((T.F32,)),
-    ".block_size": Want((T.U32,), on=DFLASH),
+    ".attention.shared_kv_layers": Want((ValueType.U32,)),
+    ".expert_count": Want((ValueType.U32,)),
+    ".expert_used_count": Want((ValueType.U32,)),
+    ".expert_feed_forward_length": Want((ValueType.U32,), INTS),
+    ".attention.causal": Want((ValueType.BOOL,)),
+    ".attention.scale": Want((ValueType.F32,)),
+    ".rope.freq_base": Want((ValueType.F32,), on=GEMMA),
+    ".rope.freq_base_swa": Want((ValueType.F32,)),
+    ".rope.dimension_count": Want((ValueType.U32,)),
+    ".rope.dimension_count_swa": Want((ValueType.U32,)),
+    ".final_logit_softcapping": Want((ValueType.F32,)),
+    ".block_size": Want((ValueType.U32,), on=DFLASH),
     ".target_layers": Want((), INTS, TAPPED),
-    ".target_hidden_size": Want((T.U32,), on=EAGLE),
-    ".norm_before_residual": Want((T.BOOL,)),
-    ".norm_before_fc": Want((T.BOOL,)),
-    ".sample_from_anchor": Want((T.BOOL,)),
-    ".has_confidence_head": Want((T.BOOL,)),
-    ".conv_kernel_size": Want((T.U32,)),
-    ".conv_group_size": Want((T.U32,)),
-    ".selector_rank": Want((T.U32,)),
-    ".selector_top_k": Want((T.U32,)),
-    ".logit_scale": Want((T.F32,)),
-    ".embedding_scale": Want((T.F32,)),
-    ".hidden_activation": Want((T.STRING,)),
-    "general.alignment": Want((T.U32,)),
-    "general.file_type": Want((T.U32,)),
-    "tokenizer.ggml.model": Want((T.STRING,), on=ALL),
-    "tokenizer.ggml.tokens": Want((), (T.STRING,), ALL),
-    "tokenizer.ggml.merges": Want((), (T.STRING,), ALL),
-    "tokenizer.ggml.scores": Want((), (T.F32,)),
-    "tokenizer.ggml.token_type": Want((), (T.I32,), ALL),
-    "tokenizer.ggml.bos_token_id": Want((T.U32,), on=ALL),
-    "tokenizer.ggml.eos_token_id": Want((T.U32,), on=ALL),
-    "tokenizer.ggml.eot_token_id": Want((T.U32,)),
-    "tokenizer.ggml.unknown_token_id": Want((T.U32,)),
-    "tokenizer.ggml.padding_token_id": Want((T.U32,)),
-    "tokenizer.ggml.mask_token_id": Want((T.U32,)),
-    "tokenizer.ggml.suppress_tokens": Want((), (T.I32,)),
-    "tokenizer.ggml.add_bos_token": Want((T.BOOL,)),
-    "tokenizer.ggml.add_space_prefix": Want((T.BOOL,)),
-    "tokenizer.chat_template": Want((T.STRING,)),
+    ".target_hidden_size": Want((ValueType.U32,), on=EAGLE),
+    ".norm_before_residual": Want((ValueType.BOOL,)),
+    ".norm_before_fc": Want((ValueType.BOOL,)),
+    ".sample_from_anchor": Want((ValueType.BOOL,)),
+    ".has_confidence_head": Want((ValueType.BOOL,)),
+    ".conv_kernel_size": Want((ValueType.U32,)),
+    ".conv_group_size": Want((ValueType.U32,)),
+    ".selector_rank": Want((ValueType.U32,)),
+    ".selector_top_k": Want((ValueType.U32,)),
+    ".logit_scale": Want((ValueType.F32,)),
+    ".embedding_scale": Want((ValueType.F32,)),
+    ".hidden_activation": Want((ValueType.STRING,)),
+    "general.alignment": Want((ValueType.U32,)),
+    "general.file_type": Want((ValueType.U32,)),
+    "tokenizer.ggml.model": Want((ValueType.STRING,), on=ALL),
+    "tokenizer.ggml.tokens": Want((), (ValueType.STRING,), ALL),
+    "tokenizer.ggml.merges": Want((), (ValueType.STRING,), ALL),
+    "tokenizer.ggml.scores": Want((), (ValueType.F32,)),
+    "tokenizer.ggml.token_type": Want((), (ValueType.I32,), ALL),
+    "tokenizer.ggml.bos_token_id": Want((ValueType.U32,), on=ALL),
+    "tokenizer.ggml.eos_token_id": Want((ValueType.U32,), on=ALL),
+    "tokenizer.ggml.eot_token_id": Want((ValueType.U32,)),
+    "tokenizer.ggml.unknown_token_id": Want((ValueType.U32,)),
+    "tokenizer.ggml.padding_token_id": Want((ValueType.U32,)),
+    "tokenizer.ggml.mask_token_id": Want((ValueType.U32,)),
+    "tokenizer.ggml.suppress_tokens": Want((), (ValueType.I32,)),
+    "tokenizer.ggml.add_bos_token": Want((ValueType.BOOL,)),
+    "tokenizer.ggml.add_space_prefix": Want((ValueType.BOOL,)),
+    "tokenizer.chat_template": Want((ValueType.STRING,)),
 }
 PER_LAYER = (
     ".feed_forward_length",
@@ -208,7 +208,7 @@ def most_type(s: Subject) -> str | None:
 def file_type(s: Subject) -> Findings:
     """A requantized file that kept the old number is listed, and chosen, as what it is not."""
     number = s.integer("general.file_type")
-    said = policy.of_file_type(number) if number is not None else None
+    said = policy.from_file_type(number) if number is not None else None
     most = most_type(s)
     if number in REMOVED_FILE_TYPES:
         yield Finding(
@@ -217,7 +217,7 @@ def file_type(s: Subject) -> Findings:
             number,
             "quantize again with g4spec quantize",
         )
-    if said and most and most.lower() not in policy.types(said):
+    if said and most and most.lower() not in policy.expected_types(said):
         yield Finding(
             "general.file_type", most, said.name.upper(), "quantize again with g4spec quantize"
         )
@@ -279,10 +279,10 @@ def layer_count(s: Subject) -> Findings:
 
 
 def _fits(entry: Key, want: Want) -> bool:
-    return entry.item in want.items if entry.type is T.ARRAY else entry.type in want.scalar
+    return entry.item in want.items if entry.type is ValueType.ARRAY else entry.type in want.scalar
 
 
-def _name(kind: T | None) -> str:
+def _name(kind: ValueType | None) -> str:
     return kind.name if kind is not None else "nothing"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from g4spec.convert import expected, provenance
+from g4spec.convert import expected_metadata, provenance
 from g4spec.errors import UsageError
 from g4spec.gguf import Value
 from g4spec.quant import policy
@@ -112,11 +112,13 @@ def described(s: Subject) -> Findings:
         )
         return
     wanted, arch, ours = s.conversion.keys, str(s.arch), s.has(provenance.VERSIONS)
-    optional = expected.OPTIONAL
+    optional = expected_metadata.OPTIONAL_KEYS
     for key, value in wanted.items():
         if key in s.keys:
             yield from _difference(key, value, s.open_file.value(key))
-        elif key not in optional and (ours or not key.startswith(expected.OURS)):
+        elif key not in optional and (
+            ours or not key.startswith(expected_metadata.OPTIONAL_PREFIXES)
+        ):
             yield Finding(key, _shown(value.data), "nothing", RECONVERT)
     for key in s.keys:
         if key not in wanted and s.conversion.covers(key, arch):
@@ -130,8 +132,8 @@ def _file_type(s: Subject) -> int | None:
     command in the file, unless it was quantized again since. None where llama.cpp has none."""
     asked = re.search(r" --type (\S+)", s.text(provenance.COMMAND) or "")
     with suppress(UsageError):
-        mix = policy.asked(asked[1]) if asked else None
-        if mix is not None and str(most_type(s)).lower() in policy.types(mix):
+        mix = policy.parse_type(asked[1]) if asked else None
+        if mix is not None and str(most_type(s)).lower() in policy.expected_types(mix):
             return mix.file_type
     return None
 

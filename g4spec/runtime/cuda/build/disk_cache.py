@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from g4spec.errors import G4Error, InputError
-from g4spec.gguf import regular
-from g4spec.gguf.replacing import clear, replacing
+from g4spec.gguf import regular_files
+from g4spec.gguf.atomic import atomic_write, remove_stale
 from g4spec.runtime.cuda.build.nvrtc import Cubin, Resources
 
 MAGIC = b"g4spec-cubin-1\n"
@@ -82,11 +82,11 @@ def _make_private(folder: Path) -> None:
 def load(key: str, arch: str) -> Cubin | None:
     """The entry of this key; None where there is none, it is damaged, or others may write it."""
     path = _path(key, arch)
-    clear(path)  # what a run that was killed left
+    remove_stale(path)  # what a run that was killed left
     try:
         if not all(_ours(each) for each in (folder(), path.parent, path)):
             return None
-        found = decode(regular.read(path))
+        found = decode(regular_files.read_regular(path))
     except (OSError, InputError):
         return None
     return found if found is not None and found.arch == arch else None
@@ -100,7 +100,7 @@ def store(key: str, cubin: Cubin) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         for each in (folder(), path.parent):
             _make_private(each)
-        with replacing(path, len(data)) as file:
+        with atomic_write(path, len(data)) as file:
             os.chmod(file.fileno(), 0o600)
             file.write(data)
     except (OSError, G4Error) as error:

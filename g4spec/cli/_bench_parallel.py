@@ -1,0 +1,91 @@
+"""`bench --parallel N`: measure several streams at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from g4spec.cli import _bench_results
+from g4spec.cli._output_files import write
+from g4spec.cli.render import Output
+from g4spec.errors import UsageError
+
+if TYPE_CHECKING:
+    from g4spec.measure.bench import Protocol
+    from g4spec.measure.prompts import Prompt
+    from g4spec.runtime.engine import Engine
+
+Parallel = Annotated[
+    int, typer.Option("-np", "--parallel", metavar="N", help="Number of texts generated at once.")
+]
+
+
+def check(streams: int, report: Path | None = None) -> None:
+    """Raise UsageError for a wrong number of streams, or for --report with more than one."""
+    if streams < 1:
+        raise UsageError("--parallel", expected="1 or more", found=streams)
+    if streams > 1 and report is not None:
+        raise UsageError("--report shows one stream only", fix="leave out --report or --parallel")
+
+
+def run(
+    engine: Engine,
+    texts: Sequence[Prompt],
+    protocol: Protocol,
+    streams: int,
+    origin: dict[str, Any],
+    out: Output,
+    save: Path | None,
+) -> None:
+    """Measure, write and show; raise CheckFailed if a draft changed a text."""
+    from g4spec.measure import bench_streams
+
+    with out.progress("measuring") as progress:
+        result = bench_streams.sweep(engine, texts, protocol, streams, progress=progress)
+    data = result.json(origin)
+    show(data, out)
+    if save is not None:
+        write(save, json.dumps(data, indent=1) + "\n", out)
+    out.result(data)
+    _bench_results.raise_failures(data)
+
+
+def show(data: Mapping[str, Any], out: Output) -> None:
+    """Show the table and the notes."""
+    rows = [
+        (
+            "plain" if r["length"] == 0 else str(r["length"]),
+            f"{r['tokens_per_second']:.1f}",
+            f"{r['ratio']:.2f}",
+            *(
+                f"{1000 * r[key]:.1f}"
+                for key in (
+                    "first_token_median",
+                    "first_token_p95",
+                    "between_tokens_median",
+                    "between_tokens_p95",
+                )
+            ),
+            f"{r['committed']:.2f}",
+            f"{r['acceptance']:.1%}" if r["length"] else "",
+        )
+        for r in data["rows"]
+    ]
+    columns = (
+        "drafted",
+        "total tokens/s",
+        "x plain",
+        "first token ms",
+        "p95",
+        "between tokens ms",
+        "p95",
+        "tokens/cycle",
+        "accepted",
+    )
+    out.table(f"{data['rows'][0]['streams']} streams at once", columns, rows)
+    for note in data["notes"]:
+        out.note(note)

@@ -1,0 +1,50 @@
+"""What is typed in a conversation: lines, and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from g4spec.cli.render import Output
+
+HELP = """/regen          another answer to the last message
+/system TEXT    set the system message; without TEXT, none
+/clear          begin again
+/help           these lines
+/exit           end, as Ctrl-D does
+\"\"\"             begin and end a message of several lines
+Ctrl-C          stop the answer; at the prompt, quit"""
+
+BLOCK = '"""'
+
+
+def read_message(out: Output) -> str | None:
+    """A message, or None at the end of input."""
+    try:
+        text = out.read_line("> ")
+        if not text.startswith(BLOCK):
+            return text
+        lines = [text.removeprefix(BLOCK)]
+        while not lines[-1].endswith(BLOCK):
+            lines.append(out.read_line("... "))
+        return "\n".join(lines).removesuffix(BLOCK).strip("\n")
+    except EOFError:
+        return None
+
+
+@contextmanager
+def ctrl_c_cancels(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+    """Let Ctrl-C cancel a task."""
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, lambda *_: _cancel(loop, task))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+    loop.call_soon_threadsafe(task.cancel)

@@ -1,0 +1,69 @@
+"""Options of `chat`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[
+    Path | None,
+    typer.Option("-m", "--model", help="Target: a GGUF file, or the hub id of one."),
+]
+Url = Annotated[
+    str | None,
+    typer.Option("--url", help="Chat with the server at this address instead of loading a model."),
+]
+ApiKey = Annotated[
+    str | None, typer.Option("--api-key", envvar="G4SPEC_API_KEY", help="API key for --url.")
+]
+System = Annotated[str | None, typer.Option("--system", help="System message.")]
+Think = Annotated[bool, typer.Option("--think", help="Let the model think before it answers.")]
+NPredict = Annotated[
+    int | None,
+    typer.Option(
+        "-n", "--n-predict", min=1, help="Maximum number of tokens per answer. Default: what fits."
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temp",
+        help="Temperature; 0 is greedy. Default of this, --top-k, --top-p and --min-p: the model "
+        "file's recommendation.",
+    ),
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", help="Keep only the K likeliest tokens; 0 keeps all.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p", help="Keep the likeliest tokens up to this total probability; 1 keeps all."
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        help="Keep tokens with at least this fraction of the top probability; 0 keeps all.",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", help="Random seed of the first answer; grows by 1 per answer. Default: random."
+    ),
+]
+LOCAL_ONLY = (
+    "model",
+    "draft",
+    "ctx_size",
+    "draft_window",
+    "draft_p_min",
+    "device",
+    "cache_type",
+    "threads",
+)
+"""Parameters that have no effect with --url."""

@@ -1,0 +1,111 @@
+"""A conversation in the terminal: what is typed, and answers as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+from g4spec.cli._chat_input import HELP, ctrl_c_cancels, read_message
+from g4spec.cli._text_stream import LEGEND, answer_stats_line
+from g4spec.cli.render import Output
+from g4spec.errors import G4Error
+
+if TYPE_CHECKING:
+    from g4spec.server.talk import Piece, Told, Voice
+
+STYLES = {"accepted": "good", "rejected": "struck"}
+
+
+class Conversation:
+    """Reads messages and writes answers, until the end of input or /exit.
+
+    Args:
+        seed: of the first answer; the n-th has seed + n. None: each has one of its own.
+        show: mark where tokens come from.
+    """
+
+    def __init__(
+        self, voice: Voice, out: Output, *, system: str | None, seed: int | None, show: bool
+    ) -> None:
+        self._voice, self._out, self._system, self._seed = voice, out, system, seed
+        self._messages: list[dict[str, str]] = []
+        self._part = ""
+        if show:
+            out.legend(LEGEND)
+
+    def run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Talk; answers run in `loop`."""
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (what is typed can be edited)
+        while (text := read_message(self._out)) is not None:
+            if text.startswith("/") and "\n" not in text:
+                if not self._command(*text[1:].strip().partition(" ")[::2]):
+                    return
+                if text.strip() != "/regen" or not self._messages:
+                    continue
+            elif text.strip():
+                self._messages.append({"role": "user", "content": text})
+            else:
+                continue
+            self._reply(loop)
+
+    def _command(self, name: str, argument: str) -> bool:
+        """Do what a line that begins with / says; False to end."""
+        if name == "clear":
+            self._messages.clear()
+        elif name == "system":
+            self._system = argument.strip() or None
+        elif name == "regen":
+            while self._messages and self._messages[-1]["role"] == "assistant":
+                self._messages.pop()
+            if not self._messages:
+                self._out.log("there is nothing to answer")
+        elif name != "exit":
+            self._out.log(HELP if name == "help" else f"there is no /{name}; /help lists what is")
+        return name != "exit"
+
+    def _reply(self, loop: asyncio.AbstractEventLoop) -> None:
+        from g4spec.server.talk import Told
+
+        answer = Told()
+        task = loop.create_task(self._stream_answer(answer))
+        with ctrl_c_cancels(loop, task):
+            try:
+                loop.run_until_complete(task)
+            except asyncio.CancelledError:
+                answer.finish = "stopped"
+            except G4Error as error:  # the next message may be better
+                self._messages.pop()
+                self._out.log(str(error))
+                return
+        if answer.content:
+            self._messages.append({"role": "assistant", "content": answer.content})
+        self._out.stream("\n")
+        for note in [*answer.notes, answer_stats_line(answer)]:
+            self._out.log(note)
+
+    async def _stream_answer(self, answer: Told) -> None:
+        first = [{"role": "system", "content": self._system}] if self._system else []
+        seed = secrets.randbits(63) if self._seed is None else self._seed
+        self._seed = None if self._seed is None else self._seed + 1
+        self._part = ""
+        async with aclosing(self._voice.answer([*first, *self._messages], seed, answer)) as pieces:
+            async for piece in pieces:
+                self._write(piece)
+
+    def _write(self, piece: Piece) -> None:
+        if piece.part == "mark":
+            return
+        if self._part == "thought" and piece.part == "text":
+            self._out.stream_dim("\n\n")
+        self._part = piece.part
+        style = STYLES.get(piece.kind)
+        if style is not None:
+            self._out.stream_marked(piece.text, style)
+        elif piece.part == "thought":
+            self._out.stream_dim(piece.text)
+        else:
+            self._out.stream(piece.text)

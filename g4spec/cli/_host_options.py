@@ -1,0 +1,88 @@
+"""Options of `doctor` and `recipe` that describe the pair and the machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from g4spec.errors import UsageError
+
+if TYPE_CHECKING:
+    from g4spec.advisor.choice import Question
+    from g4spec.advisor.facts import Facts
+    from g4spec.advisor.machine import Machine
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "-m",
+        "--model",
+        "-hf",
+        "--hf-repo",
+        metavar="MODEL",
+        help="Target: a GGUF file, a checkpoint folder, a hub id (org/name:Q4_K_M), or a size "
+        "(31b, 26b, 12b, e4b, e2b) with an optional quant type (31b:q4_k_m).",
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        "-md",
+        "--model-draft",
+        "--draft",
+        "-hfd",
+        "--hf-repo-draft",
+        metavar="DRAFT",
+        help="Draft: a file, folder or hub id, or a name: mtp, zlab-dflash, redhat-dflash, ...",
+    ),
+]
+Context = Annotated[
+    int | None, typer.Option("-c", "--ctx-size", min=256, help="Context length in tokens.")
+]
+Assume = Annotated[
+    str | None,
+    typer.Option(
+        help='Assume another machine: "2x RTX 3090", "V100 16GB", "4x GB10", "sm_86 24GB".'
+    ),
+]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="NAME=VERSION",
+        help="Assume this version: vllm=0.19.2, llama.cpp=b9831, transformers=5.15, "
+        "driver=580. May be repeated.",
+    ),
+]
+Gpus = Annotated[int | None, typer.Option(min=1, help="GPUs to use in total. Default: all.")]
+Kv = Annotated[
+    str | None, typer.Option("--kv", help="KV cache type: f16, q8_0, q4_0, bf16, fp8, ...")
+]
+
+
+def question_from_options(
+    facts: Facts,
+    machine: Machine,
+    model: str | None,
+    draft: str | None,
+    context: int | None,
+    kv: str | None,
+    backend: str | None,
+    gpus: int | None,
+) -> Question | None:
+    """Return the question that the options ask, or None without a model."""
+    from g4spec.advisor import questions
+
+    if gpus is not None and gpus > machine.total_gpus:
+        raise UsageError(
+            "--gpus", expected=f"at most {machine.total_gpus}, the number of GPUs", found=gpus
+        )
+    return questions.build(facts, model, draft, context, kv, backend, gpus)
+
+
+def selected_machine(facts: Facts, assume: str | None, versions: list[str] | None) -> Machine:
+    """Return the machine to answer for: this one, or the assumed one."""
+    from g4spec.advisor import questions
+
+    return questions.machine(facts, assume, versions or ())

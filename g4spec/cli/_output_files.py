@@ -1,0 +1,47 @@
+"""Writes result files of commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from g4spec.cli.render import Output
+from g4spec.errors import EnvironmentProblem, UsageError
+
+
+def prepare(*paths: Path | None) -> None:
+    """Check that all `paths` can be written, and create their folders.
+
+    Call it before measuring: after hours of work it is too late to find out.
+    """
+    from g4spec.gguf import is_gguf
+
+    written = [path.resolve() for path in paths if path is not None]
+    if len(written) != len(set(written)):
+        raise UsageError(f"{written[0]} would be written twice", fix="choose different names")
+    for path in paths:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise UsageError(f"{path} is a folder", expected="a file name")
+            if path.is_file() and is_gguf(path):
+                raise UsageError(
+                    f"{path} is a GGUF file",
+                    expected="a name for a result file",
+                    fix="choose another name",
+                )
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise EnvironmentProblem(f"cannot write {path}: permission denied")
+
+
+def write(path: Path, text: str, out: Output) -> None:
+    """Write a result: replace regular files atomically, write devices and pipes directly."""
+    from g4spec.gguf.atomic import atomic_write
+
+    data = text.encode()
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+    else:
+        with atomic_write(path, len(data)) as f:
+            f.write(data)
+    out.note(f"wrote {path}")

@@ -1,0 +1,132 @@
+"""The prompt of one text: from the command line, a file, ids or a conversation, and how it is
+tokenized."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4spec.cli import _inputs
+from g4spec.errors import InputError, UsageError
+
+if TYPE_CHECKING:
+    from g4spec.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """What the options say about the prompt. `special`: read control tokens in it; None: in raw
+    prompts only."""
+
+    text: str | None = None
+    file: Path | None = None
+    tokens_file: Path | None = None
+    messages: Path | None = None
+    chat: bool = False
+    system: str | None = None
+    tools: Path | None = None
+    thinking: bool = False
+    special: bool | None = None
+
+    def __post_init__(self) -> None:
+        sources = (self.text, self.file, self.tokens_file, self.messages)
+        if sum(given is not None for given in sources) != 1:
+            raise UsageError(
+                "give the prompt by exactly one of -p, --file, --tokens-file and --messages"
+            )
+        for name, given in (
+            ("--system", self.system is not None),
+            ("--thinking", self.thinking),
+            ("--tools", self.tools is not None),
+        ):
+            if given and not self.uses_template:
+                raise UsageError(f"{name} needs --chat", fix="add --chat, or give --messages")
+        if self.tokens_file is not None and (self.uses_template or self.special is not None):
+            name = "--chat" if self.uses_template else "--parse-special"
+            raise UsageError(f"{name} needs a text: ids are read as they are", fix="leave it out")
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether a chat template makes the prompt."""
+        return self.chat or self.messages is not None
+
+    def read(self) -> Prompt:
+        """The prompt, read before anything is loaded."""
+        tools = _objects(self.tools, "type") if self.tools is not None else None
+        if self.tokens_file is not None:
+            ids = _inputs.parse_ids(_inputs.read_text(self.tokens_file), str(self.tokens_file))
+            return Prompt(self, ids=ids)
+        if self.messages is not None:
+            return Prompt(self, messages=_objects(self.messages, "role"), tools=tools)
+        text = _inputs.read_text(self.file) if self.file is not None else self.text or ""
+        if not text:
+            raise UsageError(
+                "the prompt is empty",
+                fix="give a text; for one that begins with "
+                "nothing, give the id of BOS with --tokens-file",
+            )
+        if self.chat:
+            return Prompt(self, messages=[{"role": "user", "content": text}], tools=tools)
+        return Prompt(self, text=text)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that was read: a text, ids, or messages."""
+
+    options: PromptOptions
+    text: str = ""
+    ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def encode(self, tokenizer: Tokenizer, n_ctx: int) -> list[int]:
+        """Its tokens."""
+        if self.ids is not None:
+            return self.ids
+        if self.messages is not None:
+            return tokenizer.chat(
+                self.messages,
+                system=self.options.system,
+                tools=self.tools,
+                thinking=self.options.thinking,
+                n_ctx=n_ctx,
+                special=bool(self.options.special),
+            )
+        return tokenizer.encode(self.text, n_ctx=n_ctx, special=self.options.special is not False)
+
+    def chat_note(self, tokenizer: Tokenizer, ids: Sequence[int]) -> str | None:
+        """What to say about a plain text for a model that was trained to chat.
+
+        Args:
+            ids: tokens of the prompt; control tokens among them show that it is a turn already.
+        """
+        plain = self.ids is None and self.messages is None
+        if not plain or not tokenizer.template or tokenizer.control_ids & set(ids[1:]):
+            return None
+        return (
+            "the model was trained to chat, and continues this text as it stands: --chat makes "
+            "it a question"
+        )
+
+
+def _objects(path: Path, key: str) -> list[dict[str, Any]]:
+    """A JSON list of objects that all have `key`."""
+    try:
+        found = json.loads(_inputs.read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not JSON", found=str(error)[:80]) from None
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(isinstance(x, dict) and isinstance(x.get(key), str) for x in found)
+    ):
+        raise InputError(
+            f"{path}: not a list of objects",
+            expected=f'each with a text "{key}"',
+            found=f"{found!r:.80}",
+        )
+    return found

@@ -1,0 +1,48 @@
+"""Sampling where the command line leaves it open: what the file itself recommends."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4spec.cli.render import Output
+from g4spec.errors import InputError
+
+if TYPE_CHECKING:
+    from g4spec.ops.sampling import Sampler
+
+PREFIX = "general.sampling."
+"""Keys that llama.cpp reads, too. `convert` writes them from generation_config.json."""
+FIELDS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""What holds where the file says nothing, too: nothing is filtered."""
+
+
+def sampler(path: Path, out: Output, **options: float | None) -> Sampler:
+    """The sampler of a target: what was `options` (names of `Sampler`'s fields), else what its file
+    says, else DEFAULTS; and a note on what came from the file."""
+    from g4spec.gguf import GGUF
+    from g4spec.ops.sampling import Sampler
+
+    with GGUF(path) as file:
+        found = {key: file.kv[key] for key in file.kv if key.startswith(PREFIX)}
+    values: dict[str, Any] = dict(DEFAULTS)
+    from_file = []
+    for name, field in FIELDS.items():
+        if PREFIX + name in found and options.get(field) is None:
+            values[field] = _number(path, PREFIX + name, found[PREFIX + name])
+            from_file.append(f"{name} {values[field]:g}")
+    if from_file:
+        out.note(f"sampling: {', '.join(from_file)}, from {PREFIX}* of {path.name}")
+    if unknown := sorted(set(found) - {PREFIX + name for name in FIELDS}):
+        out.note(f"not used: {', '.join(unknown)} of {path.name}")
+    values |= {name: value for name, value in options.items() if value is not None}
+    values["top_k"] = max(int(values["top_k"]), 0)
+    return Sampler(**values)
+
+
+def _number(path: Path, key: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return value
+    raise InputError(f"{path}: {key}", expected="a finite number", found=repr(value)[:80])

@@ -1,0 +1,134 @@
+"""`serve` over HTTP: one model, or several that are loaded when they are sampling for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from g4spec.cli import _engine, _sampling_defaults
+from g4spec.cli.render import Output
+
+if TYPE_CHECKING:
+    from g4spec.server.run import Place
+    from g4spec.server.service import Service, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class HttpOptions:
+    """Where a server listens, and to whom; certificate and key are PEM files."""
+
+    host: str
+    port: int
+    certificate: Path | None
+    key: Path | None
+    origins: Sequence[str]
+    keys: Sequence[str]
+
+    def place(self, out: Output) -> Place:
+        """Return where to listen; says so if anybody may come in."""
+        from g4spec.server import run
+
+        place = run.Place(self.host, self.port, self.certificate, self.key)
+        run.check_certificate(place)
+        if run.exposed(place) and not self.keys:
+            out.note(f"anybody who reaches {self.host} may use this server: give it an --api-key")
+        return place
+
+    @property
+    def access(self) -> dict[str, Any]:
+        """Arguments of `g4spec.server.app.around`."""
+        return {"keys": self.keys, "origins": self.origins}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoader:
+    """Opens models alike.
+
+    Attributes:
+        template: chat template instead of the models' own. sampling: sampling that the command line
+            says. more: see `EngineClient`.
+    """
+
+    setup: _engine.Setup
+    out: Output
+    template: str | None
+    sampling: dict[str, float | None]
+    engine_options: dict[str, Any]
+
+    def service(
+        self,
+        settings: Settings,
+        target: Path,
+        draft: Path | str | None,
+        tell: Callable[[int, int], None] = lambda read, whole: None,
+    ) -> Service:
+        """Load a target in a process of its own, and serve it; `tell`: see `models.Progress`."""
+        from g4spec.server.engine_client import EngineClient
+        from g4spec.server.service import Service
+
+        sampler = _sampling_defaults.sampler(target, self.out, **self.sampling)
+        with self.out.progress(f"loading {target.name}") as progress:
+
+            def report(read: int, whole: int) -> None:
+                progress(read, whole)
+                tell(read, whole)
+
+            engine = EngineClient(
+                target,
+                draft,
+                make=_engine.load_with_threads,
+                progress=report,
+                **asdict(self.setup),
+                **self.engine_options,
+            )
+        _engine.note_device(engine.title, engine.on_cpu, self.setup, self.out)
+        engine.tokenizer.template = self.template or engine.tokenizer.template
+        return Service(engine, replace(settings, sampler=sampler))
+
+
+def serve_one(
+    loader: ModelLoader,
+    http: HttpOptions,
+    limits: dict[str, Any],
+    model: Path,
+    draft: str | None,
+    alias: Sequence[str] | None,
+) -> None:
+    """Serve a target under its file's name, or under `alias`; `limits`: of `Settings`."""
+    from g4spec.server import run
+    from g4spec.server.service import Settings
+
+    place = http.place(loader.out)
+    with run.listen(place) as at:
+        target, file = _engine.files(model, draft, loader.setup, loader.out)
+        names = alias or [target.stem]
+        service = loader.service(Settings(names[0], tuple(names[1:]), **limits), target, file)
+        note = f"{names[0]} is served at {run.address(place, at)}"
+        with service.engine:
+            run.serve(service, place, at, lambda: loader.out.note(note), **http.access)
+
+
+def serve_folder(
+    loader: ModelLoader,
+    http: HttpOptions,
+    limits: dict[str, Any],
+    folder: Path | None,
+    max_loaded: int,
+) -> None:
+    """Serve all targets in a folder, at max_loaded so many loaded at once."""
+    from g4spec.server import models, run
+    from g4spec.server.service import Settings
+
+    def load(
+        names: Sequence[str], target: Path, draft: Path | None, tell: models.Progress
+    ) -> Service:
+        return loader.service(Settings(names[0], tuple(names[1:]), **limits), target, draft, tell)
+
+    assert folder is not None  # see `_serve_options.check_models`
+    place = http.place(loader.out)
+    with run.listen(place) as at:
+        found = models.Models(models.find(folder), load, max_loaded, limits["time_limit"])
+        note = f"{len(found.all)} models are served at {run.address(place, at)}"
+        run.serve_models(found, place, at, lambda: loader.out.note(note), **http.access)

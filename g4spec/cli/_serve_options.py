@@ -1,0 +1,148 @@
+"""Options of `serve`, and the checks before it loads a model."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from g4spec.cli import _inputs
+from g4spec.errors import EnvironmentProblem, UsageError
+
+Models = Annotated[
+    Path | None,
+    typer.Option(
+        "--models",
+        metavar="DIR",
+        help="Serve every target in a folder, each with its matching draft from the same folder. "
+        "Models are loaded on their first request.",
+    ),
+]
+ModelsMax = Annotated[
+    int,
+    typer.Option(
+        "--models-max",
+        min=1,
+        help="Maximum number of --models in memory at once, if they fit; the least recently used "
+        "one is unloaded first.",
+    ),
+]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port; 0 picks a free one.")]
+Parallel = Annotated[
+    int, typer.Option("-np", "--parallel", min=1, help="Texts generated at once; others wait.")
+]
+Queue = Annotated[
+    int,
+    typer.Option(
+        "--queue", min=0, help="Requests that may wait; further ones are refused with 429."
+    ),
+]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        envvar="G4SPEC_API_KEY",
+        help="API key that requests must send; may be repeated. Default: no key is needed.",
+    ),
+]
+KeyFile = Annotated[Path | None, typer.Option("--api-key-file", help="API keys, one per line.")]
+Alias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-a", "--alias", help="Model name in requests; may be repeated. Default: the file's name."
+    ),
+]
+Origin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors-origin", help="Origin of web pages that may send requests (CORS); may be repeated."
+    ),
+]
+Certificate = Annotated[
+    Path | None, typer.Option("--ssl-cert-file", help="TLS certificate (PEM); enables HTTPS.")
+]
+Key = Annotated[
+    Path | None, typer.Option("--ssl-key-file", help="Private key of the certificate (PEM).")
+]
+Timeout = Annotated[
+    float, typer.Option("--timeout", min=1, help="Time limit of a request in seconds.")
+]
+HangTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--hang-timeout",
+        min=0,
+        help="Restart the engine if a step takes longer than this many seconds; 0: never. "
+        "Default: 300, on a CPU never.",
+    ),
+]
+PrefixCache = Annotated[
+    int,
+    typer.Option(
+        "--prefix-cache",
+        min=0,
+        metavar="MIB",
+        help="Host memory for the prefix cache, in MiB.",
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", min=0, help="Random seed of requests that set none. Default: random."),
+]
+NPredict = Annotated[
+    int | None,
+    typer.Option(
+        "-n",
+        "--predict",
+        min=1,
+        help="Maximum number of new tokens of requests that set none. Default: what fits.",
+    ),
+]
+Template = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template-file", help="File with a chat template to use instead of the model's own."
+    ),
+]
+Pool = Annotated[
+    int | None,
+    typer.Option(
+        "--pool",
+        metavar="TOKENS",
+        help="KV cache size in tokens, shared by all texts. Default and minimum: one context.",
+    ),
+]
+
+
+def check_models(
+    model: Path | None, models: Path | None, draft: str | None, alias: list[str] | None
+) -> None:
+    """Raise UsageError unless the options name either one model or a folder."""
+    if (model is None) == (models is None):
+        raise UsageError("no model given, or two", expected="either -m or --models")
+    if models is not None and (draft is not None or alias):
+        raise UsageError("-md and -a need -m", fix="leave them out with --models")
+
+
+def template(file: Path | None) -> str | None:
+    """Return the chat template in `file`, or None without a file."""
+    return _inputs.read_text(file) if file is not None else None
+
+
+def require_packages() -> None:
+    """Raise EnvironmentProblem if a package of the extra `serve` is missing."""
+    for name in ("anyio", "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError:
+            fix = "install it: pip install 'g4spec[serve]'"
+            raise EnvironmentProblem(f"serving needs the package {name}", fix=fix) from None
+
+
+def keys(given: list[str] | None, file: Path | None) -> list[str]:
+    """Return all API keys: those of the command line, and the lines of `file`."""
+    lines = _inputs.read_text(file).split("\n") if file is not None else []
+    return [key.strip() for key in [*(given or []), *lines] if key.strip()]

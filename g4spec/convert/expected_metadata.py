@@ -1,0 +1,107 @@
+"""The metadata that converting a source would write, to hold a file against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from g4spec import models
+from g4spec.convert import derived, pipeline, provenance, sources, target_info
+from g4spec.convert.sources import DetectedSource
+from g4spec.errors import G4Error
+from g4spec.gguf import GGUF, KV, string, u32
+
+MODEL_PREFIXES = ("tokenizer.", "g4spec.")
+"""Prefixes, beside the architecture's own, of keys that change what a model computes."""
+ORIGIN_KEYS = (
+    provenance.SOURCE,
+    provenance.REVISION,
+    provenance.DIGEST,
+    provenance.COMMAND,
+    provenance.VERSIONS,
+    provenance.TARGET_SOURCE,
+    provenance.TARGET_REVISION,
+)
+"""Keys that say where a file came from; a source may have been moved or renamed since."""
+OPTIONAL_KEYS = (provenance.WEIGHTS, provenance.TARGET_WEIGHTS)
+"""Keys that are there only if the weights were at hand at conversion."""
+OPTIONAL_PREFIXES = ("general.type", "general.quantization_version", "general.sampling.")
+"""Beginnings of keys that files by other tools lack, without harm."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedMetadata:
+    """What a conversion would say.
+
+    Attributes:
+        keys: metadata key -> value, of the model, its tokenizer and its target.
+        arrays: keys whose arrays are tensors of the source, compared as tensors.
+        refusal: why the source cannot be converted, or empty.
+    """
+
+    keys: KV = field(default_factory=dict)
+    arrays: frozenset[str] = frozenset()
+    refusal: str = ""
+
+    def covers(self, key: str, arch: str) -> bool:
+        """Whether a conversion decides if there is such a key."""
+        if key in ORIGIN_KEYS or key in self.arrays:
+            return False
+        return key.startswith((f"{arch}.", *MODEL_PREFIXES)) or key == "general.architecture"
+
+
+def from_source(source: Path, kind: ModuleType, target: GGUF | None) -> ExpectedMetadata:
+    """Read the source as `convert` does. `target`: of a draft."""
+    try:
+        found = sources.detect(source)
+        with found:
+            if found.kind is not kind:
+                return ExpectedMetadata(refusal=f"it is a {found.kind.TITLE}")
+            if isinstance(found.source, GGUF) and found.dialect is None:
+                return _of_gguf(found.source, kind)
+            return _converted(found, target)
+    except G4Error as error:
+        return ExpectedMetadata(refusal=str(error))
+
+
+def _of_gguf(file: GGUF, kind: ModuleType) -> ExpectedMetadata:
+    """Of a file that is only requantized, which keeps all keys."""
+    config = kind.parse_gguf(file.kv, file.shapes())
+    all_keys = ExpectedMetadata(arrays=_arrays(kind, config))
+    arch = str(file.get("general.architecture"))
+    kept = {key: file.value(key) for key in file if all_keys.covers(key, arch)}
+    return ExpectedMetadata(kept, all_keys.arrays)
+
+
+def _converted(found: DetectedSource, target: GGUF | None) -> ExpectedMetadata:
+    if found.is_target:
+        pair = target_info.from_source(found)
+    else:
+        assert target is not None
+        pair = target_info.from_source(DetectedSource(models.targets()[models.TARGETS[0]], target))
+    config, tensors, *_ = pipeline.read(found, pair)
+    keys = pipeline.model_keys(found.kind, config, pair.tokenizer)
+    keys |= {
+        "general.type": string("model"),
+        "general.quantization_version": u32(pipeline.QUANTIZATION_VERSION),
+    }
+    if found.is_target:
+        keys |= pair.sampling
+        keys |= {provenance.WEIGHTS: string(pair.weights)} if pair.weights else {}
+    else:
+        keys |= {k: v for k, v in pair.pairing.items() if k not in ORIGIN_KEYS}
+    keys |= _digest(tensors)
+    return ExpectedMetadata(keys, _arrays(found.kind, config))
+
+
+def _digest(tensors: Any) -> KV:
+    """Of the mask of a reduced vocabulary, which has no tensor in the file."""
+    t2d = next((t for name, t in tensors.items() if name.split(".")[-1] == "t2d"), None)
+    return {} if t2d is None else {provenance.T2D_SHA256: string(derived.t2d_sha256(t2d))}
+
+
+def _arrays(kind: ModuleType, config: Any) -> frozenset[str]:
+    rule = getattr(kind, "metadata_tensors", None)
+    return frozenset(key for key, _ in (rule(config) if rule else {}).values())

@@ -1,0 +1,423 @@
+"""Converting and quantizing: from a plan to a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from g4spec import gguf, quant
+from g4spec.convert import derived, provenance, sources, target_info
+from g4spec.convert import plan as planning
+from g4spec.convert import rewrite as rewriting
+from g4spec.convert.plan import Plan, PlannedTensor
+from g4spec.convert.sources import CheckpointFolder, DetectedSource
+from g4spec.convert.target_info import TargetInfo
+from g4spec.convert.tensors import StoredTensor, recode, worker_pool
+from g4spec.convert.unchanged import UnchangedCheck
+from g4spec.errors import InputError, UsageError
+from g4spec.gguf import GGUF, KV, TensorData, ValueType, array, imatrix, parts, string, u32
+from g4spec.gguf.imatrix import Imatrix
+from g4spec.gguf.writer import Progress
+from g4spec.models.spec import check_heads
+from g4spec.quant import policy
+from g4spec.quant.format import Floats
+from g4spec.quant.mix import Mix
+from g4spec.quant.policy import Policy
+
+QUANTIZATION_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a conversion did, or would do.
+
+    Attributes:
+        plan: every tensor. `notes`: what the user should know. `out`: the file, or the first part.
+        seconds: it took. `nbytes`: size of the file, in a dry run of its tensors.
+        written: false after a dry run.
+    """
+
+    plan: Plan
+    notes: list[str]
+    out: Path
+    seconds: float
+    nbytes: int
+    written: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a conversion goes.
+
+    Attributes:
+        path: the file. `max_size`: write parts of at most so many bytes, named after it.
+        dry_run: make the plan only. unchanged: raises if the source has changed meanwhile.
+    """
+
+    path: Path
+    max_size: int | None = None
+    dry_run: bool = False
+    progress: Progress | None = None
+    unchanged: Callable[[], None] | None = None
+
+    def write(self, kv: KV, data: list[TensorData]) -> tuple[Path, int]:
+        """The file or first part that was written, and the size of all."""
+        if self.max_size is None:
+            return self.path, gguf.write(self.path, kv, data, self.progress, self.unchanged)
+        paths, size = gguf.write_split(
+            self.path, kv, data, self.max_size, self.progress, self.unchanged
+        )
+        return paths[0], size
+
+
+def convert(
+    source: Path,
+    out: Path,
+    *,
+    target: Path | None = None,
+    type: str = "q8_0",
+    tensor_types: Sequence[str] = (),
+    split_max_size: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Turn a checkpoint folder into a GGUF for upstream llama.cpp and for this package.
+
+    Args:
+        source: a target's or a draft's checkpoint; a draft GGUF in another program's dialect is
+            rewritten, any other GGUF (alone or in a folder) is requantized.
+        target: folder or GGUF of the draft's target; needed for drafts, whose tokenizer and
+            shapes come from it.
+        type: of matrices, one of `policy.names()`; vectors stay F32.
+        tensor_types: types of some tensors, see `policy.parse_type`.
+        split_max_size: write parts of at most so many bytes, named after `out`.
+        dry_run: make the plan only.
+
+    Raises:
+        InputError: before anything is written, whenever the plan does not work out.
+    """
+    asked = check_arguments(out, type, dry_run, tensor_types)
+    to = Output(Path(out), split_max_size, dry_run, progress, UnchangedCheck(Path(source), target))
+    found = sources.detect(Path(source))
+    with found:
+        if isinstance(found.source, GGUF) and found.dialect is None:
+            note = f"{found.path} is a GGUF already; only its types are changed"
+            note += "; the target given is not read" if target else ""
+            return _requantize(found.source, to, asked, False, [*found.notes, note])
+        if found.is_target and target is not None:
+            raise UsageError(
+                f"{found.path} is a target; --target is for drafts",
+                fix="leave it out; a draft goes first",
+            )
+        files = (
+            found.source.files
+            if isinstance(found.source, CheckpointFolder)
+            else [part.path for part in found.source.parts]
+        )
+        _check_output(to, [*files, *([target] if target else [])])
+        return _convert(found, to, asked, target)
+
+
+def _convert(found: DetectedSource, to: Output, asked: Mix, target: Path | None) -> Result:
+    """A checkpoint folder, or a GGUF in a dialect, becomes a file."""
+    start = time.perf_counter()
+    pair = target_info.from_source(found) if found.is_target else _target_of(found, target)
+    config, tensors, canonical_names, notes, dropped = read(found, pair)
+    plan = planning.build(found.kind, config, tensors, asked, pair.n_tokens, canonical_names)
+    plan = Plan((*plan.tensors, *dropped))
+    made = _made(plan, tensors, config)
+    kv = _metadata(found, config, asked, pair, made, plan, to.path, target)
+    notes = [*found.notes, *pair.notes, *notes]
+    if to.dry_run:
+        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
+    with worker_pool() as pool:
+        rows = plan.with_action("copy") + plan.with_action("make")
+        order = {r.name: i for i, r in enumerate(plan.tensors)}
+        rows.sort(key=lambda r: order[r.name])
+        data = [_data(r, tensors, made, pool) for r in rows]
+        out, size = to.write(kv, data)
+    return Result(plan, notes, out, time.perf_counter() - start, size, True)
+
+
+def read(
+    found: DetectedSource, pair: TargetInfo
+) -> tuple[
+    Any, Mapping[str, StoredTensor], Mapping[str, str] | None, list[str], list[PlannedTensor]
+]:
+    """Configuration, tensors, their names in the kind's words if they have others, notes, and
+    tensors that are left out beforehand."""
+    if isinstance(found.source, GGUF):
+        assert found.dialect is not None
+        got = rewriting.rewrite(found.source, found.dialect, found.kind, pair)
+        check_heads(got.config.layers)
+        return got.config, got.tensors, got.canonical_names, got.notes, got.dropped
+    checkpoint = found.source.checkpoint
+    config = (
+        found.kind.parse_hf(checkpoint)
+        if found.is_target
+        else found.kind.parse_hf(checkpoint, pair.config)
+    )
+    check_heads(config.layers)
+    said = getattr(found.kind, "notes", None)
+    return config, found.source.tensors, None, said(checkpoint) if said else [], []
+
+
+def quantize(
+    source: Path,
+    out: Path,
+    type: str,
+    *,
+    allow_requantize: bool = False,
+    tensor_types: Sequence[str] = (),
+    importance: Imatrix | None = None,
+    split_max_size: int | None = None,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Write a GGUF again with matrices in another type, all metadata kept.
+
+    A quantized matrix is only turned into another type with `allow_requantize`: it loses quality
+    twice, or grows without gaining any.
+
+    Args:
+        importance: weights of the columns' errors, see `g4spec.gguf.imatrix.read`.
+    """
+    asked, unchanged = (
+        check_arguments(out, type, dry_run, tensor_types),
+        UnchangedCheck(Path(source)),
+    )
+    with GGUF(source) as file:
+        to = Output(Path(out), split_max_size, dry_run, progress, unchanged)
+        return _requantize(file, to, asked, allow_requantize, [], importance)
+
+
+def check_arguments(
+    out: Path, type: str, dry_run: bool = False, tensor_types: Sequence[str] = ()
+) -> Mix:
+    """The mix of a type's name. UsageError for an unknown one, InputError where `out` cannot be."""
+    if not dry_run:
+        gguf.check_writable(Path(out))
+    return policy.parse_type(type, tensor_types)
+
+
+def _target_of(found: DetectedSource, target: Path | None) -> TargetInfo:
+    if target is not None:
+        return target_info.load(Path(target))
+    config = found.source.config if isinstance(found.source, CheckpointFolder) else {}
+    spec = config.get("speculators_config")
+    verifier = spec.get("verifier") if isinstance(spec, dict) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    raise UsageError(
+        f"{found.path} is a {found.kind.TITLE}; its conversion needs the target too, for the "
+        "tokenizer and to check the shapes",
+        fix=f"pass --target DIR or --target FILE.gguf{f' (made for {name})' if name else ''}",
+    )
+
+
+def _check_output(to: Output, inputs: list[Path]) -> None:
+    """Writing onto an input would destroy it while it is read; what is no GGUF file is something
+    else's, as a checkpoint's `config.json`."""
+    out = to.path
+    for path in inputs:
+        if to.max_size and parts.unsplit_path(path.absolute()) == out.absolute():
+            raise UsageError(
+                f"the output may have parts named as the input {path.name}",
+                fix="choose another name",
+            )
+        if out.exists() and path.exists() and out.samefile(path):
+            raise UsageError(f"the output is one of the inputs: {out}", fix="choose another name")
+    if out.is_file() and out.stat().st_size and not gguf.is_gguf(out):
+        raise UsageError(
+            f"{out} exists and is no GGUF file", fix="choose another name, or remove it"
+        )
+
+
+def _made(
+    plan: Plan, tensors: Mapping[str, StoredTensor], config: Any
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Values of the rows that are computed: by tensor name, or metadata key."""
+    out: dict[str, np.ndarray[Any, Any]] = {}
+    t2d = next((t for n, t in tensors.items() if n.split(".")[-1] == "t2d"), None)
+    for row in plan.tensors:
+        if row.action == "metadata":
+            tensor = tensors[row.source or ""]
+            out[row.name or ""] = derived.as_int32(tensor) if row.type == "I32" else tensor.array()
+        elif row.action == "make" and row.source is None:
+            out[row.name or ""] = derived.rope_freqs(config)
+        elif row.action == "make":
+            source = tensors[row.source or ""]
+            out[row.name or ""] = derived.absolute_d2t(source, t2d, config.n_vocab)
+    if t2d is not None:
+        out[provenance.T2D_SHA256] = np.array(derived.t2d_sha256(t2d))
+    return out
+
+
+def _data(
+    row: PlannedTensor,
+    tensors: Mapping[str, StoredTensor],
+    made: Mapping[str, Any],
+    pool: ThreadPoolExecutor,
+    weights: Floats | None = None,
+) -> TensorData:
+    form = quant.get(row.type)
+    assert row.name is not None
+    if row.action == "make":
+        return TensorData(row.name, row.shape, form.type, [made[row.name]])
+    tensor = tensors[row.source or ""]
+    if tensor.shape != row.shape:
+        tensor = tensor.first_rows(row.shape[0])
+    if row.pairs:
+        tensor = derived.interleave_head_rows(tensor, row.pairs)
+    return TensorData(row.name, row.shape, form.type, recode(tensor, form, pool, weights))
+
+
+def _metadata(
+    found: DetectedSource,
+    config: Any,
+    asked: Mix,
+    pair: TargetInfo,
+    made: Mapping[str, Any],
+    plan: Plan,
+    out: Path,
+    target: Path | None,
+) -> KV:
+    """All keys of the file: general, the kind's own, tokenizer, provenance."""
+    model = model_keys(found.kind, config, pair.tokenizer)
+    kv: KV = {
+        "general.architecture": model.pop("general.architecture"),
+        "general.type": string("model"),
+        "general.name": string(provenance.checkpoint_name(found.path).split("/")[-1]),
+        **_file_type(plan, asked),
+        "general.quantization_version": u32(QUANTIZATION_VERSION),
+    }
+    kv |= model
+    for row in plan.with_action("metadata"):
+        assert row.name is not None
+        kv[row.name] = array(
+            ValueType.I32 if row.type == "I32" else ValueType.F32, made[row.name].reshape(-1)
+        )
+    if provenance.T2D_SHA256 in made:
+        kv[provenance.T2D_SHA256] = string(str(made[provenance.T2D_SHA256]))
+    kv |= pair.pairing if target else pair.sampling
+    if found.is_target and pair.weights:
+        kv[provenance.WEIGHTS] = string(pair.weights)
+    with_target = f" --target {provenance.checkpoint_name(Path(target))}" if target else ""
+    command = f"g4spec convert {found.path.name}{with_target} -o {out.name} --type {asked.name}"
+    command += "".join(f" --tensor-type {p.pattern}={f.name}" for p, f in asked.tensor_types)
+    return kv | provenance.source_keys(found.source, command)
+
+
+def model_keys(kind: ModuleType, config: Any, tokenizer: KV) -> KV:
+    """The keys by which a file describes its model and its tokenizer. A draft's own come last: its
+    mask token overrides the tokenizer's."""
+    own: KV = kind.metadata(config)
+    kv = {k: v for k, v in own.items() if not k.startswith("tokenizer.")}
+    return kv | tokenizer | {k: v for k, v in own.items() if k.startswith("tokenizer.")}
+
+
+def _file_type(plan: Plan, asked: Mix) -> KV:
+    """`general.file_type`: what was asked, or what most bytes are when matrices kept theirs. No key
+    where llama.cpp has no number for it: it then goes by the tensors."""
+    number = asked.file_type
+    sizes: dict[str, int] = {}
+    for row in plan.with_action("copy"):
+        sizes[row.type] = sizes.get(row.type, 0) + row.nbytes
+    kept = any(row.note.startswith("quantized already") for row in plan.tensors)
+    if kept and sizes:
+        number = quant.get(max(sizes, key=lambda name: sizes[name])).file_type
+    return {} if number is None else {"general.file_type": u32(number)}
+
+
+def _requantize(
+    file: GGUF,
+    to: Output,
+    asked: Mix,
+    allow: bool,
+    notes: list[str],
+    importance: Imatrix | None = None,
+) -> Result:
+    start = time.perf_counter()
+    _check_output(to, [part.path for part in file.parts])
+    choice = Policy(asked, file.shapes(), importance is not None)
+    rows = tuple(_requantized(file, name, choice, allow) for name in file.tensors)
+    plan = Plan(rows)
+    weights = _weights(file, plan, importance, notes) if importance else {}
+    if to.dry_run:
+        return Result(plan, notes, to.path, time.perf_counter() - start, plan.nbytes, False)
+    named = _file_type(plan, asked)
+    kv = {key: file.value(key) for key in file if named or key != "general.file_type"} | named
+    kv["general.quantization_version"] = u32(QUANTIZATION_VERSION)
+    kv |= imatrix.keys(importance) if importance and weights else {}
+    with ExitStack() as stack:
+        pool = stack.enter_context(worker_pool())
+        stored = {name: rewriting.stored_tensor(file, name) for name in file.tensors}
+        data = [_data(r, stored, {}, pool, weights.get(r.name or "")) for r in rows]
+        out, size = to.write(kv, data)
+    return Result(plan, notes, out, time.perf_counter() - start, size, True)
+
+
+def _weights(file: GGUF, plan: Plan, importance: Imatrix, notes: list[str]) -> dict[str, Floats]:
+    """Weights of the columns of each matrix that becomes a quantized one; a note says which have
+    none. InputError if the imatrix is of another model."""
+    out, without = {}, []
+    for row in plan.tensors:
+        name = row.name or ""
+        if not quant.get(row.type).weighted or file.tensors[name].format.quantized:
+            continue
+        found = importance.weights(name, row.shape)
+        if found is not None:
+            out[name] = found
+        elif name not in policy.TABLES:  # which llama-imatrix never has
+            without.append(name)
+    if without and not out:
+        raise InputError(
+            f"{importance.name}: nothing about any matrix of {file.path.name}",
+            expected=without[0],
+            found=next(iter(importance.entries)),
+            fix="use an imatrix of this model",
+        )
+    if not without and not out:
+        notes.append(f"{importance.name} changes nothing: no matrix gets a type that uses weights")
+    if without:
+        notes.append(
+            f"{importance.name} has nothing about {', '.join(without[:4])}"
+            f"{f' and {len(without) - 4} more' if len(without) > 4 else ''}: quantized "
+            "without weights"
+        )
+    return out
+
+
+def _requantized(file: GGUF, name: str, choice: Policy, allow: bool) -> PlannedTensor:
+    info = file.tensors[name]
+    form, note = info.format, ""
+    kept = len(info.shape) > 1 and not form.quantized and policy.never_quantized(name)
+    if not (form.integer or kept):
+        to, note = choice.choose(name, info.shape, "matrix")
+        if form.quantized and to is not form:
+            if not allow:
+                raise InputError(
+                    f"{file.path}: tensor {name} is quantized already, as {form.name.upper()}",
+                    fix="start from a BF16 file, or use g4spec quantize with --allow-requantize",
+                )
+            if form.decode is None:
+                form.dequantize(file.raw(name))  # says that there is no code for it
+        form = to
+    return PlannedTensor(
+        "copy", name, name, info.shape, form.name.upper(), note, form.nbytes(info.shape, name)
+    )
+
+
+def tensors_of(found: DetectedSource) -> Iterator[StoredTensor]:
+    """Every tensor of a source, for inspection."""
+    if isinstance(found.source, GGUF):
+        yield from (rewriting.stored_tensor(found.source, name) for name in found.source.tensors)
+    else:
+        yield from found.source.tensors.values()

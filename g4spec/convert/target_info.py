@@ -1,0 +1,90 @@
+"""What a conversion takes from a target: its configuration and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from g4spec import models
+from g4spec.convert import provenance, sources, tokenizer
+from g4spec.convert.sources import DetectedSource
+from g4spec.errors import InputError
+from g4spec.gguf import GGUF, KV, Value, ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class TargetInfo:
+    """A target, as much of it as its drafts need.
+
+    Attributes:
+        config: its parsed configuration. `tokenizer`: its `tokenizer.*` keys and stop ids.
+        pairing: keys by which a draft recognises it. `sampling`: settings that its makers
+            recommend, which llama.cpp takes as defaults. `notes`: for the user.
+        weights: their digest, if this is a checkpoint that holds them.
+    """
+
+    config: Any
+    tokenizer: KV
+    pairing: KV
+    sampling: KV
+    notes: list[str]
+    weights: str | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokenizer["tokenizer.ggml.tokens"].data)
+
+
+def load(path: Path) -> TargetInfo:
+    """The target at `path`, a checkpoint folder or a GGUF. A folder need not hold any weights."""
+    found = _detect(path)
+    if not found.is_target:
+        fix = "this is a draft: name it as the source, and its target with --target"
+        raise models.misplaced(path, found.kind, fix)
+    if isinstance(found.source, GGUF):
+        with found.source:
+            return from_source(found)
+    return from_source(found)
+
+
+def _detect(path: Path) -> DetectedSource:
+    if path.is_dir() and any(path.glob("*.safetensors")):
+        try:
+            return sources.detect(path)
+        except InputError:  # half of a download is enough for a configuration and a tokenizer
+            pass
+    return sources.detect(path, weights=False)
+
+
+def from_source(found: DetectedSource) -> TargetInfo:
+    """The target that was found."""
+    source = found.source
+    if isinstance(source, GGUF):
+        config = found.kind.parse_gguf(source.kv, source.shapes())
+        kv, generation = tokenizer.from_gguf(source), dict[str, Any]()
+    else:
+        generation = dict(source.generation)
+        config = found.kind.parse_hf(source.checkpoint)
+        kv = tokenizer.from_folder(source.path, source.config, source.generation)
+    weights = None
+    if not isinstance(source, GGUF):
+        weights = provenance.weights_digest(found.kind, config, source.tensors)
+    pairing = provenance.pairing_keys(kv, config.n_embd, len(config.layers))
+    pairing |= provenance.target_source_keys(source, weights)
+    return TargetInfo(config, kv, pairing, _sampling(generation), found.notes, weights)
+
+
+def _sampling(generation: Mapping[str, Any]) -> KV:
+    kv: KV = {}
+    for key, name, kind in (
+        ("top_k", "top_k", ValueType.I32),
+        ("top_p", "top_p", ValueType.F32),
+        ("min_p", "min_p", ValueType.F32),
+        ("temperature", "temp", ValueType.F32),
+    ):
+        value = generation.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            kv[f"general.sampling.{name}"] = Value(kind, value)
+    return kv

@@ -1,0 +1,143 @@
+"""Replaces a file atomically, and clears away what runs that were killed left beside it.
+
+A file is written under a temporary name beside its final one and renamed when it is complete and
+on disk. What interrupts that leaves nothing but, after SIGKILL or a power cut, the temporary file.
+Its writer holds a lock on it, which the system gives back when the writer ends, however it ends: so
+the next run to the same output removes those that nobody holds, and lets those of others be.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from g4spec.errors import EnvironmentProblem, InputError
+
+try:
+    import fcntl
+except ImportError:  # no such locks on Windows, where nothing is cleared away
+    fcntl = None  # type: ignore[assignment]
+
+
+def check_writable(path: Path) -> None:
+    """InputError where no file can be written, before any work is done for it."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder", expected="the name of a file to write")
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} is a device or pipe", expected="the name of a file to write")
+    if path.exists() and not path.stat().st_mode & 0o222:
+        raise EnvironmentProblem(
+            f"cannot write {path}: it is read-only", fix="choose another name, or make it writable"
+        )
+    if not path.parent.is_dir():
+        raise InputError(f"{path.parent}: no such folder", fix="create it first")
+
+
+@contextmanager
+def atomic_write(path: Path, size: int) -> Iterator[IO[bytes]]:
+    """A new file beside `path` that becomes `path` if the block ends well, else disappears; where
+    that is a link, what it leads to. It keeps the mode of the file it replaces.
+
+    Args:
+        size: bytes that will be written; EnvironmentProblem if the disk has not that many.
+    """
+    check_writable(path)
+    path = path.resolve()
+    remove_stale(path)
+    free = shutil.disk_usage(path.parent).free
+    if free < size:
+        raise EnvironmentProblem(
+            f"not enough room on the disk of {path.parent}",
+            expected=f"{size:,} bytes",
+            found=f"{free:,} bytes",
+        )
+    temporary = _name(path)
+    try:
+        with ExitStack() as stack:
+            f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
+            # Another run may have found it in the moment before it was locked.
+            while _lock(f.fileno()) is False or not temporary.exists():
+                temporary = _name(path)
+                f = stack.enter_context(open(temporary, "xb", buffering=1 << 20))
+            if path.exists():
+                os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+            if fcntl is None:
+                f.close()  # Windows renames no open file
+            os.replace(temporary, path)  # still locked
+        _sync(path.parent)
+    except OSError as e:
+        temporary.unlink(missing_ok=True)
+        if e.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EACCES,
+            errno.EROFS,
+            errno.EIO,
+            errno.EFBIG,
+        ):
+            raise EnvironmentProblem(f"cannot write {path}: {e.strerror}") from e
+        raise
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync(folder: Path) -> None:
+    """Put a rename on disk, where a folder can be opened (not on Windows)."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove_stale(path: Path) -> None:
+    """Remove temporary files of `path` whose writers are gone."""
+    if fcntl is None:
+        return
+    ours, names = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.tmp"), list[str]()
+    with suppress(OSError):  # a folder that may be written but not listed
+        names = os.listdir(path.parent)
+    for name in names:
+        if ours.fullmatch(name):
+            with suppress(OSError):  # somebody else's, or gone meanwhile
+                _clear(path.parent / name)
+
+
+def _clear(temporary: Path) -> None:
+    handle = os.open(temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if stat.S_ISREG(os.fstat(handle).st_mode) and _lock(handle):
+            temporary.unlink()
+    finally:
+        os.close(handle)
+
+
+def _name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock an open file until it is closed; False if it is locked already, None where files cannot
+    be locked."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

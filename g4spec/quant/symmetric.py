@@ -1,0 +1,207 @@
+"""Scales and codes of types without minima: values are about d * scale * code.
+
+A block has groups with a signed whole scale each, and a half-precision factor d for all of them.
+What is minimised is the squared error with the weights |x|, or rms + |x|: ggml's x**2 makes for
+larger errors, even by its own measure. The search is our own:
+
+1. each group by itself: for each of some steps that take its largest value to one end of the codes
+   or near it, the scale that then fits best by least squares;
+2. scales rounded to whole numbers, and their neighbours tried;
+3. the factor fitted to codes and scales by least squares, kept where that is better.
+
+Values lie as [size, groups * blocks] meanwhile, see `g4spec.quant.affine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from g4spec.quant.format import Bytes, Floats, check_finite
+
+BATCH = 384
+"""Blocks computed together."""
+NEIGHBOURS = (0, -1, 1)
+TINY = np.float32(1e-15)
+"""Groups without a larger value are zero, as in ggml."""
+F = np.float32
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSpec:
+    """What a type's codes are.
+
+    Attributes:
+        groups, size: of a block.
+        ends: steps tried are a group's largest value, by magnitude, over each of these.
+        end: the code farthest from 0: the step where none of these fits.
+        low, high: of whole scales.
+        round: values over their step -> the nearest codes, as their values, in place.
+        rms: the weights are rms + |x|.
+    """
+
+    groups: int
+    size: int
+    ends: tuple[float, ...]
+    end: float
+    low: int
+    high: int
+    round: Callable[[Floats], Floats]
+    rms: bool = True
+
+
+def integer_codes(low: int, high: int) -> Callable[[Floats], Floats]:
+    """A `CodeSpec.round` for whole numbers from `low` to `high`."""
+
+    def nearest(x: Floats) -> Floats:
+        np.rint(x, out=x)
+        return np.clip(x, F(low), F(high), out=x)
+
+    return nearest
+
+
+def table_codes(values: Floats) -> Callable[[Floats], Floats]:
+    """Return a `CodeSpec.round` for a table of ascending integers from -128 to 127.
+
+    The midpoint of two entries is a multiple of 1/2, so all values between two neighbouring
+    multiples of 1/2 have the same nearest entry: a table of 512 answers is exact.
+    """
+    middles = np.arange(-256, 256) / 2 + 0.25
+    nearest_of = values[np.abs(middles[:, None] - values).argmin(axis=1)]
+
+    def nearest(x: Floats) -> Floats:
+        x *= F(2)
+        x += F(256)
+        np.clip(x, F(0), F(511), out=x)
+        return np.take(nearest_of, x.astype(np.int16), out=x, mode="clip")
+
+    return nearest
+
+
+class Search:
+    """One batch, values [size, groups * blocks]. `code`, `part`: scratch."""
+
+    def __init__(self, x: Floats, codes: CodeSpec, weights: Floats | None = None) -> None:
+        self.codes, self.x = codes, columns(x, codes)
+        x = self.x
+        self.weights = np.abs(x)
+        if codes.rms or weights is not None:
+            self.weights += np.sqrt(np.einsum("ij,ij->j", x, x) / F(codes.size))
+        if weights is not None:  # see `Format.weighted`
+            np.sqrt(self.weights, out=self.weights)
+            self.weights *= columns(weights, codes)
+        self.code, self.part = np.empty_like(x), np.empty_like(x)
+
+    def sums(self, inverse: Floats) -> tuple[Floats, Floats]:
+        """For codes by 1 / scale: weighted sums of their squares and their products with x."""
+        code, part = self.round(inverse), self.part
+        np.multiply(code, self.weights, out=part)
+        return np.einsum("ij,ij->j", part, code), np.einsum("ij,ij->j", part, self.x)
+
+    def round(self, inverse: Floats) -> Floats:
+        np.multiply(self.x, inverse, out=self.code)
+        return self.codes.round(self.code)
+
+    def groups(self) -> Floats:
+        """Best scale of each group by itself, [groups, n]."""
+        low, high = self.x.min(axis=0), self.x.max(axis=0)
+        largest = np.where(-low > high, low, high)
+        flat = np.abs(largest) < TINY
+        inverse = np.where(flat, F(0), 1 / largest)
+        tried = [self.sums(inverse * F(end)) for end in self.codes.ends]
+        square, product = np.stack([t[0] for t in tried]), np.stack([t[1] for t in tried])
+        gain = product * product / square
+        gain[~(square > 0)] = -1
+        best = gain.argmax(axis=0), np.arange(len(largest))
+        scale = np.where(
+            square[best] > 0, product[best] / square[best], largest / F(self.codes.end)
+        )
+        scale[flat] = 0
+        out: Floats = scale.reshape(self.codes.groups, -1)
+        return out
+
+    def neighbours(self, d: NDArray[np.float16], scale: Floats) -> Floats:
+        """The whole scales that fit best, near the given ones."""
+        least: Floats = np.full(self.x.shape[1], np.inf, F)
+        best = scale
+        for step in NEIGHBOURS:
+            tried = np.clip(scale + F(step), F(self.codes.low), F(self.codes.high))
+            s = (d.astype(F) * tried).reshape(-1)
+            square, product = self.sums(np.where(s != 0, 1 / s, F(0)))
+            error = s * (s * square - 2 * product)
+            better = error < least
+            least = np.where(better, error, least)
+            best = np.where(better.reshape(scale.shape), tried, best)
+        return best
+
+    def factor(self, d: NDArray[np.float16], scale: Floats) -> NDArray[np.float16]:
+        """The factor that fits codes and scales best, if it is better than `d`."""
+        s = (d.astype(F) * scale).reshape(-1)
+        square, _ = self.sums(np.where(s != 0, 1 / s, F(0)))
+        off = np.multiply(self.code, s, out=self.code)
+        off -= self.x
+        error = np.einsum("ij,ij->j", self.part, off)
+        a = (square.reshape(scale.shape) * scale * scale).sum(axis=0)
+        b = (error.reshape(scale.shape) * scale).sum(axis=0)
+        new = (d - b / a).astype(np.float16)
+        change = new.astype(F) - d
+        return np.where(change * (2 * b + change * a) < 0, new, d)
+
+
+def columns(x: Floats, codes: CodeSpec) -> Floats:
+    """Whole blocks as [size, groups * blocks], the groups of a block `blocks` apart."""
+    blocks = x.reshape(-1, codes.groups, codes.size)
+    return np.ascontiguousarray(blocks.transpose(2, 1, 0)).reshape(codes.size, -1)
+
+
+def fit(
+    x: Floats, codes: CodeSpec, weights: Floats | None = None
+) -> tuple[NDArray[np.float16], Floats, Floats]:
+    """Quantize whole blocks [groups * size * n] -> d [n], whole scales [groups, n], and values of
+    codes [size, groups, n]. Raises Unrepresentable."""
+    n = len(x) // (codes.groups * codes.size)
+    search = Search(x, codes, weights)
+    with np.errstate(all="ignore"):
+        scale = search.groups()
+        largest = scale[np.abs(scale).argmax(axis=0), np.arange(n)]
+        d = (largest / F(codes.low)).astype(np.float16)
+        check_finite(x, d)
+        inverse = np.where(d != 0, F(codes.low) / largest, F(0))
+        scale = np.clip(np.rint(scale * inverse), F(codes.low), F(codes.high))
+        scale = search.neighbours(d, scale)
+        d = search.factor(d, scale)
+        s = (d.astype(F) * scale).reshape(-1)
+        code = search.round(np.where(s != 0, 1 / s, F(0)))
+    return d, scale, code.reshape(codes.size, codes.groups, n)
+
+
+def fit_single_group(
+    x: Floats, codes: CodeSpec, weights: Floats | None = None
+) -> tuple[NDArray[np.float16], Floats]:
+    """`fit` for blocks of one group, whose scale is d itself: d [n], values of codes [size, n]."""
+    search = Search(x, codes, weights)
+    with np.errstate(all="ignore"):
+        d = search.groups()[0].astype(np.float16)
+        check_finite(x, d)
+        s = d.astype(F)
+        return d, search.round(np.where(s != 0, 1 / s, F(0)))
+
+
+def bound(x: Floats, codes: CodeSpec) -> Floats:
+    """Two steps of the group, what rounding its scale moves, and the least that half precision can
+    tell apart; see `g4spec.quant.affine.bound`."""
+    top = abs(codes.end)
+    step = np.abs(x.reshape(-1, codes.groups, codes.size)).max(axis=2) / F(top)
+    rounding = step.max(axis=1, keepdims=True) * F(2 * top / -codes.low)
+    allowed = 2 * step + rounding + F(-codes.low * top * 2.0**-24)
+    out: Floats = np.repeat(allowed.reshape(-1), codes.size)
+    return out
+
+
+def to_unsigned(code: Floats, low: int) -> Bytes:
+    """CodeSpec from 0 on, of values from `low` on."""
+    code += F(-low)
+    return code.astype(np.uint8)
