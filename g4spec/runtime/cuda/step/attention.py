@@ -223,24 +223,15 @@ def attend(
     tops = torch.empty(sequences, room, kv.n_kv, tokens * group, 2, device=q.device)
     if plain is None:
         plain = launch.arch(q.device.index) not in TENSOR_ARCHS
-    width = kv.space.table.shape[1]
-    common: dict[str, Any] = {
+    common = _cache_arguments(kv) | {
         "q": q,
-        "keys": kv.keys,
-        "values": kv.values,
-        "key_scales": kv.key_scales,
-        "value_scales": kv.value_scales,
-        "table": kv.table,
         "first": first,
         "last": last,
         "slots": batch.slots,
         "sums": sums,
         "tops": tops,
         "tokens": tokens,
-        "n_kv": kv.n_kv,
         "group": group,
-        "width": width,
-        "capacity": kv.capacity,
         "room": room,
         "shift": chunks.shift,
         "growing": chunks.growing,
@@ -264,6 +255,20 @@ def attend(
             shared=shape.shared,
         )
     return _combine(sums, tops, first, last, tokens, chunks)
+
+
+def _cache_arguments(kv: CudaKV) -> dict[str, Any]:
+    """Return the arguments that describe a layer's KV cache."""
+    return {
+        "keys": kv.keys,
+        "values": kv.values,
+        "key_scales": kv.key_scales,
+        "value_scales": kv.value_scales,
+        "table": kv.table,
+        "n_kv": kv.n_kv,
+        "width": kv.space.table.shape[1],
+        "capacity": kv.capacity,
+    }
 
 
 def _grid(
