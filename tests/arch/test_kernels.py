@@ -144,19 +144,19 @@ def _constants(file: str) -> dict[str, int]:
 
 def test_constants_of_python_and_kernels_agree() -> None:
     same: dict[tuple[str, str], int] = {
-        ("units.cuh", "PAGE"): core.PAGE,
+        ("kv_storage.cuh", "PAGE"): core.PAGE,
         ("prefill_heads.cu", "PAGE"): core.PAGE,
-        ("product.cuh", "GROUP"): packing.GROUP,
-        ("rows.cuh", "ACT_BYTES"): packed_rows.BLOCK_BYTES,
-        ("rows.cuh", "BYTE_ROWS"): linear.UPPER_ROWS,
-        ("rows.cuh", "TILE_BYTES"): linear.TILE_BYTES,
+        ("gemm_tile.cuh", "PACK_ROWS"): packing.GROUP,
+        ("packed_rows.cuh", "ACT_BYTES"): packed_rows.BLOCK_BYTES,
+        ("packed_rows.cuh", "BYTE_ROWS"): linear.UPPER_ROWS,
+        ("packed_rows.cuh", "TILE_BYTES"): linear.TILE_BYTES,
         ("accept.cu", "MOST"): core.MAX_STEP_ROWS,
-        ("route.cuh", "MOST_ROWS"): core.MAX_STEP_ROWS,
-        ("consume.cuh", "CONSUMERS"): linear.CONSUMERS,
-        ("consume.cuh", "THREADS"): linear.THREADS,
+        ("moe_routing.cuh", "MAX_ROWS"): core.MAX_STEP_ROWS,
+        ("gemm_consumer.cuh", "CONSUMERS"): linear.CONSUMERS,
+        ("gemm_consumer.cuh", "THREADS"): linear.THREADS,
         ("heads.cu", "HEADS"): heads.HEADS,
-        ("head.cuh", "NORM_V"): heads.NORM_V,
-        ("head.cuh", "V_FROM_K"): heads.V_FROM_K,
+        ("head_vector.cuh", "NORM_V"): heads.NORM_V,
+        ("head_vector.cuh", "V_FROM_K"): heads.V_FROM_K,
     }
     wrong = {k: (v, _constants(k[0]).get(k[1])) for k, v in same.items()}
     assert not {k: pair for k, pair in wrong.items() if pair[0] != pair[1]}

@@ -34,12 +34,12 @@ _RING = {64: 65536, 128: 65536, 256: 196608, 512: 196608}
 """Most bytes of tiles in flight in a block, by head_dim."""
 LARGEST_SHIFT = 11
 """Of chunks that grow: 2048 positions, of which there are two before they do."""
-_CHUNKS = 256  # of a row at most, see attention_combine.cu and chunks.cuh
+_CHUNKS = 256  # of a row at most, see attention_combine.cu and attention_chunks.cuh
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One instance of `attend_chunks`; see the template `Shape` in attend_tiles.cuh."""
+    """One instance of `attend_chunks`; see the template `Shape` in attention_tiles.cuh."""
 
     head_dim: int
     kind: Kind
@@ -128,7 +128,7 @@ def _with_parts(head_dim: int, kind: Kind, tiles: int, arch: str) -> Shape | Non
 
 @dataclass(frozen=True)
 class Chunks:
-    """Ranges of positions that are summed by themselves; see chunks.cuh.
+    """Ranges of positions that are summed by themselves; see attention_chunks.cuh.
 
     With a window all have 2^shift positions; without, they grow with their position, so that a long
     context is not cut into many more parts than there are blocks to work on them.
@@ -194,22 +194,19 @@ def attend(
     *,
     plain: bool | None = None,
 ) -> Attended:
-    """softmax(scale * q k) v over the keys of absolute positions first[t] .. last[t] in the slot of
-    each row.
+    """Compute softmax(scale * q k) v over positions first[t] .. last[t] of each row's slot.
 
-    Keys of positions before the first row of a sequence are fetched before the kernel in front of
-    this one has ended: they, `first`, `last` and the batch's positions and slots must have been
-    written by kernels that had ended before that kernel started. The table of pages is written
-    before a step begins.
+    The kernel prefetches keys of positions before a sequence's first row while its predecessor
+    still runs. So these keys, `first`, `last`, and the batch's positions and slots must come from
+    kernels that ended before that predecessor started. The page table is written before the step.
 
     Args:
-        q: [T, n_head, D] float16; head h reads KV head h // (n_head / n_kv). They have taken over
-            `kv.weight`.
-        batch: at most 16 rows of each sequence, as many of each.
-        first, last: [T] int64, both ends included, first <= last; in a sequence at most
-            `kv.positions` positions from the smallest `first` to the largest `last`.
-        plain: whether to do without tensor cores; by default where the device has not the right
-            ones (before sm_80).
+        q: [T, n_head, D] float16, already multiplied by `kv.weight`, if any; head h reads KV head
+            h // (n_head / n_kv).
+        batch: at most 16 rows of each sequence, the same number for all.
+        first, last: [T] int64, inclusive, first <= last; a sequence spans at most `kv.positions`
+            positions from its smallest `first` to its largest `last`.
+        plain: use the kernel without tensor cores; by default on GPUs before sm_80.
     """
     _, n_head, head_dim = q.shape
     sequences, tokens = len(batch.sizes), batch.uniform
