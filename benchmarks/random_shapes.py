@@ -36,9 +36,9 @@ from tests.gpu import family, hostile
 from tests.gpu.device import EMULATED
 
 TYPES = ("q8_0", "bf16", "f16", "q4_0", "q5_0", "q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_nl")
-NEAR = 1.0
-"""Largest accepted difference of logits. Random weights and Q8_0 caches differ by up to 0.6 without
-any mistake; wrong indexing differs by several units."""
+NEAR = {"f16": 0.5, "q8_0": 2.5}
+"""Largest accepted difference of logits from the float32 reference, by cache type. With random
+weights the rounding of a Q8_0 cache alone moves logits by 0.9, also on the CPU."""
 
 
 def shape(draw: random.Random) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def outcome(folder: Path, draw: random.Random) -> tuple[str, dict[str, Any]]:
     case = {"target": at, "type": type, "cache": cache, "draft": kind}
     try:
         target = hostile.made(folder, at, type)
-        wrong = hostile.wrong_text(target, None, cache, NEAR)
+        wrong = hostile.wrong_text(target, None, cache, NEAR[cache])
         if wrong is None:
             draft = hostile.made_draft(folder, family.DRAFTS[kind])
             wrong = hostile.wrong_text(target, draft, cache)

@@ -1,15 +1,15 @@
-"""The objects that pass between the engine, the models and the backends. Read this first.
+"""Data structures and protocols shared by the engine, the models and the backends. Read this first.
 
-A *sequence* is one text that is being generated. It owns a *slot* (its place in everything that has
-a fixed size for each live sequence: rings of layers with a window, the state of a draft) and some
-*pages* of the pool in which layers without a window keep their keys and values. A *batch* is the
-rows of one forward pass; each row knows its token, its position and its slot, and nothing below the
-engine knows of more. The numbers of a row depend on its sequence alone, never on its company.
+A *sequence* is a running request. It owns a *slot*, an index into everything that has a fixed size
+per running sequence (ring buffers of sliding-window layers, state of the draft), and *pages* of the
+pool that holds the KV cache of global layers. A *batch* is the rows of one forward pass. Each row
+has a token, a position and a slot; code below the engine knows nothing else about sequences. The
+result of a row depends on its own sequence only, never on the rest of the batch.
 
-A *step* is one pass of the target over the newest token of each sequence (its *anchor*) and the
-tokens drafted after it. A *cycle* is: propose, step, accept, commit.
+A *step* is one forward pass of the target over the newest token of each sequence, its *anchor*, and
+the tokens drafted after it. A *cycle* is: propose, step, accept, commit.
 
-Nothing here imports torch at run time, so that converting, inspecting and `--help` stay light.
+This module does not import torch at run time, so that `convert`, `inspect` and `--help` start fast.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
     from g4spec.gguf.reader import TensorInfo
 
 MAX_STEP_ROWS = 16
-"""Rows of one sequence in a step, anchor included (design decision 4)."""
+"""Maximum number of rows of one sequence in a step, including the anchor (design decision 4)."""
 
 MAX_DRAFT = MAX_STEP_ROWS - 1
-"""Most tokens drafted per sequence and step."""
+"""Maximum number of drafted tokens per sequence and step."""
 
 PAGE = 128
-"""Positions of a page of the pool."""
+"""Number of positions in a page of the pool."""
 
 PROMPT_BLOCK = 512
-"""Rows of an aligned prompt block. Prompts are read in such blocks, the last one padded where a
-backend needs it, so that a row's bits depend on nothing but the tokens up to the block's end, and a
-prefix hit reuses whole blocks (design decision 9)."""
+"""Number of rows in an aligned prompt block. Prefill computes whole blocks and pads the last one
+where the backend needs it. So the bits of a row depend only on the tokens up to the end of its
+block, and the prefix cache reuses whole blocks (design decision 9)."""
 
 
 class Reach(NamedTuple):
-    """Positions that a row of consecutive ones sees.
+    """The range of positions that a row attends to.
 
     Attributes:
-        back: how many positions before its own, or None: from 0 on.
-        from_first: count back from the first row of the sequence in the batch instead.
-        to_last: see up to the last row of the sequence in the batch instead of its own.
+        back: number of positions before its own; None: all, from position 0 on.
+        from_first: count `back` from the first row of the sequence in the batch instead.
+        to_last: attend up to the last row of the sequence in the batch instead of its own.
     """
 
     back: int | None
@@ -55,17 +55,19 @@ class Reach(NamedTuple):
 
     @classmethod
     def causal(cls, window: int | None) -> Reach:
-        """See the last `window` positions, its own included."""
+        """Return causal attention over the last `window` positions, including its own."""
         return cls(None if window is None else window - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Keys and values that one layer keeps, rows [n_kv, head_dim], for a window or all positions.
+    """Shape of the KV cache of one layer: rows [n_kv, head_dim] of a window or of all positions.
 
     Attributes:
-        rotary_pairs: keys are the values times a weight for each column, and then only this many
-            pairs (i, i + head_dim / 2) are rotated, the first ones; 0: keys are kept whole.
+        window: size of the sliding window; None for a global layer.
+        rotary_pairs: for K=V layers: keys are the values times a weight per column, and RoPE
+            rotates only the first `rotary_pairs` pairs (i, i + head_dim / 2), so only those are
+            stored. 0: keys are stored whole.
     """
 
     n_kv: int
@@ -76,18 +78,18 @@ class CacheShape:
 
 @dataclass(slots=True)
 class Sequence:
-    """One text: its tokens, how far they have been read, and what it holds of the cache.
+    """A running request: its tokens and its part of the KV cache.
 
     The scheduler writes these fields; runners and drafts read them.
 
     Attributes:
-        slot: index into everything kept per live sequence.
-        ids: prompt and chosen tokens. The newest, the anchor, has been chosen but not read.
-        n_prompt: how many of `ids` are the prompt.
-        n_read: how many of `ids` have their keys and values in the cache.
+        slot: index into everything kept per running sequence.
+        ids: prompt and generated tokens. The newest one, the anchor, is not in the KV cache yet.
+        n_prompt: number of prompt tokens in `ids`.
+        n_read: number of tokens of `ids` whose keys and values are in the cache.
         pages: ids of its pages in the pool, in order of position.
-        drafting: whether a draft is kept up to date for it.
-        pending: steps that the target has read and the draft has not been given yet.
+        drafting: whether the draft is kept up to date for it.
+        pending: rows that the target has computed and the draft has not been given yet.
     """
 
     slot: int
@@ -105,18 +107,18 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Where the anchor stands."""
+        """Position of the anchor."""
         return len(self.ids) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one forward pass. Rows of a sequence are consecutive, at consecutive positions.
+    """The rows of one forward pass. Rows of one sequence are adjacent, at consecutive positions.
 
     Attributes:
-        ids, positions, slots: int64 [T] on the device: token, absolute position and cache slot of
-            each row.
-        sizes: rows of each sequence, sum T. A fixed number for a recorded graph.
+        ids, positions, slots: int64 [T] on the device: token, absolute position and slot of each
+            row.
+        sizes: number of rows of each sequence, T in total. Constant in a recorded CUDA graph.
     """
 
     ids: torch.Tensor
@@ -129,24 +131,24 @@ class Batch:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First row of each sequence."""
+        """Index of the first row of each sequence."""
         return tuple(sum(self.sizes[:i]) for i in range(len(self.sizes)))
 
     @property
     def uniform(self) -> int:
-        """Rows of every sequence; 0 where they differ."""
+        """Number of rows per sequence if it is the same for all, else 0."""
         return self.sizes[0] if len(set(self.sizes)) == 1 else 0
 
     def at(self, positions: torch.Tensor) -> Batch:
-        """The same rows at other positions [T]."""
+        """Return the same rows at other positions [T]."""
         return replace(self, positions=positions)
 
     def holding(self, ids: torch.Tensor) -> Batch:
-        """Other tokens [T] in the same places."""
+        """Return the same rows with other tokens [T]."""
         return replace(self, ids=ids)
 
     def columns(self, first: int, last: int) -> Batch:
-        """Rows first .. last - 1 of every sequence. All sequences have the same number of rows."""
+        """Return rows first .. last - 1 of every sequence; all have the same number."""
         n, count = self.uniform, len(self.sizes)
         assert n, self.sizes
 
@@ -158,11 +160,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows that the target has read, as a draft is given them.
+    """Rows that the target has computed, with the features that a draft reads.
 
     Attributes:
         hidden: output of the target after its final norm, [T, H].
-        taps: inputs of the layers that the draft asked for, side by side, [T, n * H].
+        taps: inputs of the target layers `Draft.taps`, concatenated, [T, n * H].
     """
 
     batch: Batch
@@ -170,31 +172,31 @@ class StepRows:
     taps: torch.Tensor
 
     def rows(self, first: int, last: int, sizes: tuple[int, ...]) -> StepRows:
-        """Rows first .. last - 1, which belong to sequences of `sizes` rows."""
+        """Return rows first .. last - 1; `sizes` is the number of rows of each sequence in them."""
         b, cut = self.batch, slice(first, last)
         batch = Batch(b.ids[cut], b.positions[cut], b.slots[cut], sizes)
         return StepRows(batch, self.hidden[cut], self.taps[cut])
 
 
 Pick = Callable[["torch.Tensor", int], "torch.Tensor"]
-"""(logits [S * n, V], i) -> ids [S * n]: choose the drafted tokens i, i + 1, ... of each of S
-sequences, whose rows are consecutive."""
+"""(logits [S * n, V], i) -> ids [S * n]: choose the drafted tokens i .. i + n - 1 of each of S
+sequences. The n rows of a sequence are adjacent."""
 
 
 class Draft(Protocol):
-    """Anything that proposes tokens. The engine knows nothing else about it. What the other verbs
-    know of a kind of draft is `g4spec.models.spec.DraftKind`; CONTRIBUTING.md has the steps.
+    """A draft as the engine sees it. Other commands use `g4spec.models.spec.DraftKind`.
+    CONTRIBUTING.md lists the steps to add one.
 
     Attributes:
-        taps: target layers whose input it is given.
-        max_tokens: most tokens of a proposal.
-        rows: rows a sequence that `propose` is given.
+        taps: target layers whose inputs it reads.
+        max_tokens: maximum number of tokens of a proposal.
+        rows: number of rows per sequence that `propose` is given.
         at_once: whether a proposal costs the same for any number of tokens.
-        recordable: whether what it computes depends on shapes alone, never on values, so that a
-            backend may record it.
-        mask: token of the rows behind the anchor in what `propose` is given.
-        caches: its own key-value caches, a layer each.
-        state: what it keeps per slot beside caches, tensors [slots, ...].
+        recordable: whether the kernels that it launches depend on shapes only, not on values, so
+            that a backend may record them as a CUDA graph.
+        mask: token of the rows after the anchor in the batch of `propose`.
+        caches: its own KV caches, one per layer.
+        state: other state per slot, tensors [slots, ...].
     """
 
     name: str
@@ -208,58 +210,65 @@ class Draft(Protocol):
     state: tuple[torch.Tensor, ...]
 
     def begin(self, slot: int, ids: Seq[int] = ()) -> None:
-        """Forget what the slot held. `ids` have been read already, and the slot's caches and state
-        are those of then (a prefix hit)."""
+        """Reset the slot. After a prefix hit, `ids` are the tokens whose caches and state have been
+        restored into the slot."""
 
     def propose(self, batch: Batch, count: int, pick: Pick) -> torch.Tensor:
-        """Draft `count` tokens after the anchor of each of S sequences -> ids [S, count]; from the
-        first -1 on nothing is proposed.
+        """Draft `count` tokens after the anchor of each of S sequences.
 
         Args:
-            batch: `rows` rows a sequence: the anchor and then `mask`. What `pick` returns
-                may lie over the masks.
+            batch: `rows` rows per sequence: the anchor, then `mask` tokens.
+            pick: chooses tokens from logits. Its result may overwrite the mask tokens.
+
+        Returns:
+            ids [S, count]; -1 marks the end of a shorter proposal.
         """
 
     def commit(self, rows: StepRows, accepted: torch.Tensor) -> None:
-        """Take in rows that the target has read, of which the first 1 + accepted[s] of each
-        sequence are verified; called in order of position, without gaps. What is appended to
-        caches for others is overwritten before it is read.
+        """Update the draft with rows that the target has computed.
+
+        Called in order of position, without gaps. Only the first 1 + accepted[s] rows of sequence s
+        are final; cache entries of the others are overwritten before they are read.
 
         Args:
-            accepted: int64 [S].
+            accepted: number of accepted drafted tokens of each sequence, int64 [S].
         """
 
 
 class TargetView(Protocol):
-    """What a draft may use of its target."""
+    """The parts of the target that a draft may use."""
 
     @property
     def config(self) -> Any: ...
 
     def embed(self, ids: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        """Rows of the token table, [T] -> [T, H]; times `scale`, or else the target's own."""
+        """Return token embeddings, [T] -> [T, H], times `scale` (default: the target's own)."""
 
     @property
     def table(self) -> Any:
-        """Output table [V, H], for `Ops.logits` and `Ops.pick`."""
+        """Output projection [V, H], for `Ops.logits` and `Ops.pick`."""
 
     def kv(self, layer: int) -> Any:
-        """The cache of a target layer."""
+        """Return the KV cache of a target layer."""
 
 
 @dataclass(slots=True)
 class Cycle:
-    """What one cycle did for one sequence.
+    """The result of one cycle for one sequence.
 
     Attributes:
-        tokens: newly chosen tokens; all but the last were drafted and accepted.
-        logits: the target's logit of each. drafted: what was proposed. accepted: how many held.
-        draft_seconds, step_seconds: time of the whole batch: proposing (bringing the draft up to
-            date included), and the target's step with the choice of tokens.
-        logprobs: if asked for, each token's log-probability and the likeliest (id, its own) pairs.
+        tokens: new tokens; all but the last were drafted and accepted.
+        logits: the target's logit of each new token.
+        drafted: the proposed tokens.
+        accepted: number of accepted drafted tokens.
+        draft_seconds, step_seconds: time of the whole batch for proposing (including the update of
+            the draft), and for the target's step including sampling.
+        logprobs: if requested: for each token its log-probability and the top (id, log-probability)
+            pairs.
         draft_failed: why the draft cannot be used for this sequence any more, or None.
-        error: why this sequence cannot go on (its target's logits are not finite), or None.
-        share: what was planned for it and why (`g4spec.runtime.plan.Share`); None without a step.
+        error: why this sequence has to end (logits that are not finite), or None.
+        share: the draft length planned for it, and why (`g4spec.runtime.plan.Share`); None without
+            a step.
     """
 
     tokens: list[int]
@@ -275,12 +284,12 @@ class Cycle:
 
 
 class Chooser(Protocol):
-    """How one sequence turns logits into tokens.
+    """Turns logits into tokens for one sequence.
 
     Attributes:
-        sampler: `g4spec.ops.sampling.Sampler`, whose numbers a device may take over.
-        on_host: choices depend on more than logits, sampler and position (penalties, masks), or
-            more than the token is asked for (log-probabilities).
+        sampler: sampling settings (`g4spec.ops.sampling.Sampler`), which a GPU can apply itself.
+        on_host: whether tokens must be chosen on the host, because the choice depends on more than
+            logits, sampler and position (penalties, masks) or returns more (log-probabilities).
     """
 
     sampler: Any
@@ -289,18 +298,21 @@ class Chooser(Protocol):
     def on_host(self) -> bool: ...
 
     def pick(self, logits: torch.Tensor, position: int) -> int:
-        """The drafted token for `position`, from the draft's logits [V]; NotFinite if there is
-        none."""
+        """Choose the drafted token for `position` from the draft's logits [V].
+
+        Raises:
+            NotFinite: a logit is not finite.
+        """
 
     def choose(self, logits: torch.Tensor, drafted: Seq[int], position: int) -> Cycle:
-        """The target's tokens for `position`, position + 1, ... from logits [1 + drafted, V], up to
-        the first one that was not drafted, included."""
+        """Choose the target's tokens for `position`, position + 1, ..., from logits
+        [1 + drafted, V], up to and including the first one that differs from the draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a sequence does in a cycle: draft `count` tokens, choose as `chooser` does. Its pages
-    reach as far as the rows of its step."""
+    """The part of one sequence in a cycle: draft `count` tokens and choose tokens with `chooser`.
+    The sequence must already have pages for all rows of the step."""
 
     sequence: Sequence
     count: int
@@ -308,56 +320,59 @@ class Work:
 
 
 class Runner(Protocol):
-    """Runs cycles of a target and perhaps a draft.
+    """Runs cycles of a target, with or without a draft.
 
     Attributes:
-        depth: cycles that may have been started and not asked for.
+        depth: maximum number of cycles that are started but whose result has not been fetched.
     """
 
     depth: int
 
     def takes(self, work: Seq[Work]) -> bool:
-        """True if it can run this cycle."""
+        """Return True if this runner can run the cycle."""
 
     def start(self, work: Seq[Work]) -> None:
-        """Start a cycle. While another is under way it is of the same sequences, and each begins
-        where that one will have ended."""
+        """Start a cycle. If another cycle is still running, it must have the same sequences, and
+        each sequence continues where that cycle will end."""
 
     def result(self) -> list[Cycle]:
-        """Wait for the oldest cycle; one for each sequence, in the order of its work."""
+        """Wait for the oldest cycle; return a `Cycle` per sequence, in the order of its work."""
 
     def drop(self) -> None:
-        """Forget cycles that were started and not asked for. What they appended to caches stands
-        behind the last verified position."""
+        """Discard cycles whose results were not fetched. Their cache entries are after the last
+        verified position, so they are never read."""
 
 
 class Budget(Protocol):
-    """Bytes that the parts of an engine take on a device."""
+    """Computes the memory of the parts of an engine on a device, in bytes."""
 
-    def weights(self, tensors: Iterable[TensorInfo]) -> int: ...
+    def weights(self, tensors: Iterable[TensorInfo]) -> int:
+        """Return the size of loaded tensors."""
+
     def page(self, shapes: Seq[CacheShape]) -> int:
-        """Of one page of the pool, all layers."""
+        """Return the size of one page of the pool, over all layers."""
 
     def slot(self, shapes: Seq[CacheShape], n_ctx: int, slack: int) -> int:
-        """Of the rings of one slot."""
+        """Return the size of the ring buffers of one slot."""
 
     def slots(self, sequences: int) -> int:
-        """Slots for so many sequences, with a spare one where the device keeps one."""
+        """Return the number of slots for so many sequences, including a spare one if needed."""
 
     def workspace(self, config: Any, n_ctx: int, chunk: int, sequences: int) -> int:
-        """Of a prompt's chunk, or of a step of so many sequences."""
+        """Return the temporary memory of a prefill chunk or of a step of so many sequences."""
 
-    def available(self) -> int: ...
+    def available(self) -> int:
+        """Return the free memory of the device."""
 
 
 class Backend(Protocol):
-    """A device: what loads, allocates and records. What computes is its `ops`.
+    """A device: loads weights, allocates caches and records graphs. Its `ops` compute.
 
     Attributes:
-        ops: `g4spec.ops.reference.Ops`, the vocabulary that models are written in.
-        chunk: rows of a prompt that are read at a time, a multiple of PROMPT_BLOCK.
-        padded: whether the sequences of a step all pay for as many rows as the longest.
-        budget: bytes on the device.
+        ops: the operations that models are written in (`g4spec.ops.reference.Ops`).
+        chunk: number of prompt rows per prefill chunk, a multiple of PROMPT_BLOCK.
+        padded: whether every sequence of a step costs as much as the one with the most rows.
+        budget: computes memory on this device.
     """
 
     ops: Any
@@ -370,31 +385,31 @@ class Backend(Protocol):
     def budget(self) -> Budget: ...
 
     def enter(self) -> None:
-        """Make the calling thread use this device."""
+        """Make this the current device of the calling thread."""
 
     def load(self, file: GGUF, name: str) -> Any:
-        """Tensor `name` as the ops compute with it."""
+        """Load tensor `name` in the form that the ops use."""
 
     def space(self, n_slots: int, n_ctx: int, n_pages: int) -> Any:
-        """The table of slots and pages (`g4spec.ops.kv.Space`)."""
+        """Create the table of slots and pages (`g4spec.ops.kv.Space`)."""
 
     def slack(self, chunk: int) -> int:
-        """Rows that a ring needs beyond its window to read chunks of this size."""
+        """Return the rows that a ring buffer needs beyond its window for chunks of this size."""
 
     def cache(self, shape: CacheShape, space: Any, slack: int) -> Any:
-        """An empty cache of one layer (`g4spec.ops.kv.LayerKV`)."""
+        """Create the empty KV cache of one layer (`g4spec.ops.kv.LayerKV`)."""
 
     def read(self, target: Any, slot: int, ids: Seq[int], start: int) -> StepRows:
-        """Run prompt tokens at positions start ..., a multiple of PROMPT_BLOCK, appending to the
-        slot's caches; no logits. Bits of a row depend on nothing but the tokens up to the end of
-        its block."""
+        """Prefill: compute prompt tokens from position `start` on, a multiple of PROMPT_BLOCK, and
+        append to the caches of the slot. Computes no logits. The bits of a row depend only on the
+        tokens up to the end of its block."""
 
     def commit(self, draft: Draft, rows: StepRows) -> None:
-        """Give a draft the rows that `read` returned. As exact as they are."""
+        """Update a draft with the rows that `read` returned, bit-exact in the same way."""
 
     def sampler(self, sampler: Any) -> Any:
-        """What chooses tokens from raw logits on this device as `sampler` says
+        """Create what samples tokens from raw logits on this device
         (`g4spec.ops.logits.RowSampler`)."""
 
     def runners(self, target: Any, draft: Draft | None) -> Seq[Runner]:
-        """Runners in order of preference; the last one takes any work."""
+        """Return runners in order of preference; the last one accepts any work."""
