@@ -119,7 +119,7 @@ def _objects(path: Path, key: str) -> list[dict[str, Any]]:
     try:
         found = json.loads(_inputs.read_text(path))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON", found=str(error)[:80]) from None
+        raise InputError(f"{path}: not JSON: {str(error)[:80]}") from None
     if (
         not isinstance(found, list)
         or not found

@@ -62,7 +62,7 @@ def one_error_line(err: str) -> str:
         (FileNotFoundError(errno.ENOENT, "No such file", "x.gguf"), 3, "cannot open 'x.gguf'"),
         (IsADirectoryError(errno.EISDIR, "Is a directory", "x"), 3, "cannot open 'x'"),
         (PermissionError(errno.EACCES, "Permission denied", "x"), 4, "cannot access 'x'"),
-        (OSError(errno.ENOSPC, "No space left on device", "x"), 4, "free some disk space"),
+        (OSError(errno.ENOSPC, "No space left on device", "x"), 4, "free disk space"),
         (OSError(errno.EIO, "Input/output error"), 4, "cannot access: input/output error"),
     ],
 )
